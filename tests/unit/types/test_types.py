@@ -1,0 +1,93 @@
+"""Sample keeps tokens, masks, log-probabilities and versions aligned; errors survive pickling."""
+
+import pickle
+
+import pytest
+
+from vime.types import (
+    RewardError,
+    Sample,
+    SampleStatus,
+    StaleError,
+    TrainRow,
+    VersionSpan,
+    WaitTimeoutError,
+)
+
+
+def answered() -> Sample:
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens([3, 4, 5], [-0.1, -0.2, -0.3], versions=[VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)])
+    return sample
+
+
+def test_appending_keeps_everything_aligned() -> None:
+    sample = answered()
+    sample.append_response_tokens([9], [0.0], trainable=False, versions=[VersionSpan(2, 0, 1)])
+    assert sample.tokens == [1, 2, 3, 4, 5, 9]
+    assert sample.response_length == 4
+    assert sample.prompt_length == 2
+    assert sample.loss_mask == [1, 1, 1, 0]
+    # the last span of the first call and the second call's span are one run of version 2
+    assert sample.token_policy_versions == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 4)]
+    assert sample.weight_versions == [1, 2]
+    assert sample.policy_version == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "log_probs", "versions"),
+    [
+        ([1, 2], [-0.1], [VersionSpan(0, 0, 2)]),
+        ([1, 2], [-0.1, -0.1], [VersionSpan(0, 0, 1)]),
+        ([1, 2], [-0.1, -0.1], [VersionSpan(0, 1, 2)]),
+        ([1, 2], [-0.1, -0.1], [VersionSpan(0, 0, 2), VersionSpan(1, 1, 2)]),
+    ],
+)
+def test_misaligned_growth_is_refused_and_changes_nothing(tokens, log_probs, versions) -> None:
+    sample = answered()
+    before = sample.to_dict()
+    with pytest.raises(ValueError, match="append_response_tokens"):
+        sample.append_response_tokens(tokens, log_probs, versions=versions)
+    assert sample.to_dict() == before
+
+
+def test_sample_survives_its_dict() -> None:
+    sample = answered()
+    sample.status, sample.reward, sample.metadata = SampleStatus.TRUNCATED, {"acc": 0.1 + 0.2}, {"k": [1]}
+    assert Sample.from_dict(sample.to_dict()) == sample
+
+
+def test_a_dict_reward_needs_a_key() -> None:
+    sample = Sample(reward={"acc": 1.0})
+    assert sample.scalar_reward("acc") == 1.0
+    with pytest.raises(RewardError, match="--reward-key"):
+        sample.scalar_reward()
+
+
+def row(mask: list[int]) -> TrainRow:
+    spans = [VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)]
+    return TrainRow(
+        sample_index=0,
+        group_index=0,
+        rollout_id=0,
+        tokens=[1, 2, 3, 4],
+        response_length=3,
+        loss_mask=mask,
+        rollout_log_probs=[0.0] * 3,
+        token_policy_versions=spans,
+        reward=0.0,
+        raw_reward=0.0,
+        status="completed",
+        truncated=False,
+    )
+
+
+def test_oldest_version_counts_trainable_tokens_only() -> None:
+    assert row([1, 1, 1]).oldest_version == 3
+    assert row([0, 1, 1]).oldest_version == 5
+    assert row([0, 0, 0]).oldest_version == 3
+
+
+def test_errors_survive_pickling_with_their_message() -> None:
+    for error in (WaitTimeoutError("round 3", 5, "manager", "Look at its log."), StaleError("too old")):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -1,0 +1,1 @@
+"""Formulas: tensors in, tensors out. No state, no devices, no communication."""

@@ -1,0 +1,32 @@
+"""Estimators of the KL divergence from a reference policy, one value per token. T: packed tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vime.types import ConfigError
+
+KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
+LOW_VAR_KL_LIMIT = 10.0
+
+
+def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy || reference) at each sampled token, with x = logp - ref_logp.
+
+    Schulman 2020, "Approximating KL divergence": k1 = x (unbiased, noisy); k2 = x^2 / 2 (biased, low variance);
+    k3 = exp(-x) - 1 + x (unbiased, never negative). low_var_kl = k3 clamped to +-10, as in GRPO (Shao et al. 2024,
+    equation 4) with the field's guard against a reference that finds the token impossible.
+
+    Inputs and answer [T], floating point, in the dtype of the inputs; gradients flow through `logp_T`. No denominator.
+    Example: x = ln 2 gives k1 = 0.6931, k2 = 0.2402, k3 = 0.5 - 1 + 0.6931 = 0.1931.
+    """
+    difference_T = logp_T - ref_logp_T.detach()
+    if kind == "k1":
+        return difference_T
+    if kind == "k2":
+        return difference_T.square() / 2
+    if kind not in KL_KINDS:
+        raise ConfigError(f"--kl-loss-type: got {kind!r}, expected one of {', '.join(KL_KINDS)}.")
+    k3_T = torch.exp(-difference_T) - 1 + difference_T
+    return k3_T.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else k3_T

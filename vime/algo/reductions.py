@@ -1,0 +1,41 @@
+"""One number from many tokens, with denominators that are global to the optimizer step. T: packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def reduce_loss(
+    value_T: Tensor,
+    mask_T: Tensor,
+    row_slices: Sequence[slice],
+    *,
+    per_token: bool,
+    num_samples: int,
+    num_tokens: int,
+) -> Tensor:
+    """This pack's share of the step's mean: a scalar, float32.
+
+    Default: for each row the mean over its masked tokens, summed over the rows here, divided by `num_samples`.
+    `per_token`: the sum over masked tokens, divided by `num_tokens`. (The two reductions of Shao et al. 2024, equation
+    3, and of DAPO, Yu et al. 2025, equation 12.)
+
+    `value_T` and `mask_T` are [T] (mask 1 = counts; any dtype), `row_slices` are the positions of each row. Both
+    denominators count the WHOLE optimizer step, over all ranks and micro-batches, so the sum of the answers over all
+    packs is the step's value, on any packing; whoever averages over ranks afterwards must undo that. A row without
+    masked tokens contributes 0 and still counts in `num_samples`. A step without any answers 0. Values where the mask
+    is 0 are never read, so they may be inf or nan. The answer is part of the graph even for an empty pack: every rank
+    can call backward. Example: rows with values (1, 3) and (5,), num_samples 2, num_tokens 3: (2 + 5) / 2 = 3.5, or
+    9 / 3 = 3 per token.
+    """
+    counts_T = mask_T > 0
+    value_T = torch.where(counts_T, value_T.float(), 0.0)
+    if per_token:
+        return value_T.sum() / max(num_tokens, 1)
+    total = value_T[:0].sum()
+    for row in row_slices:
+        total = total + value_T[row].sum() / counts_T[row].sum().clamp(min=1)
+    return total / max(num_samples, 1)

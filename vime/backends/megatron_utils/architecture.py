@@ -1,0 +1,113 @@
+"""What an HF config says about the model, in plain numbers; models that would train wrongly are refused here.
+
+Refusing is the point: a rotary scaling, an attention bias or a sliding window that is silently dropped still trains, and
+its log-probabilities differ from the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime.types import ConfigError
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""megatron-core has these numbers of Llama 3 built in; only `factor` is free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A dense decoder with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    rope_llama3_factor: float | None  # None: positions are not scaled
+    is_tied: bool  # one matrix embeds tokens and makes logits
+    has_qkv_bias: bool
+    has_qk_norm: bool
+
+
+def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Architecture:
+    """Read DIRECTORY/config.json; ConfigError for a model this trainer cannot compute exactly."""
+    path = Path(directory).expanduser()
+    try:
+        model_type = json.loads((path / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {directory}: config.json cannot be read: {error}.") from error
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(
+            f"{flag} {directory}: model_type {model_type!r} is not supported by the trainer. "
+            f"Expected one of {', '.join(SUPPORTED_MODEL_TYPES)}."
+        )
+    from transformers import AutoConfig
+
+    hf = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    _refuse_unsupported(hf, f"{flag} {directory}")
+    rope_theta, llama3_factor = _rope(hf, f"{flag} {directory}")
+    return Architecture(
+        model_type=model_type,
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=_optional(hf, "head_dim") or hf.hidden_size // hf.num_attention_heads,
+        vocab_size=hf.vocab_size,
+        max_positions=hf.max_position_embeddings,
+        norm_epsilon=hf.rms_norm_eps,
+        rope_theta=rope_theta,
+        rope_llama3_factor=llama3_factor,
+        is_tied=hf.tie_word_embeddings,
+        has_qkv_bias=model_type == "qwen2",
+        has_qk_norm=model_type == "qwen3",
+    )
+
+
+def _optional(hf: Any, name: str) -> Any:
+    """A config entry that only some model types have."""
+    return hf.to_dict().get(name)
+
+
+def _refuse_unsupported(hf: Any, where: str) -> None:
+    for name, expected in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+        ("hidden_act", "silu"),
+        ("attention_dropout", 0.0),
+        ("partial_rotary_factor", 1.0),
+    ):
+        got = _optional(hf, name)
+        if got not in (None, expected):
+            raise ConfigError(
+                f"{where}: config.json has {name}={got!r}; the trainer computes {name}={expected!r} only, so its "
+                "log-probabilities would differ from the engine's. Use another model."
+            )
+
+
+def _rope(hf: Any, where: str) -> tuple[float, float | None]:
+    """(theta, Llama-3 factor or None). transformers 5 gathers both in `rope_parameters`."""
+    parameters = dict(hf.rope_parameters or {})
+    theta, kind = parameters.pop("rope_theta", None), parameters.pop("rope_type", "default")
+    if theta is None:
+        raise ConfigError(f"{where}: config.json names no rope_theta. Expected a number; add it.")
+    if kind == "default":
+        return float(theta), None
+    factor = parameters.pop("factor", None)
+    if kind == "llama3" and factor is not None and parameters == LLAMA3_ROPE:
+        return float(theta), float(factor)
+    raise ConfigError(
+        f"{where}: rotary scaling {kind!r} with {parameters} is not supported. Expected none, or llama3 with {LLAMA3_ROPE}."
+    )

@@ -1,0 +1,162 @@
+"""What megatron-core means by "CUDA" on a machine without CUDA: one explicit table of redirected names.
+
+megatron-core 0.16.1 never asks for a device type. It calls `torch.cuda.current_device()` (60 call sites), writes
+`device="cuda"` (25) and compares `tensor.type()` with `'torch.cuda.FloatTensor'`. `install()` gives those calls their CPU
+meaning. Every redirected name is a row of `REDIRECTIONS` with its reason; nothing else is touched, and nothing at all when
+a CUDA device is there.
+
+Who calls it: `initialize.prepare_process`, in trainer processes only. A driver or an engine process never does.
+
+Rejected: patching `torch.tensor` or `torch.zeros` globally. `torch.utils._device` compares the called factory with the
+module attribute, so a global patch silently breaks `with torch.device("meta")`, and transformers' `from_pretrained` then
+leaves rotary frequencies uninitialised. The factories are therefore redirected only inside the megatron modules that
+write `device="cuda"`: such a module sees a `torch` proxy.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like", "arange")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Redirection:
+    """`name` is replaced by `replacement(original)`, because of `reason`."""
+
+    name: str
+    reason: str
+    replacement: Callable[[Any], Any]
+
+
+def install() -> list[str]:
+    """Redirect every name of the table; answers the names, none when CUDA is there. A second call changes nothing."""
+    if torch.cuda.is_available():
+        return []
+    if not _originals:
+        for entry in REDIRECTIONS:
+            owner, attribute = _resolve(entry.name)
+            original = getattr(owner, attribute, _MISSING)
+            _originals.append((owner, attribute, original))
+            setattr(owner, attribute, entry.replacement(original))
+    return [entry.name for entry in REDIRECTIONS]
+
+
+def uninstall() -> None:
+    """Put every original back (newest first)."""
+    while _originals:
+        owner, attribute, original = _originals.pop()
+        if original is _MISSING:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, original)
+
+
+_originals: list[tuple[Any, str, Any]] = []  # (owner, attribute, original) of what is redirected now
+
+
+def _resolve(path: str) -> tuple[Any, str]:
+    """`a.b.c.d` -> (object a.b.c, "d"): the longest importable module, then attributes."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:-1]:
+            owner = getattr(owner, part)
+        return owner, parts[-1]
+    raise ImportError(f"cpu_device: no module on the path {path}")
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    """A replacement that ignores the original."""
+    return lambda _original: value
+
+
+def _cpu_factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The factory with `device="cuda..."` read as the CPU, and no pinned memory."""
+
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return factory
+
+
+class _ScopedTorch(types.ModuleType):
+    """`torch` as one megatron module sees it: the factories above are redirected, all else passes through."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in FACTORIES:
+            setattr(self, name, _cpu_factory(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.type()` answers 'torch.cuda.FloatTensor' for a float tensor; `tensor.type(dtype)` is unchanged."""
+
+    @functools.wraps(original)
+    def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if isinstance(answer, str) and answer.startswith("torch.") and not answer.startswith("torch.cuda"):
+            return "torch.cuda." + answer.removeprefix("torch.")
+        return answer
+
+    return type_of
+
+
+def _seed_default_generator(seed: int) -> None:
+    torch.random.default_generator.manual_seed(seed)
+
+
+_SCOPED = _constant(_ScopedTorch())
+
+REDIRECTIONS: tuple[Redirection, ...] = (
+    Redirection(
+        "torch.cuda.current_device",
+        "where parameters, gradient buffers, pipeline and tensor-parallel receive buffers are allocated",
+        _constant(lambda: CPU),
+    ),
+    Redirection(
+        "torch.cuda.synchronize",
+        "fence of pipeline messages, timers, checkpoint writer: CPU work is ordered by the program",
+        _constant(lambda device=None: None),
+    ),
+    Redirection("torch.cuda.manual_seed", "RNG tracker: seed the CPU generator", _constant(_seed_default_generator)),
+    Redirection(
+        "torch.cuda.get_rng_state", "RNG tracker: state of the CPU generator", _constant(lambda device=None: torch.get_rng_state())
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+        "reads the CUDA generator through lazy initialisation",
+        _constant(lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        "writes the CUDA generator through a lazy call that never runs without CUDA",
+        _constant(lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),
+    ),
+    Redirection("megatron.core.pipeline_parallel.schedules.torch", 'device="cuda": token counter', _SCOPED),
+    Redirection("megatron.core.optimizer.optimizer.torch", 'device="cuda": scale, found_inf, overflow buffer', _SCOPED),
+    Redirection("megatron.core.optimizer.clip_grads.torch", 'device="cuda": gradient norm scalars', _SCOPED),
+    Redirection("megatron.core.utils.torch", 'device="cuda": local L2 norm', _SCOPED),
+    Redirection("torch.Tensor.cuda", "tied-embedding initialisation, optimizer checkpoint gather", _constant(lambda self, *args, **kwargs: self)),
+    Redirection("torch.Tensor.type", "optimizers compare tensor.type() with 'torch.cuda.FloatTensor' and raise", _cuda_type_name),
+)

@@ -1,0 +1,140 @@
+"""How each HF tensor lies in a megatron-core parameter, and how tensor parallelism cuts it. Pure tensor functions.
+
+One table, `RULES`: megatron parameter -> HF tensors and their `Kind`. Adding an architecture of this family is a row here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from vime.backends.megatron_utils.architecture import Architecture
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+class Kind(StrEnum):
+    """Layout of HF tensors inside one megatron parameter."""
+
+    REPLICATED = "replicated"  # the same on every tensor-parallel rank
+    ROW = "row"  # cut along the input dimension
+    GATE_UP = "gate_up"  # per rank: [its gate rows; its up rows]
+    QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
+    VOCAB = "vocab"  # rows cut over ranks, zero rows at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    pattern: re.Pattern[str]
+    hf_names: tuple[str, ...]
+    kind: Kind
+
+
+_LAYER = r"decoder\.layers\.(?P<layer>\d+)\."
+_HF_LAYER = "model.layers.{layer}."
+
+
+def _rule(pattern: str, hf_names: Sequence[str], kind: Kind) -> Rule:
+    return Rule(re.compile(pattern + "$"), tuple(hf_names), kind)
+
+
+# The second spelling of a norm is Transformer Engine's, which fuses it into the linear layer that follows.
+RULES = (
+    _rule(r"embedding\.word_embeddings\.weight", [EMBEDDING], Kind.VOCAB),
+    _rule(r"output_layer\.weight", ["lm_head.weight"], Kind.VOCAB),
+    _rule(r"decoder\.final_layernorm\.weight", ["model.norm.weight"], Kind.REPLICATED),
+    _rule(
+        _LAYER + r"(input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight)",
+        [_HF_LAYER + "input_layernorm.weight"],
+        Kind.REPLICATED,
+    ),
+    _rule(
+        _LAYER + r"(pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight)",
+        [_HF_LAYER + "post_attention_layernorm.weight"],
+        Kind.REPLICATED,
+    ),
+    _rule(
+        _LAYER + r"self_attention\.linear_qkv\.(?P<part>weight|bias)",
+        [_HF_LAYER + f"self_attn.{letter}_proj.{{part}}" for letter in "qkv"],
+        Kind.QKV,
+    ),
+    _rule(_LAYER + r"self_attention\.linear_proj\.weight", [_HF_LAYER + "self_attn.o_proj.weight"], Kind.ROW),
+    _rule(
+        _LAYER + r"self_attention\.(?P<letter>[qk])_layernorm\.weight",
+        [_HF_LAYER + "self_attn.{letter}_norm.weight"],
+        Kind.REPLICATED,
+    ),
+    _rule(
+        _LAYER + r"mlp\.linear_fc1\.weight",
+        [_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"],
+        Kind.GATE_UP,
+    ),
+    _rule(_LAYER + r"mlp\.linear_fc2\.weight", [_HF_LAYER + "mlp.down_proj.weight"], Kind.ROW),
+)
+
+
+def hf_names_and_kind(name: str) -> tuple[tuple[str, ...], Kind]:
+    """HF tensors inside the megatron parameter `name` (global layer number)."""
+    for rule in RULES:
+        found = rule.pattern.match(name)
+        if found:
+            parts = {key: value for key, value in found.groupdict().items() if value is not None}
+            return tuple(hf_name.format(**parts) for hf_name in rule.hf_names), rule.kind
+    raise KeyError(f"no rule for the megatron parameter {name}")
+
+
+def to_shard(
+    kind: Kind, tensors: Sequence[Tensor], *, architecture: Architecture, rank: int, size: int, rows: int
+) -> Tensor:
+    """HF tensors -> the parameter of tensor-parallel rank `rank` of `size`; `rows` is its first dimension."""
+    if kind is Kind.REPLICATED:
+        return tensors[0]
+    if kind is Kind.ROW:
+        return tensors[0].chunk(size, 1)[rank]
+    if kind is Kind.GATE_UP:
+        return torch.cat([tensor.chunk(size, 0)[rank] for tensor in tensors])
+    if kind is Kind.QKV:
+        # [groups, rows of one group, ...]; with more ranks than groups the cut goes through a group
+        grouped = [tensor.unflatten(0, (architecture.num_kv_heads, -1)) for tensor in tensors]
+        return torch.cat(grouped, 1).flatten(0, 1).chunk(size, 0)[rank]
+    shard = tensors[0][rank * rows : (rank + 1) * rows]
+    missing = rows - shard.size(0)
+    return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
+
+
+def from_shards(kind: Kind, shards: Sequence[Tensor], *, architecture: Architecture) -> list[Tensor]:
+    """The parameters of all tensor-parallel ranks, in rank order -> HF tensors. Inverse of `to_shard`."""
+    if kind is Kind.REPLICATED:
+        return [shards[0]]
+    if kind is Kind.ROW:
+        return [torch.cat(list(shards), 1)]
+    if kind is Kind.VOCAB:
+        return [torch.cat(list(shards))[: architecture.vocab_size]]
+    if kind is Kind.GATE_UP:
+        halves = [shard.chunk(2, 0) for shard in shards]
+        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
+    grouped = torch.cat(list(shards)).unflatten(0, (architecture.num_kv_heads, -1))
+    heads_per_group = architecture.num_heads // architecture.num_kv_heads
+    sizes = [heads_per_group * architecture.head_dim, architecture.head_dim, architecture.head_dim]
+    return [part.flatten(0, 1) for part in grouped.split(sizes, 1)]
+
+
+def hf_shapes(kind: Kind, shard_shape: Sequence[int], *, architecture: Architecture, size: int) -> list[tuple[int, ...]]:
+    """Shapes that `from_shards` answers, from the shape of one of `size` shards."""
+    first, rest = shard_shape[0], tuple(shard_shape[1:])
+    if kind is Kind.REPLICATED:
+        return [(first, *rest)]
+    if kind is Kind.ROW:
+        return [(first, rest[0] * size)]
+    if kind is Kind.VOCAB:
+        return [(architecture.vocab_size, *rest)]
+    if kind is Kind.GATE_UP:
+        return [(first * size // 2, *rest)] * 2
+    query, key = architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
+    return [(query, *rest), (key, *rest), (key, *rest)]

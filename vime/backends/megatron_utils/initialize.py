@@ -1,0 +1,105 @@
+"""Make this process a trainer rank: device, process groups, seeds. `MegatronTrainer` calls these in order.
+
+1. `prepare_process`  device layer and fusion switches; before any megatron model module is imported
+2. `initialize_distributed`  torch.distributed, then megatron's parallel groups; collective over all ranks
+3. `shut_down`  the reverse
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+from dataclasses import dataclass
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from vime.backends.megatron_utils import cpu_device
+from vime.config.machine import ClusterConfig, ParallelConfig
+from vime.types import ClusterError, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """Who this process is among the trainer ranks, and where rank 0 listens for the rendezvous."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # index of this rank's GPU among those the process sees
+    master_address: str
+    master_port: int
+
+
+def prepare_process(device: str) -> list[str]:
+    """Choose the device of this process; answers the names that the CPU device layer redirected (none on CUDA).
+
+    `device` is the resolved --device. A CPU run on a machine that shows a GPU is refused here: megatron-core would put
+    its tensors on the GPU whatever we say.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device in the trainer process. Use --device cpu.")
+    if device == "cpu" and has_cuda:
+        raise ConfigError(
+            "--device cpu: torch sees a CUDA device in the trainer process, and megatron-core would use it. "
+            'Hide it: CUDA_VISIBLE_DEVICES="" in the environment of the trainer ranks.'
+        )
+    if not has_cuda:
+        from megatron.core import jit
+
+        # megatron's fused element-wise functions go through torch.compile, which needs a C++ compiler on the CPU and
+        # gains nothing there; `model.transformer_config` turns off the callers that were decorated at import.
+        jit.disable_jit_fuser()
+    return cpu_device.install()
+
+
+def initialize_distributed(
+    rank: RankInfo, *, cluster: ClusterConfig, parallel: ParallelConfig, seed: int
+) -> None:
+    """Process groups with deadlines, and seeds. Collective: every trainer rank calls it once.
+
+    A collective that a peer never joins fails after --distributed-timeout-minutes on every rank that waits.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(rank.local_rank)
+    timeout = datetime.timedelta(minutes=cluster.distributed_timeout_minutes)
+    try:
+        dist.init_process_group(
+            cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
+            init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timeout,
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise ClusterError(
+            f"trainer rank {rank.rank} of {rank.world_size} found no rendezvous at "
+            f"{rank.master_address}:{rank.master_port} within {timeout.total_seconds():g} s: {error}. "
+            "Check that every trainer rank started, and --distributed-timeout-minutes."
+        ) from error
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # type: ignore[arg-type] # a timedelta is made of it
+        create_gloo_process_groups=on_cuda,  # extra groups for checkpoints; on the CPU every group is gloo already
+    )
+    # Different pipeline stages draw different numbers, as in Megatron-LM; tensor-parallel ranks are told apart by the tracker.
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    numpy.random.seed(stage_seed % 2**32)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def shut_down() -> None:
+    """Leave the process groups. Not a collective: a rank may leave after a peer died."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,123 @@
+"""Which modules one transformer layer is made of: our own (any device) or Transformer Engine's (GPU).
+
+The local spec replaces two of megatron-core's parts:
+- `RMSNorm`: megatron's torch norm refuses --sequence-parallel; ours marks its weight so that its gradient is summed over
+  the tensor-parallel group.
+- `PackedAttention`: megatron's attention without Transformer Engine cannot read packed sequences (its mask would be T x T);
+  ours runs torch's scaled_dot_product_attention once per sequence, so no token sees another sequence.
+
+Shapes: T packed tokens, H query heads of this rank, G key/value heads of this rank, D head dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from vime.types import ConfigError
+
+
+def block_spec(config: TransformerConfig, implementation: str) -> TransformerBlockSubmodules:
+    """The decoder block of this pipeline stage. `implementation` is --transformer-impl."""
+    if implementation == "transformer_engine":
+        layer, norm = _transformer_engine_layer(config)
+    else:
+        layer, norm = _local_layer(config), RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _local_layer(config: TransformerConfig) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
+    # megatron maps the norms to Transformer Engine's names inside checkpoints, so that both specs read one checkpoint.
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    try:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    except (ImportError, NameError) as error:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine: Transformer Engine is not installed ({error}). "
+            "Install it, or use --transformer-impl local."
+        ) from error
+    return layer, TENorm
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, normalised in fp32 and cast back before the weight, as HF models do."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # megatron sums such gradients over TP
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each sequence of a pack; a drop-in for megatron's core attention."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *_unused: Any, softmax_scale: float | None = None, **_ignored: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,  # [T, H, D]
+        key: Tensor,  # [T, G, D]
+        value: Tensor,  # [T, G, D]
+        attention_mask: Tensor | None,  # noqa: ARG002  megatron passes it; the pack says it all
+        attn_mask_type: Any = None,  # noqa: ARG002
+        attention_bias: Tensor | None = None,  # noqa: ARG002
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Answers [T, 1, H * D]."""
+        if packed_seq_params is None:
+            raise RuntimeError("PackedAttention: got an unpacked batch, expected packed_seq_params")
+        starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined] # set by step.py: no device sync per layer
+        outputs = [
+            self._one_sequence(query[start:end], key[start:end], value[start:end])
+            for start, end in itertools.pairwise(starts)
+        ]
+        out = torch.cat(outputs)
+        return out.reshape(out.size(0), 1, -1)
+
+    def _one_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[L, H, D] -> [L, H, D], query i sees keys <= i."""
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.size(1) != key.size(1)
+        )
+        return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,125 @@
+"""Architecture + parallel layout -> megatron-core GPTModel chunks of this rank (one chunk: no interleaved pipeline yet)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from torch import Tensor
+
+from vime.backends.megatron_utils.architecture import Architecture
+from vime.backends.megatron_utils.layer_spec import block_spec
+from vime.config.machine import ParallelConfig
+from vime.types import ConfigError
+
+
+def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> TransformerConfig:
+    """megatron's configuration of this model in this layout."""
+    check_layout(architecture, parallel)
+    on_cuda = torch.cuda.is_available()
+    dtype = torch.bfloat16 if parallel.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        layernorm_epsilon=architecture.norm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.has_qkv_bias,
+        qk_layernorm=architecture.has_qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Weights come from HF files, so initialisation does nothing. `perform_initialization=False` would also skip
+        # marking the tensor-parallel shards, and those would drop out of the gradient norm.
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=parallel.bf16,
+        variable_seq_lengths=True,  # packs differ in length
+        moe_token_dispatcher_type="alltoall",  # megatron asks for it with variable lengths, for dense models too
+        recompute_granularity=parallel.recompute_granularity,  # type: ignore[arg-type]
+        recompute_method=parallel.recompute_method,  # type: ignore[arg-type]
+        recompute_num_layers=parallel.recompute_num_layers,
+        gradient_accumulation_fusion=False,  # needs Apex
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+    )
+
+
+def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Refuse a layout that does not divide the model."""
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    for flag, size, name, value in (
+        ("--tensor-model-parallel-size", tensor, "attention heads", architecture.num_heads),
+        ("--tensor-model-parallel-size", tensor, "MLP columns", architecture.ffn_hidden_size),
+        ("--pipeline-model-parallel-size", pipeline, "layers", architecture.num_layers),
+    ):
+        if value % size:
+            raise ConfigError(f"{flag} {size} does not divide the model's {value} {name}. Choose a divisor.")
+    groups = architecture.num_kv_heads
+    if groups % tensor and tensor % groups:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tensor} and the model's {groups} key/value heads: one must divide the other."
+        )
+
+
+def _keep(weight: Tensor) -> Tensor:
+    return weight
+
+
+def padded_vocab_size(architecture: Architecture, parallel: ParallelConfig) -> int:
+    """Rows of the embedding over all tensor-parallel ranks; the extra rows are zero and masked in the logits."""
+    size = parallel.tensor_model_parallel_size
+    return -(-architecture.vocab_size // size) * size
+
+
+def build_chunks(architecture: Architecture, config: TransformerConfig, parallel: ParallelConfig) -> list[GPTModel]:
+    """Uninitialised fp32 or bf16 model of this pipeline stage. Load weights before use.
+
+    Local construction, except that a tied model with several stages makes its two copies equal (collective over the
+    embedding group).
+    """
+    rope: dict[str, Any] = {"rotary_base": architecture.rope_theta}
+    if architecture.rope_llama3_factor is not None:
+        rope.update(rope_scaling=True, rope_scaling_factor=architecture.rope_llama3_factor)
+    model = GPTModel(
+        config,
+        block_spec(config, parallel.transformer_impl),
+        padded_vocab_size(architecture, parallel),
+        architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=architecture.is_tied,
+        **rope,
+    )
+    return [model.to(torch.cuda.current_device())]
+
+
+def with_precision(chunks: list[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
+    """Under --bf16 wrap each chunk so that inputs go in as bfloat16 and logits come out as fp32."""
+    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
+
+
+def unwrap(chunk: MegatronModule) -> GPTModel:
+    """The GPTModel inside the precision and data-parallel wrappers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk

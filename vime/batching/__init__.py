@@ -1,0 +1,1 @@
+"""Rows to ranks to micro-batches to packed tensors: planning and packing, no communication."""

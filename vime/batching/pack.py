@@ -1,0 +1,117 @@
+"""Rows to one packed micro-batch: sequences laid end to end, no padding between them.
+
+T: packed tokens. R: response tokens of a row. Position t of a sequence predicts its token t + 1, so response token j
+of a row with P prompt tokens is predicted at position P - 1 + j of that row: every per-token column of the response
+(mask, advantage, log-probabilities) lies there. A trainer computes `logp_T[t] = log p(labels_T[t] | tokens up to t)`
+and all columns line up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vime.types import HandoffError, TrainRow
+
+MIN_DUMMY_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """One micro-batch as the model takes it. All tensors have T entries.
+
+    Padding (token 0, mask 0) belongs to the last sequence: `cu_seqlens[-1] == T` always, and causal attention keeps it
+    from reaching real tokens. A batch without rows is one dummy sequence with mask 0 and `row_slices == []`.
+    """
+
+    tokens_T: Tensor  # int64
+    labels_T: Tensor  # int64, the next token; 0 at a sequence's last position and in padding
+    position_T: Tensor  # int64, counts from 0 in each sequence
+    mask_T: Tensor  # float32, 1 where the position predicts a trainable response token
+    advantage_T: Tensor  # float32, the row's reward on its response positions, else 0
+    rollout_logp_T: Tensor  # float32, the engine's log-probabilities on response positions, else 0
+    extra_T: dict[str, Tensor] = field(default_factory=dict)  # further response columns by name, else 0
+    cu_seqlens: list[int]  # where each sequence starts, and T
+    max_seqlen: int  # longest sequence, padding included
+    row_slices: list[slice]  # the prediction positions of each row's response, R long
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+
+def pack(
+    rows: Sequence[TrainRow],
+    *,
+    pad_to_multiple: int = 1,
+    device: str | torch.device = "cpu",
+    extra: Mapping[str, Sequence[Tensor]] | None = None,
+) -> PackedBatch:
+    """Lay `rows` end to end and pad the total to a multiple of `pad_to_multiple` (the tensor-parallel size when
+    sequence parallel cuts the pack).
+
+    `extra[name][i]` is the [R] tensor of row i for a further column, aligned like its `rollout_log_probs`.
+    """
+    if pad_to_multiple < 1:
+        raise ValueError(f"pack: pad_to_multiple is {pad_to_multiple}, expected >= 1")
+    starts, num_real = _starts(rows)
+    num_tokens = -(-max(num_real, MIN_DUMMY_TOKENS) // pad_to_multiple) * pad_to_multiple
+    cu_seqlens = [*starts, num_tokens] if rows else [0, num_tokens]
+    tokens_T = torch.zeros(num_tokens, dtype=torch.int64)
+    labels_T = torch.zeros(num_tokens, dtype=torch.int64)
+    for row, start in zip(rows, starts, strict=True):
+        row_tokens = torch.as_tensor(row.tokens, dtype=torch.int64)
+        tokens_T[start : start + row.total_length] = row_tokens
+        labels_T[start : start + row.total_length - 1] = row_tokens[1:]
+    row_slices = [
+        slice(start + row.total_length - row.response_length - 1, start + row.total_length - 1)
+        for row, start in zip(rows, starts, strict=True)
+    ]
+    lengths = [end - start for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+    masks = [torch.as_tensor(row.loss_mask, dtype=torch.float32) for row in rows]
+    advantages = [torch.full((row.response_length,), row.reward, dtype=torch.float32) for row in rows]
+    rollout_logps = [torch.as_tensor(row.rollout_log_probs, dtype=torch.float32) for row in rows]
+    return PackedBatch(
+        tokens_T=tokens_T.to(device),
+        labels_T=labels_T.to(device),
+        position_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        mask_T=_place(masks, row_slices, num_tokens, "loss_mask").to(device),
+        advantage_T=_place(advantages, row_slices, num_tokens, "reward").to(device),
+        rollout_logp_T=_place(rollout_logps, row_slices, num_tokens, "rollout_log_probs").to(device),
+        extra_T={
+            name: _place(columns, row_slices, num_tokens, name).to(device) for name, columns in (extra or {}).items()
+        },
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths),
+        row_slices=row_slices,
+    )
+
+
+def _starts(rows: Sequence[TrainRow]) -> tuple[list[int], int]:
+    """Where each row starts, and the end of the last; rows that cannot be predicted are refused."""
+    starts, end = [], 0
+    for row in rows:
+        if not 0 <= row.response_length < row.total_length:
+            raise HandoffError(
+                f"sample {row.sample_index}: {row.total_length} tokens of which {row.response_length} are the response; "
+                "expected at least one prompt token, because position t predicts token t + 1."
+            )
+        starts.append(end)
+        end += row.total_length
+    return starts, end
+
+
+def _place(columns: Sequence[Tensor], row_slices: Sequence[slice], num_tokens: int, name: str) -> Tensor:
+    """Write the [R] tensor of each row to its prediction positions; 0 elsewhere. Keeps the columns' dtype and graph-free."""
+    placed_T = torch.zeros(num_tokens, dtype=columns[0].dtype if len(columns) else torch.float32)
+    if len(columns) != len(row_slices):
+        raise ValueError(f"pack: column {name!r} has {len(columns)} rows, expected {len(row_slices)}")
+    for column_R, positions in zip(columns, row_slices, strict=True):
+        expected = positions.stop - positions.start
+        if column_R.numel() != expected:
+            raise HandoffError(f"pack: column {name!r} has {column_R.numel()} entries, expected {expected} response tokens")
+        placed_T[positions] = column_R.detach().cpu()
+    return placed_T

@@ -1,0 +1,154 @@
+"""Who computes which rows: one global plan of a round, made once, before anything is dispatched.
+
+The RolloutManager calls `plan_round` when a round is complete. Because every rank reads the same plan, no two ranks
+can disagree on the number of micro-batches, which would stop the pipeline and gradient collectives for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vime.types import ConfigError, HandoffError, RoundPlan, StepPlan
+
+Batches = list[list[int]]
+"""The micro-batches of one rank: row numbers."""
+
+
+def plan_round(
+    rollout_id: int,
+    total_lengths: Sequence[int],
+    num_trainable: Sequence[int],
+    *,
+    dp_size: int,
+    samples_per_step: int,
+    micro_batch_size: int | None,
+    max_tokens_per_micro_batch: int | None,
+    balance: bool,
+    micro_batch_multiple: int = 1,
+) -> RoundPlan:
+    """Cut the rows of a round into optimizer steps, each step into ranks, each rank's share into micro-batches.
+
+    `total_lengths[i]` and `num_trainable[i]` are the tokens and the trainable tokens of row i; rows are numbered over
+    the round's flattened groups. Steps take consecutive rows. Each rank gets `samples_per_step / dp_size` rows of a
+    step: consecutive ones, or with `balance` spread by length. Exactly one of `micro_batch_size` (rows) and
+    `max_tokens_per_micro_batch` (tokens) cuts a share. All ranks get the same number of micro-batches, rounded up to
+    `micro_batch_multiple` (the pipeline size, for interleaved pipelines); where there are too few, the heaviest is
+    split, and empty ones are added last. Every row appears exactly once. The same input gives the same plan.
+    """
+    _check_limits(micro_batch_size, max_tokens_per_micro_batch, dp_size, samples_per_step)
+    _check_rows(rollout_id, total_lengths, num_trainable, samples_per_step, max_tokens_per_micro_batch)
+    steps = []
+    for start in range(0, len(total_lengths), samples_per_step):
+        rows = range(start, start + samples_per_step)
+        shares = _shares(rows, total_lengths, dp_size, balance)
+        if micro_batch_size is not None:
+            ranks = [_cut_by_rows(share, micro_batch_size) for share in shares]
+        else:
+            assert max_tokens_per_micro_batch is not None
+            ranks = [_cut_by_tokens(share, total_lengths, max_tokens_per_micro_batch) for share in shares]
+        most = max(len(batches) for batches in ranks)
+        count = -(-most // micro_batch_multiple) * micro_batch_multiple
+        ranks = [_grow(batches, total_lengths, count) for batches in ranks]
+        steps.append(
+            StepPlan(
+                micro_batches=tuple(tuple(tuple(batch) for batch in batches) for batches in ranks),
+                num_samples=samples_per_step,
+                num_tokens=sum(num_trainable[row] for row in rows),
+            )
+        )
+    return RoundPlan(rollout_id=rollout_id, steps=tuple(steps))
+
+
+def _check_limits(
+    micro_batch_size: int | None, max_tokens: int | None, dp_size: int, samples_per_step: int
+) -> None:
+    if (micro_batch_size is None) == (max_tokens is None):
+        raise ConfigError(
+            f"micro-batches: got micro_batch_size={micro_batch_size} and max_tokens_per_micro_batch={max_tokens}; "
+            "expected exactly one. Give --micro-batch-size, or --use-dynamic-batch-size with --max-tokens-per-gpu."
+        )
+    limit = micro_batch_size if micro_batch_size is not None else max_tokens
+    if dp_size < 1 or samples_per_step < 1 or (limit is not None and limit < 1):
+        raise ConfigError(
+            f"micro-batches: got dp_size={dp_size}, samples_per_step={samples_per_step}, limit={limit}; expected all >= 1."
+        )
+    if samples_per_step % dp_size:
+        raise ConfigError(
+            f"an optimizer step has {samples_per_step} samples for {dp_size} data-parallel ranks; expected a multiple of "
+            f"{dp_size}. Change --global-batch-size (or --num-steps-per-rollout) or the parallel sizes."
+        )
+
+
+def _check_rows(
+    rollout_id: int,
+    total_lengths: Sequence[int],
+    num_trainable: Sequence[int],
+    samples_per_step: int,
+    max_tokens: int | None,
+) -> None:
+    num_rows = len(total_lengths)
+    if num_rows != len(num_trainable):
+        raise ValueError(f"plan_round: {num_rows} lengths but {len(num_trainable)} counts of trainable tokens")
+    if num_rows == 0 or num_rows % samples_per_step:
+        raise HandoffError(
+            f"round {rollout_id} has {num_rows} samples; expected a positive multiple of the {samples_per_step} samples of "
+            "one optimizer step. Make --rollout-batch-size * --n-samples-per-prompt a multiple of --global-batch-size; a "
+            "rollout function must return whole groups."
+        )
+    if max_tokens is None:
+        return
+    longest = max(range(num_rows), key=lambda row: total_lengths[row])
+    if total_lengths[longest] > max_tokens:
+        raise HandoffError(
+            f"round {rollout_id}: row {longest} has {total_lengths[longest]} tokens, over the {max_tokens} tokens of one "
+            "micro-batch. Raise --max-tokens-per-gpu, or lower --rollout-max-response-len."
+        )
+
+
+def _shares(rows: range, total_lengths: Sequence[int], dp_size: int, balance: bool) -> Batches:
+    """One list of ascending row numbers per rank, equally many each."""
+    per_rank = len(rows) // dp_size
+    if not balance:
+        return [list(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp_size)]
+    # Longest processing time first (Graham 1969): each row, longest first, goes to the lightest rank with room.
+    shares: Batches = [[] for _ in range(dp_size)]
+    loads = [0] * dp_size
+    for row in sorted(rows, key=lambda row: (-total_lengths[row], row)):
+        rank = min((r for r in range(dp_size) if len(shares[r]) < per_rank), key=lambda r: (loads[r], r))
+        shares[rank].append(row)
+        loads[rank] += total_lengths[row]
+    return [sorted(share) for share in shares]
+
+
+def _cut_by_rows(share: list[int], micro_batch_size: int) -> Batches:
+    return [share[start : start + micro_batch_size] for start in range(0, len(share), micro_batch_size)]
+
+
+def _cut_by_tokens(share: list[int], total_lengths: Sequence[int], max_tokens: int) -> Batches:
+    """First fit decreasing: each row, longest first, goes into the first micro-batch with room for its tokens."""
+    batches: Batches = []
+    room: list[int] = []
+    for row in sorted(share, key=lambda row: (-total_lengths[row], row)):
+        index = next((i for i, tokens in enumerate(room) if tokens >= total_lengths[row]), None)
+        if index is None:
+            batches.append([])
+            room.append(max_tokens)
+            index = len(batches) - 1
+        batches[index].append(row)
+        room[index] -= total_lengths[row]
+    return sorted(sorted(batch) for batch in batches)
+
+
+def _grow(batches: Batches, total_lengths: Sequence[int], count: int) -> Batches:
+    """Reach `count` micro-batches: halve the heaviest that has two rows or more, then add empty ones."""
+    grown = [list(batch) for batch in batches]
+    while len(grown) < count:
+        splittable = [index for index, batch in enumerate(grown) if len(batch) > 1]
+        if not splittable:
+            grown.append([])
+            continue
+        heaviest = max(splittable, key=lambda index: (sum(total_lengths[row] for row in grown[index]), -index))
+        batch = grown.pop(heaviest)
+        middle = len(batch) // 2
+        grown[heaviest:heaviest] = [batch[:middle], batch[middle:]]
+    return grown

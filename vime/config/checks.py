@@ -1,0 +1,264 @@
+"""Fill what was left empty, then refuse what cannot work: both before any process starts.
+
+`resolve` turns "auto" and empty values into the values the run will use, so that config.json in the run directory says
+what happened. `check` raises ConfigError naming the flags, what was got, what is expected and the fix.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from vime.config.hf_config import ModelShape, has_weights, read_model_shape
+from vime.config.parse import Config
+from vime.types import ConfigError
+from vime.utils.device import has_cuda
+
+
+def resolve(config: Config) -> Config:
+    """Derived defaults. Contradictions that make a default impossible are refused here."""
+    cluster, rollout, batch, queue = config.cluster, config.rollout, config.batch, config.queue
+    device = cluster.device if cluster.device != "auto" else ("cuda" if has_cuda() else "cpu")
+    on_cuda = device == "cuda"
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    num_engines = cluster.rollout_num_engines
+    if num_engines is None:
+        gpus = cluster.rollout_num_gpus or cluster.rollout_num_gpus_per_engine
+        num_engines = max(1, gpus // cluster.rollout_num_gpus_per_engine) if on_cuda else 1
+    staleness = queue.transferqueue_max_staleness
+    ranks = cluster.actor_num_gpus_per_node or (8 if on_cuda else 1)
+    return config.replace(
+        device=device,
+        distributed_backend=cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
+        actor_num_gpus_per_node=ranks,
+        rollout_num_engines=num_engines,
+        rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
+        over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
+        transferqueue_mode=_resolve_mode(config),
+        eps_clip_high=config.algo.eps_clip if config.algo.eps_clip_high is None else config.algo.eps_clip_high,
+        pause_mode=config.weights.pause_mode or ("keep" if staleness > 0 else "wait"),
+        update_weight_transport=_resolve_transport(config, device),
+        **_resolve_batch(batch.global_batch_size, batch.num_steps_per_rollout, samples),
+    )
+
+
+def _resolve_mode(config: Config) -> str:
+    queue = config.queue
+    if queue.transferqueue_mode is None:
+        return "buffer" if queue.enable_vime_transfer_queue else "off"
+    if queue.transferqueue_mode == "off" and queue.enable_vime_transfer_queue:
+        raise ConfigError("--enable-vime-transfer-queue contradicts --transferqueue-mode off. Remove one of the two.")
+    return queue.transferqueue_mode
+
+
+def _resolve_transport(config: Config, device: str) -> str:
+    chosen = config.weights.update_weight_transport
+    if chosen == "auto":
+        return "nccl" if device == "cuda" else "shm" if config.cluster.ray_address is None else "gloo"
+    if chosen == "nccl" and device == "cpu":
+        raise ConfigError("--update-weight-transport nccl needs --device cuda, got cpu. Use shm, gloo or disk.")
+    return chosen
+
+
+def _resolve_batch(global_batch: int | None, num_steps: int | None, samples: int) -> dict[str, int]:
+    """global_batch_size * num_steps_per_rollout must be the samples of a round."""
+    if global_batch is None:
+        steps = num_steps or 1
+        if samples % steps:
+            raise ConfigError(
+                f"--num-steps-per-rollout {steps} does not divide the {samples} samples of a round "
+                "(--rollout-batch-size x --n-samples-per-prompt). Choose a divisor."
+            )
+        return {"global_batch_size": samples // steps, "num_steps_per_rollout": steps}
+    steps = num_steps or max(1, samples // global_batch)
+    if global_batch * steps != samples:
+        raise ConfigError(
+            f"--global-batch-size {global_batch} x {steps} optimizer steps is {global_batch * steps} samples, but a "
+            f"round has {samples} (--rollout-batch-size x --n-samples-per-prompt). Make them equal."
+        )
+    return {"global_batch_size": global_batch, "num_steps_per_rollout": steps}
+
+
+def check(config: Config) -> None:
+    """Every refusal that needs no process. Called once, after `resolve`."""
+    if config.rollout.rollout_backend != "vllm":
+        raise ConfigError(f"--rollout-backend {config.rollout.rollout_backend}: only vllm is supported.")
+    if config.cluster.device == "cuda" and not has_cuda():
+        raise ConfigError("--device cuda: this machine shows no CUDA device. Use --device cpu.")
+    shape = _check_model(config)
+    _check_layout(config, shape)
+    _check_lengths(config, shape)
+    _check_rounds(config)
+    _check_rewards(config)
+    _check_eval(config)
+    _check_debug(config)
+    _check_templates(config)
+
+
+def _check_model(config: Config) -> ModelShape:
+    model = config.model
+    if not model.hf_checkpoint:
+        raise ConfigError("--hf-checkpoint is required: a Hugging Face model directory.")
+    shape = read_model_shape(model.hf_checkpoint)
+    for flag, directory in (("--hf-checkpoint", model.hf_checkpoint), ("--ref-load", model.ref_load)):
+        if directory and not has_weights(directory):
+            raise ConfigError(f"{flag} {directory}: no *.safetensors there. Expected Hugging Face weights.")
+    if config.parallel.transformer_impl == "transformer_engine" and config.cluster.device != "cuda":
+        raise ConfigError("--transformer-impl transformer_engine needs --device cuda. Use --transformer-impl local.")
+    return shape
+
+
+def _check_layout(config: Config, shape: ModelShape) -> None:
+    cluster, parallel = config.cluster, config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    world = cluster.actor_num_nodes * (cluster.actor_num_gpus_per_node or 1)
+    if world % (tp * pp):
+        raise ConfigError(
+            f"{world} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided into "
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}. Use a multiple of {tp * pp}."
+        )
+    for name, value in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("intermediate_size", shape.intermediate_size),
+    ):
+        if value % tp:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {tp} does not divide the model's {name} {value}. Choose a divisor."
+            )
+    if max(tp, shape.num_key_value_heads) % min(tp, shape.num_key_value_heads):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} and the model's num_key_value_heads {shape.num_key_value_heads}: one "
+            "must divide the other."
+        )
+    if shape.num_layers % pp:
+        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {shape.num_layers} layers.")
+    if parallel.sequence_parallel and tp == 1:
+        raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size > 1. Remove it or raise TP.")
+    if parallel.recompute_granularity == "full" and not (parallel.recompute_method and parallel.recompute_num_layers):
+        raise ConfigError("--recompute-granularity full needs --recompute-method and --recompute-num-layers.")
+    dp, batch = world // (tp * pp), config.batch.global_batch_size or 1
+    if batch % dp:
+        raise ConfigError(
+            f"--global-batch-size {batch} cannot be divided over {dp} data-parallel ranks. Use a multiple of {dp}."
+        )
+    if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu is None:
+        raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
+
+
+def _check_lengths(config: Config, shape: ModelShape) -> None:
+    rollout = config.rollout
+    context = rollout.rollout_max_context_len or shape.max_position_embeddings
+    if context > shape.max_position_embeddings:
+        raise ConfigError(
+            f"--rollout-max-context-len {context} is beyond the model's {shape.max_position_embeddings} positions."
+        )
+    if rollout.rollout_max_response_len >= context:
+        raise ConfigError(
+            f"--rollout-max-response-len {rollout.rollout_max_response_len} leaves no room for a prompt in a context "
+            f"of {context} tokens. Lower it, or raise --rollout-max-context-len."
+        )
+    if (rollout.over_sampling_batch_size or 0) < rollout.rollout_batch_size:
+        raise ConfigError(
+            f"--over-sampling-batch-size {rollout.over_sampling_batch_size} is below --rollout-batch-size "
+            f"{rollout.rollout_batch_size}. Expected at least as many."
+        )
+    if rollout.rollout_top_k == 0:
+        raise ConfigError("--rollout-top-k 0 samples nothing. Use -1 for all tokens, or at least 1.")
+    if rollout.rollout_temperature == 0:
+        raise ConfigError("--rollout-temperature 0 gives equal answers and no learning signal. Use a value above 0.")
+    if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
+        raise ConfigError(
+            f"--rollout-top-p {rollout.rollout_top_p} / --rollout-top-k {rollout.rollout_top_k}: training on truncated "
+            "sampling needs the kept set of every token, which this release does not record, so the policy ratio "
+            "would be biased. Use --rollout-top-p 1 --rollout-top-k -1 (evaluation may truncate: --eval-top-p)."
+        )
+
+
+def _check_rounds(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.num_rollout is None and rollout.num_epoch is None:
+        raise ConfigError("neither --num-rollout nor --num-epoch is given. Say how long to train.")
+    if rollout.num_rollout is not None and rollout.num_epoch is not None:
+        raise ConfigError("--num-rollout and --num-epoch are both given. Keep one of the two.")
+    staleness, interval = config.queue.transferqueue_max_staleness, config.weights.update_weights_interval
+    if interval > staleness + 1:
+        raise ConfigError(
+            f"--update-weights-interval {interval} makes rollouts up to {interval - 1} versions old, but "
+            f"--transferqueue-max-staleness is {staleness}. Raise it to {interval - 1} or update more often."
+        )
+
+
+def _check_rewards(config: Config) -> None:
+    reward = config.reward
+    if not (reward.rm_type or reward.custom_rm_path or config.rollout.custom_generate_function_path):
+        if not config.debug.load_debug_rollout_data:
+            raise ConfigError("no reward: give --rm-type or --custom-rm-path.")
+    if reward.rm_type and reward.custom_rm_path:
+        raise ConfigError("--rm-type and --custom-rm-path are both given. Keep one of the two.")
+    if reward.rm_type == "remote_rm" and not reward.rm_url:
+        raise ConfigError("--rm-type remote_rm needs --rm-url.")
+    if config.rollout.n_samples_per_prompt == 1 and config.algo.advantage_estimator == "grpo":
+        raise ConfigError(
+            "--n-samples-per-prompt 1 with --advantage-estimator grpo: a group of one has no advantage. Use at least 2."
+        )
+    if config.algo.use_kl_loss and config.algo.kl_loss_coef == 0:
+        raise ConfigError("--use-kl-loss has no effect with --kl-loss-coef 0. Set a coefficient or remove the flag.")
+    if config.algo.kl_loss_coef > 0 and not config.algo.use_kl_loss:
+        raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss. Add the flag or remove the coefficient.")
+
+
+def _check_eval(config: Config) -> None:
+    pairs = config.eval.eval_prompt_data
+    if len(pairs) % 2:
+        raise ConfigError(f"--eval-prompt-data {' '.join(pairs)}: expected NAME PATH pairs.")
+    names = pairs[::2]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"--eval-prompt-data: names must differ, got {', '.join(names)}.")
+    for path in pairs[1::2]:
+        if not Path(path.split("@[")[0]).expanduser().is_file():
+            raise ConfigError(f"--eval-prompt-data: no such file: {path}.")
+    if config.eval.eval_interval is not None and not pairs:
+        raise ConfigError("--eval-interval needs --eval-prompt-data NAME PATH.")
+    data = config.data
+    replayed = config.debug.load_debug_rollout_data is not None
+    if data.prompt_data is None and data.reasoning_gym is None and not replayed and _default_source(config):
+        raise ConfigError("no prompts: give --prompt-data FILE or --reasoning-gym TASKS.")
+    if data.prompt_data is not None and not Path(data.prompt_data.split("@[")[0]).expanduser().is_file():
+        raise ConfigError(f"--prompt-data {data.prompt_data}: no such file. Expected jsonl or parquet.")
+
+
+def _default_source(config: Config) -> bool:
+    return config.data.data_source_path.startswith("vime.rollout.data_source.")
+
+
+def _check_debug(config: Config) -> None:
+    debug = config.debug
+    if debug.debug_rollout_only and debug.debug_train_only:
+        raise ConfigError("--debug-rollout-only and --debug-train-only leave nothing to run. Keep one of the two.")
+    if debug.debug_train_only and not debug.load_debug_rollout_data:
+        raise ConfigError("--debug-train-only needs --load-debug-rollout-data PATH_{rollout_id}.jsonl.")
+    if debug.load_debug_rollout_data and config.queue.transferqueue_mode != "off":
+        raise ConfigError(
+            f"--transferqueue-mode {config.queue.transferqueue_mode} with --load-debug-rollout-data: replayed rounds are "
+            "debugged without the queue. Use --transferqueue-mode off."
+        )
+
+
+def _check_templates(config: Config) -> None:
+    """Paths that get one file or directory per round must say where the round goes."""
+    for flag, value in (
+        ("--save-hf", config.model.save_hf),
+        ("--save-debug-rollout-data", config.debug.save_debug_rollout_data),
+        ("--load-debug-rollout-data", config.debug.load_debug_rollout_data),
+    ):
+        if value is not None and "{rollout_id}" not in value:
+            raise ConfigError(f"{flag} {value}: expected {{rollout_id}} in the path, one per round.")
+    if config.model.save_hf and not config.model.save_interval:
+        raise ConfigError("--save-hf exports with checkpoints and needs --save-interval.")
+    if config.data.apply_chat_template_kwargs is not None:
+        try:
+            parsed = json.loads(config.data.apply_chat_template_kwargs)
+        except ValueError as error:
+            raise ConfigError(f"--apply-chat-template-kwargs: not JSON: {error}.") from error
+        if not isinstance(parsed, dict):
+            raise ConfigError(f"--apply-chat-template-kwargs: expected a JSON object, got {type(parsed).__name__}.")

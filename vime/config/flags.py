@@ -1,0 +1,110 @@
+"""Turn frozen dataclass sections into argparse flags and back, so that every knob is written once.
+
+A knob is one dataclass field made by `flag(default, help, ...)`: its default, its help text with the unit, its choices
+and its range stand together. `add_section` makes the argument group, `read_section` builds the section again, and
+the range checks run there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from vime.types import ConfigError
+
+Section = TypeVar("Section")
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    cli: str | None = None,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    nargs: str | None = None,
+) -> Any:
+    """Declare one knob. `cli` names the flag when it differs from the field; `minimum`/`maximum` are inclusive."""
+    metadata = {
+        "help": help,
+        "cli": cli,
+        "aliases": aliases,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "nargs": nargs,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(spec: dataclasses.Field[Any]) -> str:
+    return spec.metadata["cli"] or "--" + spec.name.replace("_", "-")
+
+
+def add_section(parser: argparse.ArgumentParser, section: type) -> None:
+    """Add one argument group; its title is the first line of the section's docstring."""
+    title, _, description = (section.__doc__ or section.__name__).strip().partition("\n")
+    group = parser.add_argument_group(title.rstrip("."), description.strip() or None)
+    for kind, spec in knobs(section):
+        options = [flag_name(spec), *spec.metadata["aliases"]]
+        shown = "none" if spec.default is None else spec.default if spec.default != () else "none"
+        text = f"{spec.metadata['help']} (default: {shown})".replace("%", "%%")
+        if kind is bool:
+            group.add_argument(
+                *options, dest=spec.name, default=spec.default, help=text, action=argparse.BooleanOptionalAction
+            )
+        else:
+            group.add_argument(
+                *options,
+                dest=spec.name,
+                default=spec.default,
+                help=text,
+                type=kind,
+                choices=spec.metadata["choices"],
+                nargs=spec.metadata["nargs"],
+                metavar=None if spec.metadata["choices"] else kind.__name__.upper(),
+            )
+
+
+def read_section(section: type[Section], parsed: argparse.Namespace) -> Section:
+    """Build the section from parsed arguments; out-of-range values raise ConfigError naming the flag."""
+    values: dict[str, Any] = {}
+    for _, spec in knobs(section):
+        value = getattr(parsed, spec.name)
+        values[spec.name] = tuple(value) if isinstance(value, list) else value
+        _check_range(spec, value)
+    return section(**values)
+
+
+def knobs(section: type) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
+    """(scalar type, field) of each knob of a section, in order."""
+    hints = typing.get_type_hints(section)
+    for spec in dataclasses.fields(section):
+        if "cli" in spec.metadata:
+            yield _scalar(hints[spec.name]), spec
+
+
+def _check_range(spec: dataclasses.Field[Any], value: Any) -> None:
+    low, high = spec.metadata["minimum"], spec.metadata["maximum"]
+    if value is None or isinstance(value, list | tuple | str):
+        return
+    if (low is not None and value < low) or (high is not None and value > high):
+        expected = (
+            f"at least {low:g}" if high is None else f"at most {high:g}" if low is None else f"{low:g} to {high:g}"
+        )
+        raise ConfigError(f"{flag_name(spec)}: got {value}, expected {expected}. Change the flag.")
+
+
+def _scalar(hint: Any) -> type:
+    """Map `int | None` to int and `tuple[str, ...]` to str; every other hint is a scalar type already."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint

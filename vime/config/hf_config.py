@@ -1,0 +1,52 @@
+"""What the checks need to know of the model, read from config.json without importing transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.types import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of an HF config that decide which layouts and lengths are possible."""
+
+    model_type: str
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+
+
+def read_model_shape(directory: str) -> ModelShape:
+    """Read DIRECTORY/config.json; ConfigError when it is missing or not a causal language model's."""
+    path = Path(directory).expanduser() / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"--hf-checkpoint {directory}: no config.json there. Expected a Hugging Face model directory with "
+            "config.json, *.safetensors and tokenizer files. Check the path."
+        )
+    try:
+        record = json.loads(path.read_text())
+        heads = int(record["num_attention_heads"])
+        return ModelShape(
+            model_type=str(record["model_type"]),
+            num_layers=int(record["num_hidden_layers"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(record.get("num_key_value_heads") or heads),
+            intermediate_size=int(record["intermediate_size"]),
+            max_position_embeddings=int(record["max_position_embeddings"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--hf-checkpoint {directory}: {path.name} cannot be read as a decoder-only language model's config: "
+            f"{type(error).__name__} {error}. Expected JSON with model_type, num_hidden_layers, num_attention_heads, "
+            "intermediate_size and max_position_embeddings."
+        ) from error
+
+
+def has_weights(directory: str) -> bool:
+    return any(Path(directory).expanduser().glob("*.safetensors"))

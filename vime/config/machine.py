@@ -1,0 +1,92 @@
+"""Sections about the machine: processes, devices, parallel layout, model and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Cluster: how many processes, on which device."""
+
+    actor_num_nodes: int = flag(1, "nodes for training", minimum=1)
+    actor_num_gpus_per_node: int | None = flag(
+        None,
+        "trainer ranks per node, one per GPU; on the CPU the number of trainer processes (8 on cuda, 1 on cpu)",
+        minimum=1,
+    )
+    rollout_num_gpus: int | None = flag(
+        None, "GPUs for generation in all; on the CPU use --rollout-num-engines", minimum=1
+    )
+    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine (its tensor-parallel size)", minimum=1)
+    rollout_num_engines: int | None = flag(
+        None, "vLLM engines; empty: --rollout-num-gpus / --rollout-num-gpus-per-engine, or 1 on the CPU", minimum=1
+    )
+    device: str = flag("auto", "device of trainer and engines", choices=("auto", "cuda", "cpu"))
+    distributed_backend: str | None = flag(
+        None, "torch.distributed backend; empty: nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = flag(10.0, "deadline of one collective, minutes", minimum=0.1)
+    ray_address: str | None = flag(None, "Ray cluster to join (`auto` or host:port); empty: start a local one")
+    start_timeout_secs: float = flag(
+        300.0, "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds", minimum=5
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Parallel layout of the trainer (megatron-core)."""
+
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel ranks (TP)", minimum=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel stages (PP)", minimum=1)
+    sequence_parallel: bool = flag(False, "split activations along the sequence inside the TP group (needs TP > 1)")
+    use_distributed_optimizer: bool = flag(False, "shard optimizer state over the data-parallel ranks")
+    recompute_granularity: str | None = flag(
+        None, "recompute activations in the backward pass", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(None, "with --recompute-granularity full", choices=("uniform", "block"))
+    recompute_num_layers: int | None = flag(
+        None, "layers per recompute unit, with --recompute-granularity full", minimum=1
+    )
+    bf16: bool = flag(False, "parameters and activations in bfloat16, main weights and gradients in fp32")
+    transformer_impl: str = flag(
+        "local", "layer implementation; transformer_engine needs a GPU", choices=("local", "transformer_engine")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Model and checkpoints."""
+
+    hf_checkpoint: str = flag("", "Hugging Face directory with config.json, safetensors and tokenizer (required)")
+    ref_load: str | None = flag(None, "HF directory of the reference model for KL; empty: --hf-checkpoint")
+    load: str | None = flag(None, "checkpoint directory to resume from; an empty or missing one starts fresh")
+    save: str | None = flag(None, "checkpoint directory; empty: RUN_DIR/checkpoints when --save-interval is set")
+    save_interval: int | None = flag(
+        None, "rounds between checkpoints; the last round is always saved when set", minimum=1
+    )
+    save_hf: str | None = flag(None, "also export HF weights with each checkpoint, for example out/hf_{rollout_id}")
+    no_save_optim: bool = flag(
+        False, "leave optimizer, scheduler and RNG state out of checkpoints", cli="--no-save-optim"
+    )
+    seed: int = flag(1234, "seed of the trainer's random states", minimum=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and schedule."""
+
+    lr: float = flag(1e-6, "peak learning rate", minimum=0)
+    min_lr: float = flag(0.0, "final learning rate of a decaying schedule", minimum=0)
+    lr_decay_style: str = flag("constant", "shape after warm-up", choices=("constant", "linear", "cosine"))
+    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up from 0", minimum=0)
+    lr_decay_iters: int | None = flag(
+        None, "optimizer steps over which the rate decays; empty: the whole run", minimum=1
+    )
+    weight_decay: float = flag(0.01, "decoupled weight decay", minimum=0)
+    adam_beta1: float = flag(0.9, "decay of the first moment", cli="--adam-beta1", minimum=0, maximum=1)
+    adam_beta2: float = flag(0.95, "decay of the second moment", cli="--adam-beta2", minimum=0, maximum=1)
+    adam_eps: float = flag(1e-8, "denominator term of Adam", minimum=0)
+    clip_grad: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping", minimum=0)

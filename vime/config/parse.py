@@ -1,0 +1,178 @@
+"""argv -> one frozen `Config`. The only place that parses flags and refuses contradictions.
+
+`Config` holds the sections; `Config.flat` is what plug-ins get as `args`: every flag readable by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vime.config.flags import add_section, flag_name, knobs, read_section
+from vime.config.machine import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
+from vime.config.run import DebugConfig, TrackingConfig
+from vime.config.training import AlgoConfig, BatchConfig, QueueConfig, WeightsConfig
+from vime.types import ConfigError
+
+PASSTHROUGH = ("--vllm-", "--router-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All sections of one run, frozen after parsing. A room receives the section it needs."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    vllm_flags: tuple[str, ...] = ()  # engine flags as vLLM spells them, from --vllm-*
+    router_flags: tuple[str, ...] = ()  # router flags as vllm-router spells them, from --router-*
+
+    @property
+    def flat(self) -> Args:
+        return Args(self)
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with knobs changed by flag name, for example `replace(run_dir="...")`."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            sections.setdefault(section_of(name), {})[name] = value
+        return dataclasses.replace(
+            self, **{key: dataclasses.replace(getattr(self, key), **values) for key, values in sections.items()}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Config:
+        """Inverse of `to_dict`, also after JSON turned tuples into lists."""
+        sections = {
+            name: kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in record[name].items()})
+            for name, kind in SECTIONS.items()
+        }
+        return cls(vllm_flags=tuple(record["vllm_flags"]), router_flags=tuple(record["router_flags"]), **sections)
+
+
+SECTIONS: dict[str, type] = {
+    spec.name: spec.default_factory  # type: ignore[misc]
+    for spec in dataclasses.fields(Config)
+    if spec.default_factory is not dataclasses.MISSING
+}
+_HOME = {spec.name: name for name, section in SECTIONS.items() for _, spec in knobs(section)}
+
+
+class Args:
+    """The frozen configuration readable by flag name: `args.rollout_batch_size`. What plug-ins see."""
+
+    __slots__ = ("config",)
+
+    def __init__(self, config: Config) -> None:
+        object.__setattr__(self, "config", config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "config":
+            raise AttributeError(name)
+        if name not in _HOME:
+            raise AttributeError(f"args has no {name!r}; flags are listed in docs/flags.md")
+        return getattr(getattr(self.config, _HOME[name]), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"args is frozen: cannot set {name!r}. Return new values instead.")
+
+    def __reduce__(self) -> tuple[type, tuple[Config]]:
+        return (Args, (self.config,))
+
+
+def section_of(knob: str) -> str:
+    if knob not in _HOME:
+        raise ConfigError(f"no flag is called {knob!r}; flags are listed in docs/flags.md")
+    return _HOME[knob]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        allow_abbrev=False,
+        description="Train a language model with reinforcement learning: megatron-core trains, vLLM generates.",
+        epilog="Flags of the installed vLLM: --vllm-<flag>; of vllm-router: --router-<flag>.",
+    )
+    for section in SECTIONS.values():
+        add_section(parser, section)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """Parse without cross checks. Unknown flags raise ConfigError and suggest the nearest name."""
+    parser = build_parser()
+    parser.error = _refuse  # type: ignore[method-assign,assignment]
+    parsed, unknown = parser.parse_known_args(list(argv))
+    vllm_flags, router_flags = _split_passthrough(unknown, parser)
+    sections = {name: read_section(section, parsed) for name, section in SECTIONS.items()}
+    return Config(vllm_flags=vllm_flags, router_flags=router_flags, **sections)
+
+
+def _refuse(message: str) -> None:
+    raise ConfigError(f"{message}. See train.py --help.")
+
+
+def _split_passthrough(unknown: list[str], parser: argparse.ArgumentParser) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Sort leftover arguments into vLLM's and the router's; anything else is refused."""
+    taken: dict[str, list[str]] = {prefix: [] for prefix in PASSTHROUGH}
+    current: list[str] | None = None
+    for argument in unknown:
+        prefix = next((p for p in PASSTHROUGH if argument.startswith(p)), None)
+        if prefix is not None:
+            current = taken[prefix]
+            current.append("--" + argument.removeprefix(prefix))
+        elif argument.startswith("--") or current is None:
+            raise ConfigError(f"unknown flag {argument}{_nearest(argument, parser)}. See train.py --help.")
+        else:
+            current.append(argument)
+    return tuple(taken["--vllm-"]), tuple(taken["--router-"])
+
+
+def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
+    import difflib
+
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(argument.split("=")[0], known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def iter_flags() -> Iterator[tuple[str, str, Any]]:
+    """(section title, flag, field) of every flag, in order: the source of docs/flags.md."""
+    for section in SECTIONS.values():
+        title = (section.__doc__ or section.__name__).strip().partition("\n")[0].rstrip(".")
+        for _, spec in knobs(section):
+            yield title, flag_name(spec), spec
+
+
+def dump(config: Config) -> str:
+    return json.dumps(config.to_dict(), indent=2)
+
+
+def parse_command_line(argv: Sequence[str] | None = None) -> Config:
+    """`parse` + every check + derived defaults: what train.py calls."""
+    from vime.config.checks import check, resolve
+
+    config = resolve(parse(sys.argv[1:] if argv is None else argv))
+    check(config)
+    return config

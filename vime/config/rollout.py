@@ -1,0 +1,120 @@
+"""Sections about generation: data, sampling, rewards, evaluation, engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Prompts: where they come from and how a record is read."""
+
+    prompt_data: str | None = flag(None, "jsonl or parquet file of prompts; `path@[a:b]` takes a slice")
+    input_key: str = flag("input", "record key of the prompt")
+    label_key: str | None = flag(None, "record key of the answer the reward compares with")
+    metadata_key: str = flag("metadata", "record key of a dict handed to plug-ins")
+    tool_key: str | None = flag(None, "record key of tool definitions for the chat template")
+    apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
+    apply_chat_template_kwargs: str | None = flag(None, "JSON object of extra arguments for the chat template")
+    rollout_shuffle: bool = flag(False, "shuffle the prompts anew each epoch")
+    rollout_seed: int = flag(42, "seed of the shuffle and of sampling", minimum=0)
+    data_source_path: str = flag(
+        "vime.rollout.data_source.RolloutDataSourceWithBuffer", "class of the data source (dotted path or file.py:Name)"
+    )
+    reasoning_gym: str | None = flag(
+        None, "generate prompts with reasoning-gym instead of --prompt-data, for example chain_sum,gsm_symbolic"
+    )
+    reasoning_gym_size: int = flag(10_000, "problems generated for each reasoning-gym task", minimum=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """Rollout: how many prompts, how answers are sampled."""
+
+    rollout_function_path: str = flag(
+        "vime.rollout.vllm_rollout.generate_rollout", "rollout function (dotted path or file.py:name)"
+    )
+    num_rollout: int | None = flag(None, "rounds to train; or give --num-epoch", minimum=0)
+    num_epoch: int | None = flag(None, "passes over the prompts; used when --num-rollout is empty", minimum=1)
+    rollout_batch_size: int = flag(32, "prompt groups of one round", minimum=1)
+    n_samples_per_prompt: int = flag(8, "answers per prompt", minimum=1)
+    over_sampling_batch_size: int | None = flag(
+        None,
+        "prompt groups requested at a time; surplus groups are aborted or kept for later (empty: --rollout-batch-size)",
+        minimum=1,
+    )
+    dynamic_sampling_filter_path: str | None = flag(
+        None, "keeps or drops a finished group, for example vime.rollout.filter_hub.check_reward_nonzero_std"
+    )
+    rollout_max_prompt_len: int | None = flag(
+        None, "longest prompt, tokens; a longer one is refused at start", minimum=1
+    )
+    rollout_max_response_len: int = flag(1024, "longest answer, tokens", minimum=1)
+    rollout_max_context_len: int | None = flag(
+        None, "longest prompt + answer, tokens; empty: the model's limit", minimum=2
+    )
+    rollout_temperature: float = flag(1.0, "sampling temperature", minimum=0)
+    rollout_top_p: float = flag(1.0, "nucleus sampling mass", minimum=0, maximum=1)
+    rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all", minimum=-1)
+    rollout_stop: tuple[str, ...] = flag((), "strings that end an answer", nargs="+")
+    rollout_stop_token_ids: tuple[int, ...] = flag((), "token ids that end an answer", nargs="+")
+    custom_generate_function_path: str | None = flag(None, "async def generate(args, sample, sampling_params)")
+    generate_timeout_secs: float = flag(600.0, "deadline of one generation request, seconds", minimum=0.1)
+    rollout_timeout_secs: float = flag(3600.0, "deadline of one round of generation, seconds", minimum=1)
+    rollout_sample_filter_path: str | None = flag(
+        None, "def mark(args, groups): sets sample.remove_sample to leave samples out of the loss"
+    )
+    rollout_backend: str = flag("vllm", "generation engine; only vllm is supported")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """Reward: who scores an answer."""
+
+    rm_type: str | None = flag(
+        None, "built-in reward", choices=("exact_match", "last_token_match", "math", "remote_rm", "reasoning_gym")
+    )
+    rm_url: str | None = flag(None, "address that --rm-type remote_rm posts samples to")
+    reward_key: str | None = flag(None, "entry to train on when the reward is a dict")
+    group_rm: bool = flag(False, "call the reward function once per group (a list in, a list out)")
+    custom_rm_path: str | None = flag(None, "async def custom_rm(args, sample, **kwargs) -> float | dict")
+    custom_reward_post_process_path: str | None = flag(
+        None, "def post_process(args, groups) -> list of lists of rewards; replaces the group normalisation"
+    )
+    rm_timeout_secs: float = flag(60.0, "deadline of one reward call, seconds", minimum=0.01)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Evaluation."""
+
+    eval_interval: int | None = flag(None, "rounds between evaluations", minimum=1)
+    eval_prompt_data: tuple[str, ...] = flag((), "NAME PATH [NAME PATH ...] of evaluation files", nargs="+")
+    n_samples_per_eval_prompt: int = flag(1, "answers per evaluation prompt", minimum=1)
+    eval_temperature: float | None = flag(None, "empty: --rollout-temperature", minimum=0)
+    eval_top_p: float | None = flag(None, "empty: --rollout-top-p", minimum=0, maximum=1)
+    eval_top_k: int | None = flag(None, "empty: --rollout-top-k", minimum=-1)
+    eval_max_response_len: int | None = flag(None, "tokens; empty: --rollout-max-response-len", minimum=1)
+    skip_eval_before_train: bool = flag(False, "no evaluation of the initial weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """vLLM engines and router. Any flag of the installed vLLM can be given as --vllm-<flag>, of the router as --router-<flag>."""
+
+    vllm_server_concurrency: int = flag(64, "requests in flight per engine", minimum=1)
+    vllm_kv_cache_memory_bytes: int = flag(
+        128 << 20,
+        "KV cache of one CPU engine, bytes; a GPU engine uses vLLM's own gpu-memory-utilization",
+        minimum=1 << 20,
+    )
+    vllm_router_ip: str | None = flag(None, "address of a router that runs already; empty: Vime starts one")
+    vllm_router_port: int | None = flag(None, "router port; empty: a free one", minimum=1, maximum=65535)
+    vllm_router_policy: str = flag(
+        "round_robin",
+        "how the router picks an engine",
+        choices=("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash", "sticky_least_loaded"),
+    )
+    engine_health_interval_secs: float = flag(5.0, "seconds between engine health checks", minimum=0.5)

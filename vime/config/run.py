@@ -1,0 +1,33 @@
+"""Sections about watching a run: tracking and debugging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingConfig:
+    """Tracking."""
+
+    run_dir: str | None = flag(None, "directory of this run; empty: runs/<date>-<time>")
+    use_wandb: bool = flag(False, "log metrics to Weights & Biases (works offline with --wandb-mode offline)")
+    wandb_project: str = flag("vime", "wandb project")
+    wandb_group: str | None = flag(None, "wandb group")
+    wandb_mode: str = flag("online", "wandb mode", choices=("online", "offline", "disabled"))
+    use_tensorboard: bool = flag(False, "write TensorBoard files to RUN_DIR/tensorboard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """Debugging: run half of the machine, record and replay rollouts."""
+
+    debug_rollout_only: bool = flag(False, "generate and score, do not start the trainer")
+    debug_train_only: bool = flag(
+        False, "train on recorded rollouts, do not start engines (needs --load-debug-rollout-data)"
+    )
+    save_debug_rollout_data: str | None = flag(
+        None, "record each round's samples, for example out/rollout_{rollout_id}.jsonl"
+    )
+    load_debug_rollout_data: str | None = flag(None, "train on recorded samples instead of generating")

@@ -1,0 +1,96 @@
+"""Ray itself: start a local one or join a cluster, and say at once when it is too small.
+
+Ray queues an actor that asks for more than is free and waits for ever. So the demand is added up before the first
+actor is made and compared with what the cluster has (https://github.com/verl-project/verl/issues/7656).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+
+from vime.config.parse import Config
+from vime.types import ClusterError
+
+logger = logging.getLogger(__name__)
+
+# Shares of one CPU that Ray books for each process. They order placement, they do not limit the process.
+TRAINER_CPUS = 0.5
+ENGINE_CPUS = 0.5
+MANAGER_CPUS = 0.2
+QUEUE_CPUS = 0.1
+LOCAL_OBJECT_STORE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a run asks of Ray."""
+
+    cpus: float
+    gpus: float
+
+
+def demand_of(config: Config) -> Demand:
+    """CPU shares and GPUs of all actors of this run."""
+    cpus, gpus = MANAGER_CPUS, 0.0
+    on_cuda = config.cluster.device == "cuda"
+    if not config.debug.debug_rollout_only:
+        ranks = num_trainer_ranks(config)
+        cpus += TRAINER_CPUS * ranks
+        gpus += ranks if on_cuda else 0
+    if not config.debug.debug_train_only:
+        engines = config.cluster.rollout_num_engines or 1
+        cpus += ENGINE_CPUS * engines
+        gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
+    if config.queue.transferqueue_mode == "buffer":
+        cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
+    return Demand(cpus=cpus, gpus=gpus)
+
+
+def num_trainer_ranks(config: Config) -> int:
+    return config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
+
+
+def start_ray(config: Config) -> None:
+    """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    demand = demand_of(config)
+    if config.cluster.ray_address is None:
+        logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
+        ray.init(
+            num_cpus=logical,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+            logging_level=logging.WARNING,
+        )
+    else:
+        try:
+            ray.init(address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise ClusterError(
+                f"--ray-address {config.cluster.ray_address}: no Ray cluster answers there: {error}. Start one with "
+                "`ray start --head`, or leave the flag out for a local one."
+            ) from error
+    _check_resources(demand)
+
+
+def stop_ray() -> None:
+    """Leave the cluster; a local one is shut down."""
+    ray.shutdown()
+
+
+def _check_resources(demand: Demand) -> None:
+    free = ray.available_resources()
+    for name, wanted in (("CPU", demand.cpus), ("GPU", demand.gpus)):
+        if wanted > free.get(name, 0.0) + 1e-6:
+            raise ClusterError(
+                f"this run needs {wanted:g} Ray {name} but only {free.get(name, 0.0):g} of "
+                f"{ray.cluster_resources().get(name, 0.0):g} are free. Stop other jobs, add nodes, or lower "
+                "--actor-num-gpus-per-node / --rollout-num-engines."
+            )
+    logger.info("Ray has %s free; this run asks for %g CPU and %g GPU", free, demand.cpus, demand.gpus)

@@ -1,0 +1,120 @@
+"""Engines and router: one Ray actor per vLLM server, one for the router, and the driver's handle on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.router import RouterProcess
+from vime.config.parse import Config
+from vime.observability.logs import setup_logging
+from vime.ray.cluster import ENGINE_CPUS
+from vime.ray.waits import wait_for
+from vime.types import EngineAddress
+
+
+@ray.remote(max_concurrency=4)
+class EngineActor:
+    """Owns one `vllm serve` child. The child dies with this actor."""
+
+    def __init__(self, config: Config, index: int, run_dir: str) -> None:
+        setup_logging(Path(run_dir), f"engine-{index}")
+        self._process = EngineProcess(config, index=index, run_dir=Path(run_dir))
+
+    def start(self, deadline_s: float) -> EngineAddress:
+        self._process.start()
+        self._process.wait_ready(deadline_s)
+        return self._process.address
+
+    def check(self) -> None:
+        """EngineError with the last log lines when the child has ended."""
+        self._process.check()
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+@ray.remote(max_concurrency=4)
+class RouterActor:
+    """Owns the router child: one address for N engines, data only."""
+
+    def __init__(self, config: Config, run_dir: str) -> None:
+        setup_logging(Path(run_dir), "router")
+        self._config, self._run_dir = config, Path(run_dir)
+        self._process: RouterProcess | None = None
+
+    def start(self, engines: list[EngineAddress], deadline_s: float) -> tuple[str, int]:
+        self._process = RouterProcess(self._config, engines, run_dir=self._run_dir)
+        self._process.start()
+        self._process.wait_ready(deadline_s)
+        return self._process.host, self._process.port
+
+    def check(self) -> None:
+        if self._process is not None:
+            self._process.check()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+
+class Engines:
+    """The driver's handle: start all, watch all, stop all."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
+        gpus = config.cluster.rollout_num_gpus_per_engine if config.cluster.device == "cuda" else 0
+        options: dict[str, Any] = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus}
+        count = config.cluster.rollout_num_engines or 1
+        self._actors = [EngineActor.options(**options).remote(config, index, str(run_dir)) for index in range(count)]
+        self._router = RouterActor.options(num_cpus=0).remote(config, str(run_dir))
+        self._deadline_s = config.cluster.start_timeout_secs
+        self._starting = [actor.start.remote(self._deadline_s) for actor in self._actors]
+        self._checks: list[Any] = []
+        self._next_check = 0.0
+        self.addresses: list[EngineAddress] = []
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> Config:
+        """Wait for engines and router. Answers the configuration with the router's address filled in."""
+        self.addresses = wait_for(
+            self._starting, name="engines to start", owner="vLLM", deadline_s=self._deadline_s + 30, on_poll=on_poll
+        )
+        [(host, port)] = wait_for(
+            [self._router.start.remote(self.addresses, self._deadline_s)],
+            name="router to start",
+            owner="vllm-router",
+            deadline_s=self._deadline_s + 30,
+            on_poll=on_poll,
+        )
+        engine = dataclasses.replace(self._config.engine, vllm_router_ip=host, vllm_router_port=port)
+        return dataclasses.replace(self._config, engine=engine)
+
+    def check(self) -> None:
+        """Called while the driver waits for something else: raises EngineError when an engine or the router has died.
+
+        Never blocks: it looks at answers that have arrived and asks again every --engine-health-interval-secs.
+        """
+        if self._checks:
+            done, self._checks = ray.wait(self._checks, num_returns=len(self._checks), timeout=0)
+            for ref in done:
+                wait_for([ref], name="engine health", owner="vLLM", deadline_s=10)
+        elif time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + self._config.engine.engine_health_interval_secs
+            self._checks = [actor.check.remote() for actor in [*self._actors, self._router]]
+
+    def stop(self) -> None:
+        """Router first, then engines; an actor that is gone took its child with it."""
+        for actors in ([self._router], self._actors):
+            refs = [actor.stop.remote() for actor in actors]
+            ray.wait(refs, num_returns=len(refs), timeout=30)
+        for actor in [self._router, *self._actors]:
+            ray.kill(actor)

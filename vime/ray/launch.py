@@ -1,0 +1,87 @@
+"""From a command line to an exit code: what train.py and train_async.py share.
+
+Exit codes: 0 done, 2 refused configuration, 3 run failed, 130 interrupted with the state saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from vime.config.parse import Config, dump, parse_command_line
+from vime.observability.events import EventKind, EventLog
+from vime.observability.logs import setup_logging
+from vime.observability.screen import Screen
+from vime.ray.interrupts import Interrupts
+from vime.ray.machine import Machine, open_machine
+from vime.ray.preflight import preflight
+from vime.ray.waits import Interrupted
+from vime.types import VimeError
+from vime.utils.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+Rhythm = Callable[[Machine], None]
+
+
+def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
+    """Run `rhythm` on the machine that the command line describes."""
+    try:
+        config = parse_command_line()
+        preflight(config, is_async=is_async)
+        run_dir = RunDir.create(config.tracking.run_dir, dump(config), resume=config.model.load is not None)
+    except VimeError as error:
+        sys.stderr.write(f"refused: {error}\n")
+        return error.exit_code
+    with run_dir:
+        return _run(config, run_dir.path, rhythm)
+
+
+def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
+    setup_logging(path, "driver")
+    events = EventLog(path, "driver")
+    events.emit(EventKind.RUN_STARTED)
+    screen = Screen(run_dir=path)
+    try:
+        with Interrupts() as interrupts, open_machine(config, path, screen, interrupts) as machine:
+            code = _drive(machine, rhythm, events)
+    except VimeError as error:
+        return _failed(screen, events, str(error), path, error.exit_code)
+    except (Interrupted, KeyboardInterrupt):
+        events.emit(EventKind.RUN_FAILED, error="interrupted before training")
+        screen.failed("interrupted; nothing was trained since the last checkpoint.")
+        return 130
+    except Exception as error:
+        logger.exception("run failed")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"
+        return _failed(screen, events, message, path, 3)
+    if code == 0:
+        events.emit(EventKind.RUN_FINISHED)
+        screen.finish()
+    return code
+
+
+def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:
+    """The rhythm itself; an interruption saves the last whole round before the machine is taken down."""
+    try:
+        rhythm(machine)
+    except Interrupted as interruption:
+        saved = machine.save()
+        events.emit(EventKind.RUN_FAILED, error=f"interrupted during {interruption}")
+        machine.screen.failed(
+            f"interrupted during {interruption}. State saved in {saved}; go on with --load {saved.parent}"
+            if saved is not None
+            else f"interrupted during {interruption}, before the first round was trained: nothing to save."
+        )
+        return 130
+    return 0
+
+
+def _failed(screen: Screen, events: EventLog, message: str, path: Path, code: int) -> int:
+    events.emit(EventKind.RUN_FAILED, error=message)
+    screen.failed(f"{message}\nLogs: {path / 'logs'}")
+    return code

@@ -1,0 +1,142 @@
+"""RolloutManager: the Ray actor that owns prompts, generation, rewards and the hand-over to training."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.batching.plan import plan_round
+from vime.config.parse import Config
+from vime.observability.events import EventLog
+from vime.observability.logs import setup_logging
+from vime.ray.carriers import connect_carrier
+from vime.ray.cluster import num_trainer_ranks
+from vime.rollout.convert import to_train_groups
+from vime.rollout.plugins import check_plugins, load_data_source, load_rollout_function
+from vime.rollout.record import load_rollout, save_rollout
+from vime.rollout.vllm_rollout import close_generation, generation_progress
+from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerInfo:
+    """What the driver learns when the data source stands."""
+
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedRound:
+    """One round, handed to the carrier: the ticket to fetch it with, and what it was like."""
+
+    rollout_id: int
+    ticket: Any
+    metrics: dict[str, float]
+
+
+@ray.remote(max_concurrency=4)
+class RolloutManager:
+    """Prompt -> scored group -> carrier. One round at a time; `progress` may be asked meanwhile."""
+
+    def __init__(self, config: Config, run_dir: str, queue_address: Any) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._config, self._run_dir = config, Path(run_dir)
+        setup_logging(self._run_dir, "rollout-manager")
+        self._events = EventLog(self._run_dir, "rollout-manager")
+        self._queue_address = queue_address
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def prepare(self) -> ManagerInfo:
+        """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for."""
+        args = self._config.flat
+        check_plugins(args)
+        self._generate = load_rollout_function(args)
+        self._carrier = connect_carrier(self._config, self._queue_address)
+        if self._config.debug.load_debug_rollout_data:
+            return ManagerInfo(num_prompts=0)
+        self._source = load_data_source(args)
+        return ManagerInfo(num_prompts=len(self._source))
+
+    def connect(self, config: Config) -> None:
+        """Take the configuration that knows the router's address."""
+        self._config = config
+
+    def load_state(self, rollout_id: int, state: dict[str, Any]) -> None:
+        """Continue after round `rollout_id`."""
+        if not self._config.debug.load_debug_rollout_data:
+            self._source.load(state)
+        self._states[rollout_id] = state
+
+    def state_after(self, rollout_id: int) -> dict[str, Any]:
+        """State of the data source just after round `rollout_id` was drawn, also when a later one was since."""
+        return self._states[rollout_id]
+
+    def generate(self, rollout_id: int) -> GeneratedRound:
+        """Generate (or replay) one round, convert it, plan it, put it."""
+        with self._events.span("generate_round", rollout_id=rollout_id):
+            output = self._samples(rollout_id)
+        groups = to_train_groups(self._config.flat, output.samples, rollout_id)
+        if self._config.debug.debug_rollout_only:
+            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics))
+        with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
+            ticket = self._carrier.put(self._plan(rollout_id, groups), groups)
+        return GeneratedRound(rollout_id=rollout_id, ticket=ticket, metrics=dict(output.metrics))
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Evaluate with the serving weights; the samples go to RUN_DIR/eval."""
+        output = self._generate(self._config.flat, rollout_id, self._source, evaluation=True)
+        if not isinstance(output, RolloutFnEvalOutput):
+            raise TypeError(f"rollout function answered {type(output).__name__} to evaluation=True")
+        for name, samples in output.data.items():
+            save_rollout(self._run_dir / "eval" / f"{name}_{rollout_id}.jsonl", [samples])
+        return dict(output.metrics)
+
+    def progress(self) -> str:
+        """One line about the round in hand, for the screen."""
+        return generation_progress()
+
+    def close(self) -> None:
+        close_generation()
+        self._carrier.close()
+
+    def _samples(self, rollout_id: int) -> RolloutFnTrainOutput:
+        debug = self._config.debug
+        if debug.load_debug_rollout_data:
+            samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
+            self._states[rollout_id] = {}
+            return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(samples))
+        output = self._generate(self._config.flat, rollout_id, self._source)
+        if not isinstance(output, RolloutFnTrainOutput):
+            raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
+        self._states[rollout_id] = self._source.save(rollout_id)
+        self._states.pop(rollout_id - 4, None)
+        if debug.save_debug_rollout_data:
+            save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
+        return output
+
+    def _plan(self, rollout_id: int, groups: list[TrainGroup]) -> Any:
+        batch, parallel = self._config.batch, self._config.parallel
+        rows = [row for group in groups for row in group.rows]
+        model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        return plan_round(
+            rollout_id,
+            [row.total_length for row in rows],
+            [row.num_trainable for row in rows],
+            dp_size=num_trainer_ranks(self._config) // model_ranks,
+            samples_per_step=batch.global_batch_size or len(rows),
+            micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
+            max_tokens_per_micro_batch=batch.max_tokens_per_gpu if batch.use_dynamic_batch_size else None,
+            balance=batch.balance_data,
+        )
+
+
+def _replay_metrics(groups: list[list[Sample]]) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group]
+    return {
+        "rollout/reward_mean": sum(sample.scalar_reward() for sample in samples) / len(samples),
+        "rollout/response_len_mean": sum(sample.response_length for sample in samples) / len(samples),
+    }

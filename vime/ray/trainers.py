@@ -1,0 +1,183 @@
+"""Trainer ranks: one Ray actor each, and the driver's handle on all of them.
+
+A rank is a thin shell: it fetches its rows through the carrier, hands them to megatron and answers numbers. Every
+method that reaches a collective is called on all ranks at once by `Trainers`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from vime.config.parse import Config
+from vime.handoff.fetch import fetch_round
+from vime.handoff.staleness import check_staleness
+from vime.observability.events import EventLog
+from vime.observability.logs import setup_logging
+from vime.ray.carriers import connect_carrier
+from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
+from vime.ray.waits import wait_for
+from vime.types import EngineAddress, TrainRow, Version
+from vime.utils.network import free_port
+from vime.weights.publish import PublishReport
+
+if TYPE_CHECKING:
+    from vime.backends.megatron_utils.trainer import MegatronTrainer
+
+
+@ray.remote(max_concurrency=2)
+class TrainerActor:
+    """One trainer rank."""
+
+    def __init__(self, config: Config, rank: int, run_dir: str, queue_address: Any) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        setup_logging(Path(run_dir), f"trainer-{rank}")
+        self._config, self._rank, self._run_dir = config, rank, Path(run_dir)
+        self._events = EventLog(self._run_dir, f"trainer-{rank}")
+        self._carrier = connect_carrier(config, queue_address)
+        self._trainer: MegatronTrainer
+        self._publisher: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 lets the others meet."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> None:
+        """Collective over all ranks. megatron is imported here, so that processes start side by side."""
+        from vime.backends.megatron_utils.initialize import RankInfo
+        from vime.backends.megatron_utils.trainer import MegatronTrainer
+
+        gpus = ray.get_gpu_ids()
+        rank = RankInfo(
+            rank=self._rank,
+            world_size=world_size,
+            local_rank=0 if gpus else self._rank,
+            master_address=master[0],
+            master_port=master[1],
+        )
+        self._trainer = MegatronTrainer(self._config, rank, total_steps=total_steps)
+
+    def train(self, rollout_id: int, ticket: Any, version: Version) -> dict[str, float]:
+        """Collective over all ranks: one round. `version` is the version of the weights before it."""
+        trainer = self._trainer
+        with self._events.span("transferqueue_get_groups", rollout_id=rollout_id):
+            plan, rows = fetch_round(
+                self._carrier,
+                ticket,
+                dp_rank=trainer.dp_rank,
+                is_source=trainer.is_source,
+                source_rank=trainer.source_rank,
+                group=trainer.model_parallel_group,
+                device=trainer.device,
+            )
+        staleness = check_staleness(
+            list(rows.values()), version=version, max_staleness=self._config.queue.transferqueue_max_staleness
+        )
+        with self._events.span("train_round", rollout_id=rollout_id):
+            metrics = trainer.train_round(plan, rows)
+        return {**metrics, **staleness}
+
+    def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
+        """Collective over the model-parallel group: log-probabilities of the response tokens of each row."""
+        return [logp_R.tolist() for logp_R in self._trainer.log_probs(rows)]
+
+    def publish(self, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
+        """Collective over the first replica: rank 0 sends, its peers take part in the gathering of shards."""
+        if self._trainer.dp_rank != 0:
+            return None
+        stream = self._trainer.export_weights()
+        if self._rank != 0:
+            for _ in stream:
+                pass
+            return None
+        if self._publisher is None:
+            from vime.ray.publisher import Publisher
+
+            self._publisher = Publisher(self._config, self._run_dir, engines)
+        return self._publisher.publish(stream, self._trainer.weight_metadata(), version)
+
+    def save(self, directory: str) -> None:
+        self._trainer.save(Path(directory))
+
+    def save_hf(self, directory: str) -> None:
+        self._trainer.save_hf(Path(directory))
+
+    def load(self, directory: str) -> None:
+        self._trainer.load(Path(directory))
+
+    def weights_hash(self) -> str:
+        return self._trainer.weights_hash()
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self._carrier.close()
+        self._trainer.close()
+
+
+class Trainers:
+    """The driver's handle on all ranks. Each call reaches every rank and fails with the first rank's error."""
+
+    def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
+        self._config = config
+        world = num_trainer_ranks(config)
+        gpus = 1 if config.cluster.device == "cuda" else 0
+        options: dict[str, Any] = {"num_cpus": TRAINER_CPUS, "num_gpus": gpus}
+        self._actors = [
+            TrainerActor.options(**options).remote(config, rank, str(run_dir), queue_address) for rank in range(world)
+        ]
+        self._deadline_s = config.cluster.distributed_timeout_minutes * 60 + 60
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def start(self, total_steps: int) -> list[Any]:
+        """Begin start-up on every rank; `wait_ready` waits for the answers."""
+        [master] = self._wait([self._actors[0].address.remote()], "trainer rank 0 to be placed")
+        self._starting = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
+        return self._starting
+
+    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
+        self._wait(self._starting, "trainer ranks to build the model", on_poll)
+
+    def train(
+        self, rollout_id: int, ticket: Any, version: Version, on_poll: Callable[[], None] | None = None
+    ) -> dict[str, float]:
+        return self._call("train", rollout_id, ticket, version, on_poll=on_poll)[0]
+
+    def publish(
+        self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
+    ) -> PublishReport:
+        return self._call("publish", version, engines, on_poll=on_poll)[0]
+
+    def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
+        return self._call("log_probs", rows)[0]
+
+    def save(self, directory: Path) -> None:
+        self._call("save", str(directory))
+
+    def save_hf(self, directory: Path) -> None:
+        self._call("save_hf", str(directory))
+
+    def load(self, directory: Path) -> None:
+        self._call("load", str(directory))
+
+    def weights_hash(self) -> str:
+        return self._call("weights_hash")[0]
+
+    def stop(self) -> None:
+        refs = [actor.close.remote() for actor in self._actors]
+        ray.wait(refs, num_returns=len(refs), timeout=20)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _call(self, method: str, *arguments: Any, on_poll: Callable[[], None] | None = None) -> list[Any]:
+        refs = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        return self._wait(refs, f"trainer ranks to {method}", on_poll)
+
+    def _wait(self, refs: list[Any], name: str, on_poll: Callable[[], None] | None = None) -> list[Any]:
+        return wait_for(refs, name=name, owner="trainer", deadline_s=self._deadline_s, on_poll=on_poll)

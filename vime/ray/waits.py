@@ -1,0 +1,72 @@
+"""Waiting for Ray: every wait has a name, a deadline and an owner, and a failure of one actor ends it at once.
+
+A plain `ray.get([...])` on W trainer ranks waits for all of them even when one has failed and its peers hang in a
+collective. `wait_for` returns when all answered and raises as soon as one fails, so that no rank's error hides behind
+another rank's ten-minute timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from vime.types import ClusterError, VimeError, WaitTimeoutError
+
+POLL_S = 0.25
+
+
+class Interrupted(Exception):
+    """The user asked to stop (Ctrl-C or SIGTERM) while the run waited for `name`."""
+
+
+def wait_for(
+    refs: Sequence[Any],
+    *,
+    name: str,
+    owner: str,
+    deadline_s: float,
+    on_poll: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Answers of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait.
+
+    Raises the VimeError that an actor raised, ClusterError when an actor died, WaitTimeoutError at the deadline.
+    """
+    ends = time.monotonic() + deadline_s
+    pending = list(refs)
+    while pending:
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise WaitTimeoutError(name, deadline_s, owner, f"{len(pending)} of {len(refs)} have not answered.")
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
+        for ref in done:
+            _value(ref, name, owner)
+        if on_poll is not None:
+            on_poll()
+    return [_value(ref, name, owner) for ref in refs]
+
+
+def _value(ref: Any, name: str, owner: str) -> Any:
+    try:
+        return ray.get(ref, timeout=10)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, VimeError):
+            raise cause from error
+        raise ClusterError(f"{name}: {owner} failed with {type(cause).__name__}: {cause}\n{_tail(error)}") from error
+    except ray.exceptions.RayActorError as error:
+        raise ClusterError(
+            f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; start again with --load to resume."
+        ) from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise WaitTimeoutError(name, 10, owner, "Ray did not deliver a finished result.") from error
+
+
+def _tail(error: Exception, lines: int = 12) -> str:
+    return "\n".join(str(error).splitlines()[-lines:])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,140 @@
+"""Protocols of the plug-in points and of the parts that can be swapped, and loading a plug-in by dotted path.
+
+A plug-in is named by a dotted path (`package.module.name`) or by a file (`path/to/file.py:name`). It is checked when
+it is loaded, at start-up, so that a wrong signature is refused before the first prompt is sent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from vime.types import (
+    ConfigError,
+    DynamicFilterOutput,
+    EngineAddress,
+    EngineReport,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    RoundPlan,
+    Sample,
+    TrainGroup,
+    Version,
+)
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """Where prompts come from. `get_samples(n)` answers n groups of N pending samples each."""
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]: ...
+    def add_samples(self, groups: list[list[Sample]]) -> None: ...
+    def save(self, rollout_id: int) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class RolloutFunction(Protocol):
+    """One round of generation, or one evaluation."""
+
+    def __call__(
+        self, args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+    ) -> RolloutFnTrainOutput | RolloutFnEvalOutput: ...
+
+
+class GenerateFunction(Protocol):
+    """One answer (or several, for a fan-out) to one prompt."""
+
+    async def __call__(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]: ...
+
+
+class RewardFunction(Protocol):
+    """The reward of one sample; with --group-rm the rewards of a whole group."""
+
+    async def __call__(self, args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, float]: ...
+
+
+class GroupFilter(Protocol):
+    """Keep a finished group, or drop it with a reason."""
+
+    def __call__(self, args: Any, samples: list[Sample]) -> bool | DynamicFilterOutput: ...
+
+
+class Carrier(Protocol):
+    """Hands one round from the RolloutManager to the trainer ranks. Modes `off` and `buffer` are two carriers.
+
+    `put` runs in the RolloutManager and answers a small picklable ticket; `fetch` runs in the source rank of each DP
+    index with that ticket; `clear` runs in the driver when every consumer is done.
+    """
+
+    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup]) -> Any: ...
+    def fetch(self, ticket: Any, dp_rank: int) -> tuple[RoundPlan, list[TrainGroup]]: ...
+    def clear(self, ticket: Any) -> None: ...
+
+
+class EngineControl(Protocol):
+    """Control of every engine of the fleet at once; each call reaches all engines or raises EngineError."""
+
+    @property
+    def addresses(self) -> Sequence[EngineAddress]: ...
+    def world_sizes(self) -> list[int]: ...
+    def init_transfer(self, init_info_by_engine: Sequence[dict[str, Any]]) -> None: ...
+    def pause(self, mode: str) -> None: ...
+    def start_update(self) -> None: ...
+    def update(self, update_info: dict[str, Any]) -> None: ...
+    def finish_update(self, version: Version) -> None: ...
+    def reports(self) -> list[EngineReport]: ...
+    def resume(self) -> None: ...
+
+
+def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[..., Any]:
+    """Import `path` (given by `flag`) and check that it can be called with `parameters` by position.
+
+    Raises ConfigError naming the flag, what was found and what was expected.
+    """
+    plugin = import_object(path, flag)
+    if not callable(plugin):
+        raise ConfigError(f"{flag} {path}: expected a function, got {type(plugin).__name__}. Name a callable.")
+    expected = list(parameters)
+    try:
+        signature = inspect.signature(plugin)
+        signature.bind(*expected)
+    except TypeError as error:
+        raise ConfigError(
+            f"{flag} {path}: cannot be called as ({', '.join(expected)}): {error}; its signature is "
+            f"{inspect.signature(plugin)}. Give it these parameters."
+        ) from error
+    return plugin
+
+
+def import_object(path: str, flag: str) -> Any:
+    """Resolve `package.module.name` or `file.py:name`."""
+    module_name, separator, name = path.rpartition(":") if ".py:" in path else path.rpartition(".")
+    if not separator or not name:
+        raise ConfigError(f"{flag} {path}: expected package.module.name or path/to/file.py:name.")
+    try:
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except (ImportError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{flag} {path}: cannot import {module_name}: {error}. Check the path and PYTHONPATH."
+        ) from error
+    if not hasattr(module, name):
+        public = [entry for entry in dir(module) if not entry.startswith("_")]
+        raise ConfigError(f"{flag} {path}: {module_name} has no {name!r}; it has {', '.join(public[:20])}.")
+    return getattr(module, name)
+
+
+def _import_file(file: str) -> Any:
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(f"vime_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,308 @@
+"""The nouns of Vime: what a sample, a group, a training row, a plan and a version are, and how a run fails.
+
+Every room imports this file and this file imports only the standard library. Shape letters used in comments here
+and in tensor names everywhere: P prompts, N samples a prompt, R response tokens, T packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Version = int
+"""A policy version: the number of optimiser rounds behind the weights. 0 is the initial weights."""
+
+
+class SampleStatus(StrEnum):
+    """How generation of one answer ended."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled by the weights of `version`."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Sample:
+    """One answer to one prompt, as plug-ins see it.
+
+    `tokens` is prompt + response. `loss_mask`, `rollout_log_probs` and the version spans cover the response only and
+    always have `response_length` entries; `append_response_tokens` is the only way to grow them.
+    """
+
+    group_index: int = -1
+    index: int = -1
+    rollout_id: int = -1
+    session_id: str = ""
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    loss_mask: list[int] = field(default_factory=list)
+    reward: float | dict[str, float] | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    remove_sample: bool = False
+    rollout_log_probs: list[float] = field(default_factory=list)
+    policy_version: Version | None = None
+    token_policy_versions: list[VersionSpan] = field(default_factory=list)
+    rollout_routed_experts: list[list[int]] | None = None
+    teacher_log_probs: list[float] | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+    @property
+    def weight_versions(self) -> list[Version]:
+        """The distinct versions that sampled this answer, oldest first."""
+        return sorted({span.version for span in self.token_policy_versions})
+
+    def append_response_tokens(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        *,
+        trainable: bool = True,
+        versions: Sequence[VersionSpan],
+    ) -> None:
+        """Grow the answer by tokens with their log-probabilities and version spans (spans relative to `tokens`).
+
+        `trainable=False` is for tokens the policy did not choose (tool output): they enter the context, not the loss.
+        """
+        if len(tokens) != len(log_probs):
+            raise ValueError(f"append_response_tokens: {len(tokens)} tokens but {len(log_probs)} log-probabilities")
+        covered = 0
+        for span in versions:
+            if span.start != covered or span.end <= span.start:
+                raise ValueError(f"append_response_tokens: spans must tile the tokens, got {list(versions)}")
+            covered = span.end
+        if covered != len(tokens):
+            raise ValueError(f"append_response_tokens: spans cover {covered} of {len(tokens)} tokens")
+        base = self.response_length
+        self.tokens.extend(tokens)
+        self.rollout_log_probs.extend(log_probs)
+        self.loss_mask.extend([int(trainable)] * len(tokens))
+        self.response_length += len(tokens)
+        for span in versions:
+            last = self.token_policy_versions[-1] if self.token_policy_versions else None
+            if last is not None and last.version == span.version and last.end == base + span.start:
+                self.token_policy_versions[-1] = VersionSpan(span.version, last.start, base + span.end)
+            else:
+                self.token_policy_versions.append(VersionSpan(span.version, base + span.start, base + span.end))
+        if self.token_policy_versions:
+            self.policy_version = self.weight_versions[0]
+
+    def scalar_reward(self, key: str | None = None) -> float:
+        """The reward as one number; `key` picks the entry when the reward function answered with a dict."""
+        if isinstance(self.reward, Mapping):
+            if key is None or key not in self.reward:
+                raise RewardError(
+                    f"sample {self.index}: the reward is a dict with keys {sorted(self.reward)}; expected one of them "
+                    f"in --reward-key, got {key!r}. Set --reward-key."
+                )
+            return float(self.reward[key])
+        if self.reward is None:
+            raise RewardError(f"sample {self.index}: has no reward. The reward function must answer for every sample.")
+        return float(self.reward)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_dict` is its inverse."""
+        record = dataclasses.asdict(self)
+        record["status"] = str(self.status)
+        record["token_policy_versions"] = [[span.version, span.start, span.end] for span in self.token_policy_versions]
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Sample:
+        fields = dict(record)
+        fields["status"] = SampleStatus(fields["status"])
+        fields["token_policy_versions"] = [VersionSpan(*span) for span in fields["token_policy_versions"]]
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRow:
+    """One sample as training sees it: numbers only, immutable."""
+
+    sample_index: int
+    group_index: int
+    rollout_id: int
+    tokens: Sequence[int]  # prompt + response
+    response_length: int
+    loss_mask: Sequence[int]  # [R] 1 where the token may be trained
+    rollout_log_probs: Sequence[float]  # [R] behaviour log-probabilities, from the engine
+    token_policy_versions: Sequence[VersionSpan]  # tiles [0, R)
+    reward: float  # the number the advantage is made of (group-normalised for GRPO)
+    raw_reward: float  # as the reward function answered
+    status: str
+    truncated: bool
+    extra: Mapping[str, Any] = field(default_factory=dict)  # optional columns by name
+
+    @property
+    def total_length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(self.loss_mask)
+
+    @property
+    def oldest_version(self) -> Version:
+        """Oldest version among the trainable tokens; of all tokens when none is trainable."""
+        trainable = [span.version for span in self.token_policy_versions if any(self.loss_mask[span.start : span.end])]
+        versions = trainable or [span.version for span in self.token_policy_versions]
+        if not versions:
+            raise StaleError(f"sample {self.sample_index}: no token carries a policy version")
+        return min(versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainGroup:
+    """All rows of one prompt: the unit that is handed over, and never split between rounds."""
+
+    group_index: int
+    rows: tuple[TrainRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Who computes what in one optimiser step.
+
+    `micro_batches[dp_rank][i]` lists the row numbers (positions in the round's flattened groups) of that rank's i-th
+    micro-batch. Every rank has the same number of micro-batches; one may be empty. The denominators are global to
+    the step: number of samples, and number of trainable tokens, over all ranks.
+    """
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    num_samples: int
+    num_tokens: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """The global plan of one round, made once before dispatch so that no two ranks can disagree."""
+
+    rollout_id: int
+    steps: tuple[StepPlan, ...]
+
+    def rows_of(self, dp_rank: int) -> tuple[int, ...]:
+        """Row numbers that `dp_rank` needs in this round, ascending."""
+        return tuple(sorted({row for step in self.steps for batch in step.micro_batches[dp_rank] for row in batch}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAddress:
+    """Where one engine answers. `name` is stable over restarts."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What one engine says it serves: the version string it was given and the hash it computed over what it loaded."""
+
+    engine: str
+    version: Version
+    content_hash: str
+    num_tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFnTrainOutput:
+    """What a rollout function returns for training: whole groups, in the order they are to be trained."""
+
+    samples: list[list[Sample]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFnEvalOutput:
+    """What a rollout function returns for evaluation: samples by data-set name."""
+
+    data: Mapping[str, list[Sample]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicFilterOutput:
+    """A filter's verdict on one group; `reason` is counted when the group is dropped."""
+
+    keep: bool
+    reason: str | None = None
+
+
+class VimeError(Exception):
+    """Base of every failure Vime names. The message says what, got, expected and the next action."""
+
+    exit_code = 3
+
+
+class ConfigError(VimeError):
+    """Refused before any process starts."""
+
+    exit_code = 2
+
+
+class DataError(VimeError):
+    """A prompt file or record that cannot be used."""
+
+
+class RewardError(VimeError):
+    """A reward function that raised, answered nonsense or did not answer in time."""
+
+
+class EngineError(VimeError):
+    """An engine or router that did not start, died, or answered with an error."""
+
+
+class HandoffError(VimeError):
+    """Rollouts could not be handed to training."""
+
+
+class StaleError(VimeError):
+    """A token older than the staleness bound reached training."""
+
+
+class PublishError(VimeError):
+    """An engine did not confirm the version and content hash of a weight update."""
+
+
+class CheckpointError(VimeError):
+    """A checkpoint that cannot be written or read."""
+
+
+class ClusterError(VimeError):
+    """Ray resources that are missing, or an actor that died."""
+
+
+class WaitTimeoutError(VimeError):
+    """A named wait reached its deadline."""
+
+    def __init__(self, name: str, seconds: float, owner: str, advice: str = "") -> None:
+        super().__init__(name, seconds, owner, advice)
+        self.name, self.seconds, self.owner, self.advice = name, seconds, owner, advice
+
+    def __str__(self) -> str:
+        return f"waited {self.seconds:g} s for {self.name} (owner: {self.owner}), its deadline. {self.advice}".strip()
