@@ -8,7 +8,6 @@ from vime.ray.machine import Machine
 
 def train(machine: Machine) -> None:
     """The synchronous rhythm: every token is sampled by the weights that it trains."""
-    machine.evaluate_first()
     for rollout_id in machine.rounds():
         generated = machine.generate(rollout_id)
         machine.train(generated)

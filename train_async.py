@@ -8,7 +8,6 @@ from vime.ray.machine import Machine
 
 def train(machine: Machine) -> None:
     """The overlapped rhythm. Weights move only between rounds of generation, never under one."""
-    machine.evaluate_first()
     pending = None
     for rollout_id in machine.rounds():
         generated = machine.finish_generation(pending or machine.start_generation(rollout_id))

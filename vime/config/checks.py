@@ -190,9 +190,9 @@ def _check_rounds(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     reward = config.reward
-    if not (reward.rm_type or reward.custom_rm_path or config.rollout.custom_generate_function_path):
-        if not config.debug.load_debug_rollout_data:
-            raise ConfigError("no reward: give --rm-type or --custom-rm-path.")
+    scored_elsewhere = config.rollout.custom_generate_function_path or config.debug.load_debug_rollout_data
+    if not (reward.rm_type or reward.custom_rm_path or scored_elsewhere):
+        raise ConfigError("no reward: give --rm-type or --custom-rm-path.")
     if reward.rm_type and reward.custom_rm_path:
         raise ConfigError("--rm-type and --custom-rm-path are both given. Keep one of the two.")
     if reward.rm_type == "remote_rm" and not reward.rm_url:
@@ -239,7 +239,7 @@ def _check_debug(config: Config) -> None:
         raise ConfigError("--debug-train-only needs --load-debug-rollout-data PATH_{rollout_id}.jsonl.")
     if debug.load_debug_rollout_data and config.queue.transferqueue_mode != "off":
         raise ConfigError(
-            f"--transferqueue-mode {config.queue.transferqueue_mode} with --load-debug-rollout-data: replayed rounds are "
+            f"--transferqueue-mode {config.queue.transferqueue_mode} with --load-debug-rollout-data: replayed rounds "
             "debugged without the queue. Use --transferqueue-mode off."
         )
 

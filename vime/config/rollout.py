@@ -102,7 +102,10 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """vLLM engines and router. Any flag of the installed vLLM can be given as --vllm-<flag>, of the router as --router-<flag>."""
+    """vLLM engines and router.
+
+    Any flag of the installed vLLM can be given as --vllm-<flag>, any flag of the router as --router-<flag>.
+    """
 
     vllm_server_concurrency: int = flag(64, "requests in flight per engine", minimum=1)
     vllm_kv_cache_memory_bytes: int = flag(

@@ -47,7 +47,7 @@ class QueueConfig:
     enable_vime_transfer_queue: bool = flag(False, "carry rollouts by TransferQueue; alone it means mode buffer")
     transferqueue_mode: str | None = flag(
         None,
-        "off: Ray object refs; buffer: one TransferQueue partition per round (empty: off, or buffer with the flag above)",
+        "off: Ray object refs; buffer: a TransferQueue partition per round (empty: off; buffer with the flag above)",
         choices=("off", "buffer"),
     )
     transferqueue_partition: str = flag("train", "namespace of training partitions")

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: model state written by the trainer, run state written here, visible at once or not at all.
+"""Checkpoints of a whole run: the trainer writes model state, this file run state; visible at once or not at all.
 
 Layout: `<dir>/iter_0000012/{model/, run_state.json}` and `<dir>/latest_checkpointed_iteration.txt`, which names the
 newest complete one. A checkpoint is written beside its final place and renamed when complete, so a kill at any byte

@@ -33,7 +33,7 @@ class Interrupts:
         if self._asked:
             raise Interrupted(name)
 
-    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+    def _on_signal(self, _number: int, _frame: types.FrameType | None) -> None:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True

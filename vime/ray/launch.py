@@ -15,8 +15,9 @@ from vime.config.parse import Config, dump, parse_command_line
 from vime.observability.events import EventKind, EventLog
 from vime.observability.logs import setup_logging
 from vime.observability.screen import Screen
+from vime.ray.assembly import open_machine
 from vime.ray.interrupts import Interrupts
-from vime.ray.machine import Machine, open_machine
+from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
 from vime.ray.waits import Interrupted
 from vime.types import VimeError
@@ -46,7 +47,7 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
     events.emit(EventKind.RUN_STARTED)
     screen = Screen(run_dir=path)
     try:
-        with Interrupts() as interrupts, open_machine(config, path, screen, interrupts) as machine:
+        with Interrupts() as interrupts, open_machine(config, path, screen, interrupts, events) as machine:
             code = _drive(machine, rhythm, events)
     except VimeError as error:
         return _failed(screen, events, str(error), path, error.exit_code)
@@ -54,7 +55,7 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
         events.emit(EventKind.RUN_FAILED, error="interrupted before training")
         screen.failed("interrupted; nothing was trained since the last checkpoint.")
         return 130
-    except Exception as error:
+    except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
         logger.exception("run failed")
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"
@@ -72,7 +73,7 @@ def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:
     except Interrupted as interruption:
         saved = machine.save()
         events.emit(EventKind.RUN_FAILED, error=f"interrupted during {interruption}")
-        machine.screen.failed(
+        machine.watchers.screen.failed(
             f"interrupted during {interruption}. State saved in {saved}; go on with --load {saved.parent}"
             if saved is not None
             else f"interrupted during {interruption}, before the first round was trained: nothing to save."

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
@@ -13,6 +12,9 @@ from vime.types import EngineAddress, Version
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import PublishReport, publish
 from vime.weights.transports import make_sender
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Publisher:

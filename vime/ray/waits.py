@@ -58,7 +58,7 @@ def _value(ref: Any, name: str, owner: str) -> Any:
         raise ClusterError(f"{name}: {owner} failed with {type(cause).__name__}: {cause}\n{_tail(error)}") from error
     except ray.exceptions.RayActorError as error:
         raise ClusterError(
-            f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; start again with --load to resume."
+            f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
         ) from error
     except ray.exceptions.GetTimeoutError as error:
         raise WaitTimeoutError(name, 10, owner, "Ray did not deliver a finished result.") from error

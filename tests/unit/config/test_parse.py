@@ -21,7 +21,7 @@ def test_abbreviated_flags_are_refused() -> None:
 
 
 def test_a_value_out_of_range_is_refused_naming_the_range() -> None:
-    with pytest.raises(ConfigError, match="--rollout-top-p: got 1.5, expected 0 to 1"):
+    with pytest.raises(ConfigError, match=r"--rollout-top-p: got 1\.5, expected 0 to 1"):
         parse(["--rollout-top-p", "1.5"])
 
 

@@ -141,7 +141,9 @@ REDIRECTIONS: tuple[Redirection, ...] = (
     ),
     Redirection("torch.cuda.manual_seed", "RNG tracker: seed the CPU generator", _constant(_seed_default_generator)),
     Redirection(
-        "torch.cuda.get_rng_state", "RNG tracker: state of the CPU generator", _constant(lambda device=None: torch.get_rng_state())
+        "torch.cuda.get_rng_state",
+        "RNG tracker: state of the CPU generator",
+        _constant(lambda device=None: torch.get_rng_state()),
     ),
     Redirection(
         "megatron.core.tensor_parallel.random._get_cuda_rng_state",
@@ -157,6 +159,12 @@ REDIRECTIONS: tuple[Redirection, ...] = (
     Redirection("megatron.core.optimizer.optimizer.torch", 'device="cuda": scale, found_inf, overflow buffer', _SCOPED),
     Redirection("megatron.core.optimizer.clip_grads.torch", 'device="cuda": gradient norm scalars', _SCOPED),
     Redirection("megatron.core.utils.torch", 'device="cuda": local L2 norm', _SCOPED),
-    Redirection("torch.Tensor.cuda", "tied-embedding initialisation, optimizer checkpoint gather", _constant(lambda self, *args, **kwargs: self)),
-    Redirection("torch.Tensor.type", "optimizers compare tensor.type() with 'torch.cuda.FloatTensor' and raise", _cuda_type_name),
+    Redirection(
+        "torch.Tensor.cuda",
+        "tied-embedding initialisation, optimizer checkpoint gather",
+        _constant(lambda self, *args, **kwargs: self),
+    ),
+    Redirection(
+        "torch.Tensor.type", "optimizers compare tensor.type() with 'torch.cuda.FloatTensor' and raise", _cuda_type_name
+    ),
 )

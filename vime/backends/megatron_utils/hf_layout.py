@@ -125,7 +125,9 @@ def from_shards(kind: Kind, shards: Sequence[Tensor], *, architecture: Architect
     return [part.flatten(0, 1) for part in grouped.split(sizes, 1)]
 
 
-def hf_shapes(kind: Kind, shard_shape: Sequence[int], *, architecture: Architecture, size: int) -> list[tuple[int, ...]]:
+def hf_shapes(
+    kind: Kind, shard_shape: Sequence[int], *, architecture: Architecture, size: int
+) -> list[tuple[int, ...]]:
     """Shapes that `from_shards` answers, from the shape of one of `size` shards."""
     first, rest = shard_shape[0], tuple(shard_shape[1:])
     if kind is Kind.REPLICATED:

@@ -72,9 +72,7 @@ class HFWeights:
         metas = []
         for shard in (shard for stage in self._stages for shard in stage):
             hf_names, kind = hf_names_and_kind(shard.name)
-            shapes = hf_shapes(
-                kind, shard.shape, architecture=self._architecture, size=self._tensor_group.size()
-            )
+            shapes = hf_shapes(kind, shard.shape, architecture=self._architecture, size=self._tensor_group.size())
             dtype = str(shard.dtype).removeprefix("torch.")
             metas += [
                 TensorMeta(name=name, dtype=dtype, shape=shape) for name, shape in zip(hf_names, shapes, strict=True)

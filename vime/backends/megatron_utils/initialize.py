@@ -54,9 +54,7 @@ def prepare_process(device: str) -> list[str]:
     return cpu_device.install()
 
 
-def initialize_distributed(
-    rank: RankInfo, *, cluster: ClusterConfig, parallel: ParallelConfig, seed: int
-) -> None:
+def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: ParallelConfig, seed: int) -> None:
     """Process groups with deadlines, and seeds. Collective: every trainer rank calls it once.
 
     A collective that a peer never joins fails after --distributed-timeout-minutes on every rank that waits.

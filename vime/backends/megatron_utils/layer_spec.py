@@ -87,7 +87,12 @@ class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack; a drop-in for megatron's core attention."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, *_unused: Any, softmax_scale: float | None = None, **_ignored: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *_unused: Any,
+        softmax_scale: float | None = None,
+        **_ignored: Any,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number

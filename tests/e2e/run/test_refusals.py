@@ -1,0 +1,88 @@
+"""What bad input gets: what, got, expected, next action; exit 2 before start or 3 later; nothing left running."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.training import TinyTask, train
+
+
+def refused(task: TinyTask, run_dir: Path, *extra: str, code: int, says: list[str]) -> None:
+    finished = train([*task.flags(), "--num-rollout", "1", *extra], run_dir, deadline_s=120)
+    assert finished.code == code, finished.output
+    for text in says:
+        assert text in finished.output, finished.output
+
+
+def test_contradicting_flags_are_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
+    refused(tiny_task, tmp_path / "run", "--use-kl-loss", code=2, says=["--kl-loss-coef"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_router_port_in_use_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        refused(tiny_task, tmp_path / "run", "--vllm-router-port", port, code=2, says=[port, "in use"])
+
+
+def test_a_column_that_nobody_writes_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
+    refused(
+        tiny_task,
+        tmp_path / "run",
+        "--transfer-queue-extra-data-fields",
+        "value_targets",
+        code=2,
+        says=["value_targets"],
+    )
+
+
+def test_an_unknown_engine_flag_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
+    refused(tiny_task, tmp_path / "run", "--vllm-max-num-seq", "4", code=2, says=["max-num-seq"])
+
+
+def test_a_line_that_is_not_json_is_named_and_nothing_is_left(tiny_task: TinyTask, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1:ab=", "label": "b"}\n{"prompt": \n')
+    refused(tiny_task, tmp_path / "run", "--prompt-data", str(bad), code=3, says=["bad.jsonl:2", "JSON"])
+
+
+def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_path: Path) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text("async def rm(args, sample, **kwargs):\n    raise KeyError('no such rubric')\n")
+    refused(
+        tiny_task, tmp_path / "run", "--custom-rm-path", f"{plugin}:rm", code=3, says=["no such rubric", "broken.py"]
+    )
+
+
+def test_an_engine_that_does_not_start_shows_its_last_log_lines(tiny_task: TinyTask, tmp_path: Path) -> None:
+    refused(
+        tiny_task,
+        tmp_path / "run",
+        "--vllm-kv-cache-dtype",
+        "fp8_ds_mla",
+        code=3,
+        says=["engine", "log"],
+    )
+
+
+def test_too_few_ray_cpus_are_said_at_once(tiny_task: TinyTask, tmp_path: Path, ray_cluster: str) -> None:
+    refused(
+        tiny_task,
+        tmp_path / "run",
+        "--ray-address",
+        ray_cluster,
+        "--rollout-num-engines",
+        "99",
+        code=3,
+        says=["Ray CPU", "--rollout-num-engines"],
+    )
+
+
+@pytest.mark.parametrize("script", ["train.py", "train_async.py"])
+def test_help_lists_the_groups(script: str, tmp_path: Path) -> None:
+    finished = train(["--help"], tmp_path / "run", script=script, deadline_s=60)
+    assert finished.code == 0
+    assert "--transferqueue-mode" in finished.output

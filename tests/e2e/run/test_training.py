@@ -1,0 +1,127 @@
+"""The whole machine through train.py, as a user starts it: real Ray, vLLM, megatron-core and TransferQueue."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
+
+ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Rollouts of four rounds, sampled by a real engine; also shows --debug-rollout-only."""
+    directory = tmp_path_factory.mktemp("recorded")
+    path = f"{directory}/rollout_{{rollout_id}}.jsonl"
+    flags = [*tiny_task.flags(), "--num-rollout", "4", "--debug-rollout-only", "--save-debug-rollout-data", path]
+    finished = train(flags, directory / "run")
+    assert finished.code == 0, finished.output
+    assert sorted(entry.name for entry in directory.glob("rollout_*")) == [f"rollout_{i}.jsonl" for i in range(4)]
+    return path
+
+
+def replay_function(directory: Path, recorded: str) -> str:
+    """A rollout function that answers recorded rounds, so that two live runs train on the same tokens."""
+    plugin = directory / "replay.py"
+    plugin.write_text(
+        "from pathlib import Path\n\n"
+        "from vime.rollout.record import load_rollout\n"
+        "from vime.types import RolloutFnTrainOutput\n\n\n"
+        "def generate_rollout(args, rollout_id, data_source, evaluation=False):\n"
+        f"    samples = load_rollout(Path({recorded!r}.format(rollout_id=rollout_id)))\n"
+        "    return RolloutFnTrainOutput(samples=samples)\n"
+    )
+    return f"{plugin}:generate_rollout"
+
+
+def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--transferqueue-mode", "buffer"]
+    flags += ["--eval-prompt-data", "held_out", str(tiny_task.prompts), "--eval-interval", "3", "--use-tensorboard"]
+    flags += ["--check-weight-update-equal", "--use-wandb", "--wandb-mode", "offline"]
+    finished = train(flags, tmp_path / "run")
+    assert finished.code == 0, finished.output
+    metrics = finished.metrics()
+    for rollout_id in range(ROUNDS):
+        assert metrics[rollout_id]["weights/version"] == rollout_id + 1
+        # the engine sampled these tokens with the very weights that train on them
+        assert metrics[rollout_id]["train/train_rollout_logprob_abs_diff"] < 1e-4
+        assert metrics[rollout_id]["transferqueue/sample_staleness/max"] == 0
+        assert metrics[rollout_id]["train/grad_norm"] > 0
+    hashes = finished.confirmed_hashes()
+    assert len(hashes) == ROUNDS + 1  # the initial weights, then one version a round
+    assert len(set(hashes)) == ROUNDS + 1
+    assert len(finished.events("eval_done")) == 2
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_off_and_buffer_give_bit_equal_weights(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--max-staleness", str(ROUNDS)]
+    flags += ["--rollout-function-path", replay_function(tmp_path, recorded)]
+    hashes = {}
+    for mode in ("off", "buffer"):
+        finished = train([*flags, "--transferqueue-mode", mode], tmp_path / mode)
+        assert finished.code == 0, finished.output
+        hashes[mode] = finished.confirmed_hashes()
+    assert len(set(hashes["off"])) == ROUNDS + 1
+    assert hashes["off"] == hashes["buffer"]
+
+
+def replayed(tiny_task: TinyTask, recorded: str, run_dir: Path, num_rollout: int, *extra: str) -> Finished:
+    """Training alone on recorded rounds; exports HF weights with each checkpoint."""
+    flags = [*tiny_task.flags(), "--debug-train-only", "--load-debug-rollout-data", recorded]
+    flags += ["--num-rollout", str(num_rollout), "--max-staleness", "4", "--save-interval", "2"]
+    flags += ["--lr-decay-style", "linear", "--lr-warmup-iters", "1", "--lr-decay-iters", "4"]
+    finished = train([*flags, *extra], run_dir)
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def test_resumed_run_equals_the_run_that_never_stopped(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
+    whole = replayed(tiny_task, recorded, tmp_path / "whole", 4, "--save-hf", f"{tmp_path}/whole_{{rollout_id}}")
+    checkpoints = str(tmp_path / "checkpoints")
+    replayed(tiny_task, recorded, tmp_path / "first", 2, "--save", checkpoints)
+    second = replayed(
+        tiny_task,
+        recorded,
+        tmp_path / "second",
+        4,
+        "--save",
+        checkpoints,
+        "--load",
+        checkpoints,
+        "--save-hf",
+        f"{tmp_path}/resumed_{{rollout_id}}",
+    )
+    assert sorted(second.metrics()) == [2, 3]  # continues at the next rollout id
+    assert second.metrics()[3]["train/loss"] == whole.metrics()[3]["train/loss"]
+    assert (tmp_path / "whole_3/model.safetensors").read_bytes() == (
+        tmp_path / "resumed_3/model.safetensors"
+    ).read_bytes()
+
+
+def test_prefetch_trains_tokens_one_version_old(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--transferqueue-mode", "buffer"]
+    flags += ["--max-staleness", "1", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
+    finished = train(flags, tmp_path / "run", script="train_async.py")
+    assert finished.code == 0, finished.output
+    staleness = [metrics["transferqueue/sample_staleness/max"] for _, metrics in sorted(finished.metrics().items())]
+    assert staleness == [0, 1, 1]  # round 0 is sampled by the weights it trains, later ones while training ran
+
+
+def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), "--transferqueue-mode", "buffer"]
+    training = Training("train.py", [*flags, "--num-rollout", "1000"], tmp_path / "run")
+    training.wait_for_event("round_trained", count=2)
+    interrupt(training)
+    finished = training.finish(90)
+    assert finished.code == 130, finished.output
+    checkpoints = tmp_path / "run" / "checkpoints"
+    saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == len(finished.events("round_trained")) - 1
+    assert f"--load {checkpoints}" in finished.output
+    more = [*flags, "--num-rollout", str(saved + 2), "--load", str(checkpoints)]
+    resumed = train(more, tmp_path / "resumed")
+    assert resumed.code == 0, resumed.output
+    assert sorted(resumed.metrics()) == [saved + 1]
+    assert resumed.confirmed_hashes()[0] == finished.confirmed_hashes()[saved + 1]

@@ -1,0 +1,133 @@
+"""Run one function in several processes that meet through torch.distributed, with a hard deadline.
+
+    results = launch(Path(__file__).parent / "worker.py", "run", world_size=4, arguments={...}, deadline_s=200)
+
+Each process gets a `Ranks` as the first argument and its answer is pickled back. When one fails, its traceback is
+shown and the others are ended: a test never waits for a collective whose peer is gone. Start-up (imports) dominates, so
+one launch should do the work of many tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.05
+
+
+@dataclass
+class Ranks:
+    """Who this process is. `rendezvous` gives a fresh port on each call, the same on all ranks of a group."""
+
+    rank: int
+    world_size: int
+    directory: Path
+    deadline: float  # time.time()
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    def rendezvous(self, group: str) -> int:
+        """A free port chosen by rank 0 for its next meeting under the name `group`."""
+        number = self._calls.get(group, 0)
+        self._calls[group] = number + 1
+        file = self.directory / f"port-{group}-{number}"
+        if self.rank == 0:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            partial = file.with_suffix(".partial")
+            partial.write_text(str(port))
+            partial.rename(file)
+        while not file.exists():
+            if time.time() > self.deadline:
+                raise TimeoutError(f"rank {self.rank} waited for rank 0 to name a port for {group}")
+            time.sleep(POLL_S)
+        return int(file.read_text())
+
+
+def launch(
+    file: Path, function: str, *, world_size: int, directory: Path, arguments: Mapping[str, Any], deadline_s: float
+) -> list[Any]:
+    """Answers of `function(Ranks, **arguments)` from `file`, by rank."""
+    directory.mkdir(parents=True, exist_ok=True)
+    job = directory / "job.pkl"
+    deadline = time.time() + deadline_s
+    job.write_bytes(pickle.dumps((str(file), function, world_size, deadline, dict(arguments))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    children = []
+    try:
+        for rank in range(world_size):
+            log = (directory / f"log-{rank}.txt").open("wb")
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, str(job), str(rank)], stdout=log, stderr=log, env=environment
+                )
+            )
+            log.close()
+        _wait(children, directory, deadline)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+    return [pickle.loads((directory / f"result-{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def _wait(children: list[subprocess.Popen[bytes]], directory: Path, deadline: float) -> None:
+    while True:
+        codes = [child.poll() for child in children]
+        if any(code for code in codes):
+            time.sleep(1.0)  # let the rank that failed first finish writing why; its peers may fail after it
+            raise AssertionError(_report(directory, codes))
+        if all(code == 0 for code in codes):
+            return
+        if time.time() > deadline:
+            raise AssertionError("deadline reached\n" + _report(directory, codes))
+        time.sleep(POLL_S)
+
+
+def _report(directory: Path, codes: list[int | None]) -> str:
+    lines = [f"exit codes by rank (None: still running): {codes}"]
+    for rank, code in enumerate(codes):
+        error = directory / f"error-{rank}.txt"
+        if error.exists():
+            lines.append(f"--- rank {rank} raised\n{error.read_text()}")
+        elif code != 0:
+            tail = (directory / f"log-{rank}.txt").read_text(errors="replace")[-3000:]
+            lines.append(f"--- rank {rank}, last output\n{tail}")
+    return "\n".join(lines)
+
+
+def _child(job: Path, rank: int) -> None:
+    file, function, world_size, deadline, arguments = pickle.loads(job.read_bytes())
+    directory = job.parent
+    try:
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # so that its dataclasses can be pickled
+        spec.loader.exec_module(module)
+        ranks = Ranks(rank=rank, world_size=world_size, directory=directory, deadline=deadline)
+        answer = getattr(module, function)(ranks, **arguments)
+        (directory / f"result-{rank}.pkl").write_bytes(pickle.dumps(answer))
+        code = 0
+    except BaseException:  # boundary: the traceback goes to the test, which shows it
+        (directory / f"error-{rank}.txt").write_text(traceback.format_exc())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no interpreter shutdown: a broken process group could hang in it
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]), int(sys.argv[2]))

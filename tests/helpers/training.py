@@ -1,0 +1,178 @@
+"""Running train.py as a user does: a process of its own, a deadline, and proof that nothing survived it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "VIME_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class TinyTask:
+    """A random two-layer model with its tokenizer, prompts, and a reward that a random model can earn."""
+
+    model: Path
+    prompts: Path
+    reward: str
+
+    def flags(self) -> list[str]:
+        return [
+            *("--hf-checkpoint", str(self.model), "--prompt-data", str(self.prompts), "--input-key", "prompt"),
+            *("--label-key", "label", "--custom-rm-path", self.reward, "--device", "cpu"),
+            *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "12"),
+            *("--rollout-max-context-len", "64", "--micro-batch-size", "8", "--lr", "1e-3"),
+        ]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What is left of a run."""
+
+    code: int
+    output: str
+    run_dir: Path
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self._all_events() if event["kind"] == kind]
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        merged: dict[int, dict[str, float]] = {}
+        for line in (self.run_dir / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            merged.setdefault(record["step"], {}).update(record["metrics"])
+        return merged
+
+    def confirmed_hashes(self) -> list[str]:
+        return [event["content_hash"] for event in self.events("weights_confirmed")]
+
+    def _all_events(self) -> Iterator[dict[str, Any]]:
+        for path in sorted((self.run_dir / "events").glob("*.jsonl")):
+            for line in path.read_text().splitlines():
+                yield json.loads(line)
+
+
+class Training:
+    """One running train.py."""
+
+    def __init__(self, script: str, flags: Sequence[str], run_dir: Path) -> None:
+        self.run_dir, self._mark = run_dir, uuid.uuid4().hex
+        self._log = run_dir.with_suffix(".out")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, script, "--run-dir", str(run_dir), *flags],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for_event(self, kind: str, *, count: int = 1, deadline_s: float = 240) -> None:
+        """Until the run has logged `count` events of `kind`."""
+        ends = time.monotonic() + deadline_s
+        while time.monotonic() < ends:
+            if len(Finished(0, "", self.run_dir).events(kind)) >= count:
+                return
+            if self.process.poll() is not None:
+                pytest.fail(f"the run ended with {self.process.returncode} before {kind}:\n{self._log.read_text()}")
+            time.sleep(0.1)
+        pytest.fail(f"no event {kind} x {count} within {deadline_s} s:\n{self._log.read_text()}")
+
+    def finish(self, deadline_s: float = 280) -> Finished:
+        """Wait for the end; a run that does not end, or leaves a process behind, fails the test."""
+        try:
+            code = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"the run did not end within {deadline_s} s:\n{self._log.read_text()[-4000:]}")
+        survivors = self.survivors(grace_s=15)
+        self.kill()
+        assert not survivors, f"left running: {survivors}\n{self._log.read_text()[-2000:]}"
+        return Finished(code, self._log.read_text(), self.run_dir)
+
+    def survivors(self, grace_s: float) -> list[str]:
+        """Processes of this run that are still there after `grace_s`."""
+        ends = time.monotonic() + grace_s
+        while True:
+            alive = [" ".join(process.cmdline()[:4]) or process.name() for process in self._members()]
+            if not alive or time.monotonic() > ends:
+                return alive
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """End every process of this run and of no other."""
+        for process in self._members():
+            with_suppressed_absence(process.kill)
+        with_suppressed_absence(self.process.kill)
+        self.process.wait(10)
+
+    def _members(self) -> list[psutil.Process]:
+        members = []
+        for process in psutil.process_iter():
+            try:
+                is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
+                if is_member and process.status() != psutil.STATUS_ZOMBIE:
+                    members.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return members
+
+
+def with_suppressed_absence(action: Any) -> None:
+    try:
+        action()
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return
+
+
+def train(flags: Sequence[str], run_dir: Path, *, script: str = "train.py", deadline_s: float = 280) -> Finished:
+    """Run to the end."""
+    return Training(script, flags, run_dir).finish(deadline_s)
+
+
+def interrupt(training: Training) -> None:
+    training.process.send_signal(signal.SIGINT)
+
+
+REWARD = '''"""Reward: the share of response tokens with an even id; a random model earns about half."""
+
+
+async def even_share(args, sample, **kwargs):
+    answer = sample.tokens[-sample.response_length :]
+    return sum(token % 2 == 0 for token in answer) / max(1, len(answer))
+'''
+
+
+@pytest.fixture(scope="session")
+def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
+    """The quick start's model and tokenizer without its warm start (seconds instead of a minute)."""
+    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+    try:
+        import model as quickstart_model
+        import task as quickstart_task
+    finally:
+        sys.path.pop(0)
+    directory = tmp_path_factory.mktemp("tiny")
+    quickstart_model.save_untrained(directory / "model", seed=0)
+    quickstart_task.write_problems(directory / "train.jsonl", count=64, seed=0)
+    (directory / "reward.py").write_text(REWARD)
+    return TinyTask(
+        model=directory / "model", prompts=directory / "train.jsonl", reward=f"{directory / 'reward.py'}:even_share"
+    )

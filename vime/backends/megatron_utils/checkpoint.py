@@ -1,0 +1,193 @@
+"""Training state on disk through megatron's distributed checkpoint (torch_dist): model, optimizer, schedule, RNG.
+
+The file layout does not depend on TP, PP or DP: a checkpoint may be loaded in another layout (random states are then
+left as seeded, because they belong to ranks). Data cursor, versions and the atomic rename belong to the caller.
+
+Four repairs of megatron-core 0.16.1 with torch's AdamW (no Transformer Engine, no Apex) are marked REPAIR below. Each is
+needed wherever these packages are missing, and harmless elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from vime.backends.megatron_utils.optimizer import PolicyOptimizer
+from vime.types import CheckpointError
+
+logger = logging.getLogger(__name__)
+FORMAT = 1
+
+
+def save(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer, *, with_optimizer: bool) -> None:
+    """Write DIRECTORY, which must be new or empty. Collective over all trainer ranks; returns when the files are complete."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # REPAIR: a synchronous save needs no multiprocessing.Manager; megatron would start one, which imports the main
+        # module again (12 s, and an endless loop in a script without a __main__ guard).
+        if filesystem_async._results_queue is None:
+            filesystem_async._results_queue = queue.Queue()
+        state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
+        dist_checkpointing.save(state, str(directory), content_metadata=_metadata())
+    except (OSError, CheckpointingException) as error:
+        raise CheckpointError(
+            f"the checkpoint {directory} could not be written: {error}. Check free space and permissions; the previous "
+            "checkpoint is untouched."
+        ) from error
+
+
+@torch.no_grad()
+def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> None:
+    """Read DIRECTORY into model, optimizer, schedule and random states. Collective over all trainer ranks.
+
+    A checkpoint written with --no-save-optim restores the weights only: moments start at zero, the schedule at step 0.
+    """
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        if common.get("format") != FORMAT:
+            raise CheckpointError(
+                f"--load {directory}: format {common.get('format')!r}, expected {FORMAT}. It was written by another program."
+            )
+        with_optimizer = common["with_optimizer"]
+        same_layout = common["layout"] == _layout()
+        if with_optimizer:
+            _prepare_states(optimizer)
+        state = _state(
+            core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer and same_layout, is_loading=True
+        )
+        loaded = dist_checkpointing.load(state, str(directory))
+    except (OSError, CheckpointingException, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"--load {directory}: cannot be read: {type(error).__name__} {error}. Expected a complete checkpoint of this model; "
+            "point --load to one, or remove it to start from --hf-checkpoint."
+        ) from error
+    for index, chunk in enumerate(core):
+        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+    if not with_optimizer:
+        logger.warning("%s holds no optimizer state (--no-save-optim): moments and schedule start anew", directory)
+        optimizer.megatron.reload_model_params()
+        return
+    _load_optimizer(optimizer, loaded["optimizer"])
+    optimizer.scheduler.load_state_dict(loaded["scheduler"])
+    optimizer.adopt_flags()
+    if same_layout:
+        _set_rng_state(loaded["rng"])
+    else:
+        logger.warning(
+            "%s was written as %s, this run is %s: random states stay as seeded", directory, common["layout"], _layout()
+        )
+
+
+def _metadata() -> dict[str, Any]:
+    """REPAIR: a new dict for each call, because megatron stores a live process group in it.
+
+    `fully_reshardable`: the only format of the distributed optimizer that resumes exactly without Transformer Engine.
+    """
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def _state(
+    core: list[GPTModel], optimizer: PolicyOptimizer, *, with_optimizer: bool, with_rng: bool, is_loading: bool
+) -> dict[str, Any]:
+    """What is written, or the mould that is filled when loading."""
+    models = {f"model{index}": chunk.sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(core)}
+    state: dict[str, Any] = {**models, "format": FORMAT, "with_optimizer": with_optimizer, "layout": _layout()}
+    if with_optimizer:
+        # for one chunk megatron wants its state itself, for several a dict of them
+        mould = models["model0"] if len(core) == 1 else models
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(
+            dict(mould), is_loading=is_loading, metadata=_metadata()
+        )
+        state["scheduler"] = optimizer.scheduler.state_dict()
+    if with_rng:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        state["rng"] = ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
+    return state
+
+
+def _load_optimizer(optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
+    for part in optimizer.parts:
+        if isinstance(part, DistributedOptimizer):
+            part._set_main_param_and_optimizer_states = _keeping_step(part)  # type: ignore[method-assign]
+    optimizer.megatron.load_state_dict(state)
+    for part in optimizer.parts:
+        for entry in part.optimizer.state.values():
+            if "step" in entry:
+                # REPAIR: after loading all parameters share ONE step tensor, and AdamW would advance it once per parameter.
+                entry["step"] = entry["step"].clone()
+
+
+def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
+    """REPAIR: megatron drops "step" from what it loads for a parameter and then looks it up. It was restored before: pass
+    it through. Replaces the method of this one optimizer object."""
+    original = type(part)._set_main_param_and_optimizer_states
+
+    def set_states(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = part.model_param_group_index_map[parameter]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        original(part, parameter, tensors)
+
+    return set_states
+
+
+def _prepare_states(optimizer: PolicyOptimizer) -> None:
+    """REPAIR: a fresh DistributedOptimizer over torch's AdamW asserts that every parameter has a state already."""
+    for part in optimizer.parts:
+        if not isinstance(part, DistributedOptimizer):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not part.optimizer.state.get(parameter):
+                    part.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter.data),
+                        "exp_avg_sq": torch.zeros_like(parameter.data),
+                    }
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

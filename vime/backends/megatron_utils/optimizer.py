@@ -1,0 +1,144 @@
+"""Gradients to new weights: DDP wrap, megatron's Adam, clipping, learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from vime.config.machine import OptimizerConfig, ParallelConfig
+from vime.types import ConfigError
+
+
+class PolicyOptimizer:
+    """Owns the data-parallel wrap of the chunks, the optimizer state and the schedule."""
+
+    def __init__(
+        self,
+        chunks: Sequence[MegatronModule],
+        model_config: TransformerConfig,
+        *,
+        optimizer: OptimizerConfig,
+        parallel: ParallelConfig,
+        total_steps: int,
+    ) -> None:
+        """Collective over all trainer ranks (parameter groups are compared). Weights must be loaded already: under
+        --bf16 the fp32 main weights are copied from them here. `total_steps`: optimizer steps of the whole run."""
+        self._settings = optimizer
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
+        )
+        self.chunks = [
+            DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        model_config.finalize_model_grads_func = finalize_model_grads
+        self.megatron: MegatronOptimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=optimizer.lr,
+                min_lr=self._min_lr,
+                weight_decay=optimizer.weight_decay,
+                adam_beta1=optimizer.adam_beta1,
+                adam_beta2=optimizer.adam_beta2,
+                adam_eps=optimizer.adam_eps,
+                clip_grad=optimizer.clip_grad,
+                bf16=parallel.bf16,
+                params_dtype=model_config.params_dtype,
+                use_distributed_optimizer=parallel.use_distributed_optimizer,
+            ),
+            self.chunks,
+            use_gloo_process_groups=False,
+        )
+        self.scheduler = self._make_scheduler(total_steps)
+
+    @property
+    def _min_lr(self) -> float:
+        """A constant schedule has no final rate; megatron still wants one that is not above --lr."""
+        return 0.0 if self._settings.lr_decay_style == "constant" else self._settings.min_lr
+
+    def _make_scheduler(self, total_steps: int) -> OptimizerParamScheduler:
+        """Linear warm-up from 0, then constant, linear or cosine. The flags of this command win over a checkpoint's."""
+        settings = self._settings
+        decay_steps = settings.lr_decay_iters or max(total_steps, 1)
+        if settings.lr_decay_style == "constant":
+            decay_steps = max(decay_steps, settings.lr_warmup_iters + 1)  # has no meaning here, but megatron checks it
+        elif settings.lr_warmup_iters >= decay_steps:
+            raise ConfigError(
+                f"--lr-warmup-iters {settings.lr_warmup_iters} leaves nothing of the {decay_steps} steps over which the rate "
+                "decays (--lr-decay-iters, or the whole run). Warm up for fewer steps or decay over more."
+            )
+        if settings.min_lr > settings.lr and settings.lr_decay_style != "constant":
+            raise ConfigError(f"--min-lr {settings.min_lr} is above --lr {settings.lr}. Lower it.")
+        return OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=self._min_lr,
+            lr_warmup_steps=settings.lr_warmup_iters,
+            lr_decay_steps=decay_steps,
+            lr_decay_style=settings.lr_decay_style,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step uses. Empty groups (a stage without such parameters) carry it too."""
+        return float(self.megatron.param_groups[0]["lr"])
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken since the run began, checkpoints included."""
+        return int(self.scheduler.num_steps)
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self) -> float:
+        """Clip and apply the reduced gradients, advance the schedule; answers the global gradient norm before clipping.
+
+        Collective over all ranks. A norm that is not finite is answered without touching the weights: the same number
+        reaches every rank, so the caller can raise everywhere.
+        """
+        optimizer = self.megatron
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm
+        if self._settings.clip_grad > 0:
+            for part in self.parts:
+                parameters = part.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._settings.clip_grad, total_norm=norm)
+        optimizer.step_with_ready_grads()
+        self.scheduler.step(1)
+        return norm
+
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """megatron chains one optimizer per kind of parameter; a dense model has one."""
+        return self.megatron.chained_optimizers if hasattr(self.megatron, "chained_optimizers") else [self.megatron]
+
+    def adopt_flags(self) -> None:
+        """After a checkpoint was loaded: put the rates of this command back into the groups (a group carries its own)."""
+        for group in self.megatron.param_groups:
+            group["max_lr"], group["min_lr"] = self._settings.lr, self._min_lr
+            group["betas"], group["eps"] = (
+                (self._settings.adam_beta1, self._settings.adam_beta2),
+                self._settings.adam_eps,
+            )
+        self.scheduler.step(0)

@@ -1,0 +1,85 @@
+"""Write the weights as a Hugging Face directory that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vime.types import CheckpointError
+from vime.weights.plan import TensorMeta
+
+SHARD_BYTES = 4 << 30
+COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template, generation defaults
+
+
+def write_hf(
+    directory: Path, stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta], *, source: Path
+) -> None:
+    """Consume `stream` into DIRECTORY, in files of at most 4 GiB, with everything but the weights copied from `source`.
+
+    The directory appears complete or not at all: files are written beside it and renamed. On an error the stream is
+    still consumed to its end before CheckpointError is raised, so that peers inside its collectives do not wait.
+    """
+    partial = directory.with_name(directory.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_tensors(partial, stream, metadata)
+        _copy_companions(partial, source, dtype=metadata[0].dtype)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+    except OSError as error:
+        for _ in stream:
+            pass
+        raise CheckpointError(
+            f"--save-hf {directory}: could not be written: {error}. Check free space and permissions."
+        ) from error
+
+
+def _write_tensors(directory: Path, stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta]) -> None:
+    files = _plan_files(metadata)
+    total_bytes = 0
+    for name, metas in files.items():
+        tensors = {}
+        for meta in metas:
+            hf_name, tensor = next(stream)
+            assert hf_name == meta.name, (hf_name, meta.name)
+            tensors[hf_name] = tensor.detach().cpu().clone()  # whole and alone: safetensors refuses shared storage
+            total_bytes += tensors[hf_name].nbytes
+        save_file(tensors, str(directory / name), metadata={"format": "pt"})
+    if len(files) > 1:
+        weight_map = {meta.name: name for name, metas in files.items() for meta in metas}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    assert next(stream, None) is None, "the export goes on after the last tensor of its metadata"
+
+
+def _plan_files(metadata: Sequence[TensorMeta]) -> dict[str, list[TensorMeta]]:
+    """File name -> its tensors, in export order."""
+    shards: list[list[TensorMeta]] = [[]]
+    used = 0
+    for meta in metadata:
+        if shards[-1] and used + meta.nbytes > SHARD_BYTES:
+            shards.append([])
+            used = 0
+        shards[-1].append(meta)
+        used += meta.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def _copy_companions(directory: Path, source: Path, *, dtype: str) -> None:
+    """config.json with the dtype of these weights, and the tokenizer's files as they are."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, directory / file.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    (directory / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,131 @@
+"""Forward and backward over packed micro-batches through megatron's schedules (with or without a pipeline).
+
+T: packed tokens of a micro-batch, V: vocabulary columns of this tensor-parallel rank, R: response tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
+from vime.batching.pack import PackedBatch, pack
+from vime.types import TrainRow
+
+LossFunction = Callable[[Tensor, Tensor, PackedBatch], tuple[Tensor, Tensor]]
+"""(logp [T], entropy [T], pack) -> (loss, statistics [S]).
+
+The loss is this pack's share, divided by the step's GLOBAL denominators: the step's loss is the plain sum over all packs
+and ranks. Statistics are summed in the same way.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the engine turned logits into probabilities; training must do the same."""
+
+    vocab_size: int
+    temperature: float
+
+
+def pack_rows(
+    rows: Sequence[TrainRow], *, multiple: int, extra: Mapping[str, Sequence[Tensor]] | None = None
+) -> PackedBatch:
+    """One micro-batch on this rank's device. `multiple` is the tensor-parallel size under --sequence-parallel, else 1."""
+    return pack(rows, pad_to_multiple=multiple, device=torch.cuda.current_device(), extra=extra)
+
+
+def forward_backward(
+    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling, loss_function: LossFunction
+) -> list[Tensor]:
+    """Accumulate the gradients of one optimizer step; answers the statistics of each pack (last stage), else [].
+
+    Collective over all trainer ranks: every rank passes the same number of packs, of which some may be empty.
+
+    Scale: megatron divides a loss by the number of micro-batches, and DDP by the data-parallel size. Ours is divided
+    by global denominators already, so both are undone here; then every layout gives the same gradient.
+    """
+    scale = len(packs) * parallel_state.get_data_parallel_world_size()
+
+    def on_logits(logits_1TV: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        loss, statistics_S = loss_function(*_token_values(logits_1TV, batch, sampling), batch)
+        return loss * scale, statistics_S.detach()
+
+    return _run(chunks, packs, on_logits, forward_only=False)
+
+
+@torch.no_grad()
+def forward_log_probs(
+    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling
+) -> list[Tensor]:
+    """log p of every label, [T] fp32 per pack, on the last pipeline stage; [] on the others.
+
+    Collective over the model-parallel group of this data-parallel index.
+    """
+
+    def on_logits(logits_1TV: Tensor, batch: PackedBatch) -> Tensor:
+        return _token_values(logits_1TV, batch, sampling)[0]
+
+    return _run(chunks, packs, on_logits, forward_only=True)
+
+
+def _token_values(logits_1TV: Tensor, batch: PackedBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    return logprobs_and_entropy(
+        logits_1TV[0],
+        batch.labels_T,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        vocab_size=sampling.vocab_size,
+        temperature=sampling.temperature,
+    )
+
+
+def _run(
+    chunks: Sequence[MegatronModule],
+    packs: Sequence[PackedBatch],
+    on_logits: Callable[[Tensor, PackedBatch], object],
+    *,
+    forward_only: bool,
+) -> list[Tensor]:
+    """Drive megatron's schedule; answers what `on_logits` said (its second value when training), per pack."""
+
+    def forward_step(iterator: Iterator[PackedBatch], model: MegatronModule) -> tuple[Tensor, Callable[..., object]]:
+        batch = next(iterator)
+        output = model(
+            batch.tokens_T.unsqueeze(0), batch.position_T.unsqueeze(0), None, packed_seq_params=packed_params(batch)
+        )
+        return output, lambda logits_1TV, non_loss_data=False: on_logits(logits_1TV, batch)  # noqa: ARG005  megatron names it
+
+    for chunk in chunks:
+        chunk.train(not forward_only)
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(packs),
+        model=list(chunks),
+        num_microbatches=len(packs),
+        seq_length=packs[0].num_tokens,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def packed_params(batch: PackedBatch) -> PackedSeqParams:
+    """megatron's description of a pack. `max_seqlen` is the longest sequence: with the total, rotary positions would run
+    on from one sequence into the next."""
+    starts = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.tokens_T.device)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    params.cu_seqlens_host = batch.cu_seqlens  # type: ignore[attr-defined] # python ints for PackedAttention
+    return params

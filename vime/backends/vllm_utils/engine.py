@@ -1,0 +1,31 @@
+"""The life of one vLLM server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vime.backends.vllm_utils.launch import engine_command, engine_environment
+from vime.backends.vllm_utils.process import ServerProcess, server_environment
+from vime.config.parse import Config
+from vime.types import EngineAddress
+from vime.utils.network import free_port
+
+
+class EngineProcess(ServerProcess):
+    """Engine number `index`, with its log in `run_dir`/logs. `host` is where it listens and how it is reached."""
+
+    def __init__(self, config: Config, *, index: int, run_dir: Path, host: str = "127.0.0.1") -> None:
+        port = free_port(host)
+        self.address = EngineAddress(name=f"engine-{index}", url=f"http://{host}:{port}")
+        super().__init__(
+            self.address.name,
+            engine_command(config, host=host, port=port),
+            env=server_environment(engine_environment(config, os.environ)),
+            log_path=run_dir / "logs" / f"vllm-{index}.log",
+            ready_url=f"{self.address.url}/health",
+        )
+
+    @property
+    def url(self) -> str:
+        return self.address.url

@@ -1,0 +1,86 @@
+"""A small parent for a server, so that the server and all its children end when its owner does, however that ends.
+
+Run by path as a script (`python -I -S guard.py -- COMMAND...`) in a session of its own; standard library only, about
+10 MB. The owner holds the other end of stdin and writes nothing: end of file means the owner is gone, also after
+`kill -9`. Then, or when the server ends by itself, everything left in the session is killed: a killed vLLM API server
+leaves its EngineCore behind for ever otherwise, with the GPU memory it holds.
+
+SIGTERM is passed on to the server, which then has GRACE_S to end. The exit code is the server's (128 + signal).
+
+PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child ends, and an owner may start
+servers from a pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+
+GRACE_S = 15.0
+PR_SET_PDEATHSIG = 1
+DIE_WITH_PARENT = "VIME_DIE_WITH_PARENT"
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends. For children of one main thread."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def session_members(session: int) -> list[int]:
+    """Living processes of a session, read from /proc; zombies do not count."""
+    members = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat") as file:
+                # "pid (name) state ppid pgrp session ...", where the name may itself hold blanks and brackets
+                state, _, _, its_session = file.read().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(its_session) == session and state not in "ZX":
+            members.append(int(entry))
+    return members
+
+
+def kill_session(session: int, *, spare: int | None = None) -> list[int]:
+    """SIGKILL to every living member but `spare`; answers who was hit."""
+    hit = [pid for pid in session_members(session) if pid != spare]
+    for pid in hit:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return hit
+
+
+def main(command: list[str]) -> int:
+    # A pipe that every signal writes to: one select() then waits for the owner, for SIGTERM and for the child's end.
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    grace_s: float | None = None
+    while server.poll() is None:
+        ready, _, _ = select.select([wake_read, sys.stdin], [], [], grace_s)
+        if sys.stdin in ready or not ready:  # the owner is gone, or the grace is over
+            server.kill()
+            break
+        received = os.read(wake_read, 64)
+        if signal.SIGTERM in received or signal.SIGINT in received:
+            server.terminate()
+            grace_s = GRACE_S
+    code = server.wait()
+    while kill_session(os.getpid(), spare=os.getpid()):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[sys.argv.index("--") + 1 :]))

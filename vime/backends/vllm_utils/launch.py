@@ -1,0 +1,173 @@
+"""The command line and environment of one vLLM server, and which --vllm-* flags the user may give.
+
+`vllm serve` cannot be used: with the CPU distribution it looks for a package called `vllm` and ends. The module below is
+what it runs for one API server. Chunked prefill and max_num_batched_tokens stay at vLLM's defaults, which admit any
+prompt up to max-model-len; a user flag may change them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vime.config.parse import Config
+from vime.types import ConfigError
+
+SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+PLUGIN = "vime_weight_transfer"  # the entry point's name in setup.py
+WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.WorkerReport"
+SERVED_MODEL = "policy"
+LIST_FLAGS_TIMEOUT_S = 180
+
+# Flags that the run itself decides, and the flag of Vime that decides it.
+OWNED_FLAGS = {
+    "--model": "--hf-checkpoint",
+    "--host": "the engine's place",
+    "--port": "the engine's place",
+    "--served-model-name": "Vime",
+    "--weight-transfer-config": "--update-weight-transport",
+    "--worker-extension-cls": "Vime (content hash of the weights)",
+    "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "--dtype": "--bf16",
+    "--max-model-len": "--rollout-max-context-len",
+    "--logprobs-mode": "--rollout-temperature",
+    "--enable-scale-out": "Vime (the generate route)",
+    "--seed": "--seed",
+}
+_SHORT_NAMES = {"-tp": "--tensor-parallel-size"}
+
+# Without these the control routes, the in-process worker or the weight transfer are missing.
+REQUIRED_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
+REQUIRED_ENV_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # worker inside EngineCore: 2 processes instead of 3, 28 instead of 45 CPU s
+}
+DEFAULT_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # the model is a local directory; a look-up would wait for a network
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",  # 5 s would close the router's and the trainer's idle connections
+    "VLLM_LOGGING_COLOR": "0",
+}
+DEFAULT_ENV_CPU = {
+    "TORCH_COMPILE_DISABLE": "1",  # the first request with log-probabilities would wait 28 s for one C++ compile
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every engine of the machine to the same core
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def engine_command(config: Config, *, host: str, port: int) -> list[str]:
+    """Command line of one engine; user flags come last."""
+    rollout, cluster = config.rollout, config.cluster
+    on_cpu = cluster.device == "cpu"
+    command = [sys.executable, "-m", SERVER_MODULE]
+    command += ["--model", config.model.hf_checkpoint, "--host", host, "--port", str(port)]
+    command += ["--served-model-name", SERVED_MODEL, "--dtype", "bfloat16" if config.parallel.bf16 else "float32"]
+    command += ["--seed", str(config.model.seed), "--enable-scale-out", "--disable-uvicorn-access-log"]
+    transport = {"backend": f"vime_{config.weights.update_weight_transport}"}
+    command += ["--weight-transfer-config", json.dumps(transport), "--worker-extension-cls", WORKER_EXTENSION]
+    if rollout.rollout_max_context_len is not None:
+        command += ["--max-model-len", str(rollout.rollout_max_context_len)]
+    if rollout.rollout_temperature != 1:
+        # vLLM's default is log_softmax(logits) before the temperature; the policy ratio needs what was sampled from.
+        command += ["--logprobs-mode", "processed_logprobs"]
+    if on_cpu:
+        # Explicit cache size: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
+        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(config.engine.vllm_kv_cache_memory_bytes)]
+    else:
+        command += ["--tensor-parallel-size", str(cluster.rollout_num_gpus_per_engine)]
+    return [*command, *config.vllm_flags]
+
+
+def engine_environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What to change in `inherited` for an engine: required values always, defaults only where the user set none."""
+    on_cpu = config.cluster.device == "cpu"
+    required = {**REQUIRED_ENV, **(REQUIRED_ENV_CPU if on_cpu else {})}
+    defaults = {**DEFAULT_ENV, **(DEFAULT_ENV_CPU if on_cpu else {})}
+    changes = {name: value for name, value in defaults.items() if name not in inherited} | required
+    if inherited.get("VLLM_PLUGINS"):  # a list there means "only these"
+        named = inherited["VLLM_PLUGINS"].split(",")
+        changes["VLLM_PLUGINS"] = ",".join([*named, PLUGIN] if PLUGIN not in named else named)
+    return changes
+
+
+def validate_vllm_flags(config: Config) -> None:
+    """ConfigError for a --vllm-* flag that the run owns or that the installed vLLM does not have.
+
+    Asks the installed vLLM once (about 10 s) and remembers the answer by version; does nothing when no such flag is given.
+    """
+    given = _names(config.vllm_flags)
+    if not given:
+        return
+    for name in given:
+        owned = _SHORT_NAMES.get(name, name)
+        if owned in OWNED_FLAGS:
+            raise ConfigError(
+                f"--vllm-{name.lstrip('-')}: the engine's {owned} is decided by {OWNED_FLAGS[owned]}. "
+                "Use that instead."
+            )
+    known = _installed_flags()
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean --vllm-{close[0].lstrip('-')}?" if close else ""
+            raise ConfigError(
+                f"--vllm-{name.lstrip('-')}: vLLM {_vllm_version()} has no flag {name}{hint} "
+                f"`python -m {SERVER_MODULE} --help` lists them."
+            )
+
+
+def _names(flags: Sequence[str]) -> list[str]:
+    return [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+
+
+def _installed_flags() -> set[str]:
+    cache = _cache_dir() / f"vllm-flags-{_vllm_version()}.json"
+    try:
+        return set(json.loads(cache.read_text()))
+    except (OSError, ValueError):
+        pass  # first use, or an unreadable cache: ask again
+    script = (
+        "import json\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "actions = make_arg_parser(FlexibleArgumentParser())._actions\n"
+        "names = sorted({option for action in actions for option in action.option_strings})\n"
+        "print('\\n' + json.dumps(names))"
+    )
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIST_FLAGS_TIMEOUT_S, check=True
+        )
+        names = json.loads(asked.stdout.strip().splitlines()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:
+        detail = getattr(error, "stderr", None) or error
+        raise ConfigError(
+            f"--vllm-* flags cannot be checked: asking the installed vLLM for its flags failed: {str(detail)[-800:]}. "
+            "Repair the installation (scripts/install.sh)."
+        ) from error
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        partial = cache.with_name(f"{cache.name}.{os.getpid()}")
+        partial.write_text(json.dumps(names))
+        partial.replace(cache)
+    except OSError:
+        pass  # a read-only home only costs the time to ask again
+    return set(names)
+
+
+def _vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ConfigError("vLLM is not installed: neither `vllm` nor `vllm-cpu` is there. Run scripts/install.sh.")
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vime"

@@ -1,0 +1,128 @@
+"""One server child under the guard: start, wait until it answers, notice its end, stop without a trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from vime.backends.vllm_utils import guard
+from vime.types import EngineError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+SHOWN_LOG_LINES = 30
+POLL_S = 0.1
+PROBE_TIMEOUT_S = 2.0
+STOP_MARGIN_S = 5.0
+
+
+class ServerProcess:
+    """Owner of one child. Not thread-safe: one owner calls start, check and stop."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, ready_url: str
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._command = list(command)
+        self._env = dict(env)
+        self._ready_url = ready_url
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, which is also the id of the server's session."""
+        if self._child is None:
+            raise EngineError(f"{self.name} has not been started. Call start() first.")
+        return self._child.pid
+
+    def start(self) -> None:
+        """Start and answer at once; `wait_ready` waits."""
+        if self._child is not None:
+            raise EngineError(f"{self.name} is started already (pid {self._child.pid}). Make a new one to restart.")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        script = [sys.executable, "-I", "-S", guard.__file__, "--"]
+        with self.log_path.open("ab") as log:
+            log.write(f"$ {' '.join(self._command)}\n".encode())
+            log.flush()
+            self._child = subprocess.Popen(
+                [*script, *self._command],
+                env=self._env,
+                stdin=subprocess.PIPE,  # never written to: its end tells the guard that this process is gone
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        logger.info("%s: started, pid %d, log %s", self.name, self._child.pid, self.log_path)
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Return when the server answers. EngineError as soon as it ends instead; WaitTimeoutError at the deadline."""
+        started = time.monotonic()
+        with httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                self.check()
+                try:
+                    if client.get(self._ready_url).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass  # not listening yet
+                if time.monotonic() - started > deadline_s:
+                    advice = f"Raise --start-timeout-secs. Its last log lines ({self.log_path}):\n{self.log_tail()}"
+                    raise WaitTimeoutError(f"{self.name} to be ready", deadline_s, self.name, advice)
+                time.sleep(POLL_S)
+        logger.info("%s: ready after %.1f s", self.name, time.monotonic() - started)
+
+    def check(self) -> None:
+        """EngineError with the last log lines when the child has ended, whatever its exit code."""
+        if self._child is None:
+            raise EngineError(f"{self.name} is not running: it was never started, or it was stopped.")
+        code = self._child.poll()
+        if code is not None:
+            raise EngineError(
+                f"{self.name} ended with exit code {code}, expected it to run until it is stopped. Its last log lines "
+                f"({self.log_path}):\n{self.log_tail()}"
+            )
+
+    def is_alive(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to whatever is left of its session. May be called twice, and after a crash."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(guard.GRACE_S + STOP_MARGIN_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("%s: does not end within %g s of SIGTERM; killing it", self.name, guard.GRACE_S)
+        orphans = guard.kill_session(child.pid)
+        if orphans:
+            logger.warning("%s: killed processes it left behind: %s", self.name, orphans)
+        child.wait(STOP_MARGIN_S)
+        if child.stdin is not None:
+            child.stdin.close()
+
+    def log_tail(self) -> str:
+        """The last lines of the log file."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(log cannot be read: {error})"
+        return "\n".join(lines[-SHOWN_LOG_LINES:])
+
+
+def server_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `changes`, and with this interpreter's scripts first on PATH."""
+    env = {**os.environ, **changes}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+    return env

@@ -1,0 +1,67 @@
+"""The life of vllm-router: one address for all engines. Data only.
+
+It drops query strings and sends a control call to one engine of its choice, so control goes to each engine (control.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.backends.vllm_utils.process import ServerProcess, server_environment
+from vime.config.parse import Config
+from vime.types import ConfigError, EngineAddress
+from vime.utils.network import free_port
+
+OWNED_FLAGS = {"--host": "Vime", "--port": "--vllm-router-port", "--worker-urls": "Vime", "--policy": "--vllm-router-policy"}
+
+# The router's own defaults check a worker at start every 30 s and later every 60 s, and two routers on a host collide on
+# the metrics port.
+DEFAULT_FLAGS = {
+    "--worker-startup-check-interval": "1",
+    "--health-check-interval-secs": "2",
+    "--health-failure-threshold": "2",
+    "--health-success-threshold": "1",
+    "--retry-max-retries": "3",
+}
+
+
+class RouterProcess(ServerProcess):
+    """Router in front of `engines`, all of which must answer already."""
+
+    def __init__(
+        self, config: Config, engines: Sequence[EngineAddress], *, run_dir: Path, host: str = "127.0.0.1"
+    ) -> None:
+        self.host = host
+        self.port = config.engine.vllm_router_port or free_port(host)
+        super().__init__(
+            "router",
+            router_command(config, engines, host=host, port=self.port),
+            env=server_environment({}),
+            log_path=run_dir / "logs" / "vllm-router.log",
+            ready_url=f"http://{host}:{self.port}/readiness",
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def router_command(config: Config, engines: Sequence[EngineAddress], *, host: str, port: int) -> list[str]:
+    """Command line of the router; a user flag replaces the default of the same name."""
+    given = {flag.partition("=")[0] for flag in config.router_flags if flag.startswith("--")}
+    for name in sorted(given & set(OWNED_FLAGS)):
+        raise ConfigError(f"--router-{name.lstrip('-')}: decided by {OWNED_FLAGS[name]}. Leave it out.")
+    longest_s = config.rollout.generate_timeout_secs
+    defaults = {
+        **DEFAULT_FLAGS,
+        "--prometheus-port": str(free_port(host)),
+        "--request-timeout-secs": str(max(1, int(longest_s))),
+    }
+    command = [sys.executable, "-m", "vllm_router.launch_router", "--host", host, "--port", str(port)]
+    command += ["--policy", config.engine.vllm_router_policy]
+    for name, value in defaults.items():
+        if name not in given:
+            command += [name, value]
+    return [*command, *config.router_flags, "--worker-urls", *(engine.url for engine in engines)]

@@ -1,0 +1,146 @@
+"""Start every part of a run in the one order that works, and stop every part in reverse, whatever happens.
+
+The queue starts before any actor (actors connect to it), all processes start side by side, the cheap refusals (data,
+plug-ins) are waited for first, and no prompt is sent before every engine has confirmed the trainer's weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.config.parse import Config
+from vime.observability.events import EventKind, EventLog
+from vime.observability.metrics import Tracker
+from vime.observability.screen import Screen
+from vime.ray.books import RoundBooks
+from vime.ray.carriers import connect_carrier, start_queue
+from vime.ray.checkpoint import find_latest, read_run_state
+from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
+from vime.ray.engines import Engines
+from vime.ray.interrupts import Interrupts
+from vime.ray.machine import Machine, Parts, Watchers
+from vime.ray.rollout_manager import ManagerInfo, RolloutManager
+from vime.ray.trainers import Trainers
+from vime.ray.waits import wait_for
+from vime.weights.versions import VersionLedger
+
+
+class Starter:
+    """Says on the screen and in the event log which part is being waited for, and how long it took."""
+
+    def __init__(self, screen: Screen, events: EventLog, interrupts: Interrupts) -> None:
+        self._screen, self._events, self._interrupts = screen, events, interrupts
+
+    @contextlib.contextmanager
+    def part(self, name: str, text: str) -> Iterator[None]:
+        self._screen.stage(text)
+        started = time.monotonic()
+        yield
+        self._events.emit(EventKind.PART_STARTED, part=name, waited_s=time.monotonic() - started)
+
+    def poll(self) -> None:
+        self._interrupts.raise_if_asked("start-up")
+
+
+@contextlib.contextmanager
+def open_machine(
+    config: Config, run_dir: Path, screen: Screen, interrupts: Interrupts, events: EventLog
+) -> Iterator[Machine]:
+    """Every part running and confirmed; on exit every part stopped."""
+    checkpoint = find_latest(Path(config.model.load)) if config.model.load else None
+    starter = Starter(screen, events, interrupts)
+    with contextlib.ExitStack() as stack:
+        books = RoundBooks(Tracker(config.tracking, run_dir, config.to_dict()), screen)
+        stack.callback(books.close)
+        stack.callback(stop_ray)
+        with starter.part("ray", "starting Ray"):
+            start_ray(config)
+        address = None
+        if config.queue.transferqueue_mode == "buffer":
+            with starter.part("transfer_queue", "starting TransferQueue"):
+                queue = start_queue(config)
+                stack.callback(queue.close)
+                address = queue.address
+        parts = _start_parts(config, run_dir, address, starter, stack)
+        versions, start = VersionLedger(), 0
+        if checkpoint is not None:
+            with starter.part("checkpoint", f"loading {checkpoint}"):
+                start = _restore(parts, checkpoint, versions)
+        watchers = Watchers(screen=screen, interrupts=interrupts, events=events, books=books)
+        machine = Machine(config, run_dir, parts, watchers, versions, start)
+        with starter.part("first_weights", "bringing the weights to the engines"):
+            machine.publish()
+        if start == 0 and not config.eval.skip_eval_before_train:
+            machine.evaluate(0)
+        screen.begin(start, parts.num_rollout)
+        yield machine
+        screen.stage("stopping")
+
+
+def _start_parts(
+    config: Config, run_dir: Path, queue_address: Any, starter: Starter, stack: contextlib.ExitStack
+) -> Parts:
+    deadline_s = config.cluster.start_timeout_secs
+    manager = RolloutManager.options(num_cpus=MANAGER_CPUS).remote(config, str(run_dir), queue_address)
+    stack.callback(_stop_manager, manager)
+    engines = trainers = None
+    if not config.debug.debug_train_only:
+        engines = Engines(config, run_dir)
+        stack.callback(engines.stop)
+    if not config.debug.debug_rollout_only:
+        trainers = Trainers(config, run_dir, queue_address)
+        stack.callback(trainers.stop)
+    with starter.part("rollout_manager", "reading prompts and plug-ins"):
+        [info] = wait_for(
+            [manager.prepare.remote()],
+            name="prompts to load",
+            owner="RolloutManager",
+            deadline_s=deadline_s,
+            on_poll=starter.poll,
+        )
+    num_rollout = _num_rollout(config, info)
+    if trainers is not None:
+        trainers.start(total_steps=num_rollout * (config.batch.num_steps_per_rollout or 1))
+    if engines is not None:
+        with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about half a minute"):
+            connected = engines.wait_ready(starter.poll)
+        wait_for(
+            [manager.connect.remote(connected)], name="the router's address", owner="RolloutManager", deadline_s=30
+        )
+    if trainers is not None:
+        with starter.part("trainers", f"building the model on {len(trainers)} trainer rank(s)"):
+            trainers.wait_ready(starter.poll)
+    return Parts(manager, trainers, engines, connect_carrier(config, queue_address), num_rollout)
+
+
+def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> int:
+    """Model on every rank, data cursor in the manager, version in the books. Answers the next rollout id."""
+    state = read_run_state(checkpoint)
+    if parts.trainers is not None:
+        parts.trainers.load(checkpoint / "model")
+    wait_for(
+        [parts.manager.load_state.remote(state.rollout_id, state.data_source)],
+        name="the data cursor to be restored",
+        owner="RolloutManager",
+        deadline_s=60,
+    )
+    versions.restore(state.version)
+    return state.rollout_id + 1
+
+
+def _num_rollout(config: Config, info: ManagerInfo) -> int:
+    if config.rollout.num_rollout is not None:
+        return config.rollout.num_rollout
+    per_epoch = max(1, info.num_prompts // config.rollout.rollout_batch_size)
+    return per_epoch * (config.rollout.num_epoch or 1)
+
+
+def _stop_manager(manager: Any) -> None:
+    ray.wait([manager.close.remote()], timeout=10)
+    ray.kill(manager)

@@ -1,0 +1,51 @@
+"""What a round was like: numbers are added station by station and written once, when the round ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+
+from vime.observability.metrics import Tracker
+from vime.observability.screen import Screen
+from vime.types import Version
+
+
+class RoundBooks:
+    """Owned by the driver. Durations are wall seconds."""
+
+    def __init__(self, tracker: Tracker, screen: Screen) -> None:
+        self._tracker, self._screen = tracker, screen
+        self._metrics: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        self._metrics.update(metrics)
+
+    @contextlib.contextmanager
+    def timed(self, metric: str) -> Iterator[None]:
+        """Add the block's duration to the round under `metric`."""
+        started = time.monotonic()
+        yield
+        self._metrics[metric] = self._metrics.get(metric, 0.0) + time.monotonic() - started
+
+    def finish(self, rollout_id: int, version: Version) -> None:
+        """Write the round's line to tracking and screen, and open the next one."""
+        now = time.monotonic()
+        elapsed = now - self._started
+        tokens = self._metrics.get("rollout/num_tokens", 0.0)
+        self._metrics |= {
+            "perf/step_time": elapsed,
+            "perf/tokens_per_sec": tokens / max(1e-9, elapsed),
+            "weights/version": float(version),
+        }
+        self._tracker.log(rollout_id, self._metrics)
+        self._screen.round_done(rollout_id, self._metrics)
+        self._metrics, self._started = {}, now
+
+    def log_eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(rollout_id, metrics)
+        self._screen.note_eval(rollout_id, metrics)
+
+    def close(self) -> None:
+        self._tracker.close()

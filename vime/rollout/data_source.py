@@ -1,0 +1,153 @@
+"""Where training prompts come from: a file or reasoning-gym, in an order that a checkpoint can continue.
+
+`RolloutDataSource` walks the prompts epoch by epoch. `RolloutDataSourceWithBuffer` adds a buffer of groups that were
+drawn and not used; they are handed out first and are part of the saved state, so that no prompt is lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from typing import Any
+
+from vime.rollout.prompts import Prompt, check_lengths, read_prompts
+from vime.rollout.reasoning_gym_tasks import make_prompts
+from vime.types import DataError, Sample
+
+
+class RolloutDataSource:
+    """Groups of `n_samples_per_prompt` pending samples, one prompt after the other, epoch after epoch.
+
+    `group_index` and `index` grow by one for ever, also over epochs and restarts, so each names one group or sample of
+    the whole run. The order of epoch e depends on --rollout-seed and e alone.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._prompts = _load_prompts(args)
+        self._fingerprint = _fingerprint(self._prompts)
+        self._epoch = 0
+        self._position = 0
+        self._next_group_index = 0
+        self._next_index = 0
+        self._order = self._epoch_order()
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]:
+        return [self._draw() for _ in range(num_groups)]
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        """Take back groups that were not used."""
+        if groups:
+            raise DataError(
+                f"{type(self).__name__} cannot take back {len(groups)} groups. Use RolloutDataSourceWithBuffer "
+                "(--data-source-path)."
+            )
+
+    def save(self, rollout_id: int) -> dict[str, Any]:
+        """State from which `load` continues; JSON-ready."""
+        return {
+            "rollout_id": rollout_id,
+            "epoch": self._epoch,
+            "position": self._position,
+            "next_group_index": self._next_group_index,
+            "next_index": self._next_index,
+            "fingerprint": self._fingerprint,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                f"the prompts differ from those of the checkpoint (round {state['rollout_id']}): fingerprint "
+                f"{self._fingerprint}, expected {state['fingerprint']}. Resume with the same data and tokenizer."
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
+        self._order = self._epoch_order()
+
+    @property
+    def epoch(self) -> int:
+        """Full passes over the prompts so far."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def _draw(self) -> list[Sample]:
+        if self._position == len(self._prompts):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._epoch_order()
+        prompt = self._prompts[self._order[self._position]]
+        size = self._args.n_samples_per_prompt
+        group = [
+            new_sample(prompt, group_index=self._next_group_index, index=self._next_index + offset)
+            for offset in range(size)
+        ]
+        self._position += 1
+        self._next_group_index += 1
+        self._next_index += size
+        return group
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._args.rollout_shuffle:
+            random.Random(f"{self._args.rollout_seed}:{self._epoch}").shuffle(order)
+        return order
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The default data source: unused groups come first, oldest group index first."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._buffer: list[list[Sample]] = []
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]:
+        waiting, self._buffer = self._buffer[:num_groups], self._buffer[num_groups:]
+        return waiting + super().get_samples(num_groups - len(waiting))
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        self._buffer = sorted([*self._buffer, *groups], key=lambda group: group[0].group_index)
+
+    def save(self, rollout_id: int) -> dict[str, Any]:
+        buffer = [[sample.to_dict() for sample in group] for group in self._buffer]
+        return {**super().save(rollout_id), "buffer": buffer}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self._buffer = [[Sample.from_dict(record) for record in group] for group in state["buffer"]]
+
+    @property
+    def buffer_length(self) -> int:
+        """Groups waiting in the buffer."""
+        return len(self._buffer)
+
+
+def new_sample(prompt: Prompt, *, group_index: int, index: int) -> Sample:
+    return Sample(
+        group_index=group_index,
+        index=index,
+        session_id=f"group-{group_index}",
+        prompt=prompt.text,
+        tokens=list(prompt.token_ids),
+        label=copy.deepcopy(prompt.label),
+        metadata=copy.deepcopy(dict(prompt.metadata)),
+    )
+
+
+def _load_prompts(args: Any) -> list[Prompt]:
+    if args.reasoning_gym:
+        prompts = make_prompts(args)
+        check_lengths(args, prompts)
+        return prompts
+    if not args.prompt_data:
+        raise DataError("no prompts: give --prompt-data FILE or --reasoning-gym TASKS.")
+    return read_prompts(args, args.prompt_data, flag="--prompt-data")
+
+
+def _fingerprint(prompts: list[Prompt]) -> str:
+    """Hash of the prompts' tokens in order: tells whether a cursor still points at the same data."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(",".join(map(str, prompt.token_ids)).encode() + b"\n")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""Token-in token-out requests to the router, checked answers out.
+
+Speaks vLLM's `POST /inference/v1/generate`. One request asks for all n samples of a prompt: n times fewer requests. A
+per-request seed is never sent: on vLLM's CPU build it kills the engine when a prompt is prefilled in chunks
+("CPU Generator does not use offset").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from vime.types import EngineError, VersionSpan, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+ROUTE = "/inference/v1/generate"
+MAX_ATTEMPTS = 8
+LONGEST_BACKOFF_S = 8.0
+REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
+"""Answers after which asking again is right: generation has no effect, so a repeated request costs only time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the engine sampled for one of the n: parallel lists, spans tile them."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[VersionSpan]
+    finish_reason: str  # stop, length or abort
+
+
+class EngineClient:
+    """HTTP client of the router. Belongs to one event loop.
+
+    At most `max_in_flight` requests are open; each has `timeout_s` from the moment it may start. Cancelling the caller
+    closes the connection, which aborts the request in the engine.
+    """
+
+    def __init__(self, url: str, *, max_in_flight: int, timeout_s: float, first_backoff_s: float = 0.25) -> None:
+        self.url = url
+        self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            # A proxy from the environment must never stand between trainer and engines.
+            trust_env=False,
+            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_in_flight),
+        )
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], *, n: int = 1, session_id: str = ""
+    ) -> list[Answer]:
+        """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`."""
+        body = {
+            "request_id": uuid.uuid4().hex,
+            "token_ids": list(token_ids),
+            "stream": False,
+            "sampling_params": {**sampling_params, "n": n, "logprobs": 0, "detokenize": "stop" in sampling_params},
+        }
+        headers = {"X-Session-ID": session_id} if session_id else {}
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await self._post(body, headers)
+            except (TimeoutError, httpx.TimeoutException) as error:
+                raise WaitTimeoutError(
+                    f"{n} answers to a prompt of {len(token_ids)} tokens",
+                    self._timeout_s,
+                    f"vLLM behind {self.url}",
+                    "Raise --generate-timeout-secs, or look at the engine logs for a stuck engine.",
+                ) from error
+        return _read_answers(answer, n)
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times."""
+        trouble = ""
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(min(self._first_backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
+            try:
+                response = await self._http.post(ROUTE, json=body, headers=headers)
+            except httpx.TransportError as error:
+                if isinstance(error, httpx.ReadTimeout):
+                    raise
+                trouble = f"{type(error).__name__} {error}".strip()
+            else:
+                if response.status_code == 200:
+                    return _json(response, self.url)
+                trouble = f"HTTP {response.status_code}: {response.text[:500]}"
+                if response.status_code not in REPEATABLE_STATUS:
+                    raise EngineError(f"{self.url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
+            logger.warning("generation request failed (attempt %d of %d): %s", attempt + 1, MAX_ATTEMPTS, trouble)
+        raise EngineError(
+            f"{self.url}{ROUTE}: no answer after {MAX_ATTEMPTS} attempts, the last: {trouble}. Look at the engine and "
+            "router logs in the run directory."
+        )
+
+
+def _json(response: httpx.Response, url: str) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise EngineError(f"{url}{ROUTE}: answered something that is not JSON: {response.text[:200]!r}.") from error
+
+
+def _read_answers(body: Any, n: int) -> list[Answer]:
+    try:
+        choices = sorted(body["choices"], key=lambda choice: choice["index"])
+        answers = [_read_choice(choice) for choice in choices]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"the engine's answer cannot be read: {type(error).__name__} {error}; got {str(body)[:300]}. Expected the "
+            "format of vLLM 0.32's /inference/v1/generate."
+        ) from error
+    if len(answers) != n:
+        raise EngineError(f"the engine answered {len(answers)} samples, expected {n}.")
+    return answers
+
+
+def _read_choice(choice: Mapping[str, Any]) -> Answer:
+    token_ids = list(choice["token_ids"] or [])
+    content = (choice["logprobs"] or {}).get("content") or []
+    log_probs = [float(entry["logprob"]) for entry in content]
+    if len(log_probs) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens with {len(log_probs)} log-probabilities")
+    versions = [read_span(span) for span in choice["weight_versions"] or []]
+    covered = versions[-1].end if versions else 0
+    if covered != len(token_ids):
+        raise ValueError(f"weight_versions cover {covered} of {len(token_ids)} tokens")
+    return Answer(
+        token_ids=token_ids, log_probs=log_probs, versions=versions, finish_reason=str(choice["finish_reason"])
+    )
+
+
+def read_span(span: Mapping[str, Any]) -> VersionSpan:
+    """vLLM says "default" until the first weight update: those are the initial weights, version 0."""
+    text = str(span["version"])
+    return VersionSpan(0 if text == "default" else int(text), int(span["start"]), int(span["end"]))

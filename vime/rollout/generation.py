@@ -1,0 +1,162 @@
+"""One prompt -> its answers, as samples with log-probabilities and version spans.
+
+`generate` is what a custom generate function calls; `generate_group` asks for a whole group in one request. Both run on
+the rollout loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vime.rollout.engine_client import Answer, EngineClient
+from vime.rollout.loops import rollout_loop
+from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.types import ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
+
+_STATUS = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+_CLIENTS: dict[str, EngineClient] = {}
+"""One client per router address. Owner: the rollout loop; only its thread touches the dict."""
+
+
+def train_sampling_params(args: Any) -> dict[str, Any]:
+    """Sampling parameters of a training rollout, in vLLM's names. What custom generate functions receive."""
+    return _sampling_params(
+        args,
+        temperature=args.rollout_temperature,
+        top_p=args.rollout_top_p,
+        top_k=args.rollout_top_k,
+        max_tokens=args.rollout_max_response_len,
+    )
+
+
+def eval_sampling_params(args: Any) -> dict[str, Any]:
+    """The same for evaluation; an empty --eval-* flag means the rollout's value."""
+
+    def either(value: Any, fallback: Any) -> Any:
+        return fallback if value is None else value
+
+    return _sampling_params(
+        args,
+        temperature=either(args.eval_temperature, args.rollout_temperature),
+        top_p=either(args.eval_top_p, args.rollout_top_p),
+        top_k=either(args.eval_top_k, args.rollout_top_k),
+        max_tokens=either(args.eval_max_response_len, args.rollout_max_response_len),
+    )
+
+
+async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
+    """Continue `sample.tokens` by one answer, in place. The building block of custom generate functions."""
+    (sample,) = await generate_group(args, [sample], sampling_params)
+    return sample
+
+
+async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
+    """One answer for each sample, in place. Samples with equal tokens share one request."""
+    budget = min(sampling_params["max_tokens"], context_limit(args) - max(len(s.tokens) for s in samples))
+    if budget < 1:
+        for sample in samples:
+            sample.status = SampleStatus.TRUNCATED
+        return samples
+    first = samples[0].tokens
+    # vLLM refuses n > 1 with greedy sampling: the n answers would be equal.
+    is_shared = len(samples) > 1 and sampling_params["temperature"] > 0 and all(s.tokens == first for s in samples)
+    client, params = engine_client(args), {**sampling_params, "max_tokens": budget}
+    if is_shared:
+        answers = await client.generate(first, params, n=len(samples), session_id=samples[0].session_id)
+        await _in_parallel([_finish(args, s, [a], params) for s, a in zip(samples, answers, strict=True)])
+    else:
+        await _in_parallel([_finish(args, sample, [], params) for sample in samples])
+    return samples
+
+
+def engine_client(args: Any) -> EngineClient:
+    """The client of this run's router; call it on the rollout loop."""
+    if args.vllm_router_ip is None or args.vllm_router_port is None:
+        raise ConfigError("no router address: --vllm-router-ip and --vllm-router-port are empty. Start the engines first.")
+    url = f"http://{args.vllm_router_ip}:{args.vllm_router_port}"
+    if url not in _CLIENTS:
+        _CLIENTS[url] = EngineClient(
+            url,
+            max_in_flight=args.vllm_server_concurrency * (args.rollout_num_engines or 1),
+            timeout_s=args.generate_timeout_secs,
+        )
+    return _CLIENTS[url]
+
+
+def close_clients(timeout_s: float = 10.0) -> None:
+    """Close the connections to every router; called from outside the rollout loop."""
+    rollout_loop().run(_close_clients(), name="connections to the router to close", timeout_s=timeout_s)
+
+
+async def _close_clients() -> None:
+    while _CLIENTS:
+        _, client = _CLIENTS.popitem()
+        await client.aclose()
+
+
+async def _in_parallel(coroutines: Sequence[Any]) -> None:
+    """Run all; the first failure cancels the others and is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for coroutine in coroutines:
+                tasks.create_task(coroutine)
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any]) -> None:
+    """Ask until an answer is not an engine's abort, then write it into the sample.
+
+    A weight update with --pause-mode abort ends requests early. Their tokens are kept and continued by the new weights
+    when the staleness bound allows two versions in one answer, and sampled anew otherwise.
+    """
+    deadline_s = args.generate_timeout_secs
+    try:
+        async with asyncio.timeout(deadline_s if parts else None):
+            while not parts or parts[-1].finish_reason == "abort":
+                if args.transferqueue_max_staleness == 0:
+                    parts.clear()
+                parts.append(await _continue(args, sample, parts, params))
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            f"sample {sample.index} to be finished after an abort", deadline_s, "vLLM", "Raise --generate-timeout-secs."
+        ) from error
+    for part in parts:
+        if part.token_ids:
+            sample.append_response_tokens(part.token_ids, part.log_probs, versions=part.versions)
+    sample.status = _status(parts[-1])
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    sample.response = tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True)
+
+
+async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any]) -> Answer:
+    done = [token for part in parts for token in part.token_ids]
+    rest = params["max_tokens"] - len(done)
+    if rest < 1:
+        return Answer(token_ids=(), log_probs=(), versions=(), finish_reason="length")
+    prompt = [*sample.tokens, *done]
+    (answer,) = await engine_client(args).generate(prompt, {**params, "max_tokens": rest}, session_id=sample.session_id)
+    return answer
+
+
+def _status(answer: Answer) -> SampleStatus:
+    if answer.finish_reason not in _STATUS:
+        raise EngineError(f"the engine ended an answer with {answer.finish_reason!r}, expected one of {sorted(_STATUS)}.")
+    return _STATUS[answer.finish_reason]
+
+
+def _sampling_params(args: Any, *, temperature: float, top_p: float, top_k: int, max_tokens: int) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    if top_k > 0:
+        params["top_k"] = top_k
+    if args.rollout_stop:
+        params["stop"] = list(args.rollout_stop)
+    if args.rollout_stop_token_ids:
+        params["stop_token_ids"] = list(args.rollout_stop_token_ids)
+    return params

@@ -1,0 +1,74 @@
+"""Event loops in named threads, for synchronous callers: one for generation, one for reward functions.
+
+Two loops, because a reward function is a stranger's code: when it blocks its loop, generation and every deadline go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from vime.types import WaitTimeoutError
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """An event loop that runs in its own daemon thread until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Start the coroutine on the loop; callable from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result], *, name: str, timeout_s: float, advice: str = "") -> Result:
+        """Run to the end and answer its result; WaitTimeoutError (after cancelling it) when `timeout_s` is over."""
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise  # the coroutine's own
+            future.cancel()
+            raise WaitTimeoutError(name, timeout_s, self.name, advice) from None
+        except BaseException:  # boundary: Ctrl-C in the waiting thread must stop the work, then go on as it came
+            future.cancel()
+            raise
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what runs and stop. A thread that is stuck in a blocking call is left behind; it is a daemon."""
+        if self._thread.is_alive():
+            self.submit(_cancel_others()).exception(timeout_s)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+@lru_cache(maxsize=1)
+def rollout_loop() -> LoopThread:
+    """The loop of generation; made at first use, lives as long as the process."""
+    return LoopThread("vime-rollout-loop")
+
+
+@lru_cache(maxsize=1)
+def reward_loop() -> LoopThread:
+    """The loop of custom reward functions."""
+    return LoopThread("vime-reward-loop")
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=2.0)

@@ -1,0 +1,88 @@
+"""reasoning-gym as a data source and its verifiers as a reward (optional extra `reasoning-gym`).
+
+A problem is named by (task, seed, size, number) and generated again when it is scored, so that a sample's metadata stays
+small and JSON-ready whatever the generator puts into its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import lru_cache
+from typing import Any
+
+from vime.rollout.prompts import Prompt, load_tokenizer
+from vime.types import ConfigError, RewardError, Sample
+
+METADATA_KEY = "reasoning_gym"
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def task_names(args: Any) -> list[str]:
+    """The generators of --reasoning-gym, each checked against the installed package."""
+    known = _package().factory.DATASETS
+    names = [name.strip() for name in args.reasoning_gym.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            close = ", ".join(difflib.get_close_matches(name, known, n=3)) or ", ".join(sorted(known)[:8]) + ", ..."
+            raise ConfigError(f"--reasoning-gym {name}: no such generator; near matches: {close}. Name one of them.")
+    if not names:
+        raise ConfigError(f"--reasoning-gym {args.reasoning_gym!r}: expected names such as chain_sum,gsm_symbolic.")
+    return names
+
+
+def make_prompts(args: Any) -> list[Prompt]:
+    """`reasoning_gym_size` problems of each task, tasks taken in turn so that an unshuffled run mixes them."""
+    names, size, seed = task_names(args), args.reasoning_gym_size, args.rollout_seed
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    prompts = []
+    for number in range(size):
+        for name in names:
+            entry = dataset(name, seed, size)[number]
+            text = entry["question"]
+            if args.apply_chat_template:
+                text = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+            token_ids = tokenizer(text, add_special_tokens=not args.apply_chat_template)["input_ids"]
+            identity = {"task": name, "seed": seed, "size": size, "number": number}
+            prompts.append(
+                Prompt(
+                    text=text,
+                    token_ids=tuple(token_ids),
+                    label=entry["answer"],
+                    where=f"reasoning-gym {name} number {number}",
+                    metadata={METADATA_KEY: identity},
+                )
+            )
+    return prompts
+
+
+@lru_cache(maxsize=128)
+def dataset(name: str, seed: int, size: int) -> Any:
+    """The generator; item i is a pure function of (name, seed, i)."""
+    return _package().create_dataset(name, seed=seed, size=size)
+
+
+def score(sample: Sample) -> float:
+    """The task's own verdict on the answer: text after the last `</think>`, inside `<answer>` when that is there."""
+    identity = sample.metadata.get(METADATA_KEY)
+    if not isinstance(identity, dict):
+        raise RewardError(
+            f"--rm-type reasoning_gym: sample {sample.index} has no metadata[{METADATA_KEY!r}]; it scores prompts of "
+            "--reasoning-gym only. Use another reward for --prompt-data."
+        )
+    source = dataset(identity["task"], identity["seed"], identity["size"])
+    answer = sample.response.rpartition("</think>")[2]
+    tagged = _ANSWER_TAG.findall(answer)
+    return float(source.score_answer((tagged[-1] if tagged else answer).strip(), source[identity["number"]]))
+
+
+def _package() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            f"--reasoning-gym: {error}. Install the extra: ./scripts/install.sh reasoning-gym."
+        ) from error
+    return reasoning_gym

@@ -1,0 +1,1 @@
+"""Weights go left: the version ledger, the bucket plan, the content hash, and the transports to the engines."""

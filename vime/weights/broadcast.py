@@ -1,0 +1,144 @@
+"""Transports `gloo` and `nccl`: the sender broadcasts buckets to every worker of every engine.
+
+One process group outside torch's default one: the sender is rank 0, engine workers follow in the order of the fleet.
+gloo carries CPU memory over TCP; nccl is the same with buffers on the GPU. vLLM's stock NCCL engine is not used
+because it cannot say what it received: this one hashes every bucket before it is loaded.
+
+nccl has not run in the project's own tests, which have no GPU; the code it adds to gloo's is `_device` and the group.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from vime.seams import EngineControl
+from vime.weights.plan import Bucket
+from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class BroadcastSender(BucketSender):
+    """Rank 0 of the group."""
+
+    def __init__(self, backend: str, *, bucket_bytes: int, timeout_s: float) -> None:
+        super().__init__(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        self._backend = backend
+        self._group: Any = None
+        self._store: dist.TCPStore | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-broadcast")
+
+    def connect(self, fleet: EngineControl) -> None:
+        """Open a new group on a new port. The engines wait inside `init_transfer` until rank 0 has joined too."""
+        self._group = self._store = None
+        worlds = fleet.world_sizes()
+        world_size = 1 + sum(worlds)
+        timeout = timedelta(seconds=self._timeout_s)
+        address = local_address(fleet.addresses[0].url)
+        self._store = dist.TCPStore(
+            "0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+        infos = [
+            {
+                "master_address": address,
+                "master_port": self._store.port,
+                "world_size": world_size,
+                "rank_offset": 1 + sum(worlds[:position]),
+                "timeout_s": self._timeout_s,
+            }
+            for position in range(len(worlds))
+        ]
+        meeting = self._pool.submit(fleet.init_transfer, infos)
+        self._group = _make_group(self._backend, self._store, 0, world_size, address, timeout)
+        meeting.result(timeout=self._timeout_s)
+
+    def close(self) -> None:
+        self._group = self._store = None
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
+
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:
+        """Broadcast while the engines receive. Waits for the engines' answer first: theirs is the error that explains."""
+        answer = self._pool.submit(fleet.update, bucket_to_wire(bucket))
+        work = _broadcast(self._group, buffer)
+        answer.result(timeout=self._timeout_s)
+        work.wait()
+
+
+class BroadcastReceiver(BucketReceiver):
+    """Rank `rank_offset` + this worker's own rank."""
+
+    backend = "gloo"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._group: Any = None
+
+    def connect(self, init_info: Mapping[str, Any], worker_rank: int) -> None:
+        timeout = timedelta(seconds=init_info["timeout_s"])
+        address, world_size = init_info["master_address"], init_info["world_size"]
+        store = dist.TCPStore(address, init_info["master_port"], world_size, is_master=False, timeout=timeout)
+        rank = init_info["rank_offset"] + worker_rank
+        self._group = _make_group(self.backend, store, rank, world_size, address, timeout)
+
+    def close(self) -> None:
+        self._group = None
+
+    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:
+        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
+        _broadcast(self._group, buffer).wait()
+        return [slot.view(buffer) for slot in bucket.slots]
+
+
+class NcclReceiver(BroadcastReceiver):
+    """The same on the GPU."""
+
+    backend = "nccl"
+
+
+def local_address(url: str) -> str:
+    """The address under which the host of `url` reaches this machine: loopback when it is this machine."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    if host in LOOPBACK:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; only picks the interface
+        return str(probe.getsockname()[0])
+
+
+def _make_group(
+    backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
+) -> Any:
+    """A process group of its own. A plain constructor, because `init_process_group` would make it the default one."""
+    store = dist.PrefixStore("vime-weights", store)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    device = dist.ProcessGroupGloo.create_device
+    # On one host the loopback interface: the host's own name need not resolve to an address that works.
+    options._devices = [device(hostname=address) if address in LOOPBACK else dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 2
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _broadcast(group: Any, buffer: torch.Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([buffer], options)
+
+
+def _device(backend: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -1,0 +1,134 @@
+"""One weight update: publish -> confirm -> release, in this order and no other.
+
+    pause every engine, clearing its prefix cache      no token of the new version may rest on KV of the old one
+    start, buckets, finish(version)                    the transport's part
+    reports: version and content hash of each engine   computed by the engine over what it received
+    compare with the hash of what was sent             a difference stops here
+    resume                                             the only way on from a confirmed update
+
+A failed update leaves the engines paused: vLLM cannot recover a half-loaded model, and resuming one lets it
+answer from a mixture of versions or die at the next request. The owner of the engines must replace them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vime.seams import EngineControl
+from vime.types import EngineReport, PublishError, Version, WaitTimeoutError
+from vime.weights.plan import TensorMeta
+from vime.weights.versions import check_reports
+from vime.weights.wire import WeightSender
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """What one confirmed update moved and how long its parts took, seconds."""
+
+    version: Version
+    content_hash: str
+    engine_reports: tuple[EngineReport, ...]
+    num_tensors: int
+    num_bytes: int
+    pause_s: float  # from the engines' pause to their resume: nothing is generated
+    transfer_s: float
+    confirm_s: float
+    total_s: float  # with the wait for the engines to pause
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "weights/version": float(self.version),
+            "weights/publish_bytes": float(self.num_bytes),
+            "weights/confirm_time": self.confirm_s,
+            "perf/pause_time": self.pause_s,
+            "perf/update_weights_time": self.total_s,
+        }
+
+
+def publish(
+    stream: Iterator[tuple[str, torch.Tensor]],
+    metadata: Sequence[TensorMeta],
+    *,
+    version: Version,
+    fleet: EngineControl,
+    sender: WeightSender,
+    pause_mode: str,
+    deadline_s: float,
+) -> PublishReport:
+    """Bring the weights of `stream` to every engine as `version`, and let the engines go on once all confirmed.
+
+    Called by the one trainer rank that sends. `stream` holds collectives in which that rank's peers take part, so
+    it is consumed to its end in every case, also when the update fails. Raises PublishError; engines then stay paused.
+    """
+    try:
+        return _publish(stream, metadata, version, fleet, sender, pause_mode, deadline_s)
+    except Exception as error:
+        _drain(stream)
+        if isinstance(error, PublishError):
+            raise
+        raise PublishError(
+            f"weight update to version {version} failed: {type(error).__name__}: {error}. The engines stay paused; "
+            "they must be restarted before they serve again."
+        ) from error
+
+
+def _publish(
+    stream: Iterator[tuple[str, torch.Tensor]],
+    metadata: Sequence[TensorMeta],
+    version: Version,
+    fleet: EngineControl,
+    sender: WeightSender,
+    pause_mode: str,
+    deadline_s: float,
+) -> PublishReport:
+    started = time.monotonic()
+
+    def mark() -> float:
+        now = time.monotonic()
+        if now - started > deadline_s:
+            advice = "Raise --update-weight-timeout-secs, or look for a stuck engine in RUN_DIR/logs."
+            raise WaitTimeoutError(f"the weight update to version {version}", deadline_s, "publish", advice)
+        return now
+
+    if not metadata:
+        raise PublishError(f"weight update to version {version}: the metadata names no tensor")
+    fleet.pause(pause_mode)
+    paused = mark()
+    fleet.start_update()
+    content = sender.send_update(stream, metadata, fleet)
+    fleet.finish_update(version)
+    sent = mark()
+    reports = fleet.reports()
+    expected = content.hexdigest()
+    names = [address.name for address in fleet.addresses]
+    check_reports(reports, version=version, content_hash=expected, engines=names)
+    confirmed = mark()
+    fleet.resume()
+    resumed = time.monotonic()
+    return PublishReport(
+        version=version,
+        content_hash=expected,
+        engine_reports=tuple(reports),
+        num_tensors=content.num_tensors,
+        num_bytes=content.num_bytes,
+        pause_s=resumed - paused,
+        transfer_s=sent - paused,
+        confirm_s=confirmed - sent,
+        total_s=resumed - started,
+    )
+
+
+def _drain(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Run the rest of the stream's collectives, so that no peer waits for this rank until a timeout."""
+    try:
+        for _ in stream:
+            pass
+    except Exception:  # boundary: the first failure is about to be raised and explains more than this one
+        logger.exception("the rest of the weight stream could not be drained")

@@ -1,0 +1,37 @@
+"""Both ends of a transport by its name in --update-weight-transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vime.weights.broadcast import BroadcastReceiver, BroadcastSender, NcclReceiver
+from vime.weights.disk import DiskReceiver, DiskSender
+from vime.weights.shm import ShmReceiver, ShmSender
+from vime.weights.wire import BucketReceiver, WeightSender
+
+RECEIVERS: dict[str, type[BucketReceiver]] = {
+    "shm": ShmReceiver,
+    "gloo": BroadcastReceiver,
+    "nccl": NcclReceiver,
+    "disk": DiskReceiver,
+}
+
+
+def make_sender(name: str, *, bucket_bytes: int, directory: Path, timeout_s: float) -> WeightSender:
+    """The trainer's end. `directory` is used by `disk` alone; `timeout_s` bounds each step of a broadcast."""
+    if name == "shm":
+        return ShmSender(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    if name == "disk":
+        return DiskSender(directory, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    if name in ("gloo", "nccl"):
+        return BroadcastSender(name, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    raise ValueError(f"no weight transport {name!r}; expected one of {sorted(RECEIVERS)}")
+
+
+def make_receiver(name: str, device: torch.device) -> BucketReceiver:
+    """An engine worker's end."""
+    if name not in RECEIVERS:
+        raise ValueError(f"no weight transport {name!r}; expected one of {sorted(RECEIVERS)}")
+    return RECEIVERS[name](device)
