@@ -273,6 +273,10 @@ class RewardError(VimeError):
     """A reward function that raised, answered nonsense or did not answer in time."""
 
 
+class PluginError(VimeError):
+    """A generate function, filter or other plug-in that raised or answered something unusable."""
+
+
 class EngineError(VimeError):
     """An engine or router that did not start, died, or answered with an error."""
 

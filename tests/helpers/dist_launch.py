@@ -1,6 +1,6 @@
 """Run one function in several processes that meet through torch.distributed, with a hard deadline.
 
-    results = launch(Path(__file__).parent / "worker.py", "run", world_size=4, arguments={...}, deadline_s=200)
+    results = launch("tests.helpers.megatron_worker:run", world_size=4, directory=..., arguments={...}, deadline_s=200)
 
 Each process gets a `Ranks` as the first argument and its answer is pickled back. When one fails, its traceback is
 shown and the others are ended: a test never waits for a collective whose peer is gone. Start-up (imports) dominates, so
@@ -9,7 +9,7 @@ one launch should do the work of many tests.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import pickle
 import socket
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 
 
@@ -55,21 +56,25 @@ class Ranks:
 
 
 def launch(
-    file: Path, function: str, *, world_size: int, directory: Path, arguments: Mapping[str, Any], deadline_s: float
+    target: str, *, world_size: int, directory: Path, arguments: Mapping[str, Any], deadline_s: float
 ) -> list[Any]:
-    """Answers of `function(Ranks, **arguments)` from `file`, by rank."""
+    """Answers of `function(Ranks, **arguments)`, by rank. `target` is "package.module:function"."""
     directory.mkdir(parents=True, exist_ok=True)
     job = directory / "job.pkl"
     deadline = time.time() + deadline_s
-    job.write_bytes(pickle.dumps((str(file), function, world_size, deadline, dict(arguments))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    job.write_bytes(pickle.dumps((target, world_size, deadline, dict(arguments))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     children = []
     try:
         for rank in range(world_size):
             log = (directory / f"log-{rank}.txt").open("wb")
             children.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, str(job), str(rank)], stdout=log, stderr=log, env=environment
+                    [sys.executable, "-m", "tests.helpers.dist_launch", str(job), str(rank)],
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    cwd=ROOT,
                 )
             )
             log.close()
@@ -108,17 +113,12 @@ def _report(directory: Path, codes: list[int | None]) -> str:
 
 
 def _child(job: Path, rank: int) -> None:
-    file, function, world_size, deadline, arguments = pickle.loads(job.read_bytes())
     directory = job.parent
     try:
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # so that its dataclasses can be pickled
-        spec.loader.exec_module(module)
+        target, world_size, deadline, arguments = pickle.loads(job.read_bytes())
+        module, _, function = target.partition(":")
         ranks = Ranks(rank=rank, world_size=world_size, directory=directory, deadline=deadline)
-        answer = getattr(module, function)(ranks, **arguments)
+        answer = getattr(importlib.import_module(module), function)(ranks, **arguments)
         (directory / f"result-{rank}.pkl").write_bytes(pickle.dumps(answer))
         code = 0
     except BaseException:  # boundary: the traceback goes to the test, which shows it

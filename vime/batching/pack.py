@@ -8,6 +8,7 @@ and all columns line up.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -70,7 +71,7 @@ def pack(
         slice(start + row.total_length - row.response_length - 1, start + row.total_length - 1)
         for row, start in zip(rows, starts, strict=True)
     ]
-    lengths = [end - start for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+    lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
     masks = [torch.as_tensor(row.loss_mask, dtype=torch.float32) for row in rows]
     advantages = [torch.full((row.response_length,), row.reward, dtype=torch.float32) for row in rows]
     rollout_logps = [torch.as_tensor(row.rollout_log_probs, dtype=torch.float32) for row in rows]
@@ -96,8 +97,8 @@ def _starts(rows: Sequence[TrainRow]) -> tuple[list[int], int]:
     for row in rows:
         if not 0 <= row.response_length < row.total_length:
             raise HandoffError(
-                f"sample {row.sample_index}: {row.total_length} tokens of which {row.response_length} are the response; "
-                "expected at least one prompt token, because position t predicts token t + 1."
+                f"sample {row.sample_index}: {row.total_length} tokens, of which {row.response_length} are the response; "
+                "expected at least one prompt token, because position t predicts token t + 1. Check the rollout function."
             )
         starts.append(end)
         end += row.total_length
@@ -105,13 +106,15 @@ def _starts(rows: Sequence[TrainRow]) -> tuple[list[int], int]:
 
 
 def _place(columns: Sequence[Tensor], row_slices: Sequence[slice], num_tokens: int, name: str) -> Tensor:
-    """Write the [R] tensor of each row to its prediction positions; 0 elsewhere. Keeps the columns' dtype and graph-free."""
+    """Write the [R] tensor of each row to its prediction positions, in the column's dtype; 0 elsewhere."""
     placed_T = torch.zeros(num_tokens, dtype=columns[0].dtype if len(columns) else torch.float32)
     if len(columns) != len(row_slices):
         raise ValueError(f"pack: column {name!r} has {len(columns)} rows, expected {len(row_slices)}")
     for column_R, positions in zip(columns, row_slices, strict=True):
         expected = positions.stop - positions.start
         if column_R.numel() != expected:
-            raise HandoffError(f"pack: column {name!r} has {column_R.numel()} entries, expected {expected} response tokens")
+            raise HandoffError(
+                f"pack: column {name!r} has {column_R.numel()} entries for a response of {expected} tokens."
+            )
         placed_T[positions] = column_R.detach().cpu()
     return placed_T

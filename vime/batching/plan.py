@@ -59,9 +59,7 @@ def plan_round(
     return RoundPlan(rollout_id=rollout_id, steps=tuple(steps))
 
 
-def _check_limits(
-    micro_batch_size: int | None, max_tokens: int | None, dp_size: int, samples_per_step: int
-) -> None:
+def _check_limits(micro_batch_size: int | None, max_tokens: int | None, dp_size: int, samples_per_step: int) -> None:
     if (micro_batch_size is None) == (max_tokens is None):
         raise ConfigError(
             f"micro-batches: got micro_batch_size={micro_batch_size} and max_tokens_per_micro_batch={max_tokens}; "
@@ -70,12 +68,12 @@ def _check_limits(
     limit = micro_batch_size if micro_batch_size is not None else max_tokens
     if dp_size < 1 or samples_per_step < 1 or (limit is not None and limit < 1):
         raise ConfigError(
-            f"micro-batches: got dp_size={dp_size}, samples_per_step={samples_per_step}, limit={limit}; expected all >= 1."
+            f"micro-batches: got dp_size={dp_size}, samples_per_step={samples_per_step}, limit={limit}; expected >= 1."
         )
     if samples_per_step % dp_size:
         raise ConfigError(
-            f"an optimizer step has {samples_per_step} samples for {dp_size} data-parallel ranks; expected a multiple of "
-            f"{dp_size}. Change --global-batch-size (or --num-steps-per-rollout) or the parallel sizes."
+            f"an optimizer step has {samples_per_step} samples for {dp_size} data-parallel ranks; expected a multiple "
+            f"of {dp_size}. Change --global-batch-size (or --num-steps-per-rollout) or the parallel sizes."
         )
 
 
@@ -91,17 +89,17 @@ def _check_rows(
         raise ValueError(f"plan_round: {num_rows} lengths but {len(num_trainable)} counts of trainable tokens")
     if num_rows == 0 or num_rows % samples_per_step:
         raise HandoffError(
-            f"round {rollout_id} has {num_rows} samples; expected a positive multiple of the {samples_per_step} samples of "
-            "one optimizer step. Make --rollout-batch-size * --n-samples-per-prompt a multiple of --global-batch-size; a "
-            "rollout function must return whole groups."
+            f"round {rollout_id} has {num_rows} samples; expected a positive multiple of the {samples_per_step} samples "
+            "of one optimizer step. Make --rollout-batch-size * --n-samples-per-prompt a multiple of "
+            "--global-batch-size; a rollout function must return whole groups."
         )
     if max_tokens is None:
         return
     longest = max(range(num_rows), key=lambda row: total_lengths[row])
     if total_lengths[longest] > max_tokens:
         raise HandoffError(
-            f"round {rollout_id}: row {longest} has {total_lengths[longest]} tokens, over the {max_tokens} tokens of one "
-            "micro-batch. Raise --max-tokens-per-gpu, or lower --rollout-max-response-len."
+            f"round {rollout_id}: row {longest} has {total_lengths[longest]} tokens, over the {max_tokens} tokens of "
+            "one micro-batch. Raise --max-tokens-per-gpu, or lower --rollout-max-response-len."
         )
 
 

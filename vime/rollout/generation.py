@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.rollout.engine_client import Answer, EngineClient
-from vime.rollout.loops import rollout_loop
+from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.types import ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
 
@@ -78,7 +78,9 @@ async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapp
 def engine_client(args: Any) -> EngineClient:
     """The client of this run's router; call it on the rollout loop."""
     if args.vllm_router_ip is None or args.vllm_router_port is None:
-        raise ConfigError("no router address: --vllm-router-ip and --vllm-router-port are empty. Start the engines first.")
+        raise ConfigError(
+            "no router address: --vllm-router-ip and --vllm-router-port are empty. Start the engines first."
+        )
     url = f"http://{args.vllm_router_ip}:{args.vllm_router_port}"
     if url not in _CLIENTS:
         _CLIENTS[url] = EngineClient(
@@ -107,7 +109,7 @@ async def _in_parallel(coroutines: Sequence[Any]) -> None:
             for coroutine in coroutines:
                 tasks.create_task(coroutine)
     except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+        raise_first(group)
 
 
 async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any]) -> None:
@@ -147,7 +149,9 @@ async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict
 
 def _status(answer: Answer) -> SampleStatus:
     if answer.finish_reason not in _STATUS:
-        raise EngineError(f"the engine ended an answer with {answer.finish_reason!r}, expected one of {sorted(_STATUS)}.")
+        raise EngineError(
+            f"the engine ended an answer with {answer.finish_reason!r}, expected one of {sorted(_STATUS)}."
+        )
     return _STATUS[answer.finish_reason]
 
 

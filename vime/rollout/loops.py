@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from vime.types import WaitTimeoutError
 
@@ -64,6 +64,14 @@ def rollout_loop() -> LoopThread:
 def reward_loop() -> LoopThread:
     """The loop of custom reward functions."""
     return LoopThread("vime-reward-loop")
+
+
+def raise_first(group: BaseExceptionGroup[BaseException]) -> NoReturn:
+    """Raise the first failure of a TaskGroup as itself, with its own cause: the others follow from it."""
+    error = group.exceptions[0]
+    if isinstance(error, BaseExceptionGroup):
+        raise_first(error)
+    raise error from error.__cause__
 
 
 async def _cancel_others() -> None:

@@ -108,7 +108,9 @@ def _read_records(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]
                 if line.strip():
                     yield number, _parse_line(file, number, line)
     except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {file}: not UTF-8 text: {error}. Expected jsonl, or parquet named *.parquet.") from error
+        raise DataError(
+            f"{flag} {file}: not UTF-8 text: {error}. Expected jsonl, or parquet named *.parquet."
+        ) from error
 
 
 def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
@@ -116,9 +118,13 @@ def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError as error:
         shown = line.strip()[:80]
-        raise DataError(f"{file}:{number}: not JSON: {error}; got {shown!r}. Expected one JSON object a line.") from error
+        raise DataError(
+            f"{file}:{number}: not JSON: {error}; got {shown!r}. Expected one JSON object a line."
+        ) from error
     if not isinstance(record, dict):
-        raise DataError(f"{file}:{number}: got a JSON {type(record).__name__}, expected an object with the prompt's keys.")
+        raise DataError(
+            f"{file}:{number}: got a JSON {type(record).__name__}, expected an object with the prompt's keys."
+        )
     return record
 
 
@@ -185,5 +191,7 @@ class _RecordReader:
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._template_arguments
             )
         except Exception as error:
-            raise DataError(f"{where}: the chat template refused the prompt: {type(error).__name__} {error}.") from error
+            raise DataError(
+                f"{where}: the chat template refused the prompt: {type(error).__name__} {error}."
+            ) from error
         return text, self._tokenizer(text, add_special_tokens=False)["input_ids"]

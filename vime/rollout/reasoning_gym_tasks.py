@@ -1,7 +1,7 @@
 """reasoning-gym as a data source and its verifiers as a reward (optional extra `reasoning-gym`).
 
-A problem is named by (task, seed, size, number) and generated again when it is scored, so that a sample's metadata stays
-small and JSON-ready whatever the generator puts into its own.
+A problem is named by (task, seed, size, number) and generated again when it is scored, so that a sample's metadata
+stays small and JSON-ready whatever the generator puts into its own.
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ class BroadcastSender(BucketSender):
         world_size = 1 + sum(worlds)
         timeout = timedelta(seconds=self._timeout_s)
         address = local_address(fleet.addresses[0].url)
-        self._store = dist.TCPStore(
-            "0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False
-        )
+        self._store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         infos = [
             {
                 "master_address": address,
@@ -68,7 +66,7 @@ class BroadcastSender(BucketSender):
         return torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:
-        """Broadcast while the engines receive. Waits for the engines' answer first: theirs is the error that explains."""
+        """Broadcast while the engines receive. Waits for their answer first: theirs is the error that explains."""
         answer = self._pool.submit(fleet.update, bucket_to_wire(bucket))
         work = _broadcast(self._group, buffer)
         answer.result(timeout=self._timeout_s)
@@ -94,7 +92,7 @@ class BroadcastReceiver(BucketReceiver):
     def close(self) -> None:
         self._group = None
 
-    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ARG002
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
         _broadcast(self._group, buffer).wait()
         return [slot.view(buffer) for slot in bucket.slots]
@@ -116,9 +114,7 @@ def local_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _make_group(
-    backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
-) -> Any:
+def _make_group(backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
     """A process group of its own. A plain constructor, because `init_process_group` would make it the default one."""
     store = dist.PrefixStore("vime-weights", store)
     if backend == "nccl":
@@ -129,7 +125,9 @@ def _make_group(
     options._timeout = timeout
     device = dist.ProcessGroupGloo.create_device
     # On one host the loopback interface: the host's own name need not resolve to an address that works.
-    options._devices = [device(hostname=address) if address in LOOPBACK else dist.ProcessGroupGloo.create_default_device()]
+    options._devices = [
+        device(hostname=address) if address in LOOPBACK else dist.ProcessGroupGloo.create_default_device()
+    ]
     options._threads = 2
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 

@@ -1,7 +1,7 @@
 """Transport `disk`: safetensors files in a directory that the sender and every engine can read.
 
-The slowest and the least demanding one: it crosses hosts that share nothing but a file system. Each update is a directory of
-Hugging Face shards, so the newest one can also start an engine.
+The slowest and the least demanding one: it crosses hosts that share nothing but a file system. Each update is a
+directory of Hugging Face shards, so the newest one can also start an engine.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ShmSender(BucketSender):
             self._memory = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
         return self._memory[:nbytes]
 
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:  # noqa: ARG002
         fleet.update({**bucket_to_wire(bucket), "path": f"/proc/{os.getpid()}/fd/{self._file}"})
 
 
@@ -60,6 +60,8 @@ class ShmReceiver(BucketReceiver):
             while filled < bucket.nbytes:  # one read returns at most 2 GiB
                 got = file.readinto(target[filled:])
                 if not got:
-                    raise PublishError(f"shared weights {update_info['path']}: {filled} bytes, expected {bucket.nbytes}")
+                    raise PublishError(
+                        f"shared weights {update_info['path']}: {filled} bytes, expected {bucket.nbytes}"
+                    )
                 filled += got
         return [slot.view(buffer) for slot in bucket.slots]

@@ -33,8 +33,8 @@ def check_reports(
     ]
     if wrong:
         raise PublishError(
-            f"weight update not confirmed: expected version {version} with hash {content_hash}, but {'; '.join(wrong)}. "
-            "The engine must not serve: restart it and publish again."
+            f"weight update not confirmed: expected version {version} with hash {content_hash}, but "
+            f"{'; '.join(wrong)}. The engine must not serve: restart it and publish again."
         )
 
 

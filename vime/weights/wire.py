@@ -146,9 +146,7 @@ def bucket_to_wire(bucket: Bucket) -> dict[str, Any]:
 def bucket_from_wire(update_info: Mapping[str, Any]) -> Bucket:
     metas = [
         TensorMeta(name, dtype, tuple(shape))
-        for name, dtype, shape in zip(
-            update_info["names"], update_info["dtypes"], update_info["shapes"], strict=True
-        )
+        for name, dtype, shape in zip(update_info["names"], update_info["dtypes"], update_info["shapes"], strict=True)
     ]
     return single_bucket(metas, index=update_info["index"], count=update_info["count"])
 

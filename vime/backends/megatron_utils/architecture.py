@@ -1,7 +1,7 @@
 """What an HF config says about the model, in plain numbers; models that would train wrongly are refused here.
 
-Refusing is the point: a rotary scaling, an attention bias or a sliding window that is silently dropped still trains, and
-its log-probabilities differ from the engine's.
+Refusing is the point: with a rotary scaling, an attention bias or a sliding window silently dropped a model still
+trains, but its log-probabilities differ from the engine's.
 """
 
 from __future__ import annotations
@@ -109,5 +109,6 @@ def _rope(hf: Any, where: str) -> tuple[float, float | None]:
     if kind == "llama3" and factor is not None and parameters == LLAMA3_ROPE:
         return float(theta), float(factor)
     raise ConfigError(
-        f"{where}: rotary scaling {kind!r} with {parameters} is not supported. Expected none, or llama3 with {LLAMA3_ROPE}."
+        f"{where}: rotary scaling {kind!r} with {parameters} is not supported. Expected none, or llama3 with "
+        f"{LLAMA3_ROPE} and any factor. Use another model."
     )

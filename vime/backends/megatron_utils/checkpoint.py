@@ -3,7 +3,7 @@
 The file layout does not depend on TP, PP or DP: a checkpoint may be loaded in another layout (random states are then
 left as seeded, because they belong to ranks). Data cursor, versions and the atomic rename belong to the caller.
 
-Four repairs of megatron-core 0.16.1 with torch's AdamW (no Transformer Engine, no Apex) are marked REPAIR below. Each is
+Repairs of megatron-core 0.16.1 with torch's AdamW (no Transformer Engine, no Apex) are marked REPAIR below. Each is
 needed wherever these packages are missing, and harmless elsewhere.
 """
 
@@ -35,7 +35,7 @@ FORMAT = 1
 
 
 def save(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer, *, with_optimizer: bool) -> None:
-    """Write DIRECTORY, which must be new or empty. Collective over all trainer ranks; returns when the files are complete."""
+    """Write DIRECTORY, which must be new or empty; complete on return. Collective over all trainer ranks."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # REPAIR: a synchronous save needs no multiprocessing.Manager; megatron would start one, which imports the main
@@ -61,7 +61,8 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
         common = dist_checkpointing.load_common_state_dict(str(directory))
         if common.get("format") != FORMAT:
             raise CheckpointError(
-                f"--load {directory}: format {common.get('format')!r}, expected {FORMAT}. It was written by another program."
+                f"--load {directory}: format {common.get('format')!r}, expected {FORMAT}: another program wrote it. "
+                "Point --load to a checkpoint of this one."
             )
         with_optimizer = common["with_optimizer"]
         same_layout = common["layout"] == _layout()
@@ -73,8 +74,8 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
         loaded = dist_checkpointing.load(state, str(directory))
     except (OSError, CheckpointingException, KeyError, RuntimeError) as error:
         raise CheckpointError(
-            f"--load {directory}: cannot be read: {type(error).__name__} {error}. Expected a complete checkpoint of this model; "
-            "point --load to one, or remove it to start from --hf-checkpoint."
+            f"--load {directory}: cannot be read: {type(error).__name__} {error}. Expected a complete checkpoint of "
+            "this model; point --load to one, or remove it to start from --hf-checkpoint."
         ) from error
     for index, chunk in enumerate(core):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
@@ -140,13 +141,13 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
     for part in optimizer.parts:
         for entry in part.optimizer.state.values():
             if "step" in entry:
-                # REPAIR: after loading all parameters share ONE step tensor, and AdamW would advance it once per parameter.
+                # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each.
                 entry["step"] = entry["step"].clone()
 
 
 def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
-    """REPAIR: megatron drops "step" from what it loads for a parameter and then looks it up. It was restored before: pass
-    it through. Replaces the method of this one optimizer object."""
+    """REPAIR: megatron drops "step" from what it loads for a parameter and then looks it up. It was restored before:
+    pass it through. Replaces the method of this one optimizer object."""
     original = type(part)._set_main_param_and_optimizer_states
 
     def set_states(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:

@@ -1,16 +1,16 @@
 """What megatron-core means by "CUDA" on a machine without CUDA: one explicit table of redirected names.
 
 megatron-core 0.16.1 never asks for a device type. It calls `torch.cuda.current_device()` (60 call sites), writes
-`device="cuda"` (25) and compares `tensor.type()` with `'torch.cuda.FloatTensor'`. `install()` gives those calls their CPU
-meaning. Every redirected name is a row of `REDIRECTIONS` with its reason; nothing else is touched, and nothing at all when
-a CUDA device is there.
+`device="cuda"` (25) and compares `tensor.type()` with `'torch.cuda.FloatTensor'`. `install()` gives those calls their
+CPU meaning. Every redirected name is a row of `REDIRECTIONS` with its reason; nothing else is touched, and nothing at
+all when a CUDA device is there.
 
 Who calls it: `initialize.prepare_process`, in trainer processes only. A driver or an engine process never does.
 
 Rejected: patching `torch.tensor` or `torch.zeros` globally. `torch.utils._device` compares the called factory with the
-module attribute, so a global patch silently breaks `with torch.device("meta")`, and transformers' `from_pretrained` then
-leaves rotary frequencies uninitialised. The factories are therefore redirected only inside the megatron modules that
-write `device="cuda"`: such a module sees a `torch` proxy.
+module attribute, so a global patch silently breaks `with torch.device("meta")`, and transformers' `from_pretrained`
+then leaves rotary frequencies uninitialised. The factories are therefore redirected only inside the megatron modules
+that write `device="cuda"`: such a module sees a `torch` proxy.
 """
 
 from __future__ import annotations
@@ -122,8 +122,25 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
-def _seed_default_generator(seed: int) -> None:
+# CPU answers to calls that name a device, a stream or a copy mode: those arguments have no meaning here.
+def _do_nothing(*_device: Any) -> None:
+    return None
+
+
+def _generator_state(*_device: Any, **_options: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_generator_state(state: torch.Tensor, *_device: Any, **_options: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _seed_generator(seed: int) -> None:
     torch.random.default_generator.manual_seed(seed)
+
+
+def _itself(tensor: torch.Tensor, *_device: Any, **_options: Any) -> torch.Tensor:
+    return tensor
 
 
 _SCOPED = _constant(_ScopedTorch())
@@ -137,23 +154,23 @@ REDIRECTIONS: tuple[Redirection, ...] = (
     Redirection(
         "torch.cuda.synchronize",
         "fence of pipeline messages, timers, checkpoint writer: CPU work is ordered by the program",
-        _constant(lambda device=None: None),
+        _constant(_do_nothing),
     ),
-    Redirection("torch.cuda.manual_seed", "RNG tracker: seed the CPU generator", _constant(_seed_default_generator)),
+    Redirection("torch.cuda.manual_seed", "RNG tracker: seed the CPU generator", _constant(_seed_generator)),
     Redirection(
         "torch.cuda.get_rng_state",
         "RNG tracker: state of the CPU generator",
-        _constant(lambda device=None: torch.get_rng_state()),
+        _constant(_generator_state),
     ),
     Redirection(
         "megatron.core.tensor_parallel.random._get_cuda_rng_state",
         "reads the CUDA generator through lazy initialisation",
-        _constant(lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
+        _constant(_generator_state),
     ),
     Redirection(
         "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         "writes the CUDA generator through a lazy call that never runs without CUDA",
-        _constant(lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),
+        _constant(_set_generator_state),
     ),
     Redirection("megatron.core.pipeline_parallel.schedules.torch", 'device="cuda": token counter', _SCOPED),
     Redirection("megatron.core.optimizer.optimizer.torch", 'device="cuda": scale, found_inf, overflow buffer', _SCOPED),
@@ -162,7 +179,7 @@ REDIRECTIONS: tuple[Redirection, ...] = (
     Redirection(
         "torch.Tensor.cuda",
         "tied-embedding initialisation, optimizer checkpoint gather",
-        _constant(lambda self, *args, **kwargs: self),
+        _constant(_itself),
     ),
     Redirection(
         "torch.Tensor.type", "optimizers compare tensor.type() with 'torch.cuda.FloatTensor' and raise", _cuda_type_name

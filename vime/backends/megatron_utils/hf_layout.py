@@ -1,6 +1,6 @@
 """How each HF tensor lies in a megatron-core parameter, and how tensor parallelism cuts it. Pure tensor functions.
 
-One table, `RULES`: megatron parameter -> HF tensors and their `Kind`. Adding an architecture of this family is a row here.
+One table, `RULES`: megatron parameter -> HF tensors and their `Kind`. One more architecture is one more row.
 """
 
 from __future__ import annotations

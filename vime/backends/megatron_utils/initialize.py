@@ -85,7 +85,7 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
         distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # type: ignore[arg-type] # a timedelta is made of it
         create_gloo_process_groups=on_cuda,  # extra groups for checkpoints; on the CPU every group is gloo already
     )
-    # Different pipeline stages draw different numbers, as in Megatron-LM; tensor-parallel ranks are told apart by the tracker.
+    # Pipeline stages draw different numbers, as in Megatron-LM; the tracker tells tensor-parallel ranks apart.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     numpy.random.seed(stage_seed % 2**32)

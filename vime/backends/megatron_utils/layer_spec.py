@@ -1,10 +1,10 @@
 """Which modules one transformer layer is made of: our own (any device) or Transformer Engine's (GPU).
 
 The local spec replaces two of megatron-core's parts:
-- `RMSNorm`: megatron's torch norm refuses --sequence-parallel; ours marks its weight so that its gradient is summed over
-  the tensor-parallel group.
-- `PackedAttention`: megatron's attention without Transformer Engine cannot read packed sequences (its mask would be T x T);
-  ours runs torch's scaled_dot_product_attention once per sequence, so no token sees another sequence.
+- `RMSNorm`: megatron's torch norm refuses --sequence-parallel; ours marks its weight so that its gradient is summed
+  over the tensor-parallel group.
+- `PackedAttention`: megatron's attention without Transformer Engine cannot read packed sequences (its mask would be
+  T x T); ours runs torch's scaled_dot_product_attention once per sequence, so no token sees another sequence.
 
 Shapes: T packed tokens, H query heads of this rank, G key/value heads of this rank, D head dimension.
 """

@@ -1,4 +1,4 @@
-"""Architecture + parallel layout -> megatron-core GPTModel chunks of this rank (one chunk: no interleaved pipeline yet)."""
+"""Architecture + parallel layout -> megatron-core GPTModel chunks of this rank (one: no interleaved pipeline yet)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     groups = architecture.num_kv_heads
     if groups % tensor and tensor % groups:
         raise ConfigError(
-            f"--tensor-model-parallel-size {tensor} and the model's {groups} key/value heads: one must divide the other."
+            f"--tensor-model-parallel-size {tensor} and the model's {groups} key/value heads: one must divide the "
+            "other. Change the flag."
         )
 
 

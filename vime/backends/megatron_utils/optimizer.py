@@ -72,8 +72,8 @@ class PolicyOptimizer:
             decay_steps = max(decay_steps, settings.lr_warmup_iters + 1)  # has no meaning here, but megatron checks it
         elif settings.lr_warmup_iters >= decay_steps:
             raise ConfigError(
-                f"--lr-warmup-iters {settings.lr_warmup_iters} leaves nothing of the {decay_steps} steps over which the rate "
-                "decays (--lr-decay-iters, or the whole run). Warm up for fewer steps or decay over more."
+                f"--lr-warmup-iters {settings.lr_warmup_iters} leaves nothing of the {decay_steps} steps over which "
+                "the rate decays (--lr-decay-iters, or the whole run). Warm up for fewer steps or decay over more."
             )
         if settings.min_lr > settings.lr and settings.lr_decay_style != "constant":
             raise ConfigError(f"--min-lr {settings.min_lr} is above --lr {settings.lr}. Lower it.")
@@ -134,7 +134,7 @@ class PolicyOptimizer:
         return self.megatron.chained_optimizers if hasattr(self.megatron, "chained_optimizers") else [self.megatron]
 
     def adopt_flags(self) -> None:
-        """After a checkpoint was loaded: put the rates of this command back into the groups (a group carries its own)."""
+        """After a checkpoint was loaded: the rates of this command win over those that its groups carry."""
         for group in self.megatron.param_groups:
             group["max_lr"], group["min_lr"] = self._settings.lr, self._min_lr
             group["betas"], group["eps"] = (

@@ -16,8 +16,8 @@ from vime.types import StepPlan
 
 OLD_LOGP, REF_LOGP = "old_logp", "ref_logp"
 STATISTICS = ("loss", "kl_loss", "entropy", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff")
-"""What `PolicyLoss` answers, in order. The first three are reduced like the loss (so loss = policy term + kl_loss_coef *
-kl_loss - entropy_coef * entropy); the others are means over the trainable tokens of the step."""
+"""What `PolicyLoss` answers, in order. The first three are reduced like the loss (so loss = policy term + kl_loss_coef
+* kl_loss - entropy_coef * entropy); the others are means over the trainable tokens of the step."""
 
 
 @dataclass(frozen=True, slots=True)

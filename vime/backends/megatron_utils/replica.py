@@ -53,8 +53,8 @@ class Replica:
         ]
 
     def weights_hash(self) -> str:
-        """The content hash that an engine reports for these weights. Collective over the replica; the same on every rank
-        and in every layout."""
+        """The content hash that an engine reports for these weights, whatever the layout. Collective over the replica;
+        the same on every rank."""
         content = ContentHash()
         for meta, (_, tensor) in zip(self.metadata, self.hf.export(), strict=True):
             content.add(meta, tensor)

@@ -1,4 +1,4 @@
-"""One round of training on this rank: log-probabilities of the old and reference policies, then every optimizer step."""
+"""One round of training on this rank: log-probabilities of old and reference policy, then every optimizer step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def train_round(
 ) -> dict[str, float]:
     """Run every optimizer step of the plan; answers metrics that are the same on every rank.
 
-    Collective over all trainer ranks. Loss-like metrics are means over the steps of the round; counts are sums; the rate
-    is the last step's; the difference to the engine's log-probabilities is the first step's, before anything moved.
+    Collective over all trainer ranks. Loss-like metrics are means over the steps of the round; counts are sums; the
+    rate is the last step's; the difference to the engine's log-probabilities is the first step's, before a move.
     """
     columns = _log_prob_columns(replica, plan, rows, algo=algo, dp_rank=dp_rank)
     metrics: list[dict[str, float]] = []

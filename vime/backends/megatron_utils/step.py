@@ -22,8 +22,8 @@ from vime.types import TrainRow
 LossFunction = Callable[[Tensor, Tensor, PackedBatch], tuple[Tensor, Tensor]]
 """(logp [T], entropy [T], pack) -> (loss, statistics [S]).
 
-The loss is this pack's share, divided by the step's GLOBAL denominators: the step's loss is the plain sum over all packs
-and ranks. Statistics are summed in the same way.
+The loss is this pack's share, divided by the step's GLOBAL denominators: the step's loss is the plain sum over all
+packs and ranks. Statistics are summed in the same way.
 """
 
 
@@ -38,7 +38,7 @@ class Sampling:
 def pack_rows(
     rows: Sequence[TrainRow], *, multiple: int, extra: Mapping[str, Sequence[Tensor]] | None = None
 ) -> PackedBatch:
-    """One micro-batch on this rank's device. `multiple` is the tensor-parallel size under --sequence-parallel, else 1."""
+    """One micro-batch on this rank's device. `multiple`: the tensor-parallel size under --sequence-parallel, else 1."""
     return pack(rows, pad_to_multiple=multiple, device=torch.cuda.current_device(), extra=extra)
 
 
@@ -117,8 +117,8 @@ def _run(
 
 
 def packed_params(batch: PackedBatch) -> PackedSeqParams:
-    """megatron's description of a pack. `max_seqlen` is the longest sequence: with the total, rotary positions would run
-    on from one sequence into the next."""
+    """megatron's description of a pack. `max_seqlen` is the longest sequence: with the total, rotary positions would
+    run on from one sequence into the next."""
     starts = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.tokens_T.device)
     params = PackedSeqParams(
         qkv_format="thd",

@@ -70,7 +70,7 @@ class MegatronTrainer:
         return train_round(self._replica, plan, rows, algo=self._config.algo, dp_rank=self.dp_rank)
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """log p of the response tokens of each row, [R] fp32 on the CPU, at the sampling temperature, valid on every rank.
+        """log p of each row's response tokens, [R] fp32 on the CPU, at the sampling temperature, valid on every rank.
 
         Collective over the model-parallel group; its ranks pass the same rows.
         """
@@ -83,7 +83,7 @@ class MegatronTrainer:
         return list(self._replica.metadata)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors of the present weights. Collective over the model-parallel group: every rank exhausts the iterator."""
+        """HF tensors of the present weights. Collective over the model-parallel group: every rank exhausts it."""
         return self._replica.hf.export()
 
     def save(self, directory: Path) -> None:

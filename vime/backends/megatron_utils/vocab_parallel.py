@@ -1,8 +1,8 @@
 """Log-probability and entropy per token from logits whose vocabulary is cut over the tensor-parallel group.
 
-T: tokens, V: vocabulary columns of this rank. Unlike megatron-core's `vocab_parallel_cross_entropy` it leaves the padded
-columns out (they are no tokens; counting them was wrong by 0.88 nats in a test), gives the entropy as well and applies
-the sampling temperature. fp32 inside, two all-reduces.
+T: tokens, V: vocabulary columns of this rank. Unlike megatron-core's `vocab_parallel_cross_entropy` it leaves the
+padded columns out (they are no tokens; counting them was wrong by 0.88 nats in a test), gives the entropy as well and
+applies the sampling temperature. fp32 inside, two all-reduces.
 """
 
 from __future__ import annotations

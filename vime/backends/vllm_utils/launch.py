@@ -1,7 +1,7 @@
 """The command line and environment of one vLLM server, and which --vllm-* flags the user may give.
 
-`vllm serve` cannot be used: with the CPU distribution it looks for a package called `vllm` and ends. The module below is
-what it runs for one API server. Chunked prefill and max_num_batched_tokens stay at vLLM's defaults, which admit any
+`vllm serve` cannot be used: with the CPU distribution it looks for a package called `vllm` and ends. The module below
+is what it runs for one API server. Chunked prefill and max_num_batched_tokens stay at vLLM's defaults, which admit any
 prompt up to max-model-len; a user flag may change them.
 """
 
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.config.parse import Config
 from vime.types import ConfigError
 
@@ -43,7 +44,7 @@ OWNED_FLAGS = {
 _SHORT_NAMES = {"-tp": "--tensor-parallel-size"}
 
 # Without these the control routes, the in-process worker or the weight transfer are missing.
-REQUIRED_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
+REQUIRED_ENV = {"VLLM_SERVER_DEV_MODE": "1", DIE_WITH_PARENT: "1"}
 REQUIRED_ENV_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # worker inside EngineCore: 2 processes instead of 3, 28 instead of 45 CPU s
 }
@@ -98,7 +99,7 @@ def engine_environment(config: Config, inherited: Mapping[str, str]) -> dict[str
 def validate_vllm_flags(config: Config) -> None:
     """ConfigError for a --vllm-* flag that the run owns or that the installed vLLM does not have.
 
-    Asks the installed vLLM once (about 10 s) and remembers the answer by version; does nothing when no such flag is given.
+    Asks the installed vLLM once (about 10 s) and remembers the answer by version. Without such a flag it does nothing.
     """
     given = _names(config.vllm_flags)
     if not given:
@@ -107,8 +108,7 @@ def validate_vllm_flags(config: Config) -> None:
         owned = _SHORT_NAMES.get(name, name)
         if owned in OWNED_FLAGS:
             raise ConfigError(
-                f"--vllm-{name.lstrip('-')}: the engine's {owned} is decided by {OWNED_FLAGS[owned]}. "
-                "Use that instead."
+                f"--vllm-{name.lstrip('-')}: the engine's {owned} is decided by {OWNED_FLAGS[owned]}. Use that instead."
             )
     known = _installed_flags()
     for name in given:

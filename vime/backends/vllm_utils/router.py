@@ -1,6 +1,6 @@
 """The life of vllm-router: one address for all engines. Data only.
 
-It drops query strings and sends a control call to one engine of its choice, so control goes to each engine (control.py).
+It drops query strings and sends a control call to one engine of its choice: control goes to each engine (control.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from vime.config.parse import Config
 from vime.types import ConfigError, EngineAddress
 from vime.utils.network import free_port
 
-OWNED_FLAGS = {"--host": "Vime", "--port": "--vllm-router-port", "--worker-urls": "Vime", "--policy": "--vllm-router-policy"}
+OWNED_FLAGS = {
+    "--host": "Vime",
+    "--port": "--vllm-router-port",
+    "--worker-urls": "Vime",
+    "--policy": "--vllm-router-policy",
+}
 
-# The router's own defaults check a worker at start every 30 s and later every 60 s, and two routers on a host collide on
-# the metrics port.
+# The router's own defaults look at a worker every 30 s at start and every 60 s later, and two routers on a host collide
+# on the metrics port. The health time-out is long because an engine may share its core with the trainer.
 DEFAULT_FLAGS = {
     "--worker-startup-check-interval": "1",
     "--health-check-interval-secs": "2",
-    "--health-failure-threshold": "2",
+    "--health-failure-threshold": "3",
+    "--health-check-timeout-secs": "10",
     "--health-success-threshold": "1",
     "--retry-max-retries": "3",
 }

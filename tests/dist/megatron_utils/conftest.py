@@ -1,0 +1,45 @@
+"""All cases of this folder run in one launch of four processes: starting them costs more than the work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.dist_launch import launch
+from tests.helpers.megatron_cases import KINDS, all_cases
+from tests.helpers.tiny_models import make_model
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of tiny models: one per kind, a reference model, and one whose config and weights do not match."""
+    directory = tmp_path_factory.mktemp("megatron-models")
+    for kind in KINDS:
+        make_model(kind, directory / kind)
+    make_model("qwen2", directory / "reference", seed=1)
+    shutil.copytree(directory / "qwen2", directory / "mixed")
+    shutil.copy(directory / "qwen3" / "config.json", directory / "mixed" / "config.json")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where cases write checkpoints and models."""
+    return tmp_path_factory.mktemp("megatron-work")
+
+
+@pytest.fixture(scope="session")
+def answers(models: Path, work: Path) -> Callable[[str], list[Any]]:
+    """Case name -> the answer of each rank that took part."""
+    by_rank = launch(
+        "tests.helpers.megatron_worker:run",
+        world_size=4,
+        directory=work / "launch",
+        arguments={"cases": all_cases(models, work)},
+        deadline_s=240,
+    )
+    return lambda name: [rank[name] for rank in by_rank if name in rank]

@@ -1,0 +1,102 @@
+"""HF weights in and out: equal log-probabilities, equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import reference_policy as reference
+from tests.helpers.megatron_cases import KINDS, LAYOUTS
+from tests.helpers.tiny_models import make_rows
+from vime.weights.hashing import content_hash
+
+Answers = Callable[[str], list[Any]]
+
+
+def largest_difference(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_equal_transformers_within_1e_4(answers: Answers, models: Path, kind: str) -> None:
+    expected = reference.log_probs(reference.load(models / kind), make_rows(), temperature=1.0)
+    [answer] = answers(f"import-{kind}")
+    difference = largest_difference(answer["log_probs"], expected)
+    print(f"{kind}: max abs difference of log-probabilities to transformers {difference:.2e}")
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_of_a_layout_gets_the_log_probs_of_transformers(answers: Answers, models: Path, layout: str) -> None:
+    expected = reference.log_probs(reference.load(models / "qwen2"), make_rows(), temperature=1.0)
+    ranks = answers(f"import-{layout}")
+    assert len(ranks) == LAYOUTS[layout][0]
+    for answer in ranks:
+        assert largest_difference(answer["log_probs"], expected) < 1e-4
+
+
+@pytest.mark.parametrize("case", [*(f"import-{kind}" for kind in KINDS), *(f"import-{name}" for name in LAYOUTS)])
+def test_exported_weights_are_bit_identical_to_the_file_on_every_rank(
+    answers: Answers, models: Path, case: str
+) -> None:
+    kind = case.removeprefix("import-")
+    file = load_file(models / (kind if kind in KINDS else "qwen2") / "model.safetensors")
+    for answer in answers(case):
+        weights = answer["weights"]
+        assert set(weights) == set(file)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in file.items())
+
+
+@pytest.mark.parametrize("case", ["import-qwen2_tied", "import-qwen3", "import-tp2-pp2"])
+def test_metadata_names_the_export_stream_and_the_hash_is_the_streams(answers: Answers, case: str) -> None:
+    for answer in answers(case):
+        weights = answer["weights"]
+        assert [meta.name for meta in answer["metadata"]] == list(weights)
+        for meta, tensor in zip(answer["metadata"], weights.values(), strict=True):
+            assert (meta.dtype, meta.shape) == ("float32", tuple(tensor.shape))
+        assert answer["hash"] == content_hash(weights)
+
+
+def test_saved_hf_directory_loads_in_transformers_with_the_trained_weights(
+    answers: Answers, models: Path, work: Path
+) -> None:
+    ranks = answers("saved-hf")
+    model = reference.load(work / "hf")
+    expected = reference.log_probs(model, make_rows(), temperature=1.0)
+    assert largest_difference(ranks[0]["log_probs"], expected) < 1e-4
+    state = model.state_dict()
+    before = load_file(models / "qwen2" / "model.safetensors")
+    for name, tensor in ranks[0]["weights"].items():
+        assert torch.equal(state[name], tensor)
+    assert not torch.equal(state["lm_head.weight"], before["lm_head.weight"])
+    assert not (work / "hf.partial").exists()
+
+
+def test_cut_vocabulary_with_padding_equals_one_softmax(answers: Answers) -> None:
+    # 97 columns over 4 ranks: 25 each, 3 of them padding on the last rank; temperature 0.7
+    for differences in answers("vocabulary"):
+        assert differences["logp"] < 1e-5
+        assert differences["entropy"] < 1e-5
+        assert differences["gradient"] < 1e-5 * differences["gradient_size"]
+
+
+def test_a_layout_or_weights_that_do_not_fit_the_model_are_refused(answers: Answers) -> None:
+    for message in answers("tp3"):
+        assert "--tensor-model-parallel-size 3 does not divide the model's 8 attention heads" in message
+    [message] = answers("wrong-weights")
+    assert "the weights do not belong to this config.json" in message
+    assert "q_norm" in message
+
+
+def test_the_device_layer_lives_only_as_long_as_a_trainer(answers: Answers) -> None:
+    [answer] = answers("device")
+    assert sorted(answer["redirected_while_living"]) == sorted(answer["second_install"])
+    assert "torch.cuda.current_device" in answer["redirected_while_living"]
+    assert answer["factories_untouched"]
+    assert answer["meta_device"] == "meta"
+    assert answer["restored"]

@@ -1,0 +1,241 @@
+"""What each process of the megatron tests does: one case after another, each with a trainer of its own.
+
+A case names its world size; ranks beyond it sit it out. Answers are plain numbers and tensors by case name.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.dist_launch import Ranks
+from tests.helpers.tiny_models import make_plan, make_rows
+from vime.backends.megatron_utils.initialize import RankInfo
+from vime.backends.megatron_utils.trainer import MegatronTrainer
+from vime.config.parse import Config
+from vime.types import VimeError
+
+TOTAL_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`do` names a function below; `flags` are changes to the configuration."""
+
+    name: str
+    do: str
+    world: int = 1
+    flags: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def run(ranks: Ranks, cases: list[Case]) -> dict[str, Any]:
+    logging.getLogger().setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    answers = {}
+    for case in cases:
+        if ranks.rank < case.world:
+            answers[case.name] = globals()[case.do](Bench(ranks, case), **case.arguments)
+    return answers
+
+
+class Bench:
+    """Makes trainers for one case."""
+
+    def __init__(self, ranks: Ranks, case: Case) -> None:
+        self.ranks, self.case = ranks, case
+
+    def trainer(self, **flags: Any) -> MegatronTrainer:
+        defaults = {
+            "device": "cpu",
+            "distributed_backend": "gloo",
+            "distributed_timeout_minutes": 1.0,
+            "lr": 1e-3,
+            # far above the gradients' rounding noise, so that Adam does not turn noise into full steps
+            "adam_eps": 1e-3,
+            "micro_batch_size": 3,
+        }
+        config = Config().replace(**{**defaults, **self.case.flags, **flags})
+        rank = RankInfo(
+            rank=self.ranks.rank,
+            world_size=self.case.world,
+            local_rank=0,
+            master_address="127.0.0.1",
+            master_port=self.ranks.rendezvous(f"world{self.case.world}"),
+        )
+        return MegatronTrainer(config, rank, total_steps=TOTAL_STEPS)
+
+
+def imported(bench: Bench) -> dict[str, Any]:
+    """Log-probabilities of the weights as loaded, and what is exported of them."""
+    trainer = bench.trainer()
+    answer = {
+        "log_probs": trainer.log_probs(make_rows()),
+        "weights": exported(trainer),
+        "metadata": trainer.weight_metadata(),
+        "hash": trainer.weights_hash(),
+    }
+    trainer.close()
+    return answer
+
+
+def trained(bench: Bench, rounds: int = 1, **plan: Any) -> dict[str, Any]:
+    """Metrics of each round, and the weights after the last."""
+    trainer = bench.trainer()
+    rows = make_rows()
+    metrics = [
+        trainer.train_round(make_plan(rows, dp_size=trainer.dp_size, **plan), dict(enumerate(rows)))
+        for _ in range(rounds)
+    ]
+    answer = {
+        "metrics": metrics,
+        "weights": exported(trainer),
+        "hash": trainer.weights_hash(),
+        "place": (trainer.dp_rank, trainer.dp_size, trainer.is_source, trainer.source_rank),
+    }
+    trainer.close()
+    return answer
+
+
+def resumed(bench: Bench, directory: Path, then: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train two rounds with a checkpoint between them; load it in a new trainer (flags `then`) and train the second."""
+    rows = dict(enumerate(make_rows()))
+
+    def second_round(trainer: MegatronTrainer) -> dict[str, Any]:
+        plan = make_plan(list(rows.values()), dp_size=trainer.dp_size, num_steps=2)
+        draws = (random.random(), float(torch.rand(1)))
+        metrics = trainer.train_round(plan, rows)
+        answer = {"draws": draws, "metrics": metrics, "hash": trainer.weights_hash(), "weights": exported(trainer)}
+        trainer.close()
+        return answer
+
+    trainer = bench.trainer()
+    trainer.train_round(make_plan(list(rows.values()), dp_size=trainer.dp_size, num_steps=2), rows)
+    random.random(), torch.rand(1)  # the random states are not those of the seed
+    trainer.save(directory)
+    saved = trainer.weights_hash()
+    never_stopped = second_round(trainer)
+    trainer = bench.trainer(**(then or {}))
+    trainer.load(directory)
+    loaded = trainer.weights_hash()
+    return {"saved": saved, "loaded": loaded, "never_stopped": never_stopped, "resumed": second_round(trainer)}
+
+
+def saved_hf(bench: Bench, directory: Path) -> dict[str, Any]:
+    trainer = bench.trainer()
+    rows = make_rows()
+    trainer.train_round(make_plan(rows, dp_size=trainer.dp_size), dict(enumerate(rows)))
+    trainer.save_hf(directory)
+    answer = {"weights": exported(trainer), "log_probs": trainer.log_probs(rows)}
+    trainer.close()
+    return answer
+
+
+def failed(bench: Bench, method: str, argument: Any = None) -> dict[str, Any]:
+    """The error of one call on this rank, and the weights before and after."""
+    trainer = bench.trainer()
+    before = trainer.weights_hash()
+    arguments = (argument,)
+    if method == "train_round":
+        import dataclasses
+
+        rows = [dataclasses.replace(row, reward=float("nan")) if i == 5 else row for i, row in enumerate(make_rows())]
+        arguments = (make_plan(rows, dp_size=trainer.dp_size), dict(enumerate(rows)))
+    try:
+        getattr(trainer, method)(*arguments)
+        error = None
+    except VimeError as caught:
+        error = (type(caught).__name__, str(caught))
+    answer = {"error": error, "before": before, "after": trainer.weights_hash()}
+    trainer.close()
+    return answer
+
+
+def unbuildable(bench: Bench) -> str:
+    """Why a trainer cannot be built."""
+    from vime.backends.megatron_utils import initialize
+
+    try:
+        bench.trainer()
+    except VimeError as caught:
+        return str(caught)
+    finally:
+        initialize.shut_down()
+    return ""
+
+
+def vocabulary_cut(bench: Bench, vocab_size: int, temperature: float) -> dict[str, float]:
+    """Largest differences of value and gradient between cut logits and one float64 softmax over the true vocabulary."""
+    from megatron.core import parallel_state
+
+    from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
+
+    trainer = bench.trainer()
+    group = parallel_state.get_tensor_model_parallel_group()
+    columns = -(-vocab_size // group.size())
+    draw = torch.Generator().manual_seed(1)
+    logits_TV = 3 * torch.randn(37, columns * group.size(), generator=draw)
+    target_T = torch.randint(0, vocab_size, (37,), generator=draw)
+    weight_T = torch.randn(37, generator=draw)
+    mine = slice(group.rank() * columns, (group.rank() + 1) * columns)
+    here = logits_TV[:, mine].clone().requires_grad_()
+    logp_T, entropy_T = logprobs_and_entropy(
+        here, target_T, group=group, vocab_size=vocab_size, temperature=temperature
+    )
+    (logp_T * weight_T + entropy_T * weight_T.flip(0)).sum().backward()
+    whole = logits_TV[:, :vocab_size].double().requires_grad_()
+    log_p = (whole / temperature).log_softmax(-1)
+    true_logp_T = log_p.gather(-1, target_T.unsqueeze(-1)).squeeze(-1)
+    true_entropy_T = -(log_p.exp() * log_p).sum(-1)
+    (true_logp_T * weight_T + true_entropy_T * weight_T.flip(0)).sum().backward()
+    padded = torch.nn.functional.pad(whole.grad, (0, columns * group.size() - vocab_size))
+    trainer.close()
+    return {
+        "logp": float((logp_T - true_logp_T).abs().max()),
+        "entropy": float((entropy_T - true_entropy_T).abs().max()),
+        "gradient": float((here.grad - padded[:, mine]).abs().max()),
+        "gradient_size": float(padded.abs().max()),
+    }
+
+
+def device_layer(bench: Bench) -> dict[str, Any]:
+    """What is redirected after importing the room, while a trainer lives, and after it closed."""
+    from vime.backends.megatron_utils import cpu_device
+
+    def state() -> list[Any]:
+        found = [cpu_device._resolve(entry.name) for entry in cpu_device.REDIRECTIONS]
+        return [getattr(owner, attribute, None) for owner, attribute in found]
+
+    import vime.backends.megatron_utils.replica  # noqa: F401  every module of the room, before any trainer
+
+    imported_state, factory = state(), torch.tensor
+    trainer = bench.trainer()
+    living_state = state()
+    answer = {
+        "redirected_while_living": [
+            entry.name
+            for entry, old, new in zip(cpu_device.REDIRECTIONS, imported_state, living_state, strict=True)
+            if old is not new
+        ],
+        "factories_untouched": torch.tensor is factory,
+        "meta_device": str(_made_on_meta()),
+        "second_install": cpu_device.install(),
+    }
+    trainer.close()
+    answer["restored"] = state() == imported_state
+    return answer
+
+
+def _made_on_meta() -> torch.device:
+    with torch.device("meta"):
+        return torch.tensor([1.0]).device
+
+
+def exported(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """The export stream; an order or name that differs from the metadata shows in the test of `imported`."""
+    return {name: tensor.clone() for name, tensor in trainer.export_weights()}

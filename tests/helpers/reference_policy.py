@@ -1,0 +1,77 @@
+"""The same training round in plain torch and transformers, written from the papers: what the trainer must reproduce.
+
+One sequence at a time, no packing, no parallelism, nothing imported from vime's formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vime.types import RoundPlan, TrainRow
+
+CLIP, KL_COEF, ENTROPY_COEF = 0.2, 0.1, 0.01
+PEAK_LR, FINAL_LR, TOTAL_STEPS = 1e-3, 1e-4, 8
+TEMPERATURE, WEIGHT_DECAY, MAX_NORM, ADAM_EPS = 0.8, 0.1, 1.0, 1e-3
+
+
+def load(directory: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+
+
+def response_values(model: torch.nn.Module, row: TrainRow, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log p of the response tokens [R], entropies [R])."""
+    tokens = torch.tensor(row.tokens)
+    logits = model(tokens[None]).logits[0].float() / temperature
+    first = row.total_length - row.response_length
+    log_p = logits[first - 1 : -1].log_softmax(-1)
+    return log_p.gather(-1, tokens[first:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@torch.no_grad()
+def log_probs(model: torch.nn.Module, rows: Sequence[TrainRow], temperature: float) -> list[Tensor]:
+    return [response_values(model, row, temperature)[0] for row in rows]
+
+
+def train_round(
+    model: torch.nn.Module, reference: torch.nn.Module, rows: Sequence[TrainRow], plan: RoundPlan, *, per_token: bool
+) -> list[dict[str, float]]:
+    """GRPO with KL (k3) and entropy terms, gradient clipping, AdamW, cosine rate; loss, norm and rate of each step."""
+    old = log_probs(model, rows, TEMPERATURE)
+    anchor = log_probs(reference, rows, TEMPERATURE)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=PEAK_LR,
+        betas=(0.9, 0.95),
+        eps=ADAM_EPS,
+    )
+    steps = []
+    for number, step in enumerate(plan.steps):
+        numbers = sorted(row for rank in step.micro_batches for batch in rank for row in batch)
+        trainable = sum(sum(rows[row].loss_mask) for row in numbers)
+        loss = torch.zeros(())
+        for row in numbers:
+            logp, entropy = response_values(model, rows[row], TEMPERATURE)
+            ratio, advantage = (logp - old[row]).exp(), rows[row].reward
+            policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+            kl = (anchor[row] - logp).exp() - 1 - (anchor[row] - logp)
+            mask = torch.tensor(rows[row].loss_mask, dtype=torch.float32)
+            total = ((policy + KL_COEF * kl - ENTROPY_COEF * entropy) * mask).sum()
+            loss = loss + (total / trainable if per_token else total / mask.sum() / len(numbers))
+        optimizer.zero_grad()
+        loss.backward()
+        rate = FINAL_LR + (PEAK_LR - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * number / TOTAL_STEPS))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        steps.append({"loss": float(loss), "grad_norm": float(norm), "lr": rate})
+    return steps

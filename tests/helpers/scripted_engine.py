@@ -1,0 +1,135 @@
+"""A scripted stand-in for router + engine: speaks POST /inference/v1/generate over real HTTP, from a thread.
+
+    with ScriptedEngine(lambda request: Reply(token_ids=[7, 2])) as engine:
+        ... http://127.0.0.1:{engine.port}
+
+The script sees a `Request` and answers one `Reply` for each of the n samples (called with `sample` 0..n-1). It may
+answer a `Failure` (status code) or `Hang()` (no answer until the client goes away or the engine is closed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    token_ids: tuple[int, ...]
+    sampling_params: Mapping[str, Any]
+    session_id: str
+    number: int  # of the HTTP request, from 0
+    sample: int  # 0..n-1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    token_ids: Sequence[int]
+    finish_reason: str = "stop"
+    version: str = "default"
+    log_prob: float = -0.5
+    spans: Sequence[tuple[str, int, int]] | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)  # overrides keys of the choice, for malformed answers
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    status: int
+    text: str = "scripted failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """No answer."""
+
+
+Script = Callable[[Request], Reply | Failure | Hang]
+
+
+class ScriptedEngine:
+    """Context manager. `requests` lists what arrived, `disconnects` counts clients that left before the answer."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.requests: list[dict[str, Any]] = []
+        self.disconnects = 0
+        self.disconnected = threading.Event()
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="scripted-engine", daemon=True)
+
+    def __enter__(self) -> ScriptedEngine:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        number = len(self.requests)
+        self.requests.append(body)
+        choices = []
+        for sample in range(body["sampling_params"]["n"]):
+            reply = self._script(
+                Request(
+                    token_ids=tuple(body["token_ids"]),
+                    sampling_params=body["sampling_params"],
+                    session_id=request.headers.get("X-Session-ID", ""),
+                    number=number,
+                    sample=sample,
+                )
+            )
+            if isinstance(reply, Failure):
+                return web.Response(status=reply.status, text=reply.text)
+            if isinstance(reply, Hang):
+                await self._hang()
+                return web.Response(status=503)
+            choices.append(choice(sample, reply))
+        return web.json_response({"choices": choices, "usage": {}})
+
+    async def _hang(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            with contextlib.suppress(RuntimeError):
+                self.disconnects += 1
+                self.disconnected.set()
+
+
+def choice(index: int, reply: Reply) -> dict[str, Any]:
+    """One entry of `choices`, as vLLM writes it."""
+    length = len(reply.token_ids)
+    spans = reply.spans if reply.spans is not None else [(reply.version, 0, length)] if length else []
+    content = [{"token_id": token, "logprob": reply.log_prob, "top_logprobs": []} for token in reply.token_ids]
+    return {
+        "index": index,
+        "token_ids": list(reply.token_ids),
+        "finish_reason": reply.finish_reason,
+        "stop_reason": None,
+        "logprobs": {"content": content},
+        "weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in spans],
+        **reply.changes,
+    }

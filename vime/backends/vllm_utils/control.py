@@ -1,0 +1,160 @@
+"""Control of all engines over HTTP: every call goes to each engine, in parallel, with a timeout.
+
+Not through the router, which would pick one engine and drop the query string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from vime.types import EngineAddress, EngineError, EngineReport, Version
+
+CONNECT_TIMEOUT_S = 10.0
+SHOWN_BODY = 600
+
+
+class Fanout:
+    """One HTTP call to every engine at once, each bounded by the client's own timeouts."""
+
+    def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float) -> None:
+        self.addresses = tuple(addresses)
+        # trust_env: a proxy of the environment must not stand between a host and its own engines
+        self._client = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S), trust_env=False)
+        self._pool = ThreadPoolExecutor(max_workers=len(addresses), thread_name_prefix="fleet-control")
+
+    def get(self, route: str) -> list[dict[str, Any]]:
+        return self._on_each(route, lambda index: self._client.get(self.addresses[index].url + route))
+
+    def post(self, route: str, body: Any = None, *, params: dict[str, str] | None = None) -> list[dict[str, Any]]:
+        """The same body to every engine."""
+        return self.post_each(route, [body] * len(self.addresses), params=params)
+
+    def post_each(
+        self, route: str, bodies: Sequence[Any], *, params: dict[str, str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Its own body to each engine."""
+        if len(bodies) != len(self.addresses):
+            raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
+        return self._on_each(
+            route,
+            lambda index: self._client.post(self.addresses[index].url + route, json=bodies[index], params=params),
+        )
+
+    def close(self) -> None:
+        self._client.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _on_each(self, route: str, send: Callable[[int], httpx.Response]) -> list[dict[str, Any]]:
+        sent = [self._pool.submit(send, index) for index in range(len(self.addresses))]
+        answers: list[dict[str, Any]] = []
+        failures: list[str] = []
+        for address, future in zip(self.addresses, sent, strict=True):
+            try:
+                response = future.result()
+            except httpx.HTTPError as error:
+                failures.append(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}")
+                continue
+            if response.status_code != 200:
+                failures.append(
+                    f"{address.name} ({address.url}) {route}: status {response.status_code}, expected 200: "
+                    f"{response.text[:SHOWN_BODY]}"
+                )
+            else:
+                answers.append(response.json() if response.content else {})
+        if failures:
+            raise EngineError("; ".join(failures) + ". See the engine's log in RUN_DIR/logs.")
+        return answers
+
+
+class FleetControl:
+    """Implements `vime.seams.EngineControl`. `timeout_s` bounds each call, except that connecting has 10 s.
+
+    A call either succeeds on every engine or raises one EngineError that names each engine that failed, its route,
+    status and answer. Thread-safe.
+    """
+
+    def __init__(self, addresses: Sequence[EngineAddress], *, timeout_s: float) -> None:
+        if not addresses:
+            raise ValueError("a fleet needs at least one engine")
+        self._http = Fanout(addresses, timeout_s)
+
+    @property
+    def addresses(self) -> Sequence[EngineAddress]:
+        return self._http.addresses
+
+    def world_sizes(self) -> list[int]:
+        """Workers of each engine, data-parallel replicas included."""
+        return [int(answer["world_size"]) for answer in self._http.get("/get_world_size")]
+
+    def init_transfer(self, init_info_by_engine: Sequence[dict[str, Any]]) -> None:
+        """Each engine gets its own information; all are asked at once, since they may wait for each other."""
+        bodies = [{"init_info": info} for info in init_info_by_engine]
+        self._http.post_each("/init_weight_transfer_engine", bodies)
+
+    def pause(self, mode: str) -> None:
+        """Stop generating: `wait` for running requests, `keep` them for later, or `abort` them with what they have.
+
+        Clears the prefix cache, in every mode: the weights are about to change under it.
+        """
+        self._http.post("/pause", params={"mode": mode, "clear_cache": "true"})
+
+    def start_update(self) -> None:
+        self._http.post("/start_weight_update")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._http.post("/update_weights", {"update_info": update_info})
+
+    def finish_update(self, version: Version) -> None:
+        self._http.post("/finish_weight_update", {"weight_version": str(version)})
+
+    def reports(self) -> list[EngineReport]:
+        """Version and content hash of each engine. EngineError when an engine's own workers disagree."""
+        versions = self._http.get("/weight_info")
+        workers = self.call_workers("vime_weight_report")
+        return [
+            _report(address, str(version["weight_version"]), reports)
+            for address, version, reports in zip(self._http.addresses, versions, workers, strict=True)
+        ]
+
+    def resume(self) -> None:
+        self._http.post("/resume")
+
+    def is_paused(self) -> list[bool]:
+        return [bool(answer["is_paused"]) for answer in self._http.get("/is_paused")]
+
+    def call_workers(self, method: str) -> list[list[Any]]:
+        """The answers of every worker of every engine to a method of its worker class."""
+        return [answer["results"] for answer in self._http.post("/collective_rpc", {"method": method})]
+
+    def prompt_log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
+        """Per engine, the log-probability of tokens[1:] each given those before it (before any temperature)."""
+        body = {
+            "token_ids": list(tokens),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
+        }
+        return [_prompt_log_probs(answer, tokens) for answer in self._http.post("/inference/v1/generate", body)]
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _report(address: EngineAddress, version: str, workers: Sequence[dict[str, Any]]) -> EngineReport:
+    if not version.isdigit():
+        raise EngineError(
+            f"{address.name} serves version {version!r}, which no trainer has published. Publish weights to it first."
+        )
+    distinct = {(worker["content_hash"], int(worker["num_tensors"])) for worker in workers}
+    if len(distinct) != 1:
+        raise EngineError(f"{address.name}: its {len(workers)} workers hold different weights: {sorted(distinct)}.")
+    ((content_hash, num_tensors),) = distinct
+    return EngineReport(engine=address.name, version=int(version), content_hash=content_hash, num_tensors=num_tensors)
+
+
+def _prompt_log_probs(answer: dict[str, Any], tokens: Sequence[int]) -> list[float]:
+    """Position 0 has no entry; each other one maps token id (a JSON key) to its log-probability."""
+    entries = answer["prompt_logprobs"][1:]
+    return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[1:], strict=True)]

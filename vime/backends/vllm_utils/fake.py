@@ -1,0 +1,281 @@
+"""A scripted engine: the routes of vLLM that Vime uses, answered by a function, with failures on demand.
+
+It is a real HTTP server and a real receiver of weights (every transport, every hash); only the model is missing. Tests of
+other rooms and the shipped examples run against it, and the same contract tests run against vLLM itself.
+
+    with FakeEngine(answer=lambda prompt, sample, version: ([7, 8], [-0.5, -0.25])) as engine:
+        httpx.post(engine.address.url + "/inference/v1/generate", json={"token_ids": [1], "sampling_params": {}})
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+from vime.types import EngineAddress, VimeError
+from vime.weights.transports import make_receiver
+
+Answer = Callable[[Sequence[int], int, str], tuple[list[int], list[float]]]
+"""(prompt, sample number, version) -> (tokens, log-probabilities) of one answer, before max_tokens cuts it."""
+
+WAIT_S = 60.0
+"""Deadline of every wait inside the fake: a paused or stalled request gives up with status 504."""
+
+
+def echo_backwards(prompt: Sequence[int], sample: int, version: str) -> tuple[list[int], list[float]]:
+    """The default answer: the prompt backwards, with log-probability -0.5."""
+    del sample, version
+    return list(reversed(prompt)), [-0.5] * len(prompt)
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong; change it while the engine runs."""
+
+    wrong_hash: bool = False  # report another hash than the received bytes have
+    wrong_version: str | None = None  # report this version
+    status: dict[str, int] = field(default_factory=dict)  # route -> status to answer instead of working
+    stall: dict[str, threading.Event] = field(default_factory=dict)  # route -> answer only after this event
+    stall_tokens_after: int | None = None  # running requests stop after so many tokens until this is cleared
+
+
+class FakeEngine:
+    """One engine. The state is owned by `_changed`'s lock; each request runs in a thread of its own."""
+
+    def __init__(
+        self, *, name: str = "fake-0", transport: str = "shm", answer: Answer = echo_backwards, port: int = 0
+    ) -> None:
+        self.faults = Faults()
+        self.calls: list[str] = []  # control routes in order of arrival, with the query
+        self._answer = answer
+        self._receiver = make_receiver(transport, torch.device("cpu"))
+        self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
+        self._changed = threading.Condition()
+        self._version = "default"
+        self._is_updating = False
+        self._is_paused = self._is_frozen = False
+        self._num_aborts = 0
+        self._num_running = 0
+        handler = type("Handler", (_Handler,), {"engine": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name=name, daemon=True)
+        self.address = EngineAddress(name=name, url=f"http://127.0.0.1:{self._server.server_port}")
+
+    def __enter__(self) -> FakeEngine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close the listening socket: later connections are refused. Also how a test lets the engine die."""
+        with self._changed:
+            self.faults.stall_tokens_after = None
+            self._is_paused = self._is_frozen = False
+            self._num_aborts += 1
+            self._changed.notify_all()
+        for event in self.faults.stall.values():
+            event.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._receiver.close()
+
+    def clear_stall(self) -> None:
+        """Let stalled requests go on."""
+        with self._changed:
+            self.faults.stall_tokens_after = None
+            self._changed.notify_all()
+
+    def wait_until_running(self, num_requests: int) -> None:
+        """Return when so many requests generate, so that a test needs no sleep."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._num_running >= num_requests, WAIT_S):
+                raise TimeoutError(f"{self._num_running} requests run, expected {num_requests}")
+
+    def handle(self, route: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, Any]:
+        """(status, JSON) for one request. Called by the handler threads."""
+        if route in self.faults.stall and not self.faults.stall[route].wait(WAIT_S):
+            return 504, {"error": f"{route} stalled for {WAIT_S} s"}
+        if route in self.faults.status:
+            return self.faults.status[route], {"error": f"{route} fails because the test says so"}
+        if route == "/inference/v1/generate":
+            return self._generate(body)
+        simple = {
+            "/health": {},
+            "/readiness": {},
+            "/get_world_size": {"world_size": 1},
+            "/is_paused": {"is_paused": self._is_paused},
+            "/weight_info": {"weight_version": self.faults.wrong_version or self._version},
+            "/reset_prefix_cache": {"success": True},
+        }
+        if route in simple:
+            return 200, simple[route]
+        try:
+            return self._control(route, query, body)
+        except (VimeError, OSError, RuntimeError, KeyError, ValueError) as error:
+            return 500, {"error": f"{type(error).__name__}: {error}"}
+
+    def _control(self, route: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, Any]:
+        if route == "/pause":
+            self._pause(query.get("mode", ["abort"])[0])
+        elif route == "/resume":
+            with self._changed:
+                self._is_paused = self._is_frozen = False
+                self._changed.notify_all()
+        elif route in ("/abort_requests", "/inference/v1/abort_requests"):
+            self._abort()
+        elif route == "/init_weight_transfer_engine":
+            self._receiver.connect(body["init_info"], 0)
+        elif route == "/start_weight_update":
+            if self._is_updating:
+                raise RuntimeError("start_weight_update called while a weight update is already active")
+            self._is_updating, self.weights = True, {}
+            self._receiver.start()
+        elif route in ("/update_weights", "/finish_weight_update") and not self._is_updating:
+            raise RuntimeError(f"{route} without start_weight_update")
+        elif route == "/update_weights":
+            self._is_updating = False  # as in vLLM, an error ends the session
+            self.weights.update(self._receiver.receive(body["update_info"]))
+            self._is_updating = True
+        elif route == "/finish_weight_update":
+            self._receiver.finish()
+            self._is_updating, self._version = False, str(body["weight_version"])
+        elif route == "/collective_rpc" and body.get("method") == "vime_weight_report":
+            content_hash = "0" * 32 if self.faults.wrong_hash else self._receiver.content_hash
+            return 200, {"results": [{"content_hash": content_hash, "num_tensors": self._receiver.num_tensors}]}
+        else:
+            return 404, {"error": f"the scripted engine has no {route}"}
+        return 200, {}
+
+    def _pause(self, mode: str) -> None:
+        if mode not in ("abort", "wait", "keep"):
+            raise ValueError(f"pause mode {mode!r}")
+        with self._changed:
+            self._is_paused = True
+            self._is_frozen = mode == "keep"
+        if mode == "abort":
+            self._abort()
+        elif mode == "wait":
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._num_running == 0, WAIT_S):
+                    raise RuntimeError("running requests did not end")
+
+    def _abort(self) -> None:
+        with self._changed:
+            self._num_aborts += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_running == 0, WAIT_S)
+
+    def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        params = body.get("sampling_params", {})
+        prompt, limit = body["token_ids"], params.get("max_tokens", 16)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._is_paused, WAIT_S):
+                return 504, {"error": "paused"}
+            self._num_running += 1
+            self._changed.notify_all()
+            try:
+                answers = [self._answer(prompt, sample, self._version) for sample in range(params.get("n", 1))]
+                longest = min(limit, max(len(tokens) for tokens, _ in answers))
+                produced, versions = self._advance(longest)
+            finally:
+                self._num_running -= 1
+                self._changed.notify_all()
+        choices = [
+            _choice(index, answer, produced, versions, limit, params, is_aborted=produced < longest)
+            for index, answer in enumerate(answers)
+        ]
+        total = sum(len(choice["token_ids"]) for choice in choices)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": total, "total_tokens": len(prompt) + total}
+        scores = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
+        return 200, {
+            "request_id": f"generate-tokens-{body.get('request_id', 'x')}",
+            "choices": choices,
+            "prompt_logprobs": scores if params.get("prompt_logprobs") is not None else None,
+            "usage": usage,
+        }
+
+    def _advance(self, longest: int) -> tuple[int, list[str]]:
+        """Sample token after token under the lock: how many came before an abort, and the version of each."""
+        aborts = self._num_aborts
+        versions: list[str] = []
+
+        def may_go_on() -> bool:
+            stalled = self.faults.stall_tokens_after is not None and len(versions) >= self.faults.stall_tokens_after
+            return self._num_aborts > aborts or not (self._is_frozen or stalled)
+
+        while len(versions) < longest:
+            if not self._changed.wait_for(may_go_on, WAIT_S) or self._num_aborts > aborts:
+                break
+            versions.append(self._version)
+        return len(versions), versions
+
+
+class _Handler(BaseHTTPRequestHandler):
+    engine: FakeEngine
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def log_message(self, *_: object) -> None:
+        """Silence: the base class writes every request to stderr."""
+
+    def _serve(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = urlsplit(self.path)
+        if self.command == "POST" and parts.path != "/inference/v1/generate":
+            self.engine.calls.append(self.path)
+        status, answer = self.engine.handle(parts.path, parse_qs(parts.query), json.loads(raw) if raw else {})
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def _choice(
+    index: int,
+    answer: tuple[list[int], list[float]],
+    produced: int,
+    versions: list[str],
+    limit: int,
+    params: dict[str, Any],
+    *,
+    is_aborted: bool,
+) -> dict[str, Any]:
+    tokens, log_probs = answer
+    kept = min(len(tokens), produced)
+    reason = "length" if len(tokens) > limit else "stop"
+    spans: list[dict[str, Any]] = []
+    for position, version in enumerate(versions[:kept]):
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = position + 1
+        else:
+            spans.append({"version": version, "start": position, "end": position + 1})
+    content = [
+        {"token": f"token_id:{token}", "token_id": token, "logprob": log_prob, "rank": 1, "top_logprobs": []}
+        for token, log_prob in zip(tokens[:kept], log_probs[:kept], strict=True)
+    ]
+    return {
+        "index": index,
+        "token_ids": tokens[:kept],
+        "finish_reason": "abort" if is_aborted and kept < min(len(tokens), limit) else reason,
+        "stop_reason": None,
+        "logprobs": {"content": content} if params.get("logprobs") is not None else None,
+        "weight_versions": spans,
+    }

@@ -1,0 +1,150 @@
+"""The engine's side of a weight update. Runs inside vLLM's workers; found through plugin.py.
+
+vLLM drives `start_weight_update` -> `update_weights` (one bucket each) -> `finish_weight_update`. What travels and how
+is `vime.weights`' matter; here the tensors enter the model, and two copies that vLLM's CPU build keeps beside
+the parameters are rebuilt. `WorkerReport` lets the trainer read what each worker received, by `/collective_rpc`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from vime.types import PublishError
+from vime.weights.transports import make_receiver
+
+BUFFER_SUFFIXES = (".inv_freq", ".masked_bias", ".attn.bias")  # in some checkpoints, but not parameters
+
+
+class VimeEngine(WeightTransferEngine[Any, Any]):
+    """Loads Hugging Face tensors bucket by bucket. Subclasses name the transport."""
+
+    transport: str
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.receiver = make_receiver(self.transport, device)
+        self._received: set[str] = set()
+        self._required: frozenset[str] | None = None
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
+        return init_dict
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> dict[str, Any]:
+        return update_dict
+
+    def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        parallel = self.parallel_config
+        self.receiver.connect(init_info, parallel.data_parallel_index * parallel.world_size + parallel.rank)
+        self._required = required_names(self.model_config)
+
+    def start_weight_update(self) -> None:
+        self.receiver.start()
+        self._received = set()
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As in the base class, without its device synchronisation on a build that has no device to synchronise."""
+        self.receive_weights(update_info)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Mapping[str, Any]) -> None:
+        pairs = self.receiver.receive(update_info)
+        self._received.update(name for name, _ in pairs)
+        with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
+            self.model.load_weights(pairs)
+
+    def finish_weight_update(self) -> None:
+        self.receiver.finish()
+        missing = sorted((self._required or frozenset()) - self._received)
+        if missing:
+            raise PublishError(
+                f"weight update lacks {len(missing)} tensors of the model's checkpoint, first {missing[:3]}. vLLM "
+                "would keep their old values in silence: export every tensor."
+            )
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            refresh_packed_copies(self.model)
+
+    def shutdown(self) -> None:
+        self.receiver.close()
+
+
+class ShmEngine(VimeEngine):
+    transport = "shm"
+
+
+class GlooEngine(VimeEngine):
+    transport = "gloo"
+
+
+class NcclEngine(VimeEngine):
+    transport = "nccl"
+
+
+class DiskEngine(VimeEngine):
+    transport = "disk"
+
+
+class WorkerReport:
+    """Mixed into vLLM's worker by --worker-extension-cls; every method can be called by `/collective_rpc`."""
+
+    weight_transfer_engine: VimeEngine  # of the worker class
+
+    def vime_weight_report(self) -> dict[str, str | int]:
+        """Content hash and number of tensors of the newest update, as this worker received it."""
+        receiver = self.weight_transfer_engine.receiver
+        return {"content_hash": receiver.content_hash, "num_tensors": receiver.num_tensors}
+
+    def vime_process_report(self) -> dict[str, str | bool]:
+        """Whether anything of the trainer, which redirects torch.cuda on a machine without one, is in this process."""
+        return {
+            "current_device_module": torch.cuda.current_device.__module__,
+            "trainer_imported": any(name.startswith("vime.backends.megatron_utils") for name in sys.modules),
+            "megatron_imported": "megatron.core" in sys.modules,
+        }
+
+
+def refresh_packed_copies(model: torch.nn.Module) -> None:
+    """Rebuild what vLLM 0.32's CPU build derives from weights on the first load only.
+
+    * A language-model head tied by `tie_weights` (Llama) keeps a packed oneDNN copy. No tensor is loaded into that
+      module, so the layerwise reload leaves the copy at the old weights: log-probabilities were off by up to 2.4.
+    * MoE experts are packed for the grouped product inside `_setup_kernel`, which runs once: off by 0.17.
+    Neither raises an error, and a checksum of the parameters cannot see it.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and method is not None:
+            method.process_weights_after_loading(module)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None and hasattr(module, "w13_weight"):
+            experts.process_weights_after_loading(module)
+
+
+def required_names(model_config: Any) -> frozenset[str] | None:
+    """Names that an update must hold: those of the checkpoint the engine started from. None when it is not local."""
+    files = sorted(Path(model_config.model).glob("*.safetensors"))
+    if not files:
+        return None
+    names = {name for file in files for name in safetensors_names(file) if not name.endswith(BUFFER_SUFFIXES)}
+    if model_config.hf_config.to_dict().get("tie_word_embeddings"):
+        names.discard("lm_head.weight")
+    return frozenset(names)
+
+
+def safetensors_names(file: Path) -> list[str]:
+    """Tensor names from the header: 8 bytes of length, then JSON."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return [name for name in json.loads(opened.read(length)) if name != "__metadata__"]

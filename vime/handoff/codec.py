@@ -1,0 +1,297 @@
+"""Training rows to packed columns and back, exactly; plans and manifests to bytes and back.
+
+A group travels as one dict of 1-D numpy arrays: the rows laid end to end, with their lengths beside them. Every
+carrier uses this codec, so that a row arrives with the same bits whichever way it came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vime.handoff.columns import BY_NAME, COLUMNS, Column, Shape
+from vime.types import HandoffError, RoundPlan, SampleStatus, StepPlan, TrainGroup, TrainRow, VersionSpan
+
+Columns = dict[str, NDArray[Any]]
+STATUS_CODES = tuple(str(status) for status in SampleStatus)
+
+
+def encode_group(group: TrainGroup, extra: Sequence[str] = ()) -> Columns:
+    """One prompt group as columns. `extra` names the optional columns to carry; a row that lacks one is refused."""
+    if not group.rows:
+        raise HandoffError(f"group {group.group_index}: has no rows; a rollout function must return whole groups.")
+    first = group.rows[0]
+    for row in group.rows:
+        if row.group_index != group.group_index or row.rollout_id != first.rollout_id:
+            raise HandoffError(
+                f"group {group.group_index}: sample {row.sample_index} belongs to group {row.group_index} of round "
+                f"{row.rollout_id}; expected one group of round {first.rollout_id}. The rollout function mixed groups."
+            )
+    indices = [row.sample_index for row in group.rows]
+    if len(set(indices)) != len(indices):
+        raise HandoffError(f"group {group.group_index}: sample indices {indices} repeat; each sample needs its own.")
+    return encode_rows(group.rows, extra)
+
+
+def decode_group(columns: Mapping[str, NDArray[Any]]) -> TrainGroup:
+    """Inverse of `encode_group`."""
+    rows = decode_rows(columns)
+    if not rows or any(row.group_index != rows[0].group_index for row in rows):
+        raise HandoffError(
+            f"columns of one group hold groups {[row.group_index for row in rows]}: the payload is torn."
+        )
+    return TrainGroup(group_index=rows[0].group_index, rows=rows)
+
+
+def encode_rows(rows: Sequence[TrainRow], extra: Sequence[str] = ()) -> Columns:
+    """Rows of any groups as columns. Log-probabilities are rounded to float32, everything else is exact."""
+    for row in rows:
+        check_row(row)
+    wanted = [column for column in COLUMNS if not column.is_optional] + [_optional_column(name) for name in extra]
+    return {column.name: _encode_column(column, rows) for column in wanted}
+
+
+def decode_rows(columns: Mapping[str, NDArray[Any]]) -> tuple[TrainRow, ...]:
+    """Inverse of `encode_rows`: sequences come back as tuples of Python numbers."""
+    unknown = sorted(set(columns) - set(BY_NAME))
+    missing = [column.name for column in COLUMNS if column.required and column.name not in columns]
+    if unknown or missing:
+        raise HandoffError(
+            f"columns of a group: missing {missing}, unknown {unknown}. The writer is of another version."
+        )
+    num_rows = len(columns["total_lengths"])
+    lengths = {
+        Shape.ROW: [1] * num_rows,
+        Shape.TOKEN: columns["total_lengths"].tolist(),
+        Shape.RESPONSE: columns["response_lengths"].tolist(),
+        Shape.SPAN: (columns["span_counts"] * 3).tolist(),
+    }
+    cells = {name: _split(BY_NAME[name], array, lengths[BY_NAME[name].shape]) for name, array in columns.items()}
+    rows = tuple(_decode_row(index, {name: cell[index] for name, cell in cells.items()}) for index in range(num_rows))
+    for row in rows:
+        check_row(row)
+    return rows
+
+
+def check_row(row: TrainRow) -> None:
+    """Refuse a row whose parts do not line up or whose numbers cannot be trained on."""
+    name = f"sample {row.sample_index} of group {row.group_index}"
+    length = row.response_length
+    if not 0 <= length < row.total_length:
+        raise HandoffError(
+            f"{name}: {row.total_length} tokens with a response of {length}; expected a prompt before it."
+        )
+    if len(row.loss_mask) != length or len(row.rollout_log_probs) != length:
+        raise HandoffError(
+            f"{name}: {length} response tokens, {len(row.loss_mask)} mask entries and {len(row.rollout_log_probs)} "
+            "log-probabilities; expected equally many. Grow samples with append_response_tokens only."
+        )
+    if min(row.tokens) < 0 or not set(row.loss_mask) <= {0, 1}:
+        raise HandoffError(f"{name}: token ids must be >= 0 and mask entries 0 or 1.")
+    if not np.isfinite(np.asarray(row.rollout_log_probs, dtype=np.float64)).all():
+        raise HandoffError(f"{name}: a log-probability is not finite. The engine answered nonsense; see its log.")
+    if not np.isfinite([row.reward, row.raw_reward]).all():
+        raise HandoffError(f"{name}: reward {row.reward}, raw reward {row.raw_reward}; expected finite numbers.")
+    if str(row.status) not in STATUS_CODES:
+        raise HandoffError(f"{name}: status {row.status!r}; expected one of {', '.join(STATUS_CODES)}.")
+    covered = 0
+    for span in row.token_policy_versions:
+        if span.start != covered or span.end <= span.start:
+            raise HandoffError(f"{name}: version spans {list(row.token_policy_versions)} do not tile the response.")
+        covered = span.end
+    if covered != length:
+        raise HandoffError(f"{name}: version spans cover {covered} of {length} response tokens.")
+
+
+def _optional_column(name: str) -> Column:
+    column = BY_NAME.get(name)
+    if column is None or not column.is_optional:
+        raise HandoffError(
+            f"column {name!r} is not in the table of optional columns; check_requested refuses it first."
+        )
+    return column
+
+
+def _encode_column(column: Column, rows: Sequence[TrainRow]) -> NDArray[Any]:
+    flat: list[Any] = []
+    add: Callable[[Any], None] = flat.append if column.shape is Shape.ROW else flat.extend
+    for row in rows:
+        add(_cell(column, row))
+    try:
+        return np.asarray(flat, dtype=column.dtype)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise HandoffError(f"column {column.name}: a value does not fit {column.dtype}: {error}") from error
+
+
+def _cell(column: Column, row: TrainRow) -> Any:
+    if column.is_optional:
+        if column.name not in row.extra:
+            raise HandoffError(
+                f"sample {row.sample_index}: column {column.name!r} was requested by --transfer-queue-extra-data-fields "
+                "but the rollout did not write it. Write it for every sample, or do not request it."
+            )
+        value = row.extra[column.name]
+        expected = {Shape.TOKEN: row.total_length, Shape.RESPONSE: row.response_length}.get(column.shape)
+        if expected is not None and len(value) != expected:
+            raise HandoffError(
+                f"sample {row.sample_index}: column {column.name!r} has {len(value)} entries, expected {expected}."
+            )
+        return value
+    if column.name == "status":
+        return STATUS_CODES.index(str(row.status))
+    if column.name == "span_counts":
+        return len(row.token_policy_versions)
+    if column.shape is Shape.SPAN:
+        return [number for span in row.token_policy_versions for number in (span.version, span.start, span.end)]
+    assert column.attribute is not None
+    return getattr(row, column.attribute)
+
+
+def _split(column: Column, array: NDArray[Any], lengths: Sequence[int]) -> list[Any]:
+    """Cut a column into one cell per row: a number, or a tuple of numbers."""
+    if array.ndim != 1 or array.dtype != np.dtype(column.dtype) or len(array) != sum(lengths):
+        raise HandoffError(
+            f"column {column.name}: got {array.dtype} of shape {array.shape}, expected {column.dtype} of shape "
+            f"({sum(lengths)},). The payload is torn."
+        )
+    flat = array.tolist()
+    if column.shape is Shape.ROW:
+        return flat
+    cells, start = [], 0
+    for length in lengths:
+        cells.append(tuple(flat[start : start + length]))
+        start += length
+    return cells
+
+
+def _decode_row(index: int, cells: Mapping[str, Any]) -> TrainRow:
+    code = cells["status"]
+    if code >= len(STATUS_CODES):
+        raise HandoffError(f"column status: code {code} is unknown. The writer is of another version.")
+    status, spans = STATUS_CODES[code], cells["token_policy_versions"]
+    return TrainRow(
+        sample_index=cells.get("sample_indices", index),
+        group_index=cells["group_indices"],
+        rollout_id=cells["rollout_ids"],
+        tokens=cells["tokens"],
+        response_length=cells["response_lengths"],
+        loss_mask=cells["loss_masks"],
+        rollout_log_probs=cells["rollout_log_probs"],
+        token_policy_versions=tuple(VersionSpan(*spans[at : at + 3]) for at in range(0, len(spans), 3)),
+        reward=cells["rewards"],
+        raw_reward=cells.get("raw_reward", cells["rewards"]),
+        status=status,
+        truncated=bool(cells.get("truncated", status == SampleStatus.TRUNCATED)),
+        extra={name: cell for name, cell in cells.items() if BY_NAME[name].is_optional},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a round consists of: its plan, and under which key each group lies, in the order of the row numbers."""
+
+    plan: RoundPlan
+    keys: tuple[str, ...]
+    group_sizes: tuple[int, ...]
+
+    def groups_of(self, dp_rank: int) -> list[tuple[str, int, int]]:
+        """(key, first row number, number of rows) of every group that holds a row of `dp_rank`."""
+        wanted = set(self.plan.rows_of(dp_rank))
+        found, first = [], 0
+        for key, size in zip(self.keys, self.group_sizes, strict=True):
+            if not wanted.isdisjoint(range(first, first + size)):
+                found.append((key, first, size))
+            first += size
+        return found
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    record = {"keys": manifest.keys, "group_sizes": manifest.group_sizes, "plan": _plan_record(manifest.plan)}
+    return json.dumps(record, separators=(",", ":")).encode()
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Inverse of `encode_manifest`."""
+    record = _load(data, "manifest")
+    try:
+        return Manifest(
+            plan=_plan(record["plan"]), keys=tuple(record["keys"]), group_sizes=tuple(record["group_sizes"])
+        )
+    except (KeyError, TypeError) as error:
+        raise HandoffError(f"manifest: lacks {error}. The writer is of another version.") from error
+
+
+def encode_plan(plan: RoundPlan) -> bytes:
+    return json.dumps(_plan_record(plan), separators=(",", ":")).encode()
+
+
+def decode_plan(data: bytes) -> RoundPlan:
+    """Inverse of `encode_plan`."""
+    try:
+        return _plan(_load(data, "plan"))
+    except (KeyError, TypeError) as error:
+        raise HandoffError(f"plan: lacks {error}. The writer is of another version.") from error
+
+
+def _load(data: bytes, what: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise HandoffError(f"{what}: {len(data)} bytes are not a {what}: {error}. The payload is torn.") from error
+
+
+def _plan_record(plan: RoundPlan) -> dict[str, Any]:
+    steps = [[step.num_samples, step.num_tokens, step.micro_batches] for step in plan.steps]
+    return {"rollout_id": plan.rollout_id, "steps": steps}
+
+
+def _plan(record: Mapping[str, Any]) -> RoundPlan:
+    return RoundPlan(
+        rollout_id=record["rollout_id"],
+        steps=tuple(
+            StepPlan(
+                micro_batches=tuple(tuple(tuple(batch) for batch in rank) for rank in micro_batches),
+                num_samples=num_samples,
+                num_tokens=num_tokens,
+            )
+            for num_samples, num_tokens, micro_batches in record["steps"]
+        ),
+    )
+
+
+def check_round(plan: RoundPlan, groups: Sequence[TrainGroup]) -> None:
+    """Refuse a plan that does not name every row of the round exactly once, or rows of another round."""
+    rows = [row for group in groups for row in group.rows]
+    planned = sorted(row for step in plan.steps for rank in step.micro_batches for batch in rank for row in batch)
+    if planned != list(range(len(rows))):
+        raise HandoffError(
+            f"round {plan.rollout_id}: the plan names {len(planned)} rows, the round has {len(rows)}; expected each row "
+            "exactly once. Plan the round from the same groups that are put."
+        )
+    strangers = sorted({row.rollout_id for row in rows} - {plan.rollout_id})
+    if strangers:
+        raise HandoffError(f"round {plan.rollout_id}: got rows of rounds {strangers}. Rows must carry the round's id.")
+
+
+Layout = list[tuple[str, str, int]]
+"""(column, dtype, entries) in the order in which the columns lie in a buffer."""
+
+
+def to_buffer(columns: Mapping[str, NDArray[Any]]) -> tuple[Layout, NDArray[np.uint8]]:
+    """All columns as one run of bytes, so that one broadcast carries them."""
+    layout = [(name, str(array.dtype), len(array)) for name, array in columns.items()]
+    return layout, np.frombuffer(b"".join(array.tobytes() for array in columns.values()), dtype=np.uint8)
+
+
+def from_buffer(layout: Layout, buffer: NDArray[np.uint8]) -> Columns:
+    """Inverse of `to_buffer`."""
+    columns, offset, data = {}, 0, buffer.tobytes()
+    for name, dtype, count in layout:
+        columns[name] = np.frombuffer(data, dtype=dtype, count=count, offset=offset)
+        offset += columns[name].nbytes
+    return columns

@@ -1,0 +1,81 @@
+"""A carrier inside one process, for tests and examples: the rules of the TransferQueue bridge without its processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vime.handoff.codec import (
+    Columns,
+    Manifest,
+    check_round,
+    decode_group,
+    decode_manifest,
+    encode_group,
+    encode_manifest,
+)
+from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTicket:
+    """Which partition holds a round."""
+
+    rollout_id: int
+    partition: str
+
+
+class MemoryCarrier:
+    """A Carrier over a dict. At most `max_staleness + 1` rounds may lie here; `put` waits for a `clear`, with a deadline."""
+
+    def __init__(self, *, max_staleness: int = 0, timeout_s: float = 10.0, extra: Sequence[str] = ()) -> None:
+        self._capacity, self._timeout_s, self._extra = max_staleness + 1, timeout_s, tuple(extra)
+        self._changed = threading.Condition()
+        self.partitions: dict[str, tuple[bytes, dict[str, Columns]]] = {}
+
+    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup]) -> MemoryTicket:
+        """Waits for: a partition to be cleared. Unblocked by: `clear`."""
+        check_round(plan, groups)
+        keys = tuple(f"{plan.rollout_id}/{group.group_index}" for group in groups)
+        payload = {key: encode_group(group, self._extra) for key, group in zip(keys, groups, strict=True)}
+        manifest = Manifest(plan=plan, keys=keys, group_sizes=tuple(len(group.rows) for group in groups))
+        partition = f"memory_{plan.rollout_id}"
+        with self._changed:
+            if partition in self.partitions:
+                raise HandoffError(f"partition {partition} is there already; clear it before the round is put again.")
+            if not self._changed.wait_for(lambda: len(self.partitions) < self._capacity, timeout=self._timeout_s):
+                raise WaitTimeoutError(
+                    f"room for partition {partition}",
+                    self._timeout_s,
+                    "driver",
+                    f"{sorted(self.partitions)} were not cleared.",
+                )
+            self.partitions[partition] = (encode_manifest(manifest), payload)
+        return MemoryTicket(rollout_id=plan.rollout_id, partition=partition)
+
+    def fetch(self, ticket: MemoryTicket, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]:
+        """The plan, and the rows of every group that `dp_rank` needs, by row number."""
+        with self._changed:
+            if ticket.partition not in self.partitions:
+                raise HandoffError(f"partition {ticket.partition} is not here: it was cleared, or never put.")
+            data, payload = self.partitions[ticket.partition]
+        manifest = decode_manifest(data)
+        rows: dict[int, TrainRow] = {}
+        wanted = set(manifest.plan.rows_of(dp_rank))
+        for key, first, _ in manifest.groups_of(dp_rank):
+            if key not in payload:
+                raise HandoffError(f"partition {ticket.partition}: group {key} is missing.")
+            group = decode_group(payload[key])
+            rows.update({first + at: row for at, row in enumerate(group.rows) if first + at in wanted})
+        return manifest.plan, rows
+
+    def clear(self, ticket: MemoryTicket) -> None:
+        with self._changed:
+            self.partitions.pop(ticket.partition, None)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self.partitions.clear()
+            self._changed.notify_all()

@@ -1,0 +1,33 @@
+"""The staleness bound, checked where rows are consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vime.types import StaleError, TrainRow, Version
+
+
+def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness: int) -> dict[str, float]:
+    """Refuse rows older than the bound; answer the mean and the maximum over `rows`, by metric name.
+
+    staleness of a row = version of the weights it trains - oldest version among its trainable tokens. A row without
+    trainable tokens has none. Example: tokens of versions 3 and 4 trained on weights 5 are 2 stale.
+    """
+    found: list[int] = []
+    for row in rows:
+        if row.num_trainable == 0:
+            continue
+        staleness = version - row.oldest_version
+        if not 0 <= staleness <= max_staleness:
+            versions = sorted({span.version for span in row.token_policy_versions})
+            reason = "newer than the weights" if staleness < 0 else f"{staleness} versions behind"
+            raise StaleError(
+                f"sample {row.sample_index} of group {row.group_index}: sampled by versions {versions}, which is {reason} "
+                f"{version} that train on it; the bound is {max_staleness} (--transferqueue-max-staleness). Raise the "
+                "bound, or update the engines more often (--update-weights-interval)."
+            )
+        found.append(staleness)
+    return {
+        "transferqueue/sample_staleness/mean": sum(found) / len(found) if found else 0.0,
+        "transferqueue/sample_staleness/max": float(max(found, default=0)),
+    }

@@ -1,0 +1,160 @@
+"""What happened in a run, in order: one append-only JSON-lines file for each process, merged when read.
+
+An event is one line, handed to the kernel in one write before `emit` returns: it survives kill -9 of its process (not
+a power cut; the ledger is the truth about groups, events are for the reader). `EventKind` is the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from vime.types import DataError
+
+logger = logging.getLogger(__name__)
+
+_PROCESS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OWN_FIELDS = ("t", "mono", "process", "kind")
+
+
+class EventKind(StrEnum):
+    """Every kind of event, with the fields that its writer gives besides time and process."""
+
+    RUN_STARTED = "run_started"
+    RUN_FINISHED = "run_finished"
+    RUN_FAILED = "run_failed"  # error
+    PART_STARTED = "part_started"  # part, duration_s
+    PART_STOPPED = "part_stopped"  # part, reason
+    ROUND_GENERATED = "round_generated"  # rollout_id
+    GROUP_DROPPED = "group_dropped"  # rollout_id, group_index, reason
+    BATCH_PUT = "batch_put"  # rollout_id, num_groups, num_bytes
+    BATCH_CLEARED = "batch_cleared"  # rollout_id
+    ROUND_TRAINED = "round_trained"  # rollout_id, version
+    WEIGHTS_PUBLISHED = "weights_published"  # version, num_bytes
+    WEIGHTS_CONFIRMED = "weights_confirmed"  # version, content_hash, engines
+    CHECKPOINT_SAVED = "checkpoint_saved"  # rollout_id, path
+    EVAL_DONE = "eval_done"  # rollout_id, metrics by name
+    WAIT_STARTED = "wait_started"  # name, owner, deadline_s
+    WAIT_ENDED = "wait_ended"  # name, owner, duration_s, error
+    SPAN_STARTED = "span_started"  # name
+    SPAN_ENDED = "span_ended"  # name, duration_s, error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of the log."""
+
+    time_s: float  # unix time, comparable between processes of one machine
+    monotonic_s: float  # comparable inside one process only; never jumps
+    process: str
+    kind: str  # an EventKind, or a kind of a newer Vime
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+class EventLog:
+    """Appends the events of one process to `RUN_DIR/events/<process>.jsonl`. Safe to call from any thread."""
+
+    def __init__(self, run_dir: Path, process: str) -> None:
+        if not _PROCESS_NAME.fullmatch(process):
+            raise ValueError(f"EventLog: process name {process!r} cannot be a file name; use letters, digits, . _ -")
+        self.process = process
+        self.path = Path(run_dir) / "events" / f"{process}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        _end_torn_line(self._file)
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """Append one event. `kind` is an EventKind; fields are JSON values (others are written as text)."""
+        record: dict[str, object] = {
+            "t": time.time(),
+            "mono": time.monotonic(),
+            "process": self.process,
+            "kind": str(EventKind(kind)),
+        }
+        clash = sorted(set(fields) & set(_OWN_FIELDS))
+        if clash:
+            raise ValueError(f"event {kind}: the fields {clash} are written by the log itself; rename them")
+        line = json.dumps(record | fields, default=str) + "\n"
+        with self._lock:
+            if self._file < 0:
+                raise ValueError(f"event {kind}: the log {self.path} is closed")
+            _write_all(self._file, line.encode())
+
+    @contextlib.contextmanager
+    def span(self, name: str, **fields: object) -> Iterator[None]:
+        """A stretch of work: `span_started`, then `span_ended` with its duration, also when the work raises."""
+        with self._stretch(EventKind.SPAN_STARTED, EventKind.SPAN_ENDED, {"name": name, **fields}):
+            yield
+
+    @contextlib.contextmanager
+    def wait(self, name: str, *, owner: str, deadline_s: float, **fields: object) -> Iterator[None]:
+        """A stretch of waiting for `owner`: a `wait_started` without its `wait_ended` is where a run is stuck."""
+        described = {"name": name, "owner": owner, "deadline_s": deadline_s, **fields}
+        with self._stretch(EventKind.WAIT_STARTED, EventKind.WAIT_ENDED, described):
+            yield
+
+    @contextlib.contextmanager
+    def _stretch(self, started: EventKind, ended: EventKind, fields: dict[str, object]) -> Iterator[None]:
+        self.emit(started, **fields)
+        start, failure = time.monotonic(), None
+        try:
+            yield
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.emit(ended, **fields, duration_s=time.monotonic() - start, error=failure)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """All events of all processes, oldest first. A line that a crash tore is left out and named in a warning."""
+    directory = Path(run_dir) / "events"
+    if not directory.is_dir():
+        raise DataError(f"{run_dir}: has no events directory. Expected the run directory of a Vime run.")
+    events = [event for path in sorted(directory.glob("*.jsonl")) for event in _read_file(path)]
+    return sorted(events, key=lambda event: event.time_s)
+
+
+def _read_file(path: Path) -> Iterator[Event]:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            yield Event(
+                time_s=float(record["t"]),
+                monotonic_s=float(record["mono"]),
+                process=str(record["process"]),
+                kind=str(record["kind"]),
+                fields={name: value for name, value in record.items() if name not in _OWN_FIELDS},
+            )
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s:%d: left out a line that is not an event (torn by a crash?)", path, number)
+
+
+def _end_torn_line(file: int) -> None:
+    """A process that died inside a write left no newline: end its line, so that ours starts on a new one."""
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        os.write(file, b"\n")
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]

@@ -1,0 +1,53 @@
+"""Log files: everything a process says goes to RUN_DIR/logs/<process>.log, warnings also to the screen."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+NOISY = (
+    "httpx", "httpcore", "urllib3", "asyncio", "filelock", "matplotlib", "fontTools", "PIL", "h5py", "numba",
+    "megatron", "transformers", "datasets", "tensorboard", "wandb", "git", "transfer_queue",
+)  # fmt: skip
+
+
+class _ScreenHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever sys.stderr is at that moment, so that a progress bar can keep its own lines."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def setup_logging(run_dir: Path, process: str, *, level: int = logging.INFO) -> Path:
+    """Route the log of this process; answers the file. Called once per process, a second call takes its place."""
+    path = Path(run_dir) / "logs" / f"{process}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path)
+    to_file.setFormatter(logging.Formatter(FORMAT))
+    to_screen = _ScreenHandler()
+    to_screen.setLevel(logging.WARNING)
+    to_screen.setFormatter(logging.Formatter(f"%(levelname)s {process}: %(message)s"))
+    root = logging.getLogger()
+    for handler in [kept for kept in root.handlers if getattr(kept, "is_vime", False)]:
+        root.removeHandler(handler)
+        handler.close()
+    for handler in (to_file, to_screen):
+        handler.is_vime = True  # type: ignore[union-attr]
+        root.addHandler(handler)
+    root.setLevel(level)
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    # A Python warning is for developers: it belongs in the file, once per place, not between a user's rounds.
+    logging.getLogger("py.warnings").setLevel(logging.WARNING)
+    to_screen.addFilter(lambda record: record.name != "py.warnings")
+    warnings.simplefilter("once", DeprecationWarning)
+    return path

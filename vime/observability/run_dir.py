@@ -1,0 +1,109 @@
+"""The directory of one run: what lies where, and that only one live run writes into it.
+
+    RUN_DIR/config.json command.sh run.lock events/ logs/ eval/ checkpoints/ metrics.jsonl
+
+Called by the driver before any process starts; every other process gets the path and reads `layout` names from here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from vime.types import ConfigError
+
+SUBDIRECTORIES = ("events", "logs", "eval", "checkpoints")
+LOCK_NAME = "run.lock"
+
+
+class RunDir:
+    """A claimed run directory. The claim is a file lock: it ends with the process, also after kill -9."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+
+    @classmethod
+    def create(
+        cls, path: str | None, config_json: str, *, resume: bool = False, argv: Sequence[str] | None = None
+    ) -> RunDir:
+        """Make and claim `path` (empty: runs/<date>-<time>), and write config.json and command.sh.
+
+        Refused with ConfigError: a path that another live run holds; an earlier run's directory unless `resume`
+        (--load), because its metrics and events would be mixed with this run's; a path that cannot be written.
+        """
+        root = Path(path).expanduser().resolve() if path else _fresh_path()
+        try:
+            for name in SUBDIRECTORIES:
+                (root / name).mkdir(parents=True, exist_ok=True)
+            lock = _claim(root)
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir {root}: cannot be made: {error}. Expected a directory that can be written; choose another."
+            ) from error
+        if (root / "config.json").exists() and not resume:
+            os.close(lock)
+            raise ConfigError(
+                f"--run-dir {root}: holds an earlier run (it has a config.json), and its metrics and events would be "
+                f"mixed with this run's. Choose another directory, or continue that run with --load "
+                f"{root / 'checkpoints'}."
+            )
+        (root / "config.json").write_text(config_json)
+        _write_command(root / "command.sh", sys.orig_argv if argv is None else argv)
+        return cls(root, lock)
+
+    def close(self) -> None:
+        """Give the claim back; the files stay."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether `path` holds a run: what `vime report` asks before it reads."""
+    return (path / "config.json").is_file() and (path / "events").is_dir()
+
+
+def _fresh_path() -> Path:
+    """runs/<date>-<time> under the working directory; a number is added when two runs start in one second."""
+    stem = Path("runs").resolve() / time.strftime("%Y%m%d-%H%M%S")
+    path, number = stem, 1
+    while path.exists():
+        number += 1
+        path = stem.with_name(f"{stem.name}-{number}")
+    return path
+
+
+def _claim(root: Path) -> int:
+    """Lock run.lock without waiting and write this process into it; answers the descriptor that holds the lock."""
+    lock = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 200).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise ConfigError(
+            f"--run-dir {root}: belongs to a run that is alive ({owner}). Choose another directory, or stop that run."
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+    return lock
+
+
+def _write_command(path: Path, argv: Sequence[str]) -> None:
+    """A script that gives this command again, from the same working directory."""
+    path.write_text(f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n")
+    path.chmod(0o755)

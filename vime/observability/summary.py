@@ -1,0 +1,167 @@
+"""What came out of a run, read from its directory alone: totals, curves, answers before and after.
+
+Used by the end screen and by `vime report`, so both show the same for a live, finished or dead run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.observability.curve import RESPONSE_LENGTH, REWARD
+from vime.observability.events import Event, EventKind, read_events
+from vime.observability.metrics import read_metrics, series
+from vime.types import Sample
+
+_EVAL_FILE = re.compile(r"(?P<name>.+)_(?P<rollout_id>\d+)\.jsonl")
+_PHASE = re.compile(r"perf/(?P<phase>\w+)_time")
+# Not phases of the driver: the whole round, and stretches inside another phase.
+_NOT_PHASES = ("step", "pause", "rollout")
+NUM_ANSWERS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPair:
+    """One evaluation prompt, answered by the first and by the last evaluated weights."""
+
+    prompt: str
+    label: str
+    before: str
+    after: str
+    is_before_right: bool
+    is_after_right: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Totals count what was logged; seconds are wall seconds of the driver."""
+
+    run_dir: Path
+    outcome: str  # "finished", "failed: why" or "not finished"
+    rewards: Mapping[int, float]  # by round
+    response_lengths: Mapping[int, float]  # by round, tokens
+    num_rounds: int
+    num_samples: int
+    num_tokens: int  # response tokens
+    wall_s: float  # all starts of the run together
+    phase_s: Mapping[str, float]
+    answers: tuple[AnswerPair, ...]
+    answers_title: str
+
+
+def summarise(run_dir: Path) -> RunSummary:
+    """Read everything the end screen shows. Raises DataError when `run_dir` holds no run."""
+    run_dir = Path(run_dir)
+    rounds = read_metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else {}
+    events = read_events(run_dir)
+    rewards = series(rounds, REWARD)
+    title, answers = read_answers(run_dir)
+    return RunSummary(
+        run_dir=run_dir,
+        outcome=_outcome(events),
+        rewards=rewards,
+        response_lengths=series(rounds, RESPONSE_LENGTH),
+        num_rounds=len(series(rounds, "perf/step_time")) or len(rewards),
+        num_samples=int(_total(rounds, "rollout/num_samples", "train/num_samples")),
+        num_tokens=int(_total(rounds, "rollout/num_tokens", "train/num_tokens")),
+        wall_s=_wall_s(events),
+        phase_s=_phases(rounds),
+        answers=answers,
+        answers_title=title,
+    )
+
+
+def read_answers(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tuple[AnswerPair, ...]]:
+    """A title and up to `limit` prompts that the first and the last evaluation both answered, spread over the set.
+
+    The first data set by name is shown. Empty when there are no two evaluations to compare.
+    """
+    files: dict[str, dict[int, Path]] = {}
+    for path in (Path(run_dir) / "eval").glob("*.jsonl"):
+        match = _EVAL_FILE.fullmatch(path.name)
+        if match:
+            files.setdefault(match["name"], {})[int(match["rollout_id"])] = path
+    compared = {name: paths for name, paths in sorted(files.items()) if len(paths) >= 2}
+    if not compared:
+        return "", ()
+    name, paths = next(iter(compared.items()))
+    first, last = min(paths), max(paths)
+    before, after = _first_by_prompt(paths[first]), _first_by_prompt(paths[last])
+    shared = [prompt for prompt in before if prompt in after]
+    shown = [shared[index * len(shared) // min(limit, len(shared))] for index in range(min(limit, len(shared)))]
+    pairs = tuple(
+        AnswerPair(
+            prompt=prompt,
+            label=str(before[prompt].label),
+            before=before[prompt].response,
+            after=after[prompt].response,
+            is_before_right=is_right(before[prompt]),
+            is_after_right=is_right(after[prompt]),
+        )
+        for prompt in shown
+    )
+    return f"{name}: answers before round {first} and after round {last - 1}", pairs
+
+
+def is_right(sample: Sample) -> bool:
+    """Whether the answer earned anything; of a dict of rewards the first entry decides."""
+    reward = next(iter(sample.reward.values()), None) if isinstance(sample.reward, Mapping) else sample.reward
+    return reward is not None and reward > 0
+
+
+def _first_by_prompt(path: Path) -> dict[str, Sample]:
+    found: dict[str, Sample] = {}
+    for line in path.read_text().splitlines():
+        if line.strip():
+            sample = Sample.from_dict(json.loads(line))
+            found.setdefault(_prompt_text(sample), sample)
+    return found
+
+
+def _prompt_text(sample: Sample) -> str:
+    """The prompt as written; of a conversation its last message."""
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return str(sample.prompt[-1].get("content", "")) if sample.prompt else ""
+
+
+def _total(rounds: Mapping[int, Mapping[str, float]], *names: str) -> float:
+    """Sum over the rounds of the first of `names` that any round has."""
+    return next((sum(values.values()) for name in names if (values := series(rounds, name))), 0.0)
+
+
+def _phases(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    phases: dict[str, float] = {}
+    for metrics in rounds.values():
+        for name, value in metrics.items():
+            match = _PHASE.fullmatch(name)
+            if match and match["phase"] not in _NOT_PHASES:
+                phase = match["phase"].replace("_", " ")
+                phases[phase] = phases.get(phase, 0.0) + value
+    return phases
+
+
+def _outcome(events: Iterable[Event]) -> str:
+    outcome = "not finished"
+    for event in events:
+        if event.kind == EventKind.RUN_STARTED:
+            outcome = "not finished"
+        elif event.kind == EventKind.RUN_FINISHED:
+            outcome = "finished"
+        elif event.kind == EventKind.RUN_FAILED:
+            outcome = f"failed: {event.fields.get('error', 'no reason given')}"
+    return outcome
+
+
+def _wall_s(events: Iterable[Event]) -> float:
+    """From each run_started to the last event before the next one: time between a crash and a resume is not counted."""
+    total, started, latest = 0.0, None, 0.0
+    for event in events:
+        if event.kind == EventKind.RUN_STARTED:
+            total += latest - started if started is not None else 0.0
+            started = event.time_s
+        latest = event.time_s
+    return total + (latest - started if started is not None else 0.0)

@@ -1,0 +1,131 @@
+"""Samples -> training rows: rewards normalised by group, every list's length checked, versions checked.
+
+The last station where plug-ins have had their say; behind it a row is numbers only and never changes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from vime.algo.advantages import group_advantages
+from vime.rollout.plugins import plugin
+from vime.types import HandoffError, PluginError, Sample, SampleStatus, StaleError, TrainGroup, TrainRow
+
+_TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
+
+
+def to_train_groups(args: Any, groups: list[list[Sample]], rollout_id: int) -> list[TrainGroup]:
+    """Groups in the given order as rows of round `rollout_id`.
+
+    `row.reward` is the group-normalised reward (or what --custom-reward-post-process-path answers), `row.raw_reward`
+    the reward function's. Samples marked `remove_sample` count in the group's mean and leave the loss: their mask is 0.
+    Raises HandoffError for anything misaligned and StaleError for a token outside the staleness bound.
+    """
+    for group in groups:
+        _check_group(group)
+        for sample in group:
+            _check_alignment(sample)
+            _check_versions(args, sample, rollout_id)
+    rewards = _normalised(args, groups)
+    return [
+        TrainGroup(
+            group_index=group[0].group_index,
+            rows=tuple(
+                _row(args, sample, reward, rollout_id) for sample, reward in zip(group, group_rewards, strict=True)
+            ),
+        )
+        for group, group_rewards in zip(groups, rewards, strict=True)
+    ]
+
+
+def _row(args: Any, sample: Sample, reward: float, rollout_id: int) -> TrainRow:
+    mask = [0] * sample.response_length if sample.remove_sample else list(sample.loss_mask)
+    return TrainRow(
+        sample_index=sample.index,
+        group_index=sample.group_index,
+        rollout_id=rollout_id,
+        tokens=tuple(sample.tokens),
+        response_length=sample.response_length,
+        loss_mask=tuple(mask),
+        rollout_log_probs=tuple(sample.rollout_log_probs),
+        token_policy_versions=tuple(sample.token_policy_versions),
+        reward=reward,
+        raw_reward=sample.scalar_reward(args.reward_key),
+        status=str(sample.status),
+        truncated=sample.status is SampleStatus.TRUNCATED,
+    )
+
+
+def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
+    custom = plugin(args, "custom_reward_post_process_path")
+    if custom is None:
+        divide_by_std = not args.disable_grpo_std_normalization
+        raw = [[sample.scalar_reward(args.reward_key) for sample in group] for group in groups]
+        return [
+            group_advantages(torch.tensor(reward, dtype=torch.float64), divide_by_std=divide_by_std).tolist()
+            for reward in raw
+        ]
+    where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
+    try:
+        answer = [[float(reward) for reward in group] for group in custom(args, groups)]
+    except Exception as error:
+        raise PluginError(f"{where}: {type(error).__name__}: {error}. Expected a list of lists of numbers.") from error
+    shape, expected = [len(group) for group in answer], [len(group) for group in groups]
+    if shape != expected:
+        raise PluginError(f"{where}: answered groups of sizes {shape[:8]}, expected {expected[:8]}.")
+    if not all(math.isfinite(reward) for group in answer for reward in group):
+        raise PluginError(f"{where}: answered a reward that is not finite. Guard the division.")
+    return answer
+
+
+def _check_group(group: list[Sample]) -> None:
+    if not group:
+        raise HandoffError("an empty group reached conversion. A rollout function must return whole groups.")
+    indexes = {sample.group_index for sample in group}
+    if len(indexes) > 1:
+        raise HandoffError(f"one group holds samples of groups {sorted(indexes)}; expected a single group_index.")
+
+
+def _check_alignment(sample: Sample) -> None:
+    """Every per-token list covers the response exactly."""
+    where = f"sample {sample.index} of group {sample.group_index}"
+    if sample.status not in _TRAINABLE:
+        raise HandoffError(f"{where} is {sample.status}: it cannot be trained on. Drop its group or finish the answer.")
+    length = sample.response_length
+    lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
+    wrong = {name: value for name, value in lengths.items() if value != length}
+    if length < 1 or wrong or len(sample.tokens) <= length:
+        raise HandoffError(
+            f"{where}: response_length {length}, tokens {len(sample.tokens)}, {lengths}. Expected a prompt, at least "
+            "one response token and lists of response_length; grow answers with Sample.append_response_tokens only."
+        )
+    if not all(math.isfinite(value) for value in sample.rollout_log_probs):
+        raise HandoffError(f"{where}: a log-probability is not finite. Look at the engine's logits.")
+    if not set(sample.loss_mask) <= {0, 1}:
+        raise HandoffError(f"{where}: loss_mask holds {sorted(set(sample.loss_mask))}, expected 0 and 1 only.")
+    end = 0
+    for span in sample.token_policy_versions:
+        if span.start != end or span.end <= span.start:
+            raise HandoffError(f"{where}: version spans {sample.token_policy_versions} do not tile the response.")
+        end = span.end
+    if end != length:
+        raise HandoffError(f"{where}: version spans cover {end} of {length} response tokens.")
+
+
+def _check_versions(args: Any, sample: Sample, rollout_id: int) -> None:
+    """Round r is trained by weights of version r: its tokens are of versions r - max staleness .. r.
+
+    Not asked of recorded rollouts and of --debug-rollout-only, whose weights never move.
+    """
+    if args.debug_rollout_only or args.load_debug_rollout_data:
+        return
+    oldest, newest = sample.weight_versions[0], sample.weight_versions[-1]
+    bound = args.transferqueue_max_staleness
+    if rollout_id - oldest > bound or newest > rollout_id:
+        raise StaleError(
+            f"sample {sample.index} of group {sample.group_index}: versions {sample.weight_versions} in round "
+            f"{rollout_id}, expected {max(0, rollout_id - bound)}..{rollout_id}: --transferqueue-max-staleness {bound}."
+        )

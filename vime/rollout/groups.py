@@ -1,0 +1,78 @@
+"""One group from pending to scored: generate, check, reward. Used by training rounds and by evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from vime.rollout.generation import generate_group
+from vime.rollout.loops import raise_first
+from vime.rollout.plugins import plugin
+from vime.rollout.rm_hub import async_rm, batched_async_rm
+from vime.types import PluginError, Sample, SampleStatus, VimeError
+
+UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
+
+
+async def generate_and_rm_group(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
+    """Answers and rewards for one prompt.
+
+    Consumes the pending samples (they are written in place). Waits for the engines and the reward function, each with
+    its own deadline. A custom generate function may have set rewards itself; those are kept. Samples that came back
+    aborted or failed get no reward: the caller drops their group.
+    """
+    samples = await _generate(args, group, sampling_params)
+    waiting = [sample for sample in samples if sample.reward is None]
+    if any(sample.status in UNUSABLE for sample in samples) or not waiting:
+        return samples
+    if args.group_rm:
+        rewards = await batched_async_rm(args, samples)
+        waiting = samples
+    elif len(waiting) == 1:
+        rewards = [await async_rm(args, waiting[0])]
+    else:
+        rewards = await batched_async_rm(args, waiting)
+    for sample, reward in zip(waiting, rewards, strict=True):
+        sample.reward = reward
+    return samples
+
+
+async def _generate(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
+    if plugin(args, "custom_generate_function_path") is None:
+        return await generate_group(args, group, sampling_params)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            pending = [tasks.create_task(_generate_custom(args, sample, sampling_params)) for sample in group]
+    except BaseExceptionGroup as failures:
+        raise_first(failures)
+    return [sample for task in pending for sample in task.result()]
+
+
+async def _generate_custom(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> list[Sample]:
+    """Call the custom generate function; a list answer (fan-out) is as good as one sample."""
+    function = plugin(args, "custom_generate_function_path")
+    assert function is not None
+    where = f"--custom-generate-function-path {args.custom_generate_function_path}, sample {sample.index}"
+    deadline_s = args.generate_timeout_secs
+    group_index = sample.group_index
+    try:
+        async with asyncio.timeout(deadline_s) as deadline:
+            answer = await function(args, sample, copy.deepcopy(dict(sampling_params)))
+    except VimeError:
+        raise
+    except Exception as error:
+        if deadline.expired():
+            raise PluginError(f"{where}: no answer in {deadline_s:g} s. Raise --generate-timeout-secs.") from error
+        raise PluginError(f"{where}: raised {type(error).__name__}: {error}. Expected a Sample.") from error
+    samples = answer if isinstance(answer, list) else [answer]
+    if not samples:
+        raise PluginError(f"{where}: answered an empty list, expected at least one Sample.")
+    for entry in samples:
+        if not isinstance(entry, Sample):
+            raise PluginError(f"{where}: answered {type(entry).__name__}, expected a Sample or a list of them.")
+        if entry.status is SampleStatus.PENDING:
+            raise PluginError(f"{where}: answered a sample whose status is still pending. Set sample.status.")
+        entry.group_index = group_index
+    return samples

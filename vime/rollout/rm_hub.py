@@ -1,0 +1,213 @@
+"""Rewards: built-in ones by --rm-type, strangers' by --custom-rm-path, each call with a deadline.
+
+`async_rm` scores one sample, `batched_async_rm` a list. Whatever a reward function does (raise, answer NaN or a wrong
+type, never return, block its thread) becomes a RewardError that names the function and the sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx
+
+from vime.rollout import reasoning_gym_tasks
+from vime.rollout.loops import raise_first, reward_loop
+from vime.rollout.plugins import plugin
+from vime.rollout.rm_math import MathJudge
+from vime.types import RewardError, Sample, SampleStatus
+
+Reward = float | dict[str, float]
+
+MAX_THREADS = 32
+REMOTE_ATTEMPTS = 3
+
+
+async def async_rm(args: Any, sample: Sample) -> Reward:
+    """The reward of one sample."""
+    custom = plugin(args, "custom_rm_path")
+    if custom is not None:
+        value = await _call(custom, args, sample, where=f"{args.custom_rm_path}, sample {sample.index}")
+        return check_reward(args, value, where=f"{args.custom_rm_path}, sample {sample.index}")
+    if args.rm_type is None:
+        raise RewardError(f"sample {sample.index}: no reward function. Give --rm-type or --custom-rm-path.")
+    value = await BUILT_IN[args.rm_type](args, sample)
+    return check_reward(args, value, where=f"--rm-type {args.rm_type}, sample {sample.index}")
+
+
+async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:
+    """The rewards of several samples, in order. With --group-rm one call sees them all."""
+    if not args.group_rm:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pending = [tasks.create_task(async_rm(args, sample)) for sample in samples]
+        except BaseExceptionGroup as group:
+            raise_first(group)
+        return [task.result() for task in pending]
+    custom = plugin(args, "custom_rm_path")
+    indexes = [sample.index for sample in samples]
+    where = f"{args.custom_rm_path} (--group-rm), samples {indexes}"
+    if custom is None:
+        raise RewardError("--group-rm needs --custom-rm-path: built-in rewards score one sample at a time.")
+    values = await _call(custom, args, samples, where=where)
+    if not isinstance(values, list | tuple) or len(values) != len(samples):
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"{type(values).__name__} {values!r}"
+        raise RewardError(f"{where}: got {got}, expected a list of {len(samples)} rewards.")
+    return [
+        check_reward(args, value, where=f"{args.custom_rm_path}, sample {index}")
+        for value, index in zip(values, indexes, strict=True)
+    ]
+
+
+def check_reward(args: Any, value: Any, *, where: str) -> Reward:
+    """A finite number, or a dict of them that holds --reward-key; anything else is refused."""
+    if isinstance(value, Mapping):
+        if args.reward_key is None or args.reward_key not in value:
+            raise RewardError(
+                f"{where}: got a dict with keys {sorted(map(str, value))}, expected one of them in --reward-key, which "
+                f"is {args.reward_key!r}."
+            )
+        return {str(key): _number(entry, f"{where}, entry {key!r}") for key, entry in value.items()}
+    return _number(value, where)
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise RewardError(
+            f"{where}: got {type(value).__name__} {value!r:.200}, expected a number or a dict of numbers."
+        )
+    if not math.isfinite(value):
+        raise RewardError(
+            f"{where}: got {float(value)}, expected a finite number. Guard the division or the logarithm."
+        )
+    return float(value)
+
+
+async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> Any:
+    """Run a stranger's function away from the rollout loop, with --rm-timeout-secs as deadline.
+
+    A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can hold up generation, and a
+    call that never returns is left behind in its daemon thread.
+    """
+    args = arguments[0]
+    is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
+    )
+    try:
+        async with asyncio.timeout(args.rm_timeout_secs) as deadline:
+            if is_coroutine:
+                return await asyncio.wrap_future(reward_loop().submit(function(*arguments)))
+            async with _threads():
+                return await asyncio.wrap_future(_in_thread(function, *arguments))
+    except Exception as error:
+        if deadline.expired():
+            raise RewardError(
+                f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise the "
+                "flag; blocking calls belong in a plain function, not in `async def`."
+            ) from error
+        raise RewardError(f"{where}: raised {type(error).__name__}: {error}. Expected a number.") from error
+
+
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Start `function` in a daemon thread: unlike a pool's, it does not keep the process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(*arguments)
+        except BaseException as error:  # boundary: carried to the waiting coroutine, which raises it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="vime-reward", daemon=True).start()
+    return future
+
+
+_THREADS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_JUDGES: WeakKeyDictionary[asyncio.AbstractEventLoop, MathJudge] = WeakKeyDictionary()
+
+
+def _threads() -> asyncio.Semaphore:
+    return _THREADS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+
+
+def answer_text(sample: Sample) -> str:
+    """What the policy answered: the text after its last `</think>`."""
+    return sample.response.rpartition("</think>")[2].strip()
+
+
+async def exact_match(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+    """1.0 when the answer ended by itself (not cut at the length limit) and its text equals the label."""
+    is_complete = sample.status is SampleStatus.COMPLETED
+    return float(is_complete and answer_text(sample) == _label(sample).strip())
+
+
+async def math_equal(args: Any, sample: Sample) -> float:
+    """1.0 when math-verify finds the answer's last expression (`\\boxed{}` first) equal to the label."""
+    judge = _JUDGES.setdefault(asyncio.get_running_loop(), MathJudge())
+    return await judge.score(_label(sample), answer_text(sample), timeout_s=args.rm_timeout_secs)
+
+
+async def remote_rm(args: Any, sample: Sample) -> Any:
+    """POST the sample to --rm-url; its JSON answer is the reward, or an object with the key "reward"."""
+    body = {
+        "index": sample.index,
+        "group_index": sample.group_index,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "metadata": sample.metadata,
+        "status": str(sample.status),
+    }
+    where = f"--rm-url {args.rm_url}, sample {sample.index}"
+    trouble = ""
+    try:
+        async with asyncio.timeout(args.rm_timeout_secs), httpx.AsyncClient(timeout=args.rm_timeout_secs) as client:
+            for attempt in range(REMOTE_ATTEMPTS):
+                await asyncio.sleep(0.2 * attempt)
+                try:
+                    response = await client.post(args.rm_url, json=body)
+                    if response.status_code == 200:
+                        answer = response.json()
+                        return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
+                    trouble = f"HTTP {response.status_code}: {response.text[:200]}"
+                except httpx.TransportError as error:
+                    trouble = f"{type(error).__name__} {error}".strip()
+    except TimeoutError as error:
+        raise RewardError(f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). {trouble}") from error
+    except ValueError as error:
+        raise RewardError(f"{where}: the answer is not JSON: {error}. Expected a number or an object.") from error
+    raise RewardError(f"{where}: {REMOTE_ATTEMPTS} attempts failed, the last: {trouble}. Is the service up?")
+
+
+async def reasoning_gym(args: Any, sample: Sample) -> Any:
+    """The verdict of the generator that made the prompt."""
+    return await _call(_score_reasoning_gym, args, sample, where=f"--rm-type reasoning_gym, sample {sample.index}")
+
+
+def _score_reasoning_gym(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+    return reasoning_gym_tasks.score(sample)
+
+
+def _label(sample: Sample) -> str:
+    if sample.label is None:
+        raise RewardError(f"sample {sample.index}: has no label to compare with. Name the record's key in --label-key.")
+    return str(sample.label)
+
+
+BUILT_IN: dict[str, Callable[[Any, Sample], Awaitable[Any]]] = {
+    "exact_match": exact_match,
+    "math": math_equal,
+    "remote_rm": remote_rm,
+    "reasoning_gym": reasoning_gym,
+}

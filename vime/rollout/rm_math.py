@@ -1,0 +1,87 @@
+"""The `math` reward: a few math_worker processes, each killed and replaced when it does not answer in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+
+from vime.types import RewardError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+NUM_WORKERS = 2
+START_SECONDS = 120.0  # imports sympy: about 2 s on a quiet machine
+
+
+class MathJudge:
+    """A pool of workers. Belongs to one event loop; workers start at first use."""
+
+    def __init__(self, num_workers: int = NUM_WORKERS) -> None:
+        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.Queue()
+        for _ in range(num_workers):
+            self._idle.put_nowait(None)
+
+    async def score(self, gold: str, answer: str, *, timeout_s: float) -> float:
+        """1.0 or 0.0. An answer that cannot be judged in `timeout_s` counts as wrong: it is the policy's doing."""
+        worker = await self._idle.get()
+        alive: asyncio.subprocess.Process | None = None
+        try:
+            alive = worker if worker is not None and worker.returncode is None else await _start()
+            verdict = await _ask(alive, gold, answer, timeout_s)
+            if verdict is None:
+                logger.warning("math reward: an answer could not be judged in %g s and counts as wrong", timeout_s)
+                _kill(alive)
+            return verdict or 0.0
+        except BaseException:
+            if alive is not None:
+                _kill(alive)  # it may still owe an answer, which would be taken for the next question's
+            raise
+        finally:
+            self._idle.put_nowait(alive)
+
+
+async def _start() -> asyncio.subprocess.Process:
+    """A worker that has judged a known pair, so that a broken installation is an error and not a row of zeros."""
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "vime.rollout.math_worker",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 20,
+    )
+    verdict = await _ask(worker, "1/2", "\\boxed{0.5}", START_SECONDS)
+    if verdict is None:
+        _kill(worker)
+        raise WaitTimeoutError("a math reward worker to start", START_SECONDS, "vime.rollout.rm_math")
+    if verdict != 1.0:
+        _kill(worker)
+        raise RewardError(f"--rm-type math: the judge scored 0.5 against 1/2 as {verdict}. Reinstall math-verify.")
+    return worker
+
+
+async def _ask(worker: asyncio.subprocess.Process, gold: str, answer: str, timeout_s: float) -> float | None:
+    """The worker's verdict; None when it is late."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    try:
+        async with asyncio.timeout(timeout_s):
+            worker.stdin.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
+            await worker.stdin.drain()
+            line = await worker.stdout.readline()
+    except TimeoutError:
+        return None
+    except (BrokenPipeError, ConnectionResetError):
+        line = b""
+    if not line:
+        raise RewardError(
+            "--rm-type math: the judge process died. See its error output above; is math-verify installed?"
+        )
+    return float(json.loads(line)["score"])
+
+
+def _kill(worker: asyncio.subprocess.Process) -> None:
+    if worker.returncode is None:
+        worker.kill()

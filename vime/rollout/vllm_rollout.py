@@ -1,0 +1,215 @@
+"""The default rollout function: one round of scored groups, or one evaluation.
+
+A round asks for `over_sampling_batch_size` groups at a time, keeps what the dynamic filter keeps, and stops when
+`rollout_batch_size` groups are kept. Surplus requests are aborted (closing the connection aborts them in the engine);
+their prompts, and those of surplus groups that had finished, go back to the data source as fresh prompts, because an
+answer kept for a later round would be of an older version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from vime.rollout.evaluate import evaluate_all
+from vime.rollout.generation import close_clients, train_sampling_params
+from vime.rollout.groups import UNUSABLE, generate_and_rm_group
+from vime.rollout.loops import raise_first, rollout_loop
+from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
+from vime.rollout.plugins import plugin
+from vime.rollout.progress import BOARD, RoundProgress
+from vime.seams import DataSource
+from vime.types import (
+    DataError,
+    DynamicFilterOutput,
+    PluginError,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    VimeError,
+    WaitTimeoutError,
+)
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 30.0
+"""How much later than the round's own deadline the waiting thread gives up: only when a plug-in blocks the loop."""
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """One round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
+    work = evaluate_all(args, rollout_id) if evaluation else TrainingRound(args, rollout_id, data_source).run()
+    return rollout_loop().run(
+        work,
+        name=f"{'evaluation after' if evaluation else 'generation of'} round {rollout_id}",
+        timeout_s=args.rollout_timeout_secs + GRACE_S,
+        advice=f"The rollout loop is blocked; does a plug-in make a blocking call? Last seen: {generation_progress()}",
+    )
+
+
+def generation_progress() -> str:
+    """One line about the work in hand; empty before the first round. Any thread."""
+    return "" if BOARD.latest is None else str(BOARD.latest)
+
+
+def close_generation() -> None:
+    """Close the connections to the router. A later round opens them again."""
+    close_clients()
+
+
+class TrainingRound:
+    """State of one round. Lives on the rollout loop, used once.
+
+    Consumes prompts of the data source; waits for generation and reward tasks; unblocked by the first of them that
+    ends, or by the deadline, which cancels them all.
+    """
+
+    def __init__(self, args: Any, rollout_id: int, source: DataSource) -> None:
+        self._args, self._rollout_id, self._source = args, rollout_id, source
+        self._wanted: int = args.rollout_batch_size
+        self._running: dict[asyncio.Task[list[Sample]], list[Sample]] = {}  # task -> its prompts, untouched
+        self._kept: list[list[Sample]] = []
+        self._surplus: list[list[Sample]] = []  # untouched prompts that go back
+        self._num_finished_surplus = 0
+        self._dropped: Counter[str] = Counter()
+        self._finished_samples: list[Sample] = []  # of every finished group, also of dropped ones
+        self._num_tokens = 0
+        self._started = time.monotonic()
+
+    async def run(self) -> RolloutFnTrainOutput:
+        args = self._args
+        try:
+            async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
+                await self._collect(tasks)
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"round {self._rollout_id}: {len(self._kept)} of {self._wanted} groups ready, {len(self._running)} in "
+                f"flight, dropped {dict(self._dropped)}",
+                args.rollout_timeout_secs,
+                "vLLM engines and reward function",
+                "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
+            ) from error
+        except BaseExceptionGroup as failures:
+            raise_first(failures)
+        if self._surplus:
+            self._source.add_samples(sorted(self._surplus, key=lambda group: group[0].group_index))
+        self._kept.sort(key=lambda group: group[0].group_index)
+        self._mark_samples()
+        return RolloutFnTrainOutput(samples=self._kept, metrics=self._metrics())
+
+    async def _collect(self, tasks: asyncio.TaskGroup) -> None:
+        while len(self._kept) < self._wanted:
+            if len(self._kept) + len(self._running) < self._wanted:
+                self._issue(tasks)
+            self._post_progress()
+            done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda task: self._running[task][0].group_index):
+                prompts = self._running.pop(task)
+                if not task.cancelled() and task.exception() is None:  # a failure is raised by the TaskGroup
+                    self._take(prompts, task.result())
+        self._post_progress()
+        for task, prompts in self._running.items():
+            task.cancel()
+            self._surplus.append(prompts)
+
+    def _issue(self, tasks: asyncio.TaskGroup) -> None:
+        wanted = self._args.over_sampling_batch_size or self._wanted
+        groups = self._source.get_samples(wanted)
+        if not groups and not self._running:
+            raise DataError(
+                f"round {self._rollout_id}: the data source is exhausted with {len(self._kept)} of {self._wanted} "
+                f"groups kept, dropped {dict(self._dropped)}. Give more prompts or relax the filter."
+            )
+        sampling_params = train_sampling_params(self._args)
+        for group in groups:
+            if not group:
+                raise DataError(f"round {self._rollout_id}: the data source answered an empty group.")
+            prompts = copy.deepcopy(group)
+            for sample in group:
+                sample.rollout_id = self._rollout_id
+            task = tasks.create_task(generate_and_rm_group(self._args, group, sampling_params))
+            self._running[task] = prompts
+
+    def _take(self, prompts: list[Sample], samples: list[Sample]) -> None:
+        """Keep a finished group, drop it with a reason, or send its prompts back when the round is full."""
+        if len(self._kept) == self._wanted:
+            self._num_finished_surplus += 1
+            self._surplus.append(prompts)
+            return
+        self._num_tokens += sum(sample.response_length for sample in samples)
+        unusable = next((sample.status for sample in samples if sample.status in UNUSABLE), None)
+        if unusable is not None:
+            self._dropped[str(unusable)] += 1
+            return
+        for sample in samples:
+            sample.rollout_id = self._rollout_id
+        self._finished_samples.extend(samples)
+        verdict = self._verdict(samples)
+        if verdict.keep:
+            self._kept.append(samples)
+        else:
+            self._dropped[verdict.reason or "filter"] += 1
+
+    def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
+        keep = plugin(self._args, "dynamic_sampling_filter_path")
+        if keep is None:
+            return DynamicFilterOutput(keep=True)
+        where = f"--dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path}"
+        try:
+            verdict = keep(self._args, samples)
+        except VimeError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{where}: raised {type(error).__name__}: {error} for a group of {len(samples)}."
+            ) from error
+        if isinstance(verdict, DynamicFilterOutput):
+            return verdict
+        if isinstance(verdict, bool):
+            return DynamicFilterOutput(keep=verdict)
+        raise PluginError(f"{where}: answered {type(verdict).__name__}, expected bool or DynamicFilterOutput.")
+
+    def _mark_samples(self) -> None:
+        """Let the sample filter set `remove_sample` on kept samples."""
+        mark = plugin(self._args, "rollout_sample_filter_path")
+        if mark is None:
+            return
+        try:
+            mark(self._args, self._kept)
+        except Exception as error:
+            where = f"--rollout-sample-filter-path {self._args.rollout_sample_filter_path}"
+            raise PluginError(f"{where}: raised {type(error).__name__}: {error}.") from error
+
+    def _metrics(self) -> dict[str, float]:
+        kept = [sample for group in self._kept for sample in group]
+        everyone = [sample.scalar_reward(self._args.reward_key) for sample in self._finished_samples]
+        return {
+            **sample_metrics(self._args, kept, "rollout"),
+            **version_metrics(kept, "rollout"),
+            **drop_metrics(self._dropped),
+            "rollout/reward_mean_before_filter": sum(everyone) / len(everyone),
+            "rollout/num_groups": float(len(self._kept)),
+            "rollout/surplus_groups": float(self._num_finished_surplus),
+            "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
+            "rollout/removed_samples": float(sum(sample.remove_sample for sample in kept)),
+            "rollout/generate_time": time.monotonic() - self._started,
+        }
+
+    def _post_progress(self) -> None:
+        BOARD.post(
+            RoundProgress(
+                name=f"round {self._rollout_id}",
+                kept_groups=len(self._kept),
+                wanted_groups=self._wanted,
+                in_flight_groups=len(self._running),
+                dropped_groups=sum(self._dropped.values()),
+                response_tokens=self._num_tokens,
+                elapsed_s=time.monotonic() - self._started,
+            )
+        )
