@@ -18,7 +18,7 @@ echo "[3/3] train: it may guess, or write its steps first; only the answer is re
 
 MODEL_ARGS=(--hf-checkpoint "$MODEL" --seed "$((1234 + SEED))")
 DATA_ARGS=(
-  --prompt-data "$DATA/train.jsonl" --input-key prompt --label-key label
+  --prompt-data "$DATA/train.jsonl" --input-key input --label-key label
   --rollout-shuffle --rollout-seed "$SEED"
 )
 ROLLOUT_ARGS=(

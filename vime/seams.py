@@ -23,6 +23,7 @@ from vime.types import (
     RoundPlan,
     Sample,
     TrainGroup,
+    TrainRow,
     Version,
 )
 
@@ -72,8 +73,9 @@ class Carrier(Protocol):
     """
 
     def put(self, plan: RoundPlan, groups: Sequence[TrainGroup]) -> Any: ...
-    def fetch(self, ticket: Any, dp_rank: int) -> tuple[RoundPlan, list[TrainGroup]]: ...
+    def fetch(self, ticket: Any, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]: ...
     def clear(self, ticket: Any) -> None: ...
+    def close(self) -> None: ...
 
 
 class EngineControl(Protocol):

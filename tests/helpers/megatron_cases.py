@@ -72,17 +72,17 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         case(
             "vocabulary", "vocabulary_cut", 4, TP2 | {"tensor_model_parallel_size": 4}, vocab_size=97, temperature=0.7
         ),
-        case("nan-reward", "failed", 2, method="train_round"),
-        case("missing-checkpoint", "failed", 2, method="load", argument=work / "nowhere"),
+        case("nan-reward", "failed_round", 2, reward=float("nan")),
+        case("huge-reward", "failed_round", 2, PP2, reward=1e35),
         case("saved-hf", "saved_hf", 4, {**TP2, **PP2}, directory=work / "hf"),
         case("tp3", "unbuildable", 3, {"tensor_model_parallel_size": 3}),
         case("wrong-weights", "unbuildable", flags={"hf_checkpoint": str(models / "mixed")}),
-        *_checkpoint_cases(case, work),
+        *_checkpoint_cases(case, models, work),
     ]
     return cases
 
 
-def _checkpoint_cases(case: Callable[..., Case], work: Path) -> list[Case]:
+def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> list[Case]:
     decay = {"lr_decay_style": "linear", "lr_warmup_iters": 1}
     return [
         case("resume-single", "resumed", flags=decay, directory=work / "resume-single"),
@@ -104,6 +104,17 @@ def _checkpoint_cases(case: Callable[..., Case], work: Path) -> list[Case]:
             {**decay, **DISTRIBUTED},
             directory=work / "dp2-as-tp2",
             then=TP2,
+        ),
+        case("missing-checkpoint", "failed", 2, method="load", argument=work / "nowhere"),
+        case("save-below-a-file", "failed", 2, method="save", argument=models / "qwen2" / "config.json" / "below"),
+        case("truncated-tensors", "failed_load", 2, directory=work / "cut-tensors", truncate="*.distcp"),
+        case("truncated-common", "failed_load", 2, directory=work / "cut-common", truncate="common.pt"),
+        case(
+            "checkpoint-of-another-model",
+            "failed_load",
+            2,
+            directory=work / "another-model",
+            hf_checkpoint=str(models / "qwen3"),
         ),
         case("resume-without-optimizer", "resumed", flags={"no_save_optim": True}, directory=work / "weights-only"),
     ]

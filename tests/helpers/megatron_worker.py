@@ -5,16 +5,19 @@ A case names its world size; ranks beyond it sit it out. Answers are plain numbe
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.helpers.dist_launch import Ranks
-from tests.helpers.tiny_models import make_plan, make_rows
+from tests.helpers.megatron_models import make_plan, make_rows
 from vime.backends.megatron_utils.initialize import RankInfo
 from vime.backends.megatron_utils.trainer import MegatronTrainer
 from vime.config.parse import Config
@@ -136,24 +139,47 @@ def saved_hf(bench: Bench, directory: Path) -> dict[str, Any]:
     return answer
 
 
-def failed(bench: Bench, method: str, argument: Any = None) -> dict[str, Any]:
-    """The error of one call on this rank, and the weights before and after."""
+def failed(bench: Bench, method: str, argument: Path) -> dict[str, Any]:
+    """The error of `load` or `save` on this rank."""
+    trainer = bench.trainer()
+    answer = {"error": _error_of(lambda: getattr(trainer, method)(argument))}
+    trainer.close()
+    return answer
+
+
+def failed_round(bench: Bench, reward: float) -> dict[str, Any]:
+    """The error of a round whose row 5 has this reward, and the weights before and after."""
     trainer = bench.trainer()
     before = trainer.weights_hash()
-    arguments = (argument,)
-    if method == "train_round":
-        import dataclasses
-
-        rows = [dataclasses.replace(row, reward=float("nan")) if i == 5 else row for i, row in enumerate(make_rows())]
-        arguments = (make_plan(rows, dp_size=trainer.dp_size), dict(enumerate(rows)))
-    try:
-        getattr(trainer, method)(*arguments)
-        error = None
-    except VimeError as caught:
-        error = (type(caught).__name__, str(caught))
+    rows = [dataclasses.replace(row, reward=reward) if i == 5 else row for i, row in enumerate(make_rows())]
+    plan = make_plan(rows, dp_size=trainer.dp_size)
+    error = _error_of(lambda: trainer.train_round(plan, dict(enumerate(rows))))
     answer = {"error": error, "before": before, "after": trainer.weights_hash()}
     trainer.close()
     return answer
+
+
+def failed_load(bench: Bench, directory: Path, truncate: str | None = None, **flags: Any) -> dict[str, Any]:
+    """The error of loading a checkpoint after its files that match `truncate` were cut in half, or with other flags."""
+    trainer = bench.trainer()
+    trainer.save(directory)
+    trainer.close()
+    trainer = bench.trainer(**flags)
+    if truncate is not None and trainer.rank == 0:
+        for file in directory.glob(truncate):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    dist.barrier()
+    answer = {"error": _error_of(lambda: trainer.load(directory))}
+    trainer.close()
+    return answer
+
+
+def _error_of(call: Callable[[], Any]) -> tuple[str, str] | None:
+    try:
+        call()
+    except VimeError as caught:
+        return type(caught).__name__, str(caught)
+    return None
 
 
 def unbuildable(bench: Bench) -> str:

@@ -73,5 +73,5 @@ def train_round(
             group["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        steps.append({"loss": float(loss), "grad_norm": float(norm), "lr": rate})
+        steps.append({"loss": float(loss.detach()), "grad_norm": float(norm), "lr": rate})
     return steps

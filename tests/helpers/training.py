@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ class TinyTask:
 
     def flags(self) -> list[str]:
         return [
-            *("--hf-checkpoint", str(self.model), "--prompt-data", str(self.prompts), "--input-key", "prompt"),
+            *("--hf-checkpoint", str(self.model), "--prompt-data", str(self.prompts), "--input-key", "input"),
             *("--label-key", "label", "--custom-rm-path", self.reward, "--device", "cpu"),
             *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "12"),
             *("--rollout-max-context-len", "64", "--micro-batch-size", "8", "--lr", "1e-3"),
@@ -163,15 +164,11 @@ async def even_share(args, sample, **kwargs):
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
     """The quick start's model and tokenizer without its warm start (seconds instead of a minute)."""
-    sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
-    try:
-        import model as quickstart_model
-        import task as quickstart_task
-    finally:
-        sys.path.pop(0)
+    prepare = runpy.run_path(str(ROOT / "examples" / "quickstart" / "prepare.py"))
     directory = tmp_path_factory.mktemp("tiny")
-    quickstart_model.save_untrained(directory / "model", seed=0)
-    quickstart_task.write_problems(directory / "train.jsonl", count=64, seed=0)
+    prepare["build_model"](0).save_pretrained(directory / "model")
+    prepare["build_tokenizer"]().save_pretrained(directory / "model")
+    prepare["write_data"](directory, num_train=64, num_eval=8, seed=0)
     (directory / "reward.py").write_text(REWARD)
     return TinyTask(
         model=directory / "model", prompts=directory / "train.jsonl", reward=f"{directory / 'reward.py'}:even_share"

@@ -89,8 +89,8 @@ def _check_rows(
         raise ValueError(f"plan_round: {num_rows} lengths but {len(num_trainable)} counts of trainable tokens")
     if num_rows == 0 or num_rows % samples_per_step:
         raise HandoffError(
-            f"round {rollout_id} has {num_rows} samples; expected a positive multiple of the {samples_per_step} samples "
-            "of one optimizer step. Make --rollout-batch-size * --n-samples-per-prompt a multiple of "
+            f"round {rollout_id} has {num_rows} samples; expected a positive multiple of the {samples_per_step} "
+            "samples of one optimizer step. Make --rollout-batch-size * --n-samples-per-prompt a multiple of "
             "--global-batch-size; a rollout function must return whole groups."
         )
     if max_tokens is None:

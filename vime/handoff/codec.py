@@ -42,9 +42,7 @@ def decode_group(columns: Mapping[str, NDArray[Any]]) -> TrainGroup:
     """Inverse of `encode_group`."""
     rows = decode_rows(columns)
     if not rows or any(row.group_index != rows[0].group_index for row in rows):
-        raise HandoffError(
-            f"columns of one group hold groups {[row.group_index for row in rows]}: the payload is torn."
-        )
+        raise HandoffError(f"columns of one group hold groups {[row.group_index for row in rows]}: torn payload.")
     return TrainGroup(group_index=rows[0].group_index, rows=rows)
 
 
@@ -61,9 +59,7 @@ def decode_rows(columns: Mapping[str, NDArray[Any]]) -> tuple[TrainRow, ...]:
     unknown = sorted(set(columns) - set(BY_NAME))
     missing = [column.name for column in COLUMNS if column.required and column.name not in columns]
     if unknown or missing:
-        raise HandoffError(
-            f"columns of a group: missing {missing}, unknown {unknown}. The writer is of another version."
-        )
+        raise HandoffError(f"columns: missing {missing}, unknown {unknown}. The writer is of another version.")
     num_rows = len(columns["total_lengths"])
     lengths = {
         Shape.ROW: [1] * num_rows,
@@ -83,9 +79,7 @@ def check_row(row: TrainRow) -> None:
     name = f"sample {row.sample_index} of group {row.group_index}"
     length = row.response_length
     if not 0 <= length < row.total_length:
-        raise HandoffError(
-            f"{name}: {row.total_length} tokens with a response of {length}; expected a prompt before it."
-        )
+        raise HandoffError(f"{name}: {row.total_length} tokens, {length} of them response; expected a prompt too.")
     if len(row.loss_mask) != length or len(row.rollout_log_probs) != length:
         raise HandoffError(
             f"{name}: {length} response tokens, {len(row.loss_mask)} mask entries and {len(row.rollout_log_probs)} "
@@ -111,9 +105,7 @@ def check_row(row: TrainRow) -> None:
 def _optional_column(name: str) -> Column:
     column = BY_NAME.get(name)
     if column is None or not column.is_optional:
-        raise HandoffError(
-            f"column {name!r} is not in the table of optional columns; check_requested refuses it first."
-        )
+        raise HandoffError(f"column {name!r} is not an optional column; see --transfer-queue-extra-data-fields.")
     return column
 
 
@@ -132,7 +124,7 @@ def _cell(column: Column, row: TrainRow) -> Any:
     if column.is_optional:
         if column.name not in row.extra:
             raise HandoffError(
-                f"sample {row.sample_index}: column {column.name!r} was requested by --transfer-queue-extra-data-fields "
+                f"sample {row.sample_index}: column {column.name!r} was requested (--transfer-queue-extra-data-fields) "
                 "but the rollout did not write it. Write it for every sample, or do not request it."
             )
         value = row.extra[column.name]
@@ -159,7 +151,7 @@ def _split(column: Column, array: NDArray[Any], lengths: Sequence[int]) -> list[
             f"column {column.name}: got {array.dtype} of shape {array.shape}, expected {column.dtype} of shape "
             f"({sum(lengths)},). The payload is torn."
         )
-    flat = array.tolist()
+    flat: list[Any] = array.tolist()
     if column.shape is Shape.ROW:
         return flat
     cells, start = [], 0
@@ -270,8 +262,8 @@ def check_round(plan: RoundPlan, groups: Sequence[TrainGroup]) -> None:
     planned = sorted(row for step in plan.steps for rank in step.micro_batches for batch in rank for row in batch)
     if planned != list(range(len(rows))):
         raise HandoffError(
-            f"round {plan.rollout_id}: the plan names {len(planned)} rows, the round has {len(rows)}; expected each row "
-            "exactly once. Plan the round from the same groups that are put."
+            f"round {plan.rollout_id}: the plan names {len(planned)} rows, the round has {len(rows)}; expected each "
+            "row exactly once. Plan the round from the same groups that are put."
         )
     strangers = sorted({row.rollout_id for row in rows} - {plan.rollout_id})
     if strangers:

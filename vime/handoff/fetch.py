@@ -30,23 +30,19 @@ def fetch_round(
     Collective over `group` (the TP x PP x CP peers of one DP index): every rank of it must call, also when it expects
     failure. Only the source reads the queue; its answer, or its failure, goes to the peers as data, so that nobody is
     left waiting in a collective: a header by object broadcast, the columns as one tensor on `device` (a CUDA device
-    when `group` is NCCL). All ranks raise the same HandoffError. `source_rank` is a global rank. `group=None` or a group
-    of one reads without communication.
+    when `group` is NCCL). All ranks raise the same HandoffError. `source_rank` is a global rank. A group of one, or
+    None, reads without communication.
     """
-    alone = group is None or dist.get_world_size(group) == 1
+    if group is None or dist.get_world_size(group) == 1:
+        return carrier.fetch(ticket, dp_rank)
     header: list[Any] = [None]
     buffer = np.zeros(0, dtype=np.uint8)
     if is_source:
         try:
             plan, rows = carrier.fetch(ticket, dp_rank)
-            if alone:
-                return plan, rows
             layout, buffer = _pack(rows)
             header = [("rows", encode_plan(plan), sorted(rows), layout, buffer.nbytes)]
-        except Exception as error:
-            if alone:
-                raise
-            # boundary: the peers wait for the header; they get the failure instead, and all raise below
+        except Exception as error:  # boundary: the peers wait for the header; all ranks raise it below
             header = [("failure", f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(header, src=source_rank, group=group, device=torch.device(device))
     if header[0][0] == "failure":

@@ -27,7 +27,7 @@ class MemoryTicket:
 
 
 class MemoryCarrier:
-    """A Carrier over a dict. At most `max_staleness + 1` rounds may lie here; `put` waits for a `clear`, with a deadline."""
+    """A Carrier over a dict. At most `max_staleness + 1` rounds lie here; `put` waits for `clear`, with a deadline."""
 
     def __init__(self, *, max_staleness: int = 0, timeout_s: float = 10.0, extra: Sequence[str] = ()) -> None:
         self._capacity, self._timeout_s, self._extra = max_staleness + 1, timeout_s, tuple(extra)

@@ -22,7 +22,7 @@ def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness
             versions = sorted({span.version for span in row.token_policy_versions})
             reason = "newer than the weights" if staleness < 0 else f"{staleness} versions behind"
             raise StaleError(
-                f"sample {row.sample_index} of group {row.group_index}: sampled by versions {versions}, which is {reason} "
+                f"sample {row.sample_index} of group {row.group_index}: sampled by versions {versions}, {reason} "
                 f"{version} that train on it; the bound is {max_staleness} (--transferqueue-max-staleness). Raise the "
                 "bound, or update the engines more often (--update-weights-interval)."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ REWARD = "rollout/reward_mean"
 RESPONSE_LENGTH = "rollout/response_len_mean"
 WINDOW = 3
 CURVE_FILE = "reward_curve.png"
+_ASCII = str.maketrans("┤╭╮╰╯─│", "|..''-|")
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
@@ -66,7 +68,7 @@ def terminal_curve(values: Sequence[float], width: int = 60, height: int = 10, *
         scale = f"{low + span * level / max(1, height - 1):7.3g}"
         lines.append(f"{scale} ┤{''.join(grid[level])}".rstrip())
     drawing = "\n".join(lines)
-    return drawing.translate(str.maketrans("┤╭╮╰╯─│", "|......"[:1] + "/\\\\/-|")) if is_ascii else drawing
+    return drawing.translate(_ASCII) if is_ascii else drawing
 
 
 def _columns(values: Sequence[float], limit: int) -> list[float]:
@@ -78,7 +80,7 @@ def _columns(values: Sequence[float], limit: int) -> list[float]:
         return [value for value in values for _ in range(repeat)]
     edges = [round(column * len(values) / limit) for column in range(limit + 1)]
     return [
-        sum(values[start:end]) / (end - start) for start, end in zip(edges[:-1], edges[1:], strict=True)
+        sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
-from vime.ray.carriers import connect_carrier, start_queue
+from vime.ray.carriers import connect_carrier, start_queue, stop_queue
 from vime.ray.checkpoint import find_latest, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.engines import Engines
@@ -64,9 +64,8 @@ def open_machine(
         address = None
         if config.queue.transferqueue_mode == "buffer":
             with starter.part("transfer_queue", "starting TransferQueue"):
-                queue = start_queue(config)
-                stack.callback(queue.close)
-                address = queue.address
+                address = start_queue(config)
+                stack.callback(stop_queue, address)
         parts = _start_parts(config, run_dir, address, starter, stack)
         versions, start = VersionLedger(), 0
         if checkpoint is not None:
@@ -116,7 +115,9 @@ def _start_parts(
     if trainers is not None:
         with starter.part("trainers", f"building the model on {len(trainers)} trainer rank(s)"):
             trainers.wait_ready(starter.poll)
-    return Parts(manager, trainers, engines, connect_carrier(config, queue_address), num_rollout)
+    carrier = connect_carrier(config, queue_address)
+    stack.callback(carrier.close)
+    return Parts(manager, trainers, engines, carrier, num_rollout)
 
 
 def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> int:

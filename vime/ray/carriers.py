@@ -21,6 +21,13 @@ def start_queue(config: Config) -> Any:
     return TransferQueueBridge.start(config.queue, num_cpus=QUEUE_CPUS)
 
 
+def stop_queue(address: Any) -> None:
+    """End the queue's actors, in the driver and after every process has left the queue."""
+    from vime.handoff.bridge import TransferQueueBridge
+
+    TransferQueueBridge.stop(address)
+
+
 def connect_carrier(config: Config, queue_address: Any) -> Carrier:
     """The carrier as seen from one process; `queue_address` is None in mode off."""
     if queue_address is None:

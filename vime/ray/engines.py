@@ -19,13 +19,18 @@ from vime.ray.waits import wait_for
 from vime.types import EngineAddress
 
 
+def listen_host(config: Config) -> str:
+    """Loopback on one machine; this node's address when other nodes must reach the server."""
+    return "127.0.0.1" if config.cluster.ray_address is None else ray.util.get_node_ip_address()
+
+
 @ray.remote(max_concurrency=4)
 class EngineActor:
     """Owns one `vllm serve` child. The child dies with this actor."""
 
     def __init__(self, config: Config, index: int, run_dir: str) -> None:
         setup_logging(Path(run_dir), f"engine-{index}")
-        self._process = EngineProcess(config, index=index, run_dir=Path(run_dir))
+        self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config))
 
     def start(self, deadline_s: float) -> EngineAddress:
         self._process.start()
@@ -50,7 +55,7 @@ class RouterActor:
         self._process: RouterProcess | None = None
 
     def start(self, engines: list[EngineAddress], deadline_s: float) -> tuple[str, int]:
-        self._process = RouterProcess(self._config, engines, run_dir=self._run_dir)
+        self._process = RouterProcess(self._config, engines, run_dir=self._run_dir, host=listen_host(self._config))
         self._process.start()
         self._process.wait_ready(deadline_s)
         return self._process.host, self._process.port

@@ -14,6 +14,7 @@ from pathlib import Path
 from vime.config.parse import Config, dump, parse_command_line
 from vime.observability.events import EventKind, EventLog
 from vime.observability.logs import setup_logging
+from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
 from vime.ray.interrupts import Interrupts
@@ -21,7 +22,6 @@ from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
 from vime.ray.waits import Interrupted
 from vime.types import VimeError
-from vime.utils.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 

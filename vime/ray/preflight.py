@@ -5,12 +5,13 @@ from __future__ import annotations
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.config.parse import Config
 from vime.handoff.columns import check_requested
+from vime.rollout.plugins import check_plugins
 from vime.types import ConfigError
 from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
-    """Ports, vLLM flags, columns and the rhythm's own demand on staleness."""
+    """Ports, vLLM flags, columns, plug-ins and the rhythm's own demand on staleness."""
     if is_async and config.queue.transferqueue_max_staleness < 1:
         raise ConfigError(
             "train_async.py generates the next round while this one trains, so its tokens are one version old, but "
@@ -20,4 +21,5 @@ def preflight(config: Config, *, is_async: bool) -> None:
     if port is not None and config.engine.vllm_router_ip is None and not port_is_free("127.0.0.1", port):
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
     check_requested(config.queue.transfer_queue_extra_data_fields)
+    check_plugins(config.flat)
     validate_vllm_flags(config)

@@ -16,7 +16,7 @@ from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import num_trainer_ranks
 from vime.rollout.convert import to_train_groups
-from vime.rollout.plugins import check_plugins, load_data_source, load_rollout_function
+from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup
@@ -53,7 +53,6 @@ class RolloutManager:
     def prepare(self) -> ManagerInfo:
         """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for."""
         args = self._config.flat
-        check_plugins(args)
         self._generate = load_rollout_function(args)
         self._carrier = connect_carrier(self._config, self._queue_address)
         if self._config.debug.load_debug_rollout_data:

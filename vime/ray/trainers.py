@@ -23,10 +23,10 @@ from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
 from vime.ray.waits import wait_for
 from vime.types import EngineAddress, TrainRow, Version
 from vime.utils.network import free_port
-from vime.weights.publish import PublishReport
 
 if TYPE_CHECKING:
     from vime.backends.megatron_utils.trainer import MegatronTrainer
+    from vime.weights.publish import PublishReport
 
 
 @ray.remote(max_concurrency=2)

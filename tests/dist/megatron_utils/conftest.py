@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.dist_launch import launch
 from tests.helpers.megatron_cases import KINDS, all_cases
-from tests.helpers.tiny_models import make_model
+from tests.helpers.megatron_models import make_model
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ def test_the_next_round_after_loading_is_bit_equal(answers: Answers, case: str) 
 def test_random_states_and_schedule_are_restored(answers: Answers, case: str) -> None:
     for rank in answers(case):
         assert rank["resumed"]["draws"] == rank["never_stopped"]["draws"]
-        # linear from 1e-3 over 8 steps with one of warm-up; steps 3 and 4 of the run: the rate of step 4 is 1e-3 * 5 / 7
+        # peak 1e-3, 8 steps, one of them warm-up: the fourth step has 5 of the 7 decaying steps before it
         assert rank["resumed"]["metrics"]["train/lr"] == pytest.approx(1e-3 * 5 / 7, rel=1e-9)
 
 
@@ -32,7 +32,7 @@ def test_a_checkpoint_loads_in_another_layout(answers: Answers, case: str) -> No
     for rank in answers(case):
         assert rank["loaded"] == rank["saved"]
         resumed, expected = rank["resumed"], rank["never_stopped"]
-        assert resumed["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7)
+        assert resumed["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
         for name, tensor in expected["weights"].items():
             torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=2e-6, msg=name)
 
@@ -43,8 +43,20 @@ def test_without_optimizer_state_the_weights_come_back_and_the_moments_do_not(an
     assert rank["resumed"]["hash"] != rank["never_stopped"]["hash"]
 
 
-def test_a_missing_checkpoint_is_refused_on_every_rank(answers: Answers) -> None:
-    for rank in answers("missing-checkpoint"):
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("missing-checkpoint", "--load"),
+        ("checkpoint-of-another-model", "--load"),
+        ("truncated-tensors", "--load"),
+        ("truncated-common", "--load"),
+        ("save-below-a-file", "could not be written"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_refused_on_every_rank(answers: Answers, case: str, words: str) -> None:
+    ranks = answers(case)
+    assert len(ranks) == 2
+    for rank in ranks:
         kind, message = rank["error"]
         assert kind == "CheckpointError"
-        assert "nowhere" in message
+        assert words in message

@@ -11,16 +11,17 @@ import torch
 
 from tests.helpers import reference_policy as reference
 from tests.helpers.megatron_cases import LAYOUTS, TIED_LAYOUTS
-from tests.helpers.tiny_models import make_plan, make_rows
+from tests.helpers.megatron_models import make_plan, make_rows
 
 Answers = Callable[[str], list[Any]]
 RELATIVE = 1e-5  # loss and gradient norm, fp32
+ABSOLUTE = 1e-6  # losses and differences are sums of terms near 1 that cancel
 WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
 
 
 def assert_trained_alike(got: dict[str, Any], expected: dict[str, Any]) -> None:
     for mine, theirs in zip(got["metrics"], expected["metrics"], strict=True):
-        assert mine == pytest.approx(theirs, rel=RELATIVE, abs=1e-7)
+        assert mine == pytest.approx(theirs, rel=RELATIVE, abs=ABSOLUTE)
     assert set(got["weights"]) == set(expected["weights"])
     for name, tensor in expected["weights"].items():
         torch.testing.assert_close(got["weights"][name], tensor, rtol=0, atol=WEIGHT, msg=name)
@@ -62,8 +63,8 @@ def test_a_grpo_round_with_kl_and_entropy_equals_plain_torch(
     [metrics] = answer["metrics"]
     for key in ("loss", "grad_norm"):
         expected = sum(step[key] for step in steps) / len(steps)
-        print(f"{case} {key}: {metrics[f'train/{key}']:.7f}, plain torch {expected:.7f}")
-        assert metrics[f"train/{key}"] == pytest.approx(expected, rel=RELATIVE)
+        print(f"{case} {key}: {metrics[f'train/{key}']:.7f}, plain torch {expected:.7f}")  # noqa: T201
+        assert metrics[f"train/{key}"] == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE if key == "loss" else 0)
     assert metrics["train/lr"] == pytest.approx(steps[-1]["lr"], rel=1e-9)
     state = model.state_dict()
     for name, tensor in answer["weights"].items():
@@ -156,4 +157,12 @@ def test_a_reward_that_is_nan_fails_on_every_rank_naming_the_rows_and_moves_no_w
         assert "round 0, optimizer step 0" in message
         assert "row 5 (sample 5)" in message
         assert "row 4" not in message
+        assert rank["before"] == rank["after"]
+
+
+def test_a_gradient_norm_that_overflows_fails_on_every_rank_and_moves_no_weight(answers: Answers) -> None:
+    for rank in answers("huge-reward"):
+        kind, message = rank["error"]
+        assert kind == "VimeError"
+        assert "the gradient norm is inf" in message
         assert rank["before"] == rank["after"]

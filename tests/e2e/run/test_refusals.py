@@ -45,7 +45,7 @@ def test_an_unknown_engine_flag_is_refused_before_start(tiny_task: TinyTask, tmp
 
 def test_a_line_that_is_not_json_is_named_and_nothing_is_left(tiny_task: TinyTask, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "1:ab=", "label": "b"}\n{"prompt": \n')
+    bad.write_text('{"input": "1:ab=", "label": "b"}\n{"input": \n')
     refused(tiny_task, tmp_path / "run", "--prompt-data", str(bad), code=3, says=["bad.jsonl:2", "JSON"])
 
 

@@ -1,6 +1,6 @@
 """A scripted engine: the routes of vLLM that Vime uses, answered by a function, with failures on demand.
 
-It is a real HTTP server and a real receiver of weights (every transport, every hash); only the model is missing. Tests of
+It is a real HTTP server and a real receiver of weights (any transport, its hash); only the model is missing. Tests of
 other rooms and the shipped examples run against it, and the same contract tests run against vLLM itself.
 
     with FakeEngine(answer=lambda prompt, sample, version: ([7, 8], [-0.5, -0.25])) as engine:
@@ -268,7 +268,7 @@ def _choice(
         else:
             spans.append({"version": version, "start": position, "end": position + 1})
     content = [
-        {"token": f"token_id:{token}", "token_id": token, "logprob": log_prob, "rank": 1, "top_logprobs": []}
+        {"token_id": token, "logprob": log_prob, "rank": 1, "top_logprobs": []}
         for token, log_prob in zip(tokens[:kept], log_probs[:kept], strict=True)
     ]
     return {

@@ -1,0 +1,112 @@
+"""Tiny random Hugging Face models on disk, and rows to train them on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from vime.types import RoundPlan, StepPlan, TrainRow, VersionSpan
+
+VOCAB_SIZE = 99  # odd: under tensor parallelism the vocabulary is padded
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.08,
+}
+LENGTHS = ((3, 6), (10, 23), (5, 12), (8, 32), (1, 4), (9, 17), (4, 8), (7, 14))  # (prompt, response) tokens
+
+
+def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
+    """`kind`: qwen2, qwen2_tied, qwen3, llama_tied, llama3_scaled. fp32 safetensors and config.json."""
+    import torch
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    model_class, config = {
+        "qwen2": (Qwen2ForCausalLM, lambda: Qwen2Config(**SHAPE, rope_parameters={**rope, "rope_theta": 1e6})),
+        "qwen2_tied": (Qwen2ForCausalLM, lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True, rope_parameters=rope)),
+        "qwen3": (
+            Qwen3ForCausalLM,
+            lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False, rope_parameters=rope),
+        ),
+        "llama_tied": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=rope)),
+        "llama3_scaled": (
+            LlamaForCausalLM,
+            lambda: LlamaConfig(**SHAPE, rope_parameters={**llama3, "rope_type": "llama3", "rope_theta": 5e5}),
+        ),
+    }[kind]
+    torch.manual_seed(seed)
+    model = model_class(config()).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # norms of 1 and biases of 0 would hide a wrong mapping
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_rows(*, seed: int = 7, vocab_size: int = VOCAB_SIZE) -> list[TrainRow]:
+    """Eight rows of different lengths, rewards of both signs, some tokens not trainable."""
+    draw = random.Random(seed)
+    rows = []
+    for index, (prompt, response) in enumerate(LENGTHS):
+        mask = [1] * response
+        if index % 3 == 1:
+            mask[response // 2] = 0
+        rows.append(
+            TrainRow(
+                sample_index=index,
+                group_index=index // 4,
+                rollout_id=0,
+                tokens=[draw.randrange(vocab_size) for _ in range(prompt + response)],
+                response_length=response,
+                loss_mask=mask,
+                rollout_log_probs=[-draw.uniform(1, 6) for _ in range(response)],
+                token_policy_versions=(VersionSpan(0, 0, response),),
+                reward=draw.uniform(-1.5, 1.5),
+                raw_reward=draw.random(),
+                status="completed",
+                truncated=False,
+            )
+        )
+    return rows
+
+
+def make_plan(
+    rows: list[TrainRow], *, dp_size: int, num_steps: int = 1, num_micro_batches: int = 2, empty_rank: int | None = None
+) -> RoundPlan:
+    """Rows dealt out in turn over ranks and micro-batches. `empty_rank` gets nothing; the others share its rows."""
+    per_step = len(rows) // num_steps
+    working = [rank for rank in range(dp_size) if rank != empty_rank]
+    steps = []
+    for step in range(num_steps):
+        numbers = list(range(step * per_step, (step + 1) * per_step))
+        batches: list[list[list[int]]] = [[[] for _ in range(num_micro_batches)] for _ in range(dp_size)]
+        for position, row in enumerate(numbers):
+            rank = working[position % len(working)]
+            batches[rank][(position // len(working)) % num_micro_batches].append(row)
+        steps.append(
+            StepPlan(
+                micro_batches=tuple(tuple(tuple(batch) for batch in rank) for rank in batches),
+                num_samples=len(numbers),
+                num_tokens=sum(rows[row].num_trainable for row in numbers),
+            )
+        )
+    return RoundPlan(rollout_id=0, steps=tuple(steps))

@@ -1,0 +1,70 @@
+"""The engine's end accepts whole updates in order, and nothing else."""
+
+import pytest
+import torch
+
+from vime.types import PublishError
+from vime.weights.plan import TensorMeta, cut_buckets
+from vime.weights.transports import make_receiver, make_sender
+from vime.weights.wire import BucketReceiver, bucket_from_wire, bucket_to_wire
+
+METAS = [TensorMeta("a", "float32", (4,)), TensorMeta("b", "bfloat16", (2, 2))]
+FIRST, SECOND = cut_buckets(METAS, 16)
+
+
+class ZeroReceiver(BucketReceiver):
+    """Receives zeros."""
+
+    def _read(self, bucket, update_info):
+        return [slot.view(torch.zeros(bucket.nbytes, dtype=torch.uint8)) for slot in bucket.slots]
+
+
+@pytest.fixture
+def receiver() -> ZeroReceiver:
+    started = ZeroReceiver(torch.device("cpu"))
+    started.start()
+    return started
+
+
+def test_the_wire_form_rebuilds_the_same_bucket():
+    assert bucket_from_wire(bucket_to_wire(SECOND)) == SECOND
+
+
+def test_a_whole_update_in_order_is_accepted(receiver):
+    names = [name for bucket in (FIRST, SECOND) for name, _ in receiver.receive(bucket_to_wire(bucket))]
+    receiver.finish()
+    assert names == ["a", "b"]
+    assert receiver.num_tensors == 2
+
+
+def test_a_bucket_out_of_order_is_refused(receiver):
+    with pytest.raises(PublishError, match="got bucket 1 of 2, expected bucket 0"):
+        receiver.receive(bucket_to_wire(SECOND))
+
+
+def test_a_repeated_bucket_is_refused(receiver):
+    receiver.receive(bucket_to_wire(FIRST))
+    with pytest.raises(PublishError, match="got bucket 0 of 2, expected bucket 1"):
+        receiver.receive(bucket_to_wire(FIRST))
+
+
+def test_finishing_early_is_refused(receiver):
+    receiver.receive(bucket_to_wire(FIRST))
+    with pytest.raises(PublishError, match="after 1 of 2 buckets"):
+        receiver.finish()
+
+
+def test_a_new_start_forgets_the_update_before(receiver):
+    receiver.receive(bucket_to_wire(FIRST))
+    before = receiver.content_hash
+    receiver.start()
+    assert receiver.num_tensors == 0
+    receiver.receive(bucket_to_wire(FIRST))
+    assert receiver.content_hash == before
+
+
+def test_an_unknown_transport_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="'carrier pigeon'"):
+        make_sender("carrier pigeon", bucket_bytes=1, directory=tmp_path, timeout_s=1)
+    with pytest.raises(ValueError, match="'carrier pigeon'"):
+        make_receiver("carrier pigeon", torch.device("cpu"))

@@ -1,0 +1,42 @@
+"""`vime <command>`, the same as `python -m vime <command>`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from vime.observability.report import show_report
+from vime.observability.run_dir import is_run_dir
+from vime.observability.summary import summarise
+from vime.types import ConfigError, VimeError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; answers the exit code (0 done, 2 refused, 3 failed)."""
+    parser = argparse.ArgumentParser(prog="vime", description="Look at runs of Vime.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    report_parser = commands.add_parser(
+        "report", help="summary, reward curve and answers of a run; draws its PNG again"
+    )
+    report_parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    arguments = parser.parse_args(argv)
+    try:
+        report(arguments.run)
+    except VimeError as error:
+        sys.stderr.write(f"vime {arguments.command}: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def report(run: Path) -> None:
+    """Print what came out of `run`, a live, finished or dead one."""
+    if not is_run_dir(run):
+        what = "is no directory" if not run.is_dir() else "is a directory without config.json and events/"
+        raise ConfigError(
+            f"{run}: {what}; expected the run directory of a Vime run. Runs are in runs/ unless --run-dir."
+        )
+    show_report(summarise(run.resolve()), Console(highlight=False))

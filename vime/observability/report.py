@@ -1,0 +1,103 @@
+"""The end screen: reward curve, answers before and after, totals, and where everything is."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vime.observability.curve import WINDOW, reward_curve_png, smooth, terminal_curve
+from vime.observability.summary import AnswerPair, RunSummary
+
+CURVE_HEIGHT = 10
+ANSWER_CHARS = 120
+
+
+def show_report(summary: RunSummary, console: Console) -> None:
+    """Print everything that `summary` knows; also draws the PNG again."""
+    is_ascii = console.options.ascii_only
+    console.print()
+    if summary.rewards:
+        first, last = min(summary.rewards), max(summary.rewards)
+        values = smooth(list(summary.rewards.values()))
+        console.print(f"Reward, mean of {WINDOW} rounds, rounds {first} to {last}:", highlight=False)
+        drawing = terminal_curve(values, width=min(100, console.width), height=CURVE_HEIGHT, is_ascii=is_ascii)
+        console.print(Text(drawing))
+        console.print()
+    if summary.answers:
+        console.print(_answers(summary, is_ascii))
+        console.print()
+    _totals(summary, console)
+    if summary.rewards:
+        _line(console, "Curve", str(reward_curve_png(summary.run_dir)))
+    _line(console, "Run directory", str(summary.run_dir))
+
+
+def duration(seconds: float) -> str:
+    """75 -> "1:15"; 3700 -> "1:01:40"."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def plain(text: str, *, limit: int = ANSWER_CHARS, is_ascii: bool = False) -> str:
+    """Text of a model made safe for a terminal: one line, no control characters, at most `limit` characters."""
+    shown = "".join(
+        "\\n" if char == "\n" else char if unicodedata.category(char)[0] != "C" else "?" for char in text
+    )  # fmt: skip
+    if is_ascii:
+        shown = shown.encode("ascii", "backslashreplace").decode()
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def _answers(summary: RunSummary, is_ascii: bool) -> Table:
+    pairs = summary.answers
+    right_before, right_after = sum(p.is_before_right for p in pairs), sum(p.is_after_right for p in pairs)
+    title = f"{summary.answers_title} ({right_before} -> {right_after} of these {len(pairs)} right)"
+    table = Table(title=Text(title), title_justify="left", expand=False)
+    for heading in ("prompt", "label", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    for pair in pairs:
+        table.add_row(
+            Text(plain(pair.prompt, is_ascii=is_ascii)),
+            Text(plain(pair.label, is_ascii=is_ascii)),
+            *_marked(pair, is_ascii),
+        )
+    return table
+
+
+def _marked(pair: AnswerPair, is_ascii: bool) -> tuple[Text, Text]:
+    def marked(answer: str, is_right: bool) -> Text:
+        mark = Text("ok ", style="green") if is_right else Text("no ", style="red")
+        return mark + Text(plain(answer, is_ascii=is_ascii))
+
+    return marked(pair.before, pair.is_before_right), marked(pair.after, pair.is_after_right)
+
+
+def _totals(summary: RunSummary, console: Console) -> None:
+    _line(console, "Outcome", plain(summary.outcome, limit=400))
+    if summary.rewards:
+        rewards = list(summary.rewards.values())
+        count = min(len(rewards), 10)
+        start, end = rewards[: min(len(rewards), WINDOW)], rewards[-count:]
+        _line(
+            console,
+            "Reward",
+            f"{sum(start) / len(start):.3f} over the first {len(start)} rounds, "
+            f"{sum(end) / count:.3f} over the last {count}",
+        )
+    _line(
+        console,
+        "Totals",
+        f"{summary.num_rounds} rounds, {summary.num_samples:,} samples, {summary.num_tokens:,} response tokens, "
+        f"{duration(summary.wall_s)} wall time",
+    )
+    if summary.phase_s:
+        ordered = sorted(summary.phase_s.items(), key=lambda item: -item[1])
+        _line(console, "Seconds by phase", ", ".join(f"{name} {seconds:.1f}" for name, seconds in ordered))
+
+
+def _line(console: Console, name: str, value: str) -> None:
+    console.print(Text(f"{name + ':':<18}{value}"), soft_wrap=True)

@@ -1,0 +1,137 @@
+"""What the user sees while a run goes: what it is doing now, how far it is, how well it learns, how long it will take.
+
+On a terminal: a spinner for each stage of start-up, then a progress bar. Elsewhere (a pipe, a log file): one plain
+line per stage, per round and per evaluation, without control codes. Owned by the driver's main thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.spinner import Spinner
+from rich.text import Text
+
+from vime.observability.curve import RESPONSE_LENGTH, REWARD
+from vime.observability.report import duration, plain, show_report
+from vime.observability.summary import RunSummary, summarise
+
+TOKENS_PER_S = "perf/tokens_per_sec"
+# Time left is judged by the latest rounds: the first ones hold one-off costs, and answers grow in training.
+ROUNDS_IN_ESTIMATE = 10
+
+
+class Screen:
+    """The order of calls: stage*, begin, (activity | round_done | note_eval)*, stage*, then finish or failed."""
+
+    def __init__(self, run_dir: Path, *, stream: TextIO | None = None) -> None:
+        self._run_dir = Path(run_dir)
+        self._console = Console(file=stream or sys.stdout, highlight=False)
+        self._started = self._stage_started = self._round_started = time.monotonic()
+        self._stage: str | None = None
+        self._total = 0
+        self._durations: deque[float] = deque(maxlen=ROUNDS_IN_ESTIMATE)
+        self._live: Live | None = None
+        self._spinner = Spinner("dots")
+        self._bar = Progress(
+            TextColumn("round {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("", total=None, visible=False)
+        self._say(f"Run directory: {self._run_dir}")
+
+    def stage(self, text: str) -> None:
+        """What the run starts to do now, outside of rounds; ends the stage before it."""
+        self._end_stage()
+        self._bar.update(self._task, visible=False)
+        self._stage, self._stage_started = text, time.monotonic()
+        if not self._console.is_terminal:
+            self._say(f"[{duration(time.monotonic() - self._started)}] {text}")
+        self._show(text)
+
+    def begin(self, start_round: int, total_rounds: int) -> None:
+        """Rounds begin: from `start_round` (0, or later when resuming) to `total_rounds`."""
+        self._end_stage()
+        self._total, self._round_started = total_rounds, time.monotonic()
+        self._bar.update(self._task, total=total_rounds, completed=start_round, visible=True)
+        self._say(
+            f"training: rounds {start_round} to {total_rounds - 1}" if start_round < total_rounds else "no rounds"
+        )
+        self._show("")
+
+    def activity(self, text: str) -> None:
+        """What goes on inside the round or stage; shown on a terminal only."""
+        self._show(f"{self._stage}: {text}" if self._stage else text)
+
+    def round_done(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar; `metrics` are the round's, a name that is not there is left out of the line."""
+        now = time.monotonic()
+        self._durations.append(now - self._round_started)
+        self._round_started = now
+        line = ", ".join([*_figures(metrics), f"{self._durations[-1]:.1f} s", f"left {self._time_left(rollout_id)}"])
+        self._bar.update(self._task, completed=rollout_id + 1, description=line)
+        if not self._console.is_terminal:
+            self._say(f"round {rollout_id + 1}/{self._total}: {line}")
+        self._show("")
+
+    def note_eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """One line about an evaluation of the weights before round `rollout_id`."""
+        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in sorted(metrics.items()))
+        self._say(f"evaluation before round {rollout_id}: {shown}")
+
+    def finish(self, summary: RunSummary | None = None) -> None:
+        """The end screen; without `summary` it is read from the run directory."""
+        self._close_live()
+        show_report(summary or summarise(self._run_dir), self._console)
+
+    def failed(self, message: str) -> None:
+        """The end of a run that did not finish, on stderr: what happened and where to look."""
+        self._close_live(is_done=False)
+        sys.stderr.write(f"failed: {message}\nRun directory: {self._run_dir}\n")
+        sys.stderr.flush()
+
+    def _time_left(self, rollout_id: int) -> str:
+        per_round = sum(self._durations) / len(self._durations)
+        return duration(per_round * max(0, self._total - rollout_id - 1))
+
+    def _end_stage(self, *, is_done: bool = True) -> None:
+        if self._stage is not None and self._console.is_terminal:
+            elapsed = time.monotonic() - self._stage_started
+            mark = "done" if is_done else "stopped"
+            self._say(f"{self._stage} ... {mark} ({elapsed:.1f} s)")
+        self._stage = None
+
+    def _show(self, text: str) -> None:
+        """The line that is redrawn: spinner, text and (once rounds began) the bar."""
+        if not self._console.is_terminal:
+            return
+        label = Text(plain(text, limit=max(20, self._console.width - 20)))
+        self._spinner.update(text=label)
+        parts = [self._spinner, self._bar] if self._bar.tasks[0].visible else [self._spinner]
+        if self._live is None:
+            self._live = Live(console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        self._live.update(Group(*parts))
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+    def _close_live(self, *, is_done: bool = True) -> None:
+        self._end_stage(is_done=is_done)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _figures(metrics: Mapping[str, float]) -> list[str]:
+    named = ((REWARD, "reward {:.3f}"), (RESPONSE_LENGTH, "length {:.1f}"), (TOKENS_PER_S, "{:.0f} tokens/s"))
+    return [form.format(metrics[name]) for name, form in named if name in metrics]
