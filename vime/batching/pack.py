@@ -97,8 +97,8 @@ def _starts(rows: Sequence[TrainRow]) -> tuple[list[int], int]:
     for row in rows:
         if not 0 <= row.response_length < row.total_length:
             raise HandoffError(
-                f"sample {row.sample_index}: {row.total_length} tokens, of which {row.response_length} are the response."
-                " Expected at least one prompt token, because position t predicts token t + 1; check the rollout."
+                f"sample {row.sample_index}: {row.total_length} tokens, {row.response_length} of them the response. "
+                "Expected at least one prompt token, because position t predicts token t + 1; check the rollout."
             )
         starts.append(end)
         end += row.total_length

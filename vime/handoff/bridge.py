@@ -275,7 +275,7 @@ class _QueueClient:
         return {name: [cell.numpy() for cell in data[name].unbind()] for name in meta.field_names}
 
     def _call(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
-        """Run one client call: HandoffError as soon as an actor of the queue is dead, else a wait until the deadline."""
+        """Run one client call: HandoffError as soon as an actor of the queue is dead, else wait until the deadline."""
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self._timeout_s), self._loop)
         ends = time.monotonic() + self._timeout_s
         try:

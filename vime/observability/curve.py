@@ -18,9 +18,7 @@ _ASCII = str.maketrans("┤╭╮╰╯─│", "|..''-|")
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Mean of each value and the up to `window - 1` before it. [0, 1, 2, 3] -> [0, 0.5, 1, 2]."""
-    return [
-        sum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)
-    ]  # fmt: skip
+    return [sum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)]
 
 
 def reward_curve_png(run_dir: Path) -> Path:
@@ -79,9 +77,7 @@ def _columns(values: Sequence[float], limit: int) -> list[float]:
         repeat = max(1, min(4, limit // len(values)))
         return [value for value in values for _ in range(repeat)]
     edges = [round(column * len(values) / limit) for column in range(limit + 1)]
-    return [
-        sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)
-    ]  # fmt: skip
+    return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
 
 
 def _trace(grid: list[list[str]], levels: Sequence[int | None]) -> None:

@@ -27,6 +27,7 @@ def show_report(summary: RunSummary, console: Console) -> None:
         console.print(Text(drawing))
         console.print()
     if summary.answers:
+        console.print(Text(_answers_title(summary)), soft_wrap=True)
         console.print(_answers(summary, is_ascii))
         console.print()
     _totals(summary, console)
@@ -44,22 +45,23 @@ def duration(seconds: float) -> str:
 
 def plain(text: str, *, limit: int = ANSWER_CHARS, is_ascii: bool = False) -> str:
     """Text of a model made safe for a terminal: one line, no control characters, at most `limit` characters."""
-    shown = "".join(
-        "\\n" if char == "\n" else char if unicodedata.category(char)[0] != "C" else "?" for char in text
-    )  # fmt: skip
+    shown = "".join("\\n" if char == "\n" else char if unicodedata.category(char)[0] != "C" else "?" for char in text)
     if is_ascii:
         shown = shown.encode("ascii", "backslashreplace").decode()
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
-def _answers(summary: RunSummary, is_ascii: bool) -> Table:
+def _answers_title(summary: RunSummary) -> str:
     pairs = summary.answers
-    right_before, right_after = sum(p.is_before_right for p in pairs), sum(p.is_after_right for p in pairs)
-    title = f"{summary.answers_title} ({right_before} -> {right_after} of these {len(pairs)} right)"
-    table = Table(title=Text(title), title_justify="left", expand=False)
+    before, after = sum(pair.is_before_right for pair in pairs), sum(pair.is_after_right for pair in pairs)
+    return f"{summary.answers_title} ({before} -> {after} of these {len(pairs)} right)"
+
+
+def _answers(summary: RunSummary, is_ascii: bool) -> Table:
+    table = Table()
     for heading in ("prompt", "label", "before", "after"):
         table.add_column(heading, overflow="fold")
-    for pair in pairs:
+    for pair in summary.answers:
         table.add_row(
             Text(plain(pair.prompt, is_ascii=is_ascii)),
             Text(plain(pair.label, is_ascii=is_ascii)),

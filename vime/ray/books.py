@@ -19,6 +19,10 @@ class RoundBooks:
         self._metrics: dict[str, float] = {}
         self._started = time.monotonic()
 
+    def begin(self) -> None:
+        """The first round starts now: what start-up took is not its time."""
+        self._metrics, self._started = {}, time.monotonic()
+
     def add(self, metrics: Mapping[str, float]) -> None:
         self._metrics.update(metrics)
 
@@ -44,7 +48,9 @@ class RoundBooks:
         self._metrics, self._started = {}, now
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        self._tracker.log(rollout_id, metrics)
+        """`rollout_id` names the round before which it ran; the numbers join the round that made the weights, because
+        wandb refuses steps that run ahead of the round's own line."""
+        self._tracker.log(max(0, rollout_id - 1), metrics)
         self._screen.note_eval(rollout_id, metrics)
 
     def close(self) -> None:

@@ -70,6 +70,7 @@ class Machine:
 
     def rounds(self) -> Iterator[int]:
         """The rollout ids of this run, from the first one not trained yet. Closes a round's books after each."""
+        self.watchers.books.begin()
         for rollout_id in range(self._start, self.parts.num_rollout):
             self.watchers.interrupts.raise_if_asked("the pause between rounds")
             yield rollout_id

@@ -17,7 +17,7 @@ from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import num_trainer_ranks
 from vime.rollout.convert import to_train_groups
 from vime.rollout.plugins import load_data_source, load_rollout_function
-from vime.rollout.record import load_rollout, save_rollout
+from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup
 
@@ -91,7 +91,7 @@ class RolloutManager:
         if not isinstance(output, RolloutFnEvalOutput):
             raise TypeError(f"rollout function answered {type(output).__name__} to evaluation=True")
         for name, samples in output.data.items():
-            save_rollout(self._run_dir / "eval" / f"{name}_{rollout_id}.jsonl", [samples])
+            save_samples(self._run_dir / "eval" / f"{name}_{rollout_id}.jsonl", samples)
         return dict(output.metrics)
 
     def progress(self) -> str:

@@ -9,21 +9,24 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from vime.types import DataError, Sample
 
 
 def save_rollout(path: Path, groups: list[list[Sample]]) -> None:
-    """Write groups in order; readers never see a half-written file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for position, group in enumerate(groups):
-            for sample in group:
-                file.write(_line(position, sample) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write groups in order, to be replayed."""
+    records = [
+        (sample, {"position": position, "sample": sample.to_dict()})
+        for position, group in enumerate(groups)
+        for sample in group
+    ]
+    _write_lines(path, records)
+
+
+def save_samples(path: Path, samples: list[Sample]) -> None:
+    """Write the answers of an evaluation, to be read by people and reports: each line is one `Sample.to_dict`."""
+    _write_lines(path, [(sample, sample.to_dict()) for sample in samples])
 
 
 def load_rollout(path: Path) -> list[list[Sample]]:
@@ -49,9 +52,21 @@ def load_rollout(path: Path) -> list[list[Sample]]:
     return [[sample for _, sample in part] for _, part in itertools.groupby(records, key=lambda record: record[0])]
 
 
-def _line(position: int, sample: Sample) -> str:
+def _write_lines(path: Path, records: list[tuple[Sample, dict[str, Any]]]) -> None:
+    """Readers never see a half-written file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for sample, record in records:
+            file.write(_line(sample, record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _line(sample: Sample, record: dict[str, Any]) -> str:
     try:
-        return json.dumps({"position": position, "sample": sample.to_dict()}, allow_nan=False)
+        return json.dumps(record, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"sample {sample.index} cannot be recorded: {error}. Metadata, label and reward must be JSON values."

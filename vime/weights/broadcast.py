@@ -46,6 +46,7 @@ class BroadcastSender(BucketSender):
         self._store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         infos = [
             {
+                "transport": self._backend,
                 "master_address": address,
                 "master_port": self._store.port,
                 "world_size": world_size,

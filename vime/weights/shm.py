@@ -28,7 +28,7 @@ class ShmSender(BucketSender):
         self._memory: torch.Tensor | None = None
 
     def connect(self, fleet: EngineControl) -> None:
-        fleet.init_transfer([{} for _ in fleet.addresses])
+        fleet.init_transfer([{"transport": "shm"}] * len(fleet.addresses))
 
     def close(self) -> None:
         self._memory = None

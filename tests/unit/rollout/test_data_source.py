@@ -18,7 +18,9 @@ def model_dir(tmp_path_factory):
 @pytest.fixture
 def five(tmp_path):
     """Prompts a=, b=, ... e= with labels A..E."""
-    return write_jsonl(tmp_path / "five.jsonl", [{"input": f"{c}=", "label": c.upper(), "metadata": {"c": c}} for c in "abcde"])
+    return write_jsonl(
+        tmp_path / "five.jsonl", [{"input": f"{c}=", "label": c.upper(), "metadata": {"c": c}} for c in "abcde"]
+    )
 
 
 def source(model_dir, data, *flags, kind=RolloutDataSourceWithBuffer):
@@ -36,7 +38,9 @@ def test_a_group_holds_n_pending_samples_with_prompt_tokens_label_and_metadata(m
     (group,) = source(model_dir, five).get_samples(1)
     # <bos> is 1; letters start at 5 in the order of the alphabet, so a = 5; digits 31..40; " :=" 41, 42, 43.
     assert [sample.tokens for sample in group] == [[1, 5, 43], [1, 5, 43]]
-    assert [(sample.label, sample.metadata, sample.status) for sample in group] == [("A", {"c": "a"}, SampleStatus.PENDING)] * 2
+    assert [(sample.label, sample.metadata, sample.status) for sample in group] == [
+        ("A", {"c": "a"}, SampleStatus.PENDING)
+    ] * 2
     group[0].metadata["c"] = "changed"
     assert group[1].metadata == {"c": "a"}
 
@@ -66,7 +70,9 @@ def test_a_restored_source_continues_where_the_saved_one_stood(model_dir, five, 
     state = json.loads(json.dumps(running.save(4)))
     restored = source(model_dir, five, "--rollout-shuffle")
     restored.load(state)
-    assert [[s.to_dict() for s in g] for g in restored.get_samples(8)] == [[s.to_dict() for s in g] for g in running.get_samples(8)]
+    assert [[s.to_dict() for s in g] for g in restored.get_samples(8)] == [
+        [s.to_dict() for s in g] for g in running.get_samples(8)
+    ]
 
 
 def test_unused_groups_come_first_and_survive_a_restart(model_dir, five):
@@ -164,9 +170,20 @@ def test_a_chat_template_renders_messages_and_tools(tmp_path):
     tool = {"type": "function", "function": {"name": "t", "parameters": {}}}
     data = write_jsonl(
         tmp_path / "chat.jsonl",
-        [{"input": "ab", "label": "A", "tools": [tool]}, {"input": [{"role": "user", "content": "c"}], "label": "C", "tools": []}],
+        [
+            {"input": "ab", "label": "A", "tools": [tool]},
+            {"input": [{"role": "user", "content": "c"}], "label": "C", "tools": []},
+        ],
     )
-    chat = source(directory, data, "--apply-chat-template", "--tool-key", "tools", "--apply-chat-template-kwargs", '{"prefix": "z"}')
+    chat = source(
+        directory,
+        data,
+        "--apply-chat-template",
+        "--tool-key",
+        "tools",
+        "--apply-chat-template-kwargs",
+        '{"prefix": "z"}',
+    )
     first, second = (group[0] for group in chat.get_samples(2))
     assert (first.prompt, second.prompt) == ("ztab=", "zc=")
     # The template decides on special tokens: no <bos> is added to its text. z = 30, t = 24, a = 5, b = 6, "=" 43.

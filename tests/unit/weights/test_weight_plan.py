@@ -68,5 +68,5 @@ def test_a_scalar_and_an_empty_tensor_have_a_view():
 
 
 def test_a_dtype_that_cannot_be_sent_is_refused_by_name():
-    with pytest.raises(ValueError, match="embed.*complex64"):
+    with pytest.raises(ValueError, match=r"embed.*complex64"):
         TensorMeta("embed", "complex64", (1,))

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.types import CheckpointError
@@ -44,10 +45,10 @@ def save(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer, *, w
             filesystem_async._results_queue = queue.Queue()
         state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
         dist_checkpointing.save(state, str(directory), content_metadata=_metadata())
-    except (OSError, CheckpointingException) as error:
+    except (OSError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(
-            f"the checkpoint {directory} could not be written: {error}. Check free space and permissions; the previous "
-            "checkpoint is untouched."
+            f"the checkpoint {directory} could not be written: {_reason(error)}. Check free space and permissions; the "
+            "previous checkpoint is untouched."
         ) from error
 
 
@@ -66,16 +67,14 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
             )
         with_optimizer = common["with_optimizer"]
         same_layout = common["layout"] == _layout()
-        if with_optimizer:
-            _prepare_states(optimizer)
         state = _state(
             core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer and same_layout, is_loading=True
         )
         loaded = dist_checkpointing.load(state, str(directory))
-    except (OSError, CheckpointingException, KeyError, RuntimeError) as error:
+    except (OSError, CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"--load {directory}: cannot be read: {type(error).__name__} {error}. Expected a complete checkpoint of "
-            "this model; point --load to one, or remove it to start from --hf-checkpoint."
+            f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this "
+            "model; point --load to one, or remove it to start from --hf-checkpoint."
         ) from error
     for index, chunk in enumerate(core):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
@@ -121,6 +120,7 @@ def _state(
     models = {f"model{index}": chunk.sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(core)}
     state: dict[str, Any] = {**models, "format": FORMAT, "with_optimizer": with_optimizer, "layout": _layout()}
     if with_optimizer:
+        _prepare_states(optimizer)
         # for one chunk megatron wants its state itself, for several a dict of them
         mould = models["model0"] if len(core) == 1 else models
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
@@ -139,10 +139,11 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
             part._set_main_param_and_optimizer_states = _keeping_step(part)  # type: ignore[method-assign]
     optimizer.megatron.load_state_dict(state)
     for part in optimizer.parts:
-        for entry in part.optimizer.state.values():
-            if "step" in entry:
-                # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each.
-                entry["step"] = entry["step"].clone()
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for entry in part.optimizer.state.values():
+                # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each. A step
+                # of 0 is not saved at all.
+                entry["step"] = entry["step"].clone() if "step" in entry else torch.tensor(0.0)
 
 
 def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
@@ -161,9 +162,10 @@ def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, d
 
 
 def _prepare_states(optimizer: PolicyOptimizer) -> None:
-    """REPAIR: a fresh DistributedOptimizer over torch's AdamW asserts that every parameter has a state already."""
+    """REPAIR: before the first step AdamW has no moments. megatron then saves none and cannot load what it saved, and its
+    distributed optimizer asserts that they are there. Zero moments at step 0 are what AdamW would start from."""
     for part in optimizer.parts:
-        if not isinstance(part, DistributedOptimizer):
+        if not isinstance(part.optimizer, torch.optim.AdamW):
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -173,6 +175,14 @@ def _prepare_states(optimizer: PolicyOptimizer) -> None:
                         "exp_avg": torch.zeros_like(parameter.data),
                         "exp_avg_sq": torch.zeros_like(parameter.data),
                     }
+
+
+def _reason(error: BaseException) -> str:
+    """One short line of what went wrong; torch gathers the errors of all ranks with their tracebacks."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_reason(cause)}"
+    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
 
 
 def _rng_state() -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 
 from vime.types import EngineAddress, VimeError
 from vime.weights.transports import make_receiver
+from vime.weights.wire import BucketReceiver
 
 Answer = Callable[[Sequence[int], int, str], tuple[list[int], list[float]]]
 """(prompt, sample number, version) -> (tokens, log-probabilities) of one answer, before max_tokens cuts it."""
@@ -49,13 +50,11 @@ class Faults:
 class FakeEngine:
     """One engine. The state is owned by `_changed`'s lock; each request runs in a thread of its own."""
 
-    def __init__(
-        self, *, name: str = "fake-0", transport: str = "shm", answer: Answer = echo_backwards, port: int = 0
-    ) -> None:
+    def __init__(self, *, name: str = "fake-0", answer: Answer = echo_backwards, port: int = 0) -> None:
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
         self._answer = answer
-        self._receiver = make_receiver(transport, torch.device("cpu"))
+        self._receiver: BucketReceiver | None = None
         self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
         self._changed = threading.Condition()
         self._version = "default"
@@ -87,7 +86,8 @@ class FakeEngine:
             event.set()
         self._server.shutdown()
         self._server.server_close()
-        self._receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     def clear_stall(self) -> None:
         """Let stalled requests go on."""
@@ -134,27 +134,34 @@ class FakeEngine:
         elif route in ("/abort_requests", "/inference/v1/abort_requests"):
             self._abort()
         elif route == "/init_weight_transfer_engine":
+            self._receiver = make_receiver(body["init_info"]["transport"], torch.device("cpu"))
             self._receiver.connect(body["init_info"], 0)
-        elif route == "/start_weight_update":
-            if self._is_updating:
-                raise RuntimeError("start_weight_update called while a weight update is already active")
-            self._is_updating, self.weights = True, {}
-            self._receiver.start()
-        elif route in ("/update_weights", "/finish_weight_update") and not self._is_updating:
-            raise RuntimeError(f"{route} without start_weight_update")
-        elif route == "/update_weights":
-            self._is_updating = False  # as in vLLM, an error ends the session
-            self.weights.update(self._receiver.receive(body["update_info"]))
-            self._is_updating = True
-        elif route == "/finish_weight_update":
-            self._receiver.finish()
-            self._is_updating, self._version = False, str(body["weight_version"])
+        elif route.endswith("_weight_update") or route == "/update_weights":
+            self._update(route, body)
         elif route == "/collective_rpc" and body.get("method") == "vime_weight_report":
-            content_hash = "0" * 32 if self.faults.wrong_hash else self._receiver.content_hash
-            return 200, {"results": [{"content_hash": content_hash, "num_tensors": self._receiver.num_tensors}]}
+            received = self._receiver
+            content_hash = "0" * 32 if self.faults.wrong_hash or received is None else received.content_hash
+            return 200, {"results": [{"content_hash": content_hash, "num_tensors": len(self.weights)}]}
         else:
             return 404, {"error": f"the scripted engine has no {route}"}
         return 200, {}
+
+    def _update(self, route: str, body: dict[str, Any]) -> None:
+        """One step of an update session; as in vLLM, an error ends the session."""
+        if self._receiver is None:
+            raise RuntimeError(f"{route} before init_weight_transfer_engine")
+        if self._is_updating == (route == "/start_weight_update"):
+            raise RuntimeError(f"{route}: a session is {'open' if self._is_updating else 'not open'}")
+        self._is_updating = False
+        if route == "/start_weight_update":
+            self._receiver.start()
+            self.weights = {}
+        elif route == "/update_weights":
+            self.weights.update(self._receiver.receive(body["update_info"]))
+        else:
+            self._receiver.finish()
+            self._version = str(body["weight_version"])
+        self._is_updating = route != "/finish_weight_update"
 
     def _pause(self, mode: str) -> None:
         if mode not in ("abort", "wait", "keep"):

@@ -1,6 +1,6 @@
 """A small parent for a server, so that the server and all its children end when its owner does, however that ends.
 
-Run by path as a script (`python -I -S guard.py -- COMMAND...`) in a session of its own; standard library only, about
+Run by path as a script (`python -I -S guard.py GRACE_S COMMAND...`) in a session of its own; standard library only, about
 10 MB. The owner holds the other end of stdin and writes nothing: end of file means the owner is gone, also after
 `kill -9`. Then, or when the server ends by itself, everything left in the session is killed: a killed vLLM API server
 leaves its EngineCore behind for ever otherwise, with the GPU memory it holds.
@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 
-GRACE_S = 15.0
 PR_SET_PDEATHSIG = 1
 DIE_WITH_PARENT = "VIME_DIE_WITH_PARENT"
 
@@ -57,7 +56,7 @@ def kill_session(session: int, *, spare: int | None = None) -> list[int]:
     return hit
 
 
-def main(command: list[str]) -> int:
+def main(grace_s: float, command: list[str]) -> int:
     # A pipe that every signal writes to: one select() then waits for the owner, for SIGTERM and for the child's end.
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -65,16 +64,16 @@ def main(command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
-    grace_s: float | None = None
+    left_s: float | None = None
     while server.poll() is None:
-        ready, _, _ = select.select([wake_read, sys.stdin], [], [], grace_s)
+        ready, _, _ = select.select([wake_read, sys.stdin], [], [], left_s)
         if sys.stdin in ready or not ready:  # the owner is gone, or the grace is over
             server.kill()
             break
         received = os.read(wake_read, 64)
         if signal.SIGTERM in received or signal.SIGINT in received:
             server.terminate()
-            grace_s = GRACE_S
+            left_s = grace_s
     code = server.wait()
     while kill_session(os.getpid(), spare=os.getpid()):
         with contextlib.suppress(ChildProcessError):
@@ -83,4 +82,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[sys.argv.index("--") + 1 :]))
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

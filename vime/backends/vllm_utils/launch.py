@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
+from vime.backends.vllm_utils.plugin import BACKEND
 from vime.config.parse import Config
 from vime.types import ConfigError
 
@@ -32,7 +33,7 @@ OWNED_FLAGS = {
     "--host": "the engine's place",
     "--port": "the engine's place",
     "--served-model-name": "Vime",
-    "--weight-transfer-config": "--update-weight-transport",
+    "--weight-transfer-config": "Vime (--update-weight-transport chooses how weights travel)",
     "--worker-extension-cls": "Vime (content hash of the weights)",
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
     "--dtype": "--bf16",
@@ -69,8 +70,8 @@ def engine_command(config: Config, *, host: str, port: int) -> list[str]:
     command += ["--model", config.model.hf_checkpoint, "--host", host, "--port", str(port)]
     command += ["--served-model-name", SERVED_MODEL, "--dtype", "bfloat16" if config.parallel.bf16 else "float32"]
     command += ["--seed", str(config.model.seed), "--enable-scale-out", "--disable-uvicorn-access-log"]
-    transport = {"backend": f"vime_{config.weights.update_weight_transport}"}
-    command += ["--weight-transfer-config", json.dumps(transport), "--worker-extension-cls", WORKER_EXTENSION]
+    command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    command += ["--worker-extension-cls", WORKER_EXTENSION]
     if rollout.rollout_max_context_len is not None:
         command += ["--max-model-len", str(rollout.rollout_max_context_len)]
     if rollout.rollout_temperature != 1:

@@ -22,19 +22,28 @@ SHOWN_LOG_LINES = 30
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 2.0
 STOP_MARGIN_S = 5.0
+GRACE_S = 15.0
 
 
 class ServerProcess:
     """Owner of one child. Not thread-safe: one owner calls start, check and stop."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, ready_url: str
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_path: Path,
+        ready_url: str,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.name = name
         self.log_path = log_path
         self._command = list(command)
         self._env = dict(env)
         self._ready_url = ready_url
+        self._grace_s = grace_s
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -49,7 +58,7 @@ class ServerProcess:
         if self._child is not None:
             raise EngineError(f"{self.name} is started already (pid {self._child.pid}). Make a new one to restart.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        script = [sys.executable, "-I", "-S", guard.__file__, "--"]
+        script = [sys.executable, "-I", "-S", guard.__file__, str(self._grace_s)]
         with self.log_path.open("ab") as log:
             log.write(f"$ {' '.join(self._command)}\n".encode())
             log.flush()
@@ -95,16 +104,16 @@ class ServerProcess:
         return self._child is not None and self._child.poll() is None
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to whatever is left of its session. May be called twice, and after a crash."""
+        """SIGTERM, after `grace_s` SIGKILL, and SIGKILL to the rest of its session. Also twice, and after a crash."""
         child, self._child = self._child, None
         if child is None:
             return
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
             try:
-                child.wait(guard.GRACE_S + STOP_MARGIN_S)
+                child.wait(self._grace_s + STOP_MARGIN_S)
             except subprocess.TimeoutExpired:
-                logger.warning("%s: does not end within %g s of SIGTERM; killing it", self.name, guard.GRACE_S)
+                logger.warning("%s: does not end within %g s of SIGTERM; killing it", self.name, self._grace_s)
         orphans = guard.kill_session(child.pid)
         if orphans:
             logger.warning("%s: killed processes it left behind: %s", self.name, orphans)

@@ -21,18 +21,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from vime.types import PublishError
 from vime.weights.transports import make_receiver
+from vime.weights.wire import BucketReceiver
 
 BUFFER_SUFFIXES = (".inv_freq", ".masked_bias", ".attn.bias")  # in some checkpoints, but not parameters
 
 
 class VimeEngine(WeightTransferEngine[Any, Any]):
-    """Loads Hugging Face tensors bucket by bucket. Subclasses name the transport."""
-
-    transport: str
+    """Loads Hugging Face tensors bucket by bucket, over the transport that the trainer names when it connects."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.receiver = make_receiver(self.transport, device)
+        self.receiver: BucketReceiver | None = None
         self._received: set[str] = set()
         self._required: frozenset[str] | None = None
 
@@ -44,11 +43,13 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         parallel = self.parallel_config
+        self.shutdown()
+        self.receiver = make_receiver(init_info["transport"], self.device)
         self.receiver.connect(init_info, parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self._required = required_names(self.model_config)
 
     def start_weight_update(self) -> None:
-        self.receiver.start()
+        self._connected.start()
         self._received = set()
         initialize_layerwise_reload(self.model)
 
@@ -59,13 +60,13 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Mapping[str, Any]) -> None:
-        pairs = self.receiver.receive(update_info)
+        pairs = self._connected.receive(update_info)
         self._received.update(name for name, _ in pairs)
         with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
             self.model.load_weights(pairs)
 
     def finish_weight_update(self) -> None:
-        self.receiver.finish()
+        self._connected.finish()
         missing = sorted((self._required or frozenset()) - self._received)
         if missing:
             raise PublishError(
@@ -77,23 +78,14 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
             refresh_packed_copies(self.model)
 
     def shutdown(self) -> None:
-        self.receiver.close()
+        if self.receiver is not None:
+            self.receiver.close()
 
-
-class ShmEngine(VimeEngine):
-    transport = "shm"
-
-
-class GlooEngine(VimeEngine):
-    transport = "gloo"
-
-
-class NcclEngine(VimeEngine):
-    transport = "nccl"
-
-
-class DiskEngine(VimeEngine):
-    transport = "disk"
+    @property
+    def _connected(self) -> BucketReceiver:
+        if self.receiver is None:
+            raise PublishError("weight update before init_weight_transfer_engine: the trainer has not connected.")
+        return self.receiver
 
 
 class WorkerReport:
@@ -104,6 +96,8 @@ class WorkerReport:
     def vime_weight_report(self) -> dict[str, str | int]:
         """Content hash and number of tensors of the newest update, as this worker received it."""
         receiver = self.weight_transfer_engine.receiver
+        if receiver is None:
+            return {"content_hash": "", "num_tensors": 0}
         return {"content_hash": receiver.content_hash, "num_tensors": receiver.num_tensors}
 
     def vime_process_report(self) -> dict[str, str | bool]:

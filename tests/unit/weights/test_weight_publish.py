@@ -114,7 +114,7 @@ def test_another_hash_stops_before_resume():
 @pytest.mark.parametrize("step", ["pause keep", "start", "update", "finish 4", "reports"])
 def test_a_failure_at_any_step_drains_the_stream_and_never_resumes(step):
     fleet, stream = ScriptedFleet(content_hash(WEIGHTS), fail_at=step), CountedStream(WEIGHTS)
-    with pytest.raises(PublishError, match="version 4 failed: EngineError.*status 500.*must be restarted"):
+    with pytest.raises(PublishError, match=r"version 4 failed: EngineError.*status 500.*must be restarted"):
         run(fleet, stream)
     assert fleet.calls[-1] == step
     assert stream.is_exhausted

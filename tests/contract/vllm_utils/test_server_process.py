@@ -1,0 +1,164 @@
+"""The life of a server child under the guard, with small servers in place of vLLM."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vime.backends.vllm_utils.guard import session_members
+from vime.backends.vllm_utils.process import ServerProcess, server_environment
+from vime.types import EngineError, WaitTimeoutError
+from vime.utils.network import free_port
+
+DEADLINE_S = 30.0
+
+# A server with a child of its own, as the API server has EngineCore. Prints both ids when it listens.
+SERVER = """
+import http.server, os, signal, subprocess, sys
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler)
+print("pids", os.getpid(), child.pid, flush=True)
+server.serve_forever()
+"""
+
+
+def make_server(tmp_path: Path, *arguments: str, code: str = SERVER) -> ServerProcess:
+    port = free_port()
+    return ServerProcess(
+        "small",
+        [sys.executable, "-c", code, str(port), *arguments],
+        env=server_environment({}),
+        log_path=tmp_path / "small.log",
+        ready_url=f"http://127.0.0.1:{port}/",
+        grace_s=0.3,
+    )
+
+
+def server_and_child(server: ServerProcess) -> list[psutil.Process]:
+    [line] = [line for line in server.log_tail().splitlines() if line.startswith("pids ")]
+    return [psutil.Process(int(pid)) for pid in line.split()[1:]]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = make_server(tmp_path)
+    made.start()
+    made.wait_ready(DEADLINE_S)
+    yield made
+    made.stop()
+
+
+def test_stop_ends_the_server_its_child_and_the_guard(server):
+    processes, session = server_and_child(server), server.pid
+    assert server.is_alive()
+    server.stop()
+    assert not server.is_alive()
+    assert_gone(processes)
+    assert session_members(session) == []
+
+
+def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
+    server = make_server(tmp_path, "stubborn")
+    server.start()
+    server.wait_ready(DEADLINE_S)
+    processes = server_and_child(server)
+    server.stop()
+    assert_gone(processes)
+
+
+def test_stop_may_be_called_twice_and_check_says_that_it_was_stopped(server):
+    server.stop()
+    server.stop()
+    with pytest.raises(EngineError, match="it was stopped"):
+        server.check()
+
+
+def test_a_killed_server_takes_its_child_along_even_before_stop(server):
+    api_server, child = server_and_child(server)
+    api_server.kill()
+    assert_gone([api_server, child])
+    with pytest.raises(EngineError, match="small ended with exit code 137"):  # 128 + SIGKILL
+        server.wait_ready(DEADLINE_S)
+
+
+def test_a_killed_guard_takes_the_server_along_and_stop_clears_the_rest(server):
+    processes, session = server_and_child(server), server.pid
+    os.kill(session, signal.SIGKILL)
+    assert_gone(processes[:1])
+    server.stop()
+    assert_gone(processes)
+    assert session_members(session) == []
+
+
+def test_a_server_that_ends_early_is_reported_at_once_with_its_last_lines(tmp_path):
+    code = "import sys; [print('line', number) for number in range(40)]; sys.exit('no such model: x')"
+    server = make_server(tmp_path, code=code)
+    server.start()
+    with pytest.raises(EngineError, match="exit code 1") as ended:
+        server.wait_ready(10 * DEADLINE_S)
+    shown = str(ended.value)
+    assert "no such model: x" in shown
+    assert "line 39" in shown
+    assert "line 5\n" not in shown  # 30 lines, not all
+    server.stop()
+
+
+def test_a_clean_exit_is_a_failure_too(tmp_path):
+    server = make_server(tmp_path, code="pass")
+    server.start()
+    with pytest.raises(EngineError, match="exit code 0"):
+        server.wait_ready(DEADLINE_S)
+    server.stop()
+
+
+def test_a_server_that_never_answers_ends_the_wait_at_its_deadline(tmp_path):
+    server = make_server(tmp_path, code="import signal; print('loading', flush=True); signal.pause()")
+    server.start()
+    with pytest.raises(WaitTimeoutError, match=r"waited 0\.5 s for small to be ready"):
+        server.wait_ready(0.5)
+    assert server.is_alive()
+    server.stop()
+    assert not server.is_alive()
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from vime.backends.vllm_utils.process import ServerProcess, server_environment
+code, port, directory = sys.argv[1:]
+server = ServerProcess("small", [sys.executable, "-c", code, port], env=server_environment({}),
+    log_path=Path(directory) / "small.log", ready_url=f"http://127.0.0.1:{port}/")
+server.start()
+server.wait_ready(30)
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_when_the_owner_is_killed_nothing_survives(how, tmp_path):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, SERVER, str(free_port()), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    session = int(owner.stdout.readline())
+    members = [psutil.Process(pid) for pid in session_members(session)]
+    assert len(members) == 3  # guard, server, its child
+    owner.send_signal(how)
+    owner.wait(DEADLINE_S)
+    assert_gone(members)
+    owner.stdin.close()
+    owner.stdout.close()

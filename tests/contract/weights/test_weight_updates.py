@@ -1,0 +1,240 @@
+"""The contract of a weight update, on the scripted engine and on vLLM, over every CPU transport."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+
+from tests.helpers import tiny_models
+from vime.backends.vllm_utils.control import FleetControl
+from vime.backends.vllm_utils.fake import FakeEngine
+from vime.types import EngineError, PublishError
+from vime.weights.hashing import content_hash
+from vime.weights.plan import TensorMeta
+from vime.weights.publish import publish
+from vime.weights.shm import ShmSender
+from vime.weights.transports import make_sender
+
+BUCKET_BYTES = 60_000  # the tiny model has about 379 kB in fp32: several buckets
+TIMEOUT_S = 60.0
+TRANSPORTS = ["shm", "gloo", "disk"]
+
+
+@pytest.fixture(params=["fake", "vllm"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[FleetControl]:
+    """Control of one engine, resumed again after the test."""
+    if request.param == "fake":
+        with FakeEngine() as engine:
+            control = FleetControl([engine.address], timeout_s=TIMEOUT_S)
+            yield control
+            control.close()
+        return
+    control = FleetControl([request.getfixturevalue("vllm_engine").address], timeout_s=TIMEOUT_S)
+    yield control
+    control.resume()
+    control.close()
+
+
+@pytest.fixture
+def model(qwen3_dir) -> torch.nn.Module:
+    return tiny_models.load(qwen3_dir)
+
+
+@pytest.fixture
+def shm(tmp_path):
+    sender = make_sender("shm", bucket_bytes=BUCKET_BYTES, directory=tmp_path, timeout_s=TIMEOUT_S)
+    yield sender
+    sender.close()
+
+
+def send(model, fleet, sender, version, *, weights=None, pause_mode="keep"):
+    metadata = [TensorMeta.of(name, tensor) for name, tensor in tiny_models.stream(model)]
+    return publish(
+        iter(weights or dict(tiny_models.stream(model)).items()),
+        metadata,
+        version=version,
+        fleet=fleet,
+        sender=sender,
+        pause_mode=pause_mode,
+        deadline_s=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_versions_and_hashes_of_successive_updates_are_confirmed(transport, fleet, model, tmp_path):
+    sender = make_sender(transport, bucket_bytes=BUCKET_BYTES, directory=tmp_path, timeout_s=TIMEOUT_S)
+    sender.connect(fleet)
+    for version in (3, 4, 5):
+        tiny_models.perturb(model, seed=version)
+        report = send(model, fleet, sender, version)
+        assert report.content_hash == content_hash(dict(tiny_models.stream(model)))
+        [engine_report] = fleet.reports()
+        assert (engine_report.version, engine_report.content_hash) == (version, report.content_hash)
+        assert engine_report.num_tensors == report.num_tensors == len(list(tiny_models.stream(model)))
+        assert fleet.is_paused() == [False]
+    sender.close()
+
+
+@pytest.mark.parametrize("pause_mode", ["keep", "wait", "abort"])
+def test_the_answer_after_an_update_carries_its_version(pause_mode, fleet, model, shm):
+    shm.connect(fleet)
+    send(model, fleet, shm, 8, pause_mode=pause_mode)
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"n": 2, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}}
+    answer = httpx.post(fleet.addresses[0].url + "/inference/v1/generate", json=body, timeout=60).json()
+    for choice in answer["choices"]:
+        assert choice["weight_versions"] == [{"version": "8", "start": 0, "end": 3}]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 3
+        assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+
+
+class FlippingSender(ShmSender):
+    """Changes one bit of the second bucket after it was hashed: what a fault on the way does."""
+
+    def _deliver(self, bucket, buffer, fleet) -> None:
+        if bucket.index == 1:
+            buffer[3] ^= 1
+        super()._deliver(bucket, buffer, fleet)
+
+
+def test_one_bit_flipped_on_the_way_stops_the_update_and_the_engine_stays_paused(fleet, model):
+    sender = FlippingSender(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+    sender.connect(fleet)
+    expected = content_hash(dict(tiny_models.stream(model)))
+    with pytest.raises(PublishError, match=f"version 9 with hash {expected}") as refused:
+        send(model, fleet, sender, 9)
+    assert fleet.addresses[0].name in str(refused.value)
+    assert fleet.is_paused() == [True]
+    sender.close()
+
+
+def test_engine_that_never_got_weights_has_no_version_to_report():
+    with FakeEngine(name="fresh") as engine:
+        control = FleetControl([engine.address], timeout_s=TIMEOUT_S)
+        with pytest.raises(EngineError, match="fresh serves version 'default'"):
+            control.reports()
+        control.close()
+
+
+@pytest.fixture
+def two_fakes():
+    with FakeEngine(name="e0") as first, FakeEngine(name="e1") as second:
+        control = FleetControl([first.address, second.address], timeout_s=10)
+        yield first, second, control
+        control.close()
+
+
+WEIGHTS = {"a": torch.arange(50.0), "b": torch.ones(7, 3, dtype=torch.bfloat16), "c": torch.tensor(3.0)}
+
+
+def send_small(control, transport, tmp_path, version=1, weights=WEIGHTS):
+    sender = make_sender(transport, bucket_bytes=128, directory=tmp_path, timeout_s=10)
+    try:
+        sender.connect(control)
+        return publish(
+            iter(weights.items()),
+            [TensorMeta.of(name, tensor) for name, tensor in weights.items()],
+            version=version,
+            fleet=control,
+            sender=sender,
+            pause_mode="keep",
+            deadline_s=30,
+        )
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_engine_of_a_fleet_gets_every_byte(transport, two_fakes, tmp_path):
+    first, second, control = two_fakes
+    report = send_small(control, transport, tmp_path)
+    assert [entry.engine for entry in report.engine_reports] == ["e0", "e1"]
+    for engine in (first, second):
+        assert engine.weights.keys() == WEIGHTS.keys()
+        assert all(torch.equal(engine.weights[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+def test_control_calls_arrive_in_the_sacred_order(two_fakes, tmp_path):
+    first, _, control = two_fakes
+    send_small(control, "shm", tmp_path)
+    assert first.calls[1:] == [  # after /init_weight_transfer_engine
+        "/pause?mode=keep&clear_cache=true",
+        "/start_weight_update",
+        # 128-byte buckets: a alone (200 bytes), then b (42 bytes) with c (4 bytes)
+        "/update_weights",
+        "/update_weights",
+        "/finish_weight_update",
+        "/collective_rpc",
+        "/resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"wrong_hash": True}, "e1 serves version 1 with hash 0000"),
+        ({"wrong_version": "0"}, "e1 serves version 0"),
+        ({"status": {"/update_weights": 500}}, "e1 .*/update_weights: status 500"),
+        ({"status": {"/finish_weight_update": 500}}, "e1 .*/finish_weight_update: status 500"),
+        ({"status": {"/pause": 503}}, "e1 .*/pause: status 503"),
+    ],
+)
+def test_one_bad_engine_stops_the_whole_fleet(fault, message, two_fakes, tmp_path):
+    first, second, control = two_fakes
+    second.faults = dataclasses.replace(second.faults, **fault)
+    with pytest.raises(PublishError, match=message):
+        send_small(control, "shm", tmp_path)
+    assert "/resume" not in first.calls + second.calls
+
+
+def test_a_dead_engine_is_named_with_route_and_cause(two_fakes):
+    _, second, control = two_fakes
+    second.stop()
+    with pytest.raises(EngineError, match=r"e1 \(http://127.*\) /pause: ConnectError") as dead:
+        control.pause("keep")
+    assert "e0" not in str(dead.value)
+
+
+def test_an_engine_that_does_not_answer_ends_at_the_timeout(two_fakes):
+    first, second, _ = two_fakes
+    second.faults.stall["/pause"] = threading.Event()
+    control = FleetControl([first.address, second.address], timeout_s=0.2)
+    with pytest.raises(EngineError, match=r"e1 .*/pause: ReadTimeout"):
+        control.pause("keep")
+    control.close()
+
+
+def test_a_tensor_that_the_metadata_does_not_name_never_reaches_an_engine(two_fakes, tmp_path):
+    first, _, control = two_fakes
+    sender = make_sender("shm", bucket_bytes=128, directory=tmp_path, timeout_s=10)
+    sender.connect(control)
+    with pytest.raises(PublishError, match="ended after 1 of 3"):
+        publish(
+            iter([("a", WEIGHTS["a"])]),
+            [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()],
+            version=1,
+            fleet=control,
+            sender=sender,
+            pause_mode="keep",
+            deadline_s=30,
+        )
+    sender.close()
+    assert "/finish_weight_update" not in first.calls
+    assert "/resume" not in first.calls
+
+
+def test_disk_keeps_the_two_newest_updates(two_fakes, tmp_path):
+    _, _, control = two_fakes
+    sender = make_sender("disk", bucket_bytes=1 << 20, directory=tmp_path, timeout_s=10)
+    sender.connect(control)
+    for version in range(4):
+        control.start_update()
+        sender.send_update(
+            iter(WEIGHTS.items()), [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()], control
+        )
+        control.finish_update(version)
+    kept = sorted(path.name for path in tmp_path.glob("update_*"))
+    assert kept == ["update_0000003", "update_0000004"]
+    assert [path.name for path in (tmp_path / kept[-1]).iterdir()] == ["model-00001-of-00001.safetensors"]

@@ -1,0 +1,244 @@
+"""Real vLLM after real updates: does it compute with the new weights, and with nothing else?
+
+The content hash proves that the bytes arrived. These tests compare what an engine says about tokens with transformers
+on the same weights, which also sees copies inside the engine that were not rebuilt.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.helpers import tiny_models
+from tests.helpers.engines import ENGINE_DEADLINE_S, engine_config
+from vime.backends.vllm_utils.control import FleetControl
+from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.guard import session_members
+from vime.backends.vllm_utils.router import RouterProcess
+from vime.types import EngineAddress, EngineError, PublishError
+from vime.weights.plan import TensorMeta
+from vime.weights.publish import publish
+from vime.weights.transports import make_sender
+
+BOUND = 1e-4  # largest difference of a log-probability, fp32 on both sides
+PROMPT = [5 + (7 * position) % 100 for position in range(300)]
+
+
+class Pusher:
+    """A fleet of one engine, a sender and a running version number."""
+
+    def __init__(self, address: EngineAddress, transport: str, directory: Path) -> None:
+        self.fleet = FleetControl([address], timeout_s=60)
+        self._sender = make_sender(transport, bucket_bytes=60_000, directory=directory, timeout_s=60)
+        self._sender.connect(self.fleet)
+        self.version = 100
+
+    def push(self, model: torch.nn.Module, *, names: set[str] | None = None) -> None:
+        pairs = {name: tensor for name, tensor in tiny_models.stream(model) if names is None or name in names}
+        self.version += 1
+        publish(
+            iter(pairs.items()),
+            [TensorMeta.of(name, tensor) for name, tensor in pairs.items()],
+            version=self.version,
+            fleet=self.fleet,
+            sender=self._sender,
+            pause_mode="keep",
+            deadline_s=60,
+        )
+
+    def close(self) -> None:
+        self._sender.close()
+        self.fleet.close()
+
+
+@pytest.fixture
+def pusher(vllm_engine, tmp_path):
+    made = Pusher(vllm_engine.address, "shm", tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model(qwen3_dir):
+    return tiny_models.load(qwen3_dir)
+
+
+def sample(url: str, prompt: list[int], num_tokens: int, **params: object) -> dict:
+    sampling = {"max_tokens": num_tokens, "logprobs": 0, "ignore_eos": True, "detokenize": False, "seed": 3, **params}
+    answer = httpx.post(
+        f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": sampling}, timeout=60
+    )
+    answer.raise_for_status()
+    return answer.json()["choices"][0]
+
+
+def difference(choice: dict, model: torch.nn.Module, prompt: list[int], *, temperature: float = 1.0) -> float:
+    """Largest difference between the engine's log-probabilities of its own tokens and the model's."""
+    tokens = torch.tensor([prompt + choice["token_ids"]])
+    with torch.no_grad():
+        logp_TV = (model(tokens).logits[0] / temperature).log_softmax(-1)
+    return max(
+        abs(entry["logprob"] - float(logp_TV[len(prompt) - 1 + position, token]))
+        for position, (entry, token) in enumerate(zip(choice["logprobs"]["content"], choice["token_ids"], strict=True))
+    )
+
+
+def prompt_difference(fleet: FleetControl, model: torch.nn.Module) -> float:
+    [got] = fleet.prompt_log_probs(PROMPT)
+    return max(abs(a - b) for a, b in zip(got, tiny_models.log_probs(model, PROMPT), strict=True))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "disk"])
+def test_after_an_update_engine_log_probs_equal_transformers_on_the_new_weights(
+    transport, vllm_engine, model, tmp_path
+):
+    pusher = Pusher(vllm_engine.address, transport, tmp_path)
+    for seed in (1, 2):
+        tiny_models.perturb(model, seed=seed)
+        pusher.push(model)
+        assert difference(sample(vllm_engine.url, [9, 8, 7], 20), model, [9, 8, 7]) < BOUND
+        assert prompt_difference(pusher.fleet, model) < BOUND
+    pusher.close()
+
+
+def test_a_repeated_prompt_is_not_answered_from_the_cache_of_the_old_weights(vllm_engine, model, pusher):
+    pusher.push(model)
+    sample(vllm_engine.url, PROMPT, 2)  # leaves 18 full cache blocks of 16 tokens behind
+    tiny_models.perturb(model, seed=5)
+    pusher.push(model)
+    assert difference(sample(vllm_engine.url, PROMPT, 8), model, PROMPT) < BOUND
+
+
+def test_an_update_in_the_middle_of_an_answer_shows_in_its_version_spans(vllm_engine, model, pusher):
+    pusher.push(model)
+    old = pusher.version
+    body = {
+        "token_ids": PROMPT[:10],
+        "stream": True,
+        "sampling_params": {"max_tokens": 400, "logprobs": 0, "ignore_eos": True, "detokenize": False},
+    }
+    spans: list[dict] = []
+    with httpx.stream("POST", f"{vllm_engine.url}/inference/v1/generate", json=body, timeout=60) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {"))
+        next(lines)  # the first tokens have come: it is running
+        pusher.push(model)
+        for line in lines:
+            spans = json.loads(line)["choices"][0].get("weight_versions") or spans
+    assert [int(span["version"]) for span in spans] == [old, pusher.version]
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
+
+
+def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
+    [[report]] = pusher.fleet.call_workers("vime_process_report")
+    assert report == {"current_device_module": "torch.cuda", "trainer_imported": False, "megatron_imported": False}
+
+
+def test_the_router_passes_generation_on_and_stops_without_a_trace(vllm_engine, tmp_path):
+    router = RouterProcess(engine_config(Path("unused")), [vllm_engine.address], run_dir=tmp_path)
+    router.start()
+    router.wait_ready(60)
+    session = router.pid
+    assert len(sample(router.url, [5, 6], 4)["token_ids"]) == 4
+    router.stop()
+    assert session_members(session) == []
+
+
+def test_a_missing_model_is_reported_with_log_lines_before_the_deadline(tmp_path):
+    engine = EngineProcess(engine_config(tmp_path / "no_such_model"), index=3, run_dir=tmp_path)
+    engine.start()
+    session = engine.pid
+    with pytest.raises(EngineError, match=r"engine-3 ended with exit code 1.*last log lines") as failed:
+        engine.wait_ready(ENGINE_DEADLINE_S)
+    assert "no_such_model" in str(failed.value)
+    assert not engine.is_alive()
+    engine.stop()
+    assert session_members(session) == []
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from tests.helpers.engines import engine_config
+from vime.backends.vllm_utils.engine import EngineProcess
+config = engine_config(Path(sys.argv[1]), rollout_temperature=0.7)
+engine = EngineProcess(config, index=1, run_dir=Path(sys.argv[2]))
+engine.start()
+engine.wait_ready(200)
+print(engine.url, engine.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclasses.dataclass
+class Owned:
+    """An engine that another process owns."""
+
+    owner: subprocess.Popen
+    address: EngineAddress
+    session: int
+
+
+@pytest.fixture(scope="module")
+def llama_engine(llama_dir, tmp_path_factory):
+    """Tied Llama at temperature 0.7, owned by a process of its own that the last test kills."""
+    root = Path(__file__).parents[3]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(llama_dir), str(tmp_path_factory.mktemp("llama_run"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    url, session = owner.stdout.readline().split()
+    yield Owned(owner, EngineAddress(name="llama", url=url), int(session))
+    owner.kill()
+    owner.wait(10)
+
+
+def test_a_tied_llama_head_follows_the_update(llama_engine, llama_dir, tmp_path):
+    # Without refresh_packed_copies the logits stay those of the old head.
+    model = tiny_models.load(llama_dir)
+    pusher = Pusher(llama_engine.address, "gloo", tmp_path)
+    tiny_models.perturb(model, seed=11, scale=0.1)
+    pusher.push(model)
+    assert prompt_difference(pusher.fleet, model) < BOUND
+    pusher.close()
+
+
+def test_at_a_temperature_the_engine_reports_what_it_sampled_from(llama_engine, llama_dir, tmp_path):
+    model = tiny_models.load(llama_dir)
+    pusher = Pusher(llama_engine.address, "shm", tmp_path)
+    pusher.push(model)
+    choice = sample(llama_engine.address.url, [9, 8, 7], 20, temperature=0.7)
+    assert difference(choice, model, [9, 8, 7], temperature=0.7) < BOUND
+    assert difference(choice, model, [9, 8, 7]) > 0.01
+    pusher.close()
+
+
+def test_an_update_that_lacks_a_tensor_of_the_checkpoint_is_refused_by_the_engine(llama_engine, llama_dir, tmp_path):
+    # Last use of this engine's weights: a failed update cannot be repaired.
+    model = tiny_models.load(llama_dir)
+    pusher = Pusher(llama_engine.address, "shm", tmp_path)
+    names = {name for name, _ in tiny_models.stream(model)} - {"model.norm.weight"}
+    with pytest.raises(PublishError, match=r"lacks 1 tensors.*model\.norm\.weight"):
+        pusher.push(model, names=names)
+    assert pusher.fleet.is_paused() == [True]
+    pusher.close()
+
+
+def test_when_its_owner_is_killed_no_process_of_the_engine_survives(llama_engine):
+    members = [psutil.Process(pid) for pid in session_members(llama_engine.session)]
+    assert len(members) >= 3  # guard, API server, EngineCore
+    llama_engine.owner.send_signal(signal.SIGKILL)
+    llama_engine.owner.wait(10)
+    _, alive = psutil.wait_procs(members, timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

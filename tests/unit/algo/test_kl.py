@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vime.algo.kl import KL_KINDS, kl_estimate
+from vime.types import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("k1", math.log(2)),
+        ("k2", math.log(2) ** 2 / 2),
+        ("k3", 0.5 - 1 + math.log(2)),  # exp(-ln 2) = 1/2
+        ("low_var_kl", 0.5 - 1 + math.log(2)),
+    ],
+)
+def test_a_token_twice_as_likely_as_under_the_reference(kind, expected):
+    answer_T = kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0 - math.log(2)]), kind)
+    torch.testing.assert_close(answer_T, torch.tensor([expected]))
+
+
+def test_low_var_kl_is_clamped_at_ten_and_k3_is_not():
+    # x = -4: e^4 - 1 - 4 = 49.598
+    logp_T, ref_logp_T = torch.tensor([-5.0]), torch.tensor([-1.0])
+    assert kl_estimate(logp_T, ref_logp_T, "k3").item() == pytest.approx(math.e**4 - 5, rel=1e-5)
+    assert kl_estimate(logp_T, ref_logp_T, "low_var_kl").item() == 10.0
+
+
+def test_an_unknown_kind_is_refused_naming_the_flag():
+    with pytest.raises(ConfigError, match="--kl-loss-type"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_equal_policies_have_zero_divergence(kind):
+    assert kl_estimate(torch.tensor([-3.0]), torch.tensor([-3.0]), kind).item() == 0.0
+
+
+@given(st.lists(st.floats(0.05, 1), min_size=2, max_size=5), st.lists(st.floats(0.05, 1), min_size=5, max_size=5))
+def test_k1_and_k3_have_the_true_divergence_as_their_mean_under_the_policy(weights, ref_weights):
+    policy = torch.tensor(weights, dtype=torch.float64)
+    reference = torch.tensor(ref_weights[: len(weights)], dtype=torch.float64)
+    policy, reference = policy / policy.sum(), reference / reference.sum()
+    true_divergence = (policy * (policy.log() - reference.log())).sum().item()
+    for kind in ("k1", "k3"):
+        mean = (policy * kl_estimate(policy.log(), reference.log(), kind)).sum().item()
+        assert mean == pytest.approx(true_divergence, abs=1e-9)
+    assert kl_estimate(policy.log(), reference.log(), "k3").min() >= 0

@@ -1,0 +1,104 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vime.batching.plan import plan_round
+from vime.types import ConfigError, HandoffError
+
+
+def _plan(lengths, *, trainable=None, **changes):
+    options = {
+        "dp_size": 2,
+        "samples_per_step": len(lengths),
+        "micro_batch_size": 2,
+        "max_tokens_per_micro_batch": None,
+        "balance": False,
+    }
+    return plan_round(5, lengths, trainable if trainable is not None else [1] * len(lengths), **(options | changes))
+
+
+def test_without_balance_each_rank_gets_consecutive_rows():
+    step = _plan([9, 8, 7, 6, 5, 4, 3, 2]).steps[0]
+    assert step.micro_batches == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+
+
+def test_steps_take_consecutive_rows_and_their_own_denominators():
+    plan = _plan([1] * 4, trainable=[1, 2, 3, 4], samples_per_step=2)
+    assert [(step.num_samples, step.num_tokens) for step in plan.steps] == [(2, 3), (2, 7)]
+    assert plan.rollout_id == 5
+    assert plan.steps[1].micro_batches == (((2,),), ((3,),))
+
+
+def test_balance_spreads_the_long_rows():
+    # consecutive: 19 against 5. Longest first: 10 -> rank 0, 9 -> rank 1, 3 -> rank 1 (9 < 10), 2 -> rank 0: 12 and 12
+    step = _plan([10, 9, 3, 2], balance=True).steps[0]
+    assert step.micro_batches == (((0, 3),), ((1, 2),))
+
+
+def test_dynamic_micro_batches_are_cut_by_tokens():
+    # one rank, limit 10: 6 opens a, 5 opens b, 4 fits a (10), 3 fits b (8)
+    step = _plan([6, 5, 4, 3], dp_size=1, micro_batch_size=None, max_tokens_per_micro_batch=10).steps[0]
+    assert step.micro_batches == (((0, 2), (1, 3)),)
+
+
+def test_a_rank_with_too_few_micro_batches_splits_its_heaviest():
+    # limit 10: rank 0 needs (0), (1); rank 1 fits all in one and splits it
+    step = _plan([10, 10, 2, 3], micro_batch_size=None, max_tokens_per_micro_batch=10).steps[0]
+    assert step.micro_batches == (((0,), (1,)), ((2,), (3,)))
+
+
+def test_the_multiple_of_a_pipeline_is_filled_with_empty_micro_batches():
+    step = _plan([1, 1], micro_batch_multiple=2).steps[0]
+    assert step.micro_batches == (((0,), ()), ((1,), ()))
+
+
+def test_a_row_over_the_token_limit_is_refused_naming_row_and_flag():
+    with pytest.raises(HandoffError, match=r"row 1 has 11 tokens.*--max-tokens-per-gpu"):
+        _plan([3, 11], micro_batch_size=None, max_tokens_per_micro_batch=10)
+
+
+def test_samples_that_do_not_fill_the_steps_are_refused():
+    with pytest.raises(HandoffError, match=r"3 samples.*multiple of the 2.*--global-batch-size"):
+        _plan([1, 1, 1], samples_per_step=2)
+
+
+def test_a_step_that_does_not_divide_over_the_ranks_is_refused():
+    with pytest.raises(ConfigError, match=r"3 samples for 2 data-parallel ranks.*--global-batch-size"):
+        _plan([1, 1, 1])
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(None, None), (1, 1)])
+def test_exactly_one_limit_must_be_given(rows, tokens):
+    with pytest.raises(ConfigError, match="exactly one"):
+        _plan([1, 1], micro_batch_size=rows, max_tokens_per_micro_batch=tokens)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    dp_size=st.integers(1, 4),
+    num_steps=st.integers(1, 3),
+    multiple=st.integers(1, 3),
+    balance=st.booleans(),
+    dynamic=st.booleans(),
+)
+def test_every_row_is_planned_once_and_all_ranks_count_alike(lengths, dp_size, num_steps, multiple, balance, dynamic):
+    lengths = lengths * dp_size * num_steps
+    options = {
+        "dp_size": dp_size,
+        "samples_per_step": len(lengths) // num_steps,
+        "micro_batch_size": None if dynamic else 3,
+        "max_tokens_per_micro_batch": 20 if dynamic else None,
+        "balance": balance,
+        "micro_batch_multiple": multiple,
+    }
+    plan = _plan(lengths, **options)
+    assert plan == _plan(lengths, **options)
+    planned = [row for step in plan.steps for rank in step.micro_batches for batch in rank for row in batch]
+    assert sorted(planned) == list(range(len(lengths)))
+    for step in plan.steps:
+        assert {len(rank) for rank in step.micro_batches} == {step.num_micro_batches}
+        assert step.num_micro_batches % multiple == 0
+        assert {sum(map(len, rank)) for rank in step.micro_batches} == {len(lengths) // num_steps // dp_size}
+        for rank in step.micro_batches:
+            assert all(sum(lengths[row] for row in batch) <= 20 for batch in rank) or not dynamic
+            assert all(len(batch) <= 3 for batch in rank) or dynamic

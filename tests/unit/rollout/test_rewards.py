@@ -1,0 +1,246 @@
+"""Rewards: what each built-in one says, and that no reward function can hang, lie or crash unnamed."""
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+
+from tests.helpers.rollout_setup import make_args, write_model_directory
+from vime.rollout.filter_hub import check_reward_nonzero_std
+from vime.rollout.plugins import check_plugins
+from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward
+from vime.types import ConfigError, RewardError, Sample, SampleStatus
+
+
+def answer(response, label="w", status=SampleStatus.COMPLETED, index=5, **fields):
+    return Sample(index=index, response=response, label=label, status=status, **fields)
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "expected"),
+    [
+        ("w", "completed", 1.0),
+        ("<think>alquwxxz</think>w", "completed", 1.0),
+        ("<think>a</think>x<think>b</think> w \n", "completed", 1.0),
+        ("w", "truncated", 0.0),
+        ("wx", "completed", 0.0),
+        ("<think>w", "completed", 0.0),
+        ("", "completed", 0.0),
+    ],
+)
+async def test_exact_match_compares_what_follows_the_last_thought_of_a_finished_answer(response, status, expected):
+    args = make_args("--rm-type", "exact_match")
+    assert await async_rm(args, answer(response, status=SampleStatus(status))) == expected
+
+
+async def test_a_missing_label_is_said():
+    with pytest.raises(RewardError, match="sample 5: has no label.*--label-key"):
+        await async_rm(make_args("--rm-type", "exact_match"), answer("w", label=None))
+
+
+async def test_math_finds_equal_expressions_and_survives_hopeless_ones():
+    args = make_args("--rm-type", "math", "--rm-timeout-secs", 30)
+    cases = [
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("the sum is \\boxed{1+x^2}", "x^2+1", 1.0),
+        ("<think>\\boxed{3}</think>\\boxed{4}", "4", 1.0),
+        ("\\boxed{4}", "5", 0.0),
+        ("no idea", "5", 0.0),
+        ("\\boxed{9^{9^{9^{9^{9}}}}}", "5", 0.0),
+    ]
+    samples = [answer(response, label) for response, label, _ in cases]
+    assert await batched_async_rm(args, samples) == [expected for _, _, expected in cases]
+
+
+class TestReasoningGym:
+    async def test_the_generators_own_verdict_is_the_reward(self, tmp_path):
+        pytest.importorskip("reasoning_gym")
+        from vime.rollout.data_source import RolloutDataSource
+
+        args = make_args(
+            "--hf-checkpoint", write_model_directory(tmp_path, positions=4096), "--reasoning-gym", "chain_sum",
+            "--reasoning-gym-size", 2, "--rm-type", "reasoning_gym", "--n-samples-per-prompt", 3,
+        )  # fmt: skip
+        samples = RolloutDataSource(args).get_samples(1)[0]
+        samples[0].response = f"<think>hm</think> {samples[0].label}"
+        samples[1].response = f"so <answer>{samples[1].label}</answer> it is"
+        samples[2].response = "no idea"
+        rewards = await batched_async_rm(args, samples)
+        assert rewards[:2] == [1.0, 1.0]
+        assert rewards[2] < 0.1
+
+    async def test_prompts_of_another_source_are_refused(self):
+        with pytest.raises(RewardError, match="scores prompts of --reasoning-gym only"):
+            await async_rm(make_args("--rm-type", "reasoning_gym"), answer("1"))
+
+
+@pytest.fixture
+async def service():
+    """service(handler) -> address of an HTTP reward service."""
+    runners = []
+
+    async def start(handler):
+        app = web.Application()
+        app.router.add_post("/score", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/score"
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+class TestRemote:
+    @pytest.mark.parametrize("body", ["0.75", '{"reward": 0.75}'])
+    async def test_the_services_number_is_the_reward(self, service, body):
+        seen = []
+
+        async def handler(request):
+            seen.append(await request.json())
+            return web.Response(text=body, content_type="application/json")
+
+        args = make_args("--rm-type", "remote_rm", "--rm-url", await service(handler))
+        assert await async_rm(args, answer("w", prompt="4:xw=", group_index=2)) == 0.75
+        assert seen[0]["prompt"] == "4:xw="
+        assert (seen[0]["response"], seen[0]["label"], seen[0]["index"], seen[0]["status"]) == (
+            "w",
+            "w",
+            5,
+            "completed",
+        )
+
+    async def test_a_fault_is_tried_again_and_a_lasting_one_named(self, service):
+        calls = []
+
+        async def handler(request):
+            calls.append(1)
+            return web.Response(status=500, text="boom")
+
+        args = make_args("--rm-type", "remote_rm", "--rm-url", await service(handler))
+        with pytest.raises(RewardError, match="sample 5: 3 attempts failed, the last: HTTP 500: boom"):
+            await async_rm(args, answer("w"))
+        assert len(calls) == 3
+
+    async def test_nonsense_and_silence_are_named(self, service):
+        async def nonsense(request):
+            return web.Response(text="<html>")
+
+        async def silence(request):
+            await asyncio.sleep(30)
+
+        with pytest.raises(RewardError, match="the answer is not JSON"):
+            await async_rm(make_args("--rm-type", "remote_rm", "--rm-url", await service(nonsense)), answer("w"))
+        args = make_args("--rm-type", "remote_rm", "--rm-url", await service(silence), "--rm-timeout-secs", 0.2)
+        with pytest.raises(RewardError, match="sample 5.*no answer in 0.2 s|ReadTimeout"):
+            await async_rm(args, answer("w"))
+
+
+@pytest.fixture
+def custom(tmp_path):
+    def write(body, *flags):
+        path = tmp_path / "rewards.py"
+        path.write_text("import asyncio, math, time, threading\n" + body)
+        return make_args("--custom-rm-path", f"{path}:custom", *flags)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("async def custom(args, sample, **kw): raise KeyError('x')", "raised KeyError: 'x'"),
+        ("def custom(args, sample): raise TimeoutError('mine')", "raised TimeoutError: mine"),
+        ("async def custom(args, sample): return math.inf", "got inf, expected a finite number"),
+        ("async def custom(args, sample): return None", "got NoneType None, expected a number"),
+        ("async def custom(args, sample): return [1.0]", r"got list \[1.0\], expected a number"),
+        ("async def custom(args, sample): return {'a': 1.0}", r"got a dict with keys \['a'\], expected .*--reward-key"),
+        ("async def custom(args, sample): await asyncio.Event().wait()", "no answer in 0.3 s"),
+        ("def custom(args, sample): threading.Event().wait()", "no answer in 0.3 s"),
+    ],
+)
+async def test_a_bad_reward_is_an_error_that_names_function_and_sample(custom, body, message):
+    args = custom(body, "--rm-timeout-secs", 0.3)
+    with pytest.raises(RewardError, match=rf"rewards\.py:custom, sample 5: {message}"):
+        await async_rm(args, answer("w"))
+
+
+async def test_a_coroutine_that_blocks_its_thread_still_meets_the_deadline(custom):
+    args = custom("async def custom(args, sample): time.sleep(2)", "--rm-timeout-secs", 0.3)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="blocking calls belong in a plain function"):
+        await async_rm(args, answer("w"))
+    assert time.monotonic() - started < 1.5
+
+
+async def test_plain_functions_run_side_by_side_in_threads(custom):
+    # Each waits for the other: two of them in one thread would never end.
+    body = "barrier = threading.Barrier(2)\ndef custom(args, sample): barrier.wait(20); return True"
+    assert await batched_async_rm(custom(body), [answer("a"), answer("b")]) == [1.0, 1.0]
+
+
+async def test_a_dict_reward_is_kept_whole_when_the_key_is_there(custom):
+    args = custom("async def custom(args, sample): return {'acc': 1, 'len': 0.5}", "--reward-key", "acc")
+    assert await async_rm(args, answer("w")) == {"acc": 1.0, "len": 0.5}
+
+
+@pytest.mark.parametrize("body", ["return [1.0]", "return 1.0"])
+async def test_a_group_reward_must_answer_for_every_sample(custom, body):
+    args = custom(f"async def custom(args, samples): {body}", "--group-rm")
+    with pytest.raises(RewardError, match=r"samples \[1, 2\]: got .* expected a list of 2 rewards"):
+        await batched_async_rm(args, [answer("a", index=1), answer("b", index=2)])
+
+
+def test_numpy_numbers_and_booleans_are_rewards():
+    import numpy
+
+    args = make_args()
+    assert check_reward(args, numpy.float32(0.5), where="x") == 0.5
+    assert check_reward(args, True, where="x") == 1.0
+
+
+class TestCheckPlugins:
+    def test_built_in_paths_pass(self):
+        check_plugins(
+            make_args("--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std",
+                      "--rm-type", "exact_match", "--custom-rm-path", "vime.rollout.rm_hub.exact_match")
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("flag", "body"),
+        [
+            ("--custom-rm-path", "def f(): ..."),
+            ("--custom-generate-function-path", "async def f(args, sample): ..."),
+            ("--dynamic-sampling-filter-path", "def f(args): ..."),
+            ("--custom-reward-post-process-path", "def f(args): ..."),
+            ("--rollout-sample-filter-path", "def f(args): ..."),
+            ("--rollout-function-path", "def f(args, rollout_id, data_source): ..."),
+            ("--data-source-path", "class f: ..."),
+        ],
+    )
+    def test_a_wrong_signature_is_refused_naming_the_flag(self, tmp_path, flag, body):
+        (tmp_path / "plug.py").write_text(body)
+        with pytest.raises(ConfigError, match=rf"{flag} .*plug\.py:f: cannot be called as"):
+            check_plugins(make_args(flag, f"{tmp_path}/plug.py:f"))
+
+    def test_a_missing_module_or_name_is_refused(self):
+        with pytest.raises(ConfigError, match="--custom-rm-path no.such.thing: cannot import"):
+            check_plugins(make_args("--custom-rm-path", "no.such.thing"))
+        with pytest.raises(ConfigError, match="has no 'nothing'"):
+            check_plugins(make_args("--custom-rm-path", "vime.rollout.rm_hub.nothing"))
+
+    def test_group_rewards_need_a_custom_function(self):
+        with pytest.raises(ConfigError, match="--group-rm needs --custom-rm-path"):
+            check_plugins(make_args("--rm-type", "exact_match", "--group-rm"))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keep", "reason"),
+    [([0, 1], True, None), ([1, 1], False, "zero_std_1"), ([0.5, 0.5], False, "zero_std_0.5")],
+)
+def test_the_filter_drops_groups_of_equal_rewards(rewards, keep, reason):
+    verdict = check_reward_nonzero_std(make_args(), [answer("w", reward=float(reward)) for reward in rewards])
+    assert (verdict.keep, verdict.reason) == (keep, reason)
