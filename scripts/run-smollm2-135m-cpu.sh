@@ -6,14 +6,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 PYTHON=${VIME_VENV:-.venv}/bin/python
-MODEL=models/smollm2-135m-instruct
-DATA=data/smollm2-arithmetic
+MODEL=models/smollm2-135m
+DATA=data/smollm2
 
 ./scripts/install.sh smollm2
 "$PYTHON" examples/smollm2/prepare.py --model-dir "$MODEL" --data-dir "$DATA"
 
 MODEL_ARGS=(--hf-checkpoint "$MODEL")
-DATA_ARGS=(--prompt-data "$DATA/train.jsonl" --input-key prompt --label-key label --rollout-shuffle)
+DATA_ARGS=(--prompt-data "$DATA/train.jsonl" --input-key input --label-key label --rollout-shuffle)
 ROLLOUT_ARGS=(
   --num-rollout 14 --rollout-batch-size 16 --n-samples-per-prompt 8
   --rollout-max-response-len 4 --rollout-max-context-len 128 --rollout-stop $'\n' --rm-type exact_match

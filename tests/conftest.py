@@ -13,7 +13,12 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from typing import TextIO
 
+import psutil
+import pytest
+
+# Before any test module is imported: torch and OpenMP read these once.
 for name, value in {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -26,16 +31,15 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-import psutil
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 # Fixtures that start engines and a Ray cluster.
 pytest_plugins = [
-    f"tests.helpers.{name}" for name in ("engines", "ray_cluster") if (ROOT / "tests/helpers" / f"{name}.py").is_file()
+    f"tests.helpers.{name}"
+    for name in ("engines", "ray_cluster", "training")
+    if (ROOT / "tests/helpers" / f"{name}.py").is_file()
 ]
 
 TIERS = ("unit", "contract", "dist", "e2e", "gpu")
@@ -44,7 +48,7 @@ OUTER_SESSIONS = os.environ.get(SESSION_VARIABLE, "")
 SESSION = uuid.uuid4().hex
 DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "1500"))
 # How long what the tests stopped may take to be gone.
-GRACE_S = 10.0
+GRACE_S = float(os.environ.get("VIME_TEST_GRACE", "10"))
 EXIT_DEADLINE = 70
 
 leaked: list[str] = []
@@ -95,20 +99,27 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def session_processes() -> list[psutil.Process]:
-    """The live processes that carry this session's mark, except this one and Python's own resource tracker."""
-    found = []
+    """The live processes that carry this session's mark and their descendants, but not this process.
+
+    Descendants count on their own because a process that sets its title overwrites its environment block.
+    """
+    own = psutil.Process()
+    found: dict[int, psutil.Process] = {child.pid: child for child in own.children(recursive=True)}
     for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
         try:
-            is_ours = SESSION in process.environ().get(SESSION_VARIABLE, "")
-            is_live = is_ours and process.status() != psutil.STATUS_ZOMBIE
-            is_helper = is_live and process.ppid() == os.getpid() and _is_python_helper(process)
+            if process != own and SESSION in process.environ().get(SESSION_VARIABLE, ""):
+                found[process.pid] = process
+                found |= {child.pid: child for child in process.children(recursive=True)}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-        if is_live and not is_helper:
-            found.append(process)
-    return found
+    return [process for process in found.values() if _is_live(process) and not _is_python_helper(process)]
+
+
+def _is_live(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_python_helper(process: psutil.Process) -> bool:
@@ -132,7 +143,7 @@ def _kill(processes: list[psutil.Process]) -> None:
             continue
 
 
-def _end_session(stderr: object, why: str) -> None:
+def _end_session(stderr: TextIO, why: str) -> None:
     """Show where every thread is, end what the tests started, and leave with an exit code that is not zero."""
     stderr.write(f"\ntest session {why}: stacks of all threads follow; the session ends here\n")
     stderr.flush()

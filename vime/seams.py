@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -98,7 +99,7 @@ def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[...
 
     Raises ConfigError naming the flag, what was found and what was expected.
     """
-    plugin = import_object(path, flag)
+    plugin: Callable[..., Any] = import_object(path, flag)
     if not callable(plugin):
         raise ConfigError(f"{flag} {path}: expected a function, got {type(plugin).__name__}. Name a callable.")
     expected = list(parameters)
@@ -138,5 +139,6 @@ def _import_file(file: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
     spec.loader.exec_module(module)
     return module

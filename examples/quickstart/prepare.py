@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, BOS, EOS, THINK, END_THINK = range(5)
@@ -235,6 +236,7 @@ def make_model(directory: Path, recipe: WarmStart, seed: int) -> None:
         say(f"model: {directory} is up to date ({stamp.read_text()})")
         return
     torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
     model = build_model(seed)
     say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, warm start of {recipe.steps} steps")
     warm_start(model, recipe, seed)

@@ -53,7 +53,9 @@ def make_model(directory: Path) -> None:
         return
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     source = gguf_directory()
     say(f"model: reading {GGUF_FILE} (about a minute)")
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2": (4, {**TP2, **PP2}),
     "pp2-dp2-distributed": (4, {**PP2, **DISTRIBUTED}),
     "recompute": (1, RECOMPUTE),
+    "recompute-attention": (1, {"recompute_granularity": "selective"}),
     "tp2-sequence-recompute": (2, {**TP2, "sequence_parallel": True, **RECOMPUTE}),
 }
 TIED_LAYOUTS = {"tied-pp2": (2, PP2), "tied-tp2-pp2": (4, {**TP2, **PP2})}
@@ -35,17 +36,7 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         chosen = {"hf_checkpoint": str(models / "qwen2"), **(flags or {})}
         return Case(name=name, do=do, world=world, flags=chosen, arguments=arguments)
 
-    grpo = {
-        "use_kl_loss": True,
-        "kl_loss_coef": reference.KL_COEF,
-        "kl_loss_type": "k3",
-        "ref_load": str(models / "reference"),
-        "entropy_coef": reference.ENTROPY_COEF,
-        "rollout_temperature": reference.TEMPERATURE,
-        "lr_decay_style": "cosine",
-        "min_lr": reference.FINAL_LR,
-        "weight_decay": reference.WEIGHT_DECAY,
-    }
+    grpo = grpo_flags(models / "reference")
     tied = {"hf_checkpoint": str(models / "qwen2_tied"), "ref_load": str(models / "qwen3")}
     cases = [case("device", "device_layer")]
     cases += [case(f"import-{kind}", "imported", flags={"hf_checkpoint": str(models / kind)}) for kind in KINDS]
@@ -72,6 +63,7 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         case(
             "vocabulary", "vocabulary_cut", 4, TP2 | {"tensor_model_parallel_size": 4}, vocab_size=97, temperature=0.7
         ),
+        case("missing-rows", "failed_handoff", 2),
         case("nan-reward", "failed_round", 2, reward=float("nan")),
         case("huge-reward", "failed_round", 2, PP2, reward=1e35),
         case("saved-hf", "saved_hf", 4, {**TP2, **PP2}, directory=work / "hf"),
@@ -80,6 +72,21 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         *_checkpoint_cases(case, models, work),
     ]
     return cases
+
+
+def grpo_flags(anchor: Path) -> dict[str, Any]:
+    """The settings that `reference_policy` computes with; `anchor` is the reference model."""
+    return {
+        "use_kl_loss": True,
+        "kl_loss_coef": reference.KL_COEF,
+        "kl_loss_type": "k3",
+        "ref_load": str(anchor),
+        "entropy_coef": reference.ENTROPY_COEF,
+        "rollout_temperature": reference.TEMPERATURE,
+        "lr_decay_style": "cosine",
+        "min_lr": reference.FINAL_LR,
+        "weight_decay": reference.WEIGHT_DECAY,
+    }
 
 
 def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> list[Case]:

@@ -159,6 +159,21 @@ def failed_round(bench: Bench, reward: float) -> dict[str, Any]:
     return answer
 
 
+def failed_handoff(bench: Bench) -> dict[str, Any]:
+    """The error of a round whose row 3 was not delivered; each rank gets its own rows only."""
+    trainer = bench.trainer()
+    rows = make_rows()
+    plan = make_plan(rows, dp_size=trainer.dp_size)
+    mine = {number: rows[number] for number in plan.rows_of(trainer.dp_rank)}
+    works = trainer.train_round(plan, mine)["train/num_samples"] == len(rows)
+    answer = {"works": works, "error": None}
+    if 3 in mine:
+        del mine[3]
+        answer["error"] = _error_of(lambda: trainer.train_round(plan, mine))
+    trainer.close()
+    return answer
+
+
 def failed_load(bench: Bench, directory: Path, truncate: str | None = None, **flags: Any) -> dict[str, Any]:
     """The error of loading a checkpoint after its files that match `truncate` were cut in half, or with other flags."""
     trainer = bench.trainer()
@@ -264,4 +279,4 @@ def _made_on_meta() -> torch.device:
 
 def exported(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """The export stream; an order or name that differs from the metadata shows in the test of `imported`."""
-    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    return {name: tensor.cpu().clone() for name, tensor in trainer.export_weights()}

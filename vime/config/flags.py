@@ -107,4 +107,5 @@ def _scalar(hint: Any) -> type:
         (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
+    assert isinstance(hint, type), hint
     return hint

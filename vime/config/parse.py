@@ -64,7 +64,7 @@ class Config:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Config:
         """Inverse of `to_dict`, also after JSON turned tuples into lists."""
-        sections = {
+        sections: dict[str, Any] = {
             name: kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in record[name].items()})
             for name, kind in SECTIONS.items()
         }

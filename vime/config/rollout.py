@@ -73,9 +73,7 @@ class RolloutConfig:
 class RewardConfig:
     """Reward: who scores an answer."""
 
-    rm_type: str | None = flag(
-        None, "built-in reward", choices=("exact_match", "last_token_match", "math", "remote_rm", "reasoning_gym")
-    )
+    rm_type: str | None = flag(None, "built-in reward", choices=("exact_match", "math", "remote_rm", "reasoning_gym"))
     rm_url: str | None = flag(None, "address that --rm-type remote_rm posts samples to")
     reward_key: str | None = flag(None, "entry to train on when the reward is a dict")
     group_rm: bool = flag(False, "call the reward function once per group (a list in, a list out)")

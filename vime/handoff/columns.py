@@ -75,7 +75,7 @@ COLUMNS: tuple[Column, ...] = (
     _row("raw_reward", "float64", Shape.ROW, "raw_reward", ("observability",), required=False),
     _row("truncated", "uint8", Shape.ROW, "truncated", ("observability",), required=False),
     # Carried only when --transfer-queue-extra-data-fields names them.
-    _optional("teacher_log_probs", "float32", Shape.RESPONSE, writer="rollout", readers=("backends.megatron_utils",)),
+    _optional("teacher_log_probs", "float32", Shape.RESPONSE, writer=None, readers=()),
     _optional("rollout_routed_experts", "int32", Shape.TOKEN, writer=None, readers=()),
     _optional("multimodal_train_inputs", "uint8", Shape.ROW, writer=None, readers=()),
 )
@@ -87,9 +87,11 @@ def check_requested(extra_names: Iterable[str]) -> None:
     writable = [column.name for column in COLUMNS if column.is_optional and column.writer is not None]
     for name in extra_names:
         column = BY_NAME.get(name)
-        if column is None or column.writer is None:
-            state = "is not a known column" if column is None else "is known, but no part of Vime writes it"
+        if name not in writable:
+            state = "is not a known column"
+            if column is not None:
+                state = "is known, but no part of Vime writes it" if column.is_optional else "is always carried"
             raise ConfigError(
                 f"--transfer-queue-extra-data-fields {name}: {state}. Columns that can be requested: "
-                f"{', '.join(writable)}. Remove it, or add its line and its writer to the table of columns."
+                f"{', '.join(writable) or 'none yet'}. Remove it, or give it a writer and a line in the table."
             )

@@ -54,9 +54,11 @@ def open_machine(
 ) -> Iterator[Machine]:
     """Every part running and confirmed; on exit every part stopped."""
     checkpoint = find_latest(Path(config.model.load)) if config.model.load else None
+    start = read_run_state(checkpoint).rollout_id + 1 if checkpoint is not None else 0
     starter = Starter(screen, events, interrupts)
     with contextlib.ExitStack() as stack:
-        books = RoundBooks(Tracker(config.tracking, run_dir, config.to_dict()), screen)
+        tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start)
+        books = RoundBooks(tracker, screen)
         stack.callback(books.close)
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"):
@@ -67,10 +69,10 @@ def open_machine(
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
         parts = _start_parts(config, run_dir, address, starter, stack)
-        versions, start = VersionLedger(), 0
+        versions = VersionLedger()
         if checkpoint is not None:
             with starter.part("checkpoint", f"loading {checkpoint}"):
-                start = _restore(parts, checkpoint, versions)
+                _restore(parts, checkpoint, versions)
         watchers = Watchers(screen=screen, interrupts=interrupts, events=events, books=books)
         machine = Machine(config, run_dir, parts, watchers, versions, start)
         with starter.part("first_weights", "bringing the weights to the engines"):
@@ -120,8 +122,8 @@ def _start_parts(
     return Parts(manager, trainers, engines, carrier, num_rollout)
 
 
-def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> int:
-    """Model on every rank, data cursor in the manager, version in the books. Answers the next rollout id."""
+def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:
+    """Model on every rank, data cursor in the manager, version in the books."""
     state = read_run_state(checkpoint)
     if parts.trainers is not None:
         parts.trainers.load(checkpoint / "model")
@@ -132,7 +134,6 @@ def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> int:
         deadline_s=60,
     )
     versions.restore(state.version)
-    return state.rollout_id + 1
 
 
 def _num_rollout(config: Config, info: ManagerInfo) -> int:

@@ -62,6 +62,7 @@ def start_ray(config: Config) -> None:
     if config.cluster.ray_address is None:
         logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
         ray.init(
+            address="local",  # never the cluster that some `ray start` left a note about
             num_cpus=logical,
             include_dashboard=False,
             log_to_driver=False,

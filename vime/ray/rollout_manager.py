@@ -16,6 +16,8 @@ from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import num_trainer_ranks
 from vime.rollout.convert import to_train_groups
+from vime.rollout.evaluate import eval_data_sets
+from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
@@ -58,6 +60,7 @@ class RolloutManager:
         if self._config.debug.load_debug_rollout_data:
             return ManagerInfo(num_prompts=0)
         self._source = load_data_source(args)
+        eval_data_sets(args)
         return ManagerInfo(num_prompts=len(self._source))
 
     def connect(self, config: Config) -> None:
@@ -107,7 +110,7 @@ class RolloutManager:
         if debug.load_debug_rollout_data:
             samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
             self._states[rollout_id] = {}
-            return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(samples))
+            return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(self._config.flat, samples))
         output = self._generate(self._config.flat, rollout_id, self._source)
         if not isinstance(output, RolloutFnTrainOutput):
             raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
@@ -133,9 +136,5 @@ class RolloutManager:
         )
 
 
-def _replay_metrics(groups: list[list[Sample]]) -> dict[str, float]:
-    samples = [sample for group in groups for sample in group]
-    return {
-        "rollout/reward_mean": sum(sample.scalar_reward() for sample in samples) / len(samples),
-        "rollout/response_len_mean": sum(sample.response_length for sample in samples) / len(samples),
-    }
+def _replay_metrics(args: Any, groups: list[list[Sample]]) -> dict[str, float]:
+    return sample_metrics(args, [sample for group in groups for sample in group], "rollout")

@@ -134,7 +134,7 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
             sample.append_response_tokens(part.token_ids, part.log_probs, versions=part.versions)
     sample.status = _status(parts[-1])
     tokenizer = load_tokenizer(args.hf_checkpoint)
-    sample.response = tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True)
+    sample.response = str(tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True))
 
 
 async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any]) -> Answer:

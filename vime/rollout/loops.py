@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """An event loop that runs in its own daemon thread until `close`."""
+    """An event loop that runs in its own daemon thread as long as the process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,15 +44,6 @@ class LoopThread:
             future.cancel()
             raise
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel what runs and stop. A thread that is stuck in a blocking call is left behind; it is a daemon."""
-        if self._thread.is_alive():
-            self.submit(_cancel_others()).exception(timeout_s)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self._loop.close()
-
 
 @lru_cache(maxsize=1)
 def rollout_loop() -> LoopThread:
@@ -72,11 +63,3 @@ def raise_first(group: BaseExceptionGroup[BaseException]) -> NoReturn:
     if isinstance(error, BaseExceptionGroup):
         raise_first(error)
     raise error from error.__cause__
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=2.0)

@@ -194,4 +194,4 @@ class _RecordReader:
             raise DataError(
                 f"{where}: the chat template refused the prompt: {type(error).__name__} {error}."
             ) from error
-        return text, self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return str(text), self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -141,6 +141,13 @@ def _threads() -> asyncio.Semaphore:
     return _THREADS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
 
 
+async def close_judges() -> None:
+    """End the math workers of the running event loop; a later call starts them again."""
+    judge = _JUDGES.get(asyncio.get_running_loop())
+    if judge is not None:
+        await judge.close()
+
+
 def answer_text(sample: Sample) -> str:
     """What the policy answered: the text after its last `</think>`."""
     return sample.response.rpartition("</think>")[2].strip()

@@ -19,27 +19,35 @@ class MathJudge:
     """A pool of workers. Belongs to one event loop; workers start at first use."""
 
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
-        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.Queue()
+        # Last in, first out: a worker that runs already is preferred to one that must start.
+        self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         for _ in range(num_workers):
             self._idle.put_nowait(None)
 
     async def score(self, gold: str, answer: str, *, timeout_s: float) -> float:
         """1.0 or 0.0. An answer that cannot be judged in `timeout_s` counts as wrong: it is the policy's doing."""
         worker = await self._idle.get()
-        alive: asyncio.subprocess.Process | None = None
+        asked: asyncio.subprocess.Process | None = None
+        is_late = True
         try:
-            alive = worker if worker is not None and worker.returncode is None else await _start()
-            verdict = await _ask(alive, gold, answer, timeout_s)
-            if verdict is None:
+            asked = worker if worker is not None and worker.returncode is None else await _start()
+            verdict = await _ask(asked, gold, answer, timeout_s)
+            is_late = verdict is None
+            if is_late:
                 logger.warning("math reward: an answer could not be judged in %g s and counts as wrong", timeout_s)
-                _kill(alive)
             return verdict or 0.0
-        except BaseException:
-            if alive is not None:
-                _kill(alive)  # it may still owe an answer, which would be taken for the next question's
-            raise
         finally:
-            self._idle.put_nowait(alive)
+            if asked is not None and is_late:
+                _kill(asked)  # its late verdict would be taken for the next question's
+            self._idle.put_nowait(None if is_late else asked)
+
+    async def close(self) -> None:
+        """End the workers that are idle; one that is busy is ended by its caller's cancellation."""
+        for worker in [self._idle.get_nowait() for _ in range(self._idle.qsize())]:
+            if worker is not None:
+                _kill(worker)
+                await worker.wait()
+            self._idle.put_nowait(None)
 
 
 async def _start() -> asyncio.subprocess.Process:

@@ -13,6 +13,7 @@ import copy
 import logging
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
 
 from vime.rollout.evaluate import evaluate_all
@@ -22,6 +23,7 @@ from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
 from vime.rollout.plugins import plugin
 from vime.rollout.progress import BOARD, RoundProgress
+from vime.rollout.rm_hub import close_judges
 from vime.seams import DataSource
 from vime.types import (
     DataError,
@@ -39,12 +41,16 @@ logger = logging.getLogger(__name__)
 GRACE_S = 30.0
 """How much later than the round's own deadline the waiting thread gives up: only when a plug-in blocks the loop."""
 
+CLOSE_S = 10.0
+
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
-    work = evaluate_all(args, rollout_id) if evaluation else TrainingRound(args, rollout_id, data_source).run()
+    work: Coroutine[Any, Any, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
+        evaluate_all(args, rollout_id) if evaluation else TrainingRound(args, rollout_id, data_source).run()
+    )
     return rollout_loop().run(
         work,
         name=f"{'evaluation after' if evaluation else 'generation of'} round {rollout_id}",
@@ -59,8 +65,9 @@ def generation_progress() -> str:
 
 
 def close_generation() -> None:
-    """Close the connections to the router. A later round opens them again."""
+    """Close the connections to the router and end the reward workers. A later round opens and starts them again."""
     close_clients()
+    rollout_loop().run(close_judges(), name="math reward workers to end", timeout_s=CLOSE_S)
 
 
 class TrainingRound:

@@ -25,6 +25,8 @@ from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+_abandoned: list[tuple[Any, Any]] = []
+
 
 class BroadcastSender(BucketSender):
     """Rank 0 of the group."""
@@ -70,7 +72,14 @@ class BroadcastSender(BucketSender):
         """Broadcast while the engines receive. Waits for their answer first: theirs is the error that explains."""
         answer = self._pool.submit(fleet.update, bucket_to_wire(bucket))
         work = _broadcast(self._group, buffer)
-        answer.result(timeout=self._timeout_s)
+        try:
+            answer.result(timeout=self._timeout_s)
+        except BaseException:
+            # Giving up the group would wait for the broadcast, which no engine may take any more: until the timeout or
+            # until the engines are stopped. Keep it instead, so that the error comes out now.
+            _abandoned.append((self._group, work))
+            self._group = None
+            raise
         work.wait()
 
 

@@ -74,8 +74,8 @@ def publish(
         if isinstance(error, PublishError):
             raise
         raise PublishError(
-            f"weight update to version {version} failed: {type(error).__name__}: {error}. The engines stay paused; "
-            "they must be restarted before they serve again."
+            f"weight update to version {version} failed: {type(error).__name__}: {str(error).rstrip('.')}. The engines "
+            "stay paused; they must be restarted before they serve again."
         ) from error
 
 

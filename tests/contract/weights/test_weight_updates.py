@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -171,6 +172,7 @@ def test_control_calls_arrive_in_the_sacred_order(two_fakes, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -181,11 +183,11 @@ def test_control_calls_arrive_in_the_sacred_order(two_fakes, tmp_path):
         ({"status": {"/pause": 503}}, "e1 .*/pause: status 503"),
     ],
 )
-def test_one_bad_engine_stops_the_whole_fleet(fault, message, two_fakes, tmp_path):
+def test_one_bad_engine_stops_the_whole_fleet(transport, fault, message, two_fakes, tmp_path):
     first, second, control = two_fakes
     second.faults = dataclasses.replace(second.faults, **fault)
     with pytest.raises(PublishError, match=message):
-        send_small(control, "shm", tmp_path)
+        send_small(control, transport, tmp_path)
     assert "/resume" not in first.calls + second.calls
 
 
@@ -238,3 +240,26 @@ def test_disk_keeps_the_two_newest_updates(two_fakes, tmp_path):
     kept = sorted(path.name for path in tmp_path.glob("update_*"))
     assert kept == ["update_0000003", "update_0000004"]
     assert [path.name for path in (tmp_path / kept[-1]).iterdir()] == ["model-00001-of-00001.safetensors"]
+
+
+def test_a_failed_broadcast_is_reported_at_once_though_another_engine_still_waits(tmp_path):
+    # Only e2 refuses. In a broadcast over a tree e0 or e1 may then wait for bytes that never come, up to timeout_s.
+    with FakeEngine(name="e0") as first, FakeEngine(name="e1") as second, FakeEngine(name="e2") as third:
+        control = FleetControl([engine.address for engine in (first, second, third)], timeout_s=20)
+        sender = make_sender("gloo", bucket_bytes=128, directory=tmp_path, timeout_s=20)
+        sender.connect(control)
+        third.faults.status["/update_weights"] = 500
+        started = time.monotonic()
+        with pytest.raises(PublishError, match=r"e2 .*/update_weights: status 500"):
+            publish(
+                iter(WEIGHTS.items()),
+                [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()],
+                version=1,
+                fleet=control,
+                sender=sender,
+                pause_mode="keep",
+                deadline_s=30,
+            )
+        sender.close()
+        assert time.monotonic() - started < 10
+        control.close()

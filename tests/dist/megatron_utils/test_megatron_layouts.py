@@ -150,6 +150,16 @@ def test_each_replica_has_one_source_rank(answers: Answers) -> None:
     ]
 
 
+def test_a_rank_needs_its_own_rows_only_and_names_one_that_is_missing(answers: Answers) -> None:
+    first, second = answers("missing-rows")  # rows are dealt out in turn: row 3 belongs to the second rank
+    assert first["works"]
+    assert second["works"]
+    assert first["error"] is None
+    kind, message = second["error"]
+    assert kind == "HandoffError"
+    assert "rows [3] to data-parallel index 1" in message
+
+
 def test_a_reward_that_is_nan_fails_on_every_rank_naming_the_rows_and_moves_no_weight(answers: Answers) -> None:
     for rank in answers("nan-reward"):
         kind, message = rank["error"]

@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.helpers.training import TinyTask, train
 
@@ -61,19 +62,21 @@ def test_an_engine_that_does_not_start_shows_its_last_log_lines(tiny_task: TinyT
     refused(
         tiny_task,
         tmp_path / "run",
-        "--vllm-kv-cache-dtype",
-        "fp8_ds_mla",
+        "--vllm-quantization",
+        "awq",
         code=3,
         says=["engine", "log"],
     )
 
 
-def test_too_few_ray_cpus_are_said_at_once(tiny_task: TinyTask, tmp_path: Path, ray_cluster: str) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_too_few_ray_cpus_are_said_at_once(tiny_task: TinyTask, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
     refused(
         tiny_task,
         tmp_path / "run",
         "--ray-address",
-        ray_cluster,
+        address,
         "--rollout-num-engines",
         "99",
         code=3,

@@ -9,9 +9,8 @@ from vime.algo.losses import policy_loss
 
 def _loss(ratio: float, advantage: float, low: float = 0.2, high: float = 0.3) -> tuple[float, bool]:
     logp_T = torch.tensor([math.log(ratio)], dtype=torch.float64)
-    loss_T, is_clipped_T = policy_loss(
-        logp_T, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage]).double(), eps_clip=low, eps_clip_high=high
-    )
+    old_logp_T, advantage_T = torch.zeros(1).double(), torch.tensor([advantage], dtype=torch.float64)
+    loss_T, is_clipped_T = policy_loss(logp_T, old_logp_T, advantage_T, eps_clip=low, eps_clip_high=high)
     return round(loss_T.item(), 9), bool(is_clipped_T.item())
 
 

@@ -8,6 +8,7 @@ from vime.algo.reductions import reduce_loss
 VALUE_T = torch.tensor([1.0, 3.0, 99.0, 5.0])
 MASK_T = torch.tensor([1.0, 1.0, 0.0, 1.0])
 ROWS = [slice(0, 3), slice(3, 4)]
+CELL = st.tuples(st.floats(-9, 9), st.integers(0, 1))  # value, mask
 
 
 def test_by_default_each_sample_is_averaged_first():
@@ -49,7 +50,7 @@ def test_a_step_without_trainable_tokens_is_zero_and_not_nan():
 
 
 @given(
-    rows=st.lists(st.lists(st.tuples(st.floats(-9, 9), st.integers(0, 1)), min_size=1, max_size=5), min_size=1, max_size=6),
+    rows=st.lists(st.lists(CELL, min_size=1, max_size=5), min_size=1, max_size=6),
     cut=st.integers(0, 6),
     per_token=st.booleans(),
 )

@@ -134,7 +134,7 @@ def test_plan_and_manifest_come_back_equal(num_groups, half_group, dp_size, roll
 
 
 def test_a_manifest_names_the_groups_that_hold_a_ranks_rows():
-    # three groups of two rows; one step of two rows per group: rank 0 has rows 0, 2, 4 or their mates
+    # two groups of two rows, dealt contiguously: rows 0 and 1 are group a, rows 2 and 3 group b
     groups = make_groups(2, 2)
     plan = plan_for(groups, dp_size=2)
     step = replace(plan.steps[0], micro_batches=(((0, 1),), ((2, 3),)))

@@ -1,6 +1,7 @@
 """Samples to training rows and to files: normalisation, alignment, versions; bit-exact recording."""
 
 import dataclasses
+import json
 import math
 import random
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.helpers.rollout_setup import make_args
 from vime.rollout.convert import to_train_groups
-from vime.rollout.record import load_rollout, save_rollout
+from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.types import DataError, HandoffError, PluginError, Sample, SampleStatus, StaleError, VersionSpan
 
 
@@ -158,3 +159,9 @@ def test_an_unreadable_recording_is_refused(tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(DataError, match=message):
         load_rollout(path)
+
+
+def test_evaluation_samples_are_written_one_a_line(tmp_path):
+    path = tmp_path / "eval" / "held_out_0.jsonl"
+    save_samples(path, [sample(0, 1.0), sample(1, 0.0)])
+    assert [Sample.from_dict(json.loads(line)) for line in path.open()] == [sample(0, 1.0), sample(1, 0.0)]

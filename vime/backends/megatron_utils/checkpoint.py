@@ -141,8 +141,8 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
     for part in optimizer.parts:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for entry in part.optimizer.state.values():
-                # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each. A step
-                # of 0 is not saved at all.
+                # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each.
+                # A step of 0 is not saved at all.
                 entry["step"] = entry["step"].clone() if "step" in entry else torch.tensor(0.0)
 
 
@@ -162,8 +162,8 @@ def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, d
 
 
 def _prepare_states(optimizer: PolicyOptimizer) -> None:
-    """REPAIR: before the first step AdamW has no moments. megatron then saves none and cannot load what it saved, and its
-    distributed optimizer asserts that they are there. Zero moments at step 0 are what AdamW would start from."""
+    """REPAIR: before the first step AdamW has no moments. megatron then saves none and cannot load what it saved, and
+    its distributed optimizer asserts that they are there. Zero moments at step 0 are what AdamW would start from."""
     for part in optimizer.parts:
         if not isinstance(part.optimizer, torch.optim.AdamW):
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import warnings
 from dataclasses import dataclass
 
 import numpy
@@ -46,6 +47,10 @@ def prepare_process(device: str) -> list[str]:
             'Hide it: CUDA_VISIBLE_DEVICES="" in the environment of the trainer ranks.'
         )
     if not has_cuda:
+        # megatron says at each import that it falls back to torch: on the CPU that is what we want
+        warnings.filterwarnings(
+            "ignore", message=r"(?s).*(Transformer Engine|Apex).*not installed", category=UserWarning
+        )
         from megatron.core import jit
 
         # megatron's fused element-wise functions go through torch.compile, which needs a C++ compiler on the CPU and

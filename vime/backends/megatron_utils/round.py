@@ -14,7 +14,7 @@ from vime.backends.megatron_utils.policy_loss import OLD_LOGP, REF_LOGP, STATIST
 from vime.backends.megatron_utils.replica import Replica
 from vime.backends.megatron_utils.step import forward_backward, pack_rows
 from vime.config.training import AlgoConfig, BatchConfig
-from vime.types import RoundPlan, StepPlan, TrainRow, VimeError
+from vime.types import HandoffError, RoundPlan, StepPlan, TrainRow, VimeError
 
 Columns = dict[str, dict[int, Tensor]]
 """Column name -> row number -> [R] values. Filled on the last pipeline stage, empty dicts elsewhere."""
@@ -28,6 +28,12 @@ def train_round(
     Collective over all trainer ranks. Loss-like metrics are means over the steps of the round; counts are sums; the
     rate is the last step's; the difference to the engine's log-probabilities is the first step's, before a move.
     """
+    missing = set(plan.rows_of(dp_rank)) - set(rows)
+    if missing:
+        raise HandoffError(
+            f"round {plan.rollout_id}: the plan gives rows {sorted(missing)[:10]} to data-parallel index {dp_rank}, "
+            f"but they were not handed over (got {sorted(rows)[:10]}, ...). The carrier lost groups of the round."
+        )
     columns = _log_prob_columns(replica, plan, rows, algo=algo, dp_rank=dp_rank)
     metrics: list[dict[str, float]] = []
     for number, step in enumerate(plan.steps):

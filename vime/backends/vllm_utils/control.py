@@ -5,6 +5,7 @@ Not through the router, which would pick one engine and drop the query string.
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 from vime.types import EngineAddress, EngineError, EngineReport, Version
 
 CONNECT_TIMEOUT_S = 10.0
+FAILURE_GRACE_S = 1.0
 SHOWN_BODY = 600
 
 
@@ -22,9 +24,14 @@ class Fanout:
 
     def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float) -> None:
         self.addresses = tuple(addresses)
-        # trust_env: a proxy of the environment must not stand between a host and its own engines
-        self._client = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S), trust_env=False)
-        self._pool = ThreadPoolExecutor(max_workers=len(addresses), thread_name_prefix="fleet-control")
+        self._client = httpx.Client(
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            trust_env=False,  # a proxy of the environment must not stand between a host and its own engines
+            # A connection for each call: vLLM closes a kept one after an error, which the next call would trip over.
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+        # Twice the engines: calls that a failed one left waiting must not hold up the next.
+        self._pool = ThreadPoolExecutor(max_workers=2 * len(addresses), thread_name_prefix="fleet-control")
 
     def get(self, route: str) -> list[dict[str, Any]]:
         return self._on_each(route, lambda index: self._client.get(self.addresses[index].url + route))
@@ -49,25 +56,31 @@ class Fanout:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _on_each(self, route: str, send: Callable[[int], httpx.Response]) -> list[dict[str, Any]]:
-        sent = [self._pool.submit(send, index) for index in range(len(self.addresses))]
-        answers: list[dict[str, Any]] = []
-        failures: list[str] = []
-        for address, future in zip(self.addresses, sent, strict=True):
-            try:
-                response = future.result()
-            except httpx.HTTPError as error:
-                failures.append(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}")
-                continue
-            if response.status_code != 200:
-                failures.append(
-                    f"{address.name} ({address.url}) {route}: status {response.status_code}, expected 200: "
-                    f"{response.text[:SHOWN_BODY]}"
-                )
-            else:
-                answers.append(response.json() if response.content else {})
+        """Answers in the order of the engines. One failure ends the wait: the others may wait for the one that failed."""
+        sent = [self._pool.submit(self._checked, send, route, index) for index in range(len(self.addresses))]
+        finished, pending = concurrent.futures.wait(sent, return_when=concurrent.futures.FIRST_EXCEPTION)
+        if pending:
+            more, pending = concurrent.futures.wait(pending, timeout=FAILURE_GRACE_S)
+            finished |= more
+        failures = [str(future.exception()) for future in sent if future in finished and future.exception()]
         if failures:
-            raise EngineError("; ".join(failures) + ". See the engine's log in RUN_DIR/logs.")
-        return answers
+            waiting = f"; {len(pending)} other engines have not answered yet" if pending else ""
+            raise EngineError("; ".join(failures) + f"{waiting}. See the engine's log in RUN_DIR/logs.")
+        return [future.result() for future in sent]
+
+    def _checked(self, send: Callable[[int], httpx.Response], route: str, index: int) -> dict[str, Any]:
+        """The JSON of one engine's answer; EngineError names engine, route, status and body."""
+        address = self.addresses[index]
+        try:
+            response = send(index)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            raise EngineError(
+                f"{address.name} ({address.url}) {route}: status {response.status_code}, expected 200: "
+                f"{response.text[:SHOWN_BODY]}"
+            )
+        return dict(response.json()) if response.content else {}
 
 
 class FleetControl:

@@ -20,7 +20,7 @@ class EngineProcess(ServerProcess):
         self.address = EngineAddress(name=f"engine-{index}", url=f"http://{host}:{port}")
         super().__init__(
             self.address.name,
-            engine_command(config, host=host, port=port),
+            engine_command(config, index=index, host=host, port=port),
             env=server_environment(engine_environment(config, os.environ)),
             log_path=run_dir / "logs" / f"vllm-{index}.log",
             ready_url=f"{self.address.url}/health",

@@ -1,7 +1,7 @@
 """A small parent for a server, so that the server and all its children end when its owner does, however that ends.
 
-Run by path as a script (`python -I -S guard.py GRACE_S COMMAND...`) in a session of its own; standard library only, about
-10 MB. The owner holds the other end of stdin and writes nothing: end of file means the owner is gone, also after
+Run by path as a script (`python -I -S guard.py GRACE_S COMMAND...`) in a session of its own; standard library only,
+about 10 MB. The owner holds the other end of stdin and writes nothing: end of file means the owner is gone, also after
 `kill -9`. Then, or when the server ends by itself, everything left in the session is killed: a killed vLLM API server
 leaves its EngineCore behind for ever otherwise, with the GPU memory it holds.
 

@@ -26,6 +26,7 @@ PLUGIN = "vime_weight_transfer"  # the entry point's name in setup.py
 WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.WorkerReport"
 SERVED_MODEL = "policy"
 LIST_FLAGS_TIMEOUT_S = 180
+MAX_NUM_SEQS_CPU = 128  # default of vLLM 0.32 for one CPU worker
 
 # Flags that the run itself decides, and the flag of Vime that decides it.
 OWNED_FLAGS = {
@@ -40,7 +41,7 @@ OWNED_FLAGS = {
     "--max-model-len": "--rollout-max-context-len",
     "--logprobs-mode": "--rollout-temperature",
     "--enable-scale-out": "Vime (the generate route)",
-    "--seed": "--seed",
+    "--seed": "--rollout-seed",
 }
 _SHORT_NAMES = {"-tp": "--tensor-parallel-size"}
 
@@ -62,14 +63,16 @@ DEFAULT_ENV_CPU = {
 }
 
 
-def engine_command(config: Config, *, host: str, port: int) -> list[str]:
-    """Command line of one engine; user flags come last."""
+def engine_command(config: Config, *, index: int, host: str, port: int) -> list[str]:
+    """Command line of engine number `index`; user flags come last."""
     rollout, cluster = config.rollout, config.cluster
     on_cpu = cluster.device == "cpu"
     command = [sys.executable, "-m", SERVER_MODULE]
     command += ["--model", config.model.hf_checkpoint, "--host", host, "--port", str(port)]
     command += ["--served-model-name", SERVED_MODEL, "--dtype", "bfloat16" if config.parallel.bf16 else "float32"]
-    command += ["--seed", str(config.model.seed), "--enable-scale-out", "--disable-uvicorn-access-log"]
+    # Engines with one seed would sample alike; each request may still bring its own.
+    command += ["--seed", str(config.data.rollout_seed + index)]
+    command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     if rollout.rollout_max_context_len is not None:
@@ -80,6 +83,8 @@ def engine_command(config: Config, *, host: str, port: int) -> list[str]:
     if on_cpu:
         # Explicit cache size: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(config.engine.vllm_kv_cache_memory_bytes)]
+        if rollout.n_samples_per_prompt > MAX_NUM_SEQS_CPU:  # a group is one request, refused above this limit
+            command += ["--max-num-seqs", str(rollout.n_samples_per_prompt)]
     else:
         command += ["--tensor-parallel-size", str(cluster.rollout_num_gpus_per_engine)]
     return [*command, *config.vllm_flags]

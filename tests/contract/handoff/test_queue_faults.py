@@ -1,0 +1,69 @@
+"""What TransferQueue's users get when its actors die or never come."""
+
+import concurrent.futures
+import time
+
+import pytest
+
+from tests.helpers.rows import make_groups, plan_for
+from vime.config.training import QueueConfig
+from vime.types import HandoffError, WaitTimeoutError
+
+CONFIG = QueueConfig(transferqueue_timeout_secs=60.0)
+
+
+def _kill(actor) -> None:
+    """Kill an actor and wait until Ray knows."""
+    import ray
+
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.get_zmq_server_info.remote(), timeout=30)
+
+
+@pytest.mark.parametrize("victim", ["controller", "storage unit 0"])
+def test_a_dead_part_of_the_queue_is_named_long_before_the_deadline(ray_cluster, victim):
+    from vime.handoff.bridge import TransferQueueBridge
+
+    address = TransferQueueBridge.start(CONFIG)
+    bridge = TransferQueueBridge.connect(address, CONFIG)
+    groups = make_groups(2, 2)
+    ticket = bridge.put(plan_for(groups), groups)
+    _kill(address.controller if victim == "controller" else address.storage_units[0])
+    began = time.monotonic()
+    with pytest.raises(HandoffError, match=f"TransferQueue {victim} is dead.*--load"):
+        bridge.fetch(ticket, 0)
+    assert time.monotonic() - began < 30
+    bridge.close()
+    TransferQueueBridge.stop(address)
+
+
+def test_a_queue_that_ray_cannot_place_is_a_named_wait_with_a_deadline(ray_cluster):
+    from vime.handoff.bridge import TransferQueueBridge
+
+    address = TransferQueueBridge.start(CONFIG, num_cpus=64)
+    short = QueueConfig(transferqueue_timeout_secs=1.0)
+    with pytest.raises(WaitTimeoutError, match=r"start of the TransferQueue controller \(owner: Ray\).*Free CPUs"):
+        TransferQueueBridge.connect(address, short)
+
+
+def test_a_bridge_can_be_closed_twice_and_the_queue_goes_on(queue_address):
+    from vime.handoff.bridge import TransferQueueBridge
+
+    config = QueueConfig(transferqueue_timeout_secs=60.0, transferqueue_partition="closing")
+    first = TransferQueueBridge.connect(queue_address, config)
+    first.close()
+    first.close()
+    second = TransferQueueBridge.connect(queue_address, config)
+    groups = make_groups(1, 2)
+    second.clear(second.put(plan_for(groups), groups))
+    second.close()
+
+
+def test_two_readers_at_once_get_their_own_rows(transfer_queue):
+    groups = make_groups(6, 4)
+    plan = plan_for(groups)
+    ticket = transfer_queue.writer.put(plan, groups)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader") as readers:
+        answers = list(readers.map(lambda dp_rank: transfer_queue.reader.fetch(ticket, dp_rank), (0, 1), timeout=60))
+    assert [tuple(sorted(rows)) for _, rows in answers] == [plan.rows_of(0), plan.rows_of(1)]

@@ -1,0 +1,46 @@
+"""The launcher of the distributed tests: answers by rank, no hang, nothing left running."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.dist_launch import launch
+
+
+def assert_all_gone(directory: Path) -> None:
+    pids = [int(file.read_text()) for file in directory.glob("pid-*")]
+    assert pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_answers_come_back_by_rank_and_ports_agree(tmp_path: Path) -> None:
+    first, second = launch(
+        "tests.helpers.launch_targets:meet",
+        world_size=2,
+        directory=tmp_path,
+        arguments={"greeting": "hello"},
+        deadline_s=30,
+    )
+    assert (first[:2], second[:2]) == (("hello", 0), ("hello", 1))
+    assert first[2] == second[2]
+
+
+def test_the_traceback_of_the_failing_rank_is_shown_and_its_peer_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 raised.*rank one has had enough"):
+        launch(
+            "tests.helpers.launch_targets:fail_on_one", world_size=2, directory=tmp_path, arguments={}, deadline_s=30
+        )
+    assert_all_gone(tmp_path)
+
+
+def test_the_deadline_ends_every_rank(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="deadline reached"):
+        launch(
+            "tests.helpers.launch_targets:wait_for_ever", world_size=2, directory=tmp_path, arguments={}, deadline_s=2
+        )
+    assert_all_gone(tmp_path)

@@ -1,0 +1,81 @@
+"""The trainer on a GPU with NCCL, against transformers and plain torch on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import reference_policy as reference
+from tests.helpers.dist_launch import launch
+from tests.helpers.megatron_cases import grpo_flags
+from tests.helpers.megatron_models import make_model, make_plan, make_rows
+from tests.helpers.megatron_worker import Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+IMPLEMENTATIONS = [
+    "local",
+    pytest.param(
+        "transformer_engine",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+        ),
+    ),
+]
+
+
+def run_on_gpu(directory: Path, do: str, *, flags: dict[str, Any], **arguments: Any) -> Any:
+    case = Case(
+        name="gpu", do=do, flags={"device": "cuda", "distributed_backend": "nccl", **flags}, arguments=arguments
+    )
+    [answer] = launch(
+        "tests.helpers.megatron_worker:run",
+        world_size=1,
+        directory=directory,
+        arguments={"cases": [case]},
+        deadline_s=240,
+    )
+    return answer["gpu"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama_tied"])
+def test_log_probs_on_the_gpu_equal_transformers(tmp_path: Path, kind: str, implementation: str) -> None:
+    model = make_model(kind, tmp_path / kind)
+    flags = {"hf_checkpoint": str(model), "transformer_impl": implementation}
+    answer = run_on_gpu(tmp_path / "launch", "imported", flags=flags)
+    expected = reference.log_probs(reference.load(model), make_rows(), temperature=1.0)
+    difference = max(float((a - b).abs().max()) for a, b in zip(answer["log_probs"], expected, strict=True))
+    print(f"{kind} {implementation}: max abs difference {difference:.2e}")  # noqa: T201  the figure belongs in the log
+    assert difference < 1e-3
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_grpo_round_on_the_gpu_equals_plain_torch(tmp_path: Path, implementation: str) -> None:
+    model, anchor = make_model("qwen2", tmp_path / "model"), make_model("qwen2", tmp_path / "anchor", seed=1)
+    flags = {**grpo_flags(anchor), "hf_checkpoint": str(model), "transformer_impl": implementation}
+    answer = run_on_gpu(tmp_path / "launch", "trained", flags=flags, num_steps=2)
+    policy, rows = reference.load(model), make_rows()
+    plan = make_plan(rows, dp_size=1, num_steps=2)
+    steps = reference.train_round(policy, reference.load(anchor), rows, plan, per_token=False)
+    [metrics] = answer["metrics"]
+    assert metrics["train/loss"] == pytest.approx(sum(step["loss"] for step in steps) / 2, abs=1e-4)
+    assert metrics["train/grad_norm"] == pytest.approx(sum(step["grad_norm"] for step in steps) / 2, rel=1e-3)
+    state = policy.state_dict()
+    for name, tensor in answer["weights"].items():
+        torch.testing.assert_close(tensor.cpu(), state[name], rtol=0, atol=5e-5, msg=name)
+
+
+def test_bf16_with_the_distributed_optimizer_resumes_bit_equal(tmp_path: Path) -> None:
+    model = make_model("qwen3", tmp_path / "model")
+    flags = {"hf_checkpoint": str(model), "bf16": True, "use_distributed_optimizer": True}
+    answer = run_on_gpu(tmp_path / "launch", "resumed", flags=flags, directory=tmp_path / "checkpoint")
+    assert answer["loaded"] == answer["saved"]
+    assert answer["resumed"]["draws"] == answer["never_stopped"]["draws"]
+    assert answer["resumed"]["hash"] == answer["never_stopped"]["hash"]

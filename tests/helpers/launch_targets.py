@@ -1,0 +1,29 @@
+"""Functions that `test_dist_launch.py` runs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from tests.helpers.dist_launch import Ranks
+
+
+def meet(ranks: Ranks, greeting: str) -> tuple[str, int, list[int]]:
+    """Two meetings: ports are the same on all ranks."""
+    return greeting, ranks.rank, [ranks.rendezvous("a"), ranks.rendezvous("b")]
+
+
+def fail_on_one(ranks: Ranks) -> None:
+    """Rank 1 raises; rank 0 would wait for ever."""
+    (ranks.directory / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    if ranks.rank == 1:
+        while not (ranks.directory / "pid-0").exists():
+            time.sleep(0.01)
+        raise ValueError("rank one has had enough")
+    wait_for_ever(ranks)
+
+
+def wait_for_ever(ranks: Ranks) -> None:
+    (ranks.directory / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)

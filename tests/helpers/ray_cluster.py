@@ -1,0 +1,41 @@
+"""One local Ray for a whole test session. Import the fixture into a conftest.py; a Ray that runs is reused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+START_DEADLINE_S = 120.0
+CPUS = 4
+OBJECT_STORE_BYTES = 200 << 20
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray of 4 logical CPUs, without a dashboard."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray-start")
+    starting = starter.submit(
+        ray.init,
+        num_cpus=CPUS,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    try:
+        starting.result(timeout=START_DEADLINE_S)
+    except TimeoutError:
+        pytest.fail(f"Ray did not start in {START_DEADLINE_S:g} s; look for leftovers of another one.", pytrace=False)
+    yield
+    ray.shutdown()
+    # Not earlier: Ray's processes are tied to the thread that started them and die with it.
+    starter.shutdown(wait=False)

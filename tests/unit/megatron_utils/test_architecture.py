@@ -1,0 +1,84 @@
+"""Which models are read, and which are refused because they would train wrongly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.backends.megatron_utils.architecture import read_architecture
+from vime.types import ConfigError
+
+BASE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def write(directory: Path, **changes: Any) -> str:
+    (directory / "config.json").write_text(json.dumps({**BASE, **changes}))
+    return str(directory)
+
+
+def test_numbers_are_those_of_the_config(tmp_path: Path) -> None:
+    found = read_architecture(write(tmp_path, tie_word_embeddings=True, rope_theta=500_000.0))
+    assert (found.num_layers, found.num_heads, found.num_kv_heads, found.head_dim) == (4, 8, 4, 8)
+    assert (found.hidden_size, found.ffn_hidden_size, found.vocab_size) == (64, 128, 99)
+    assert (found.is_tied, found.has_qkv_bias, found.has_qk_norm) == (True, False, False)
+    assert (found.rope_theta, found.rope_llama3_factor) == (500_000.0, None)
+
+
+def test_theta_is_read_from_the_old_and_the_new_spelling(tmp_path: Path) -> None:
+    new = {"rope_type": "default", "rope_theta": 250_000.0}
+    assert read_architecture(write(tmp_path, rope_parameters=new)).rope_theta == 250_000.0
+    assert read_architecture(write(tmp_path, rope_theta=250_000.0)).rope_theta == 250_000.0
+
+
+def test_families_differ_in_bias_norm_and_head_size(tmp_path: Path) -> None:
+    qwen2 = read_architecture(write(tmp_path, model_type="qwen2"))
+    assert (qwen2.has_qkv_bias, qwen2.has_qk_norm, qwen2.head_dim) == (True, False, 8)
+    qwen3 = read_architecture(write(tmp_path, model_type="qwen3", head_dim=32))
+    assert (qwen3.has_qkv_bias, qwen3.has_qk_norm, qwen3.head_dim) == (False, True, 32)
+
+
+def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    found = read_architecture(write(tmp_path, rope_scaling=scaling, rope_theta=5e5, max_position_embeddings=131072))
+    assert found.rope_llama3_factor == 32.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama, qwen2, qwen3"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rotary scaling 'linear'"),
+    ],
+)
+def test_a_model_that_would_train_wrongly_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_architecture(write(tmp_path, **changes))
+
+
+def test_a_missing_config_names_flag_and_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--ref-load .*nowhere.*config\.json"):
+        read_architecture(str(tmp_path / "nowhere"), flag="--ref-load")

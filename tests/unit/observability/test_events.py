@@ -1,0 +1,96 @@
+"""The event log: order, survival, refusal."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from vime.observability.events import EventKind, EventLog, read_events
+from vime.types import DataError
+
+
+def test_events_of_all_processes_are_read_in_the_order_they_happened(tmp_path: Path) -> None:
+    driver, manager = EventLog(tmp_path, "driver"), EventLog(tmp_path, "rollout-manager")
+    driver.emit(EventKind.RUN_STARTED)
+    manager.emit(EventKind.ROUND_GENERATED, rollout_id=0)
+    driver.emit(EventKind.ROUND_TRAINED, rollout_id=0, version=1)
+    events = read_events(tmp_path)
+    assert [(event.process, event.kind) for event in events] == [
+        ("driver", "run_started"),
+        ("rollout-manager", "round_generated"),
+        ("driver", "round_trained"),
+    ]
+    assert events[2].fields == {"rollout_id": 0, "version": 1}
+
+
+def test_an_event_is_on_disk_when_emit_returns(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "driver")
+    log.emit(EventKind.RUN_STARTED)
+    assert log.path.read_text().count("\n") == 1  # the log is still open: nothing was flushed by closing it
+
+
+def test_a_torn_last_line_is_left_out_and_the_next_process_starts_on_a_new_line(tmp_path: Path) -> None:
+    first = EventLog(tmp_path, "driver")
+    first.emit(EventKind.RUN_STARTED)
+    with first.path.open("a") as file:
+        file.write('{"t": 1, "mono": 2, "proc')  # died inside a write
+    assert [event.kind for event in read_events(tmp_path)] == ["run_started"]
+    EventLog(tmp_path, "driver").emit(EventKind.RUN_FINISHED)
+    assert [event.kind for event in read_events(tmp_path)] == ["run_started", "run_finished"]
+
+
+def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "driver")
+    with pytest.raises(RuntimeError, match="boom"), log.span("train_round", rollout_id=3):
+        raise RuntimeError("boom")
+    started, ended = read_events(tmp_path)
+    assert (started.kind, started.fields) == ("span_started", {"name": "train_round", "rollout_id": 3})
+    assert (ended.kind, ended.fields["error"]) == ("span_ended", "RuntimeError: boom")
+    assert 0 <= ended.fields["duration_s"] == pytest.approx(ended.monotonic_s - started.monotonic_s, abs=0.05)
+
+
+def test_a_wait_names_its_owner_and_its_deadline_before_it_begins(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "driver")
+    with log.wait("a round of generation", owner="RolloutManager", deadline_s=60):
+        (waiting,) = read_events(tmp_path)
+    assert waiting.kind == EventKind.WAIT_STARTED
+    assert waiting.fields == {"name": "a round of generation", "owner": "RolloutManager", "deadline_s": 60}
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "driver")
+    long = "x" * 10_000
+
+    def emit() -> None:
+        for _ in range(25):
+            log.emit(EventKind.BATCH_PUT, note=long)
+
+    threads = [threading.Thread(target=emit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert [event.fields for event in read_events(tmp_path)] == [{"note": long}] * 100  # 4 threads x 25
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'round_traned' is not a valid EventKind"):
+        EventLog(tmp_path, "driver").emit("round_traned")
+
+
+def test_a_field_that_the_log_writes_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\['process'\]"):
+        EventLog(tmp_path, "driver").emit(EventKind.PART_STARTED, process="engine-0")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden"])
+def test_a_process_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be a file name"):
+        EventLog(tmp_path, name)
+
+
+def test_reading_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Expected the run directory"):
+        read_events(tmp_path)

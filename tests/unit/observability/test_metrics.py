@@ -1,0 +1,127 @@
+"""Metrics: the same numbers in every sink, and a resumed run that writes rounds again."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vime.config.run import TrackingConfig
+from vime.observability.metrics import Tracker, read_metrics, series
+from vime.types import ConfigError, DataError
+
+
+def test_several_logs_of_one_round_are_joined(tmp_path: Path) -> None:
+    tracker = Tracker(TrackingConfig(), tmp_path, {})
+    tracker.log(1, {"train/loss": 0.25})
+    tracker.log(0, {"rollout/reward_mean": 0.5})
+    tracker.log(1, {"rollout/reward_mean": 0.75})
+    tracker.close()
+    rounds = read_metrics(tmp_path)
+    assert list(rounds.items()) == [
+        (0, {"rollout/reward_mean": 0.5}),
+        (1, {"train/loss": 0.25, "rollout/reward_mean": 0.75}),
+    ]
+    assert series(rounds, "train/loss") == {1: 0.25}
+
+
+def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    Tracker(TrackingConfig(), tmp_path, {}).log(0, {"train/loss": 1.0})
+    assert read_metrics(tmp_path) == {0: {"train/loss": 1.0}}
+
+
+def test_a_resumed_run_forgets_the_rounds_that_it_trains_anew(tmp_path: Path) -> None:
+    first = Tracker(TrackingConfig(), tmp_path, {})
+    for step in range(4):
+        first.log(step, {"train/loss": float(step)})
+    first.close()
+    # Resumed from the checkpoint after round 1: round 2 comes again, round 3 has not come yet.
+    resumed = Tracker(TrackingConfig(), tmp_path, {}, start_round=2)
+    resumed.log(2, {"train/loss": 20.0})
+    assert series(read_metrics(tmp_path), "train/loss") == {0: 0.0, 1: 1.0, 2: 20.0}
+
+
+def test_a_torn_last_line_is_left_out_and_does_not_swallow_the_mark_of_the_next_run(tmp_path: Path) -> None:
+    first = Tracker(TrackingConfig(), tmp_path, {})
+    first.log(0, {"train/loss": 1.0})
+    first.log(1, {"train/loss": 2.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "metr')
+    assert list(read_metrics(tmp_path)) == [0, 1]
+    Tracker(TrackingConfig(), tmp_path, {}, start_round=1)
+    assert list(read_metrics(tmp_path)) == [0]
+
+
+def test_a_loss_that_is_not_a_number_is_kept_visible(tmp_path: Path) -> None:
+    Tracker(TrackingConfig(), tmp_path, {}).log(0, {"train/loss": float("nan")})
+    assert math.isnan(read_metrics(tmp_path)[0]["train/loss"])
+
+
+def test_a_value_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="metric train/loss: got str 'high'"):
+        Tracker(TrackingConfig(), tmp_path, {}).log(0, {"train/loss": "high"})  # type: ignore[dict-item]
+
+
+def test_closing_twice_is_allowed(tmp_path: Path) -> None:
+    tracker = Tracker(TrackingConfig(), tmp_path, {})
+    tracker.close()
+    tracker.close()
+
+
+def test_no_metrics_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+def test_tensorboard_reads_the_numbers_back_and_torch_is_not_loaded(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from vime.config.run import TrackingConfig
+from vime.observability.metrics import Tracker
+tracker = Tracker(TrackingConfig(use_tensorboard=True), Path({str(tmp_path)!r}), {{}})
+tracker.log(0, {{"train/loss": 0.5}})
+tracker.log(7, {{"train/loss": 0.25}})
+tracker.close()
+sys.exit("torch" in sys.modules or "wandb" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    scalars = [(entry.step, entry.value) for entry in read.Scalars("train/loss")]
+    assert scalars == [(0, 0.5), (7, 0.25)]
+
+
+def test_wandb_works_offline(tmp_path: Path) -> None:
+    """In a process of its own: wandb keeps a service process and global state."""
+    code = f"""
+from pathlib import Path
+from vime.config.run import TrackingConfig
+from vime.observability.metrics import Tracker
+tracker = Tracker(TrackingConfig(use_wandb=True, wandb_mode="offline"), Path({str(tmp_path)!r}), {{"lr": 1e-6}})
+tracker.log(1, {{"train/loss": 0.5}})
+tracker.log(0, {{"rollout/reward_mean": 0.25}})
+tracker.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=90, env=os.environ | {"WANDB_SILENT": "true"})
+    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = recorded.read_bytes()
+    assert b"train/loss" in content
+    assert b"rollout/reward_mean" in content
+
+
+def test_wandb_that_does_not_start_names_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("api_key not configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match="--wandb-mode offline"):
+        Tracker(TrackingConfig(use_wandb=True), tmp_path, {})

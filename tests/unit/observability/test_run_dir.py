@@ -1,0 +1,81 @@
+"""The run directory: made, described, claimed by one live run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vime.observability.run_dir import RunDir, is_run_dir
+from vime.types import ConfigError
+
+
+def test_a_new_directory_gets_its_layout_and_its_description(tmp_path: Path) -> None:
+    with RunDir.create(str(tmp_path / "run"), '{"lr": 1}', argv=["python", "train.py", "--note", "two words"]) as run:
+        assert run.path == tmp_path / "run"
+        assert (run.path / "config.json").read_text() == '{"lr": 1}'
+        assert {entry.name for entry in run.path.iterdir() if entry.is_dir()} == {
+            "events", "logs", "eval", "checkpoints",
+        }  # fmt: skip
+        assert is_run_dir(run.path)
+
+
+def test_the_command_script_gives_the_same_arguments_again(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "two words", "it's", "$HOME", "a;b"]
+    with RunDir.create(str(tmp_path / "run"), "{}", argv=argv) as run:
+        script = run.path / "command.sh"
+    shown = subprocess.run([script], capture_output=True, text=True, check=True, timeout=30, cwd="/")
+    assert shown.stdout.strip() == str(argv[3:])
+
+
+def test_a_directory_of_a_live_run_is_refused_also_with_load(tmp_path: Path) -> None:
+    with (
+        RunDir.create(str(tmp_path), "{}"),
+        pytest.raises(ConfigError, match=rf"a run that is alive \(pid {os.getpid()} on "),
+    ):
+        RunDir.create(str(tmp_path), "{}", resume=True)
+
+
+def test_the_claim_ends_with_its_process_also_after_kill_9(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from vime.observability.run_dir import RunDir
+run = RunDir.create({str(tmp_path)!r}, "{{}}")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == -9
+    with RunDir.create(str(tmp_path), "{}", resume=True) as run:
+        assert run.path == tmp_path
+
+
+def test_the_directory_of_an_earlier_run_needs_load(tmp_path: Path) -> None:
+    RunDir.create(str(tmp_path), "{}").close()
+    with pytest.raises(ConfigError, match=r"holds an earlier run .* --load"):
+        RunDir.create(str(tmp_path), "{}")
+    # The refusal gave its claim back.
+    RunDir.create(str(tmp_path), "{}", resume=True).close()
+
+
+def test_a_directory_with_other_files_may_become_a_run(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    RunDir.create(str(tmp_path), "{}").close()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--run-dir .*file/run: cannot be made"):
+        RunDir.create(str(tmp_path / "file" / "run"), "{}")
+
+
+def test_without_a_path_two_runs_of_one_second_get_two_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-120000")
+    with RunDir.create(None, "{}") as first, RunDir.create(None, "{}") as second:
+        assert (first.path.name, second.path.name) == ("20260101-120000", "20260101-120000-2")
+        assert first.path.parent == tmp_path / "runs"

@@ -1,0 +1,89 @@
+"""The code keeps the project's rules: floors, budgets, lint, types, and modules that import on a bare laptop."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.shape_check import BACKENDS, FLOOR, HEAVY, check_imports, check_sizes, findings, room_of
+
+ROOT = Path(__file__).resolve().parents[3]
+# Packages that must not be loaded by importing a module of another room than HEAVY allows.
+COLD = ("ray", "vllm", "megatron", "transfer_queue", "wandb", "torch", "transformers")
+
+
+def run(*command: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def test_no_rule_of_the_shape_check_is_broken() -> None:
+    assert list(findings(ROOT / "vime")) == []
+
+
+def test_the_shape_check_finds_an_import_from_a_higher_floor() -> None:
+    tree = ast.parse("from vime.ray.machine import Machine")
+    assert [message for _, message in check_imports(tree, "vime", "algo")] == [
+        "room 'algo' (floor 3) imports 'ray' (floor 5)"
+    ]
+
+
+def test_the_shape_check_finds_a_function_over_its_budget() -> None:
+    body = "\n".join("    value = 1" for _ in range(80))
+    source = f"def long():\n{body}\n"
+    assert [message for _, message in check_sizes(ast.parse(source), source)] == [
+        "long: 81 lines, 1 branches; budget 80/15"
+    ]
+
+
+def test_ruff_has_no_finding() -> None:
+    checked = run(sys.executable, "-m", "ruff", "check", "--no-cache", ".")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_file_is_formatted() -> None:
+    checked = run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_pure_rooms_are_typed() -> None:
+    checked = run(sys.executable, "-m", "mypy")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_version_pins_of_the_spine_are_exact() -> None:
+    source = (ROOT / "setup.py").read_text()
+    for package in ("megatron-core", "TransferQueue", "ray[default]", "vllm"):
+        assert f'"{package}==' in source, package
+
+
+def _modules(room: str) -> list[str]:
+    files = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / "vime").rglob("*.py"))]
+    inside = [file for file in files if room_of(file.parts[1:]) == room and file.name != "__main__"]
+    return [".".join(file.parts).removesuffix(".__init__") for file in inside]
+
+
+def _rooms_by_forbidden() -> dict[tuple[str, ...], list[str]]:
+    """Rooms that must stay free of the same packages share one process."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    # The actors in ray/ and the backends exist to load their heavy package.
+    for room in sorted(set(FLOOR) - BACKENDS - {"ray"}):
+        groups.setdefault(tuple(name for name in COLD if room not in HEAVY[name]), []).append(room)
+    return groups
+
+
+@pytest.mark.parametrize(("forbidden", "rooms"), _rooms_by_forbidden().items(), ids=lambda names: ",".join(names))
+def test_importing_a_room_loads_no_heavy_package_of_another_room(forbidden: tuple[str, ...], rooms: list[str]) -> None:
+    modules = [module for room in rooms for module in _modules(room)]
+    code = (
+        "import importlib, json, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(json.dumps([name for name in {list(forbidden)!r} if name in sys.modules]))"
+    )
+    done = run(sys.executable, "-c", code, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []

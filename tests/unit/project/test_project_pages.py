@@ -1,0 +1,114 @@
+"""The pages of the project are true: walk, flags, and no trace of the machine that they were written on."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from vime.config.parse import build_parser, iter_flags
+
+ROOT = Path(__file__).resolve().parents[3]
+STATION = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
+MAX_AGENTS_LINES = 80
+
+
+def defined_names(source: str) -> set[str]:
+    """Functions, classes, `Class.method`s and module constants of a file."""
+    names: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                members = [inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
+                names |= {f"{node.name}.{inner.name}" for inner in members}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def find_source(file: str) -> Path | None:
+    """A path of the walk is written from the root or from vime/."""
+    return next((path for path in (ROOT / file, ROOT / "vime" / file) if path.is_file()), None)
+
+
+def tracked_files() -> list[Path]:
+    """Files that a clone has or will have: tracked, or new and not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    if listed.returncode == 0:
+        return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+    skipped = {".venv", "runs", "data", "models", "__pycache__", ".git"}  # an unpacked archive has no git
+    return [path for path in ROOT.rglob("*") if path.is_file() and not skipped & set(path.parts)]
+
+
+def test_every_station_of_the_walk_exists() -> None:
+    stations = STATION.findall((ROOT / "docs" / "walk.md").read_text())
+    assert len(stations) >= 10, "docs/walk.md names its stations as `file.py::name`"
+    missing = []
+    for file, name in stations:
+        source = find_source(file)
+        if source is None or name not in defined_names(source.read_text()):
+            missing.append(f"{file}::{name}")
+    assert missing == []
+
+
+def test_the_walk_check_sees_methods_and_not_strangers() -> None:
+    names = defined_names("LIMIT = 3\nclass Queue:\n    def put(self): ...\n")
+    assert {"LIMIT", "Queue", "Queue.put"} == names
+
+
+def test_the_page_of_flags_is_what_the_script_writes() -> None:
+    checked = subprocess.run(
+        [sys.executable, "scripts/make_flags_doc.py", "--check"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_flag_has_help_and_a_documented_default() -> None:
+    actions = {option: action for action in build_parser()._actions for option in action.option_strings}
+    vague = [flag for _, flag, spec in iter_flags() if len(spec.metadata["help"]) < 10]
+    undocumented = [flag for _, flag, _ in iter_flags() if "(default: " not in (actions[flag].help or "")]
+    assert (vague, undocumented) == ([], [])
+
+
+def test_no_file_names_a_machine_path_or_a_package_host() -> None:
+    # Put together here, so that this file does not find itself.
+    slash = "/"
+    homes = [slash + name + slash for name in ("root", "work")] + [slash + "opt" + slash + "wheels"]
+    hosts = ["pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "local" + "host:3141"]
+    pattern = re.compile(
+        r"(?<![\w.}\])-])(?:" + "|".join(re.escape(home) for home in homes) + ")|" + "|".join(map(re.escape, hosts))
+    )
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+            for number, line in enumerate(text.splitlines(), start=1)
+            if pattern.search(line)
+        ]
+    assert found == []
+
+
+def test_the_page_for_agents_is_short() -> None:
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= MAX_AGENTS_LINES
+
+
+def test_every_shell_script_stops_at_its_first_error() -> None:
+    entry_points = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]
+    lax = [path.name for path in entry_points if not re.search(r"^set -\w*e", path.read_text(), re.MULTILINE)]
+    assert lax == []
+
+
+def test_test_file_names_are_unique() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

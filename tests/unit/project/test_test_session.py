@@ -1,0 +1,66 @@
+"""The test session itself: a left process fails it, an endless test ends it, GPU tests are skipped without a GPU.
+
+Each test runs a small pytest session of its own, with this project's conftest, in a subprocess.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_session(directory: Path, source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    tests = directory / "tests"
+    (tests / "unit").mkdir(parents=True)
+    (tests / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tests / "unit" / "test_inner.py").write_text(source)
+    (directory / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\nmarkers =\n    gpu: x\n")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"],
+        cwd=directory, env={**os.environ, **environment}, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+
+
+def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) -> None:
+    source = f"""
+import subprocess
+def test_leaves_an_orphan():
+    # The shell ends at once, so the sleeper belongs to init: only the session's mark finds it.
+    subprocess.run("sleep 300 & echo $! > {tmp_path}/pid", shell=True, check=True, timeout=10, start_new_session=True)
+"""
+    done = run_session(tmp_path, source, VIME_TEST_GRACE="0.5")
+    pid = int((tmp_path / "pid").read_text())
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert f"pid {pid}: sleep 300" in done.stdout
+    assert "1 passed, 1 error" in done.stdout.splitlines()[-1]
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_session_over_its_deadline_shows_its_stacks_and_ends(tmp_path: Path) -> None:
+    source = f"""
+import subprocess, threading
+def test_waits_forever():
+    child = subprocess.Popen(["sleep", "300"])
+    open("{tmp_path}/pid", "w").write(str(child.pid))
+    threading.Event().wait()
+"""
+    done = run_session(tmp_path, source, VIME_TEST_DEADLINE="3")
+    pid = int((tmp_path / "pid").read_text())
+    assert done.returncode == 70
+    assert "over 3 s (VIME_TEST_DEADLINE)" in done.stderr
+    assert "test_waits_forever" in done.stderr
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_a_gpu_test_is_skipped_without_a_gpu(tmp_path: Path) -> None:
+    done = run_session(tmp_path, "import pytest\n@pytest.mark.gpu\ndef test_on_gpu(): assert False\n")
+    assert done.returncode == 0
+    assert "1 skipped" in done.stdout.splitlines()[-1]

@@ -1,0 +1,154 @@
+"""Command lines and environments of engines and router, and which flags are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vime.backends.vllm_utils import launch
+from vime.backends.vllm_utils.launch import engine_command, engine_environment, validate_vllm_flags
+from vime.backends.vllm_utils.router import router_command
+from vime.config.parse import Config, parse
+from vime.types import ConfigError, EngineAddress
+
+
+def cpu(*argv: str) -> Config:
+    return parse(["--hf-checkpoint", "models/m", "--device", "cpu", *argv])
+
+
+def command(config: Config, index: int = 0) -> list[str]:
+    return engine_command(config, index=index, host="127.0.0.1", port=8100)
+
+
+def value(arguments: list[str], name: str) -> str:
+    assert arguments.count(name) == 1
+    return arguments[arguments.index(name) + 1]
+
+
+def test_a_cpu_engine_is_eager_fp32_with_an_explicit_cache():
+    arguments = command(cpu("--vllm-kv-cache-memory-bytes", "2097152", "--rollout-max-context-len", "512"))
+    assert value(arguments, "--model") == "models/m"
+    assert (value(arguments, "--host"), value(arguments, "--port")) == ("127.0.0.1", "8100")
+    assert value(arguments, "--dtype") == "float32"
+    assert value(arguments, "--kv-cache-memory-bytes") == "2097152"
+    assert value(arguments, "--max-model-len") == "512"
+    assert json.loads(value(arguments, "--weight-transfer-config")) == {"backend": "vime"}
+    assert "--enforce-eager" in arguments
+    assert "--enable-scale-out" in arguments
+    assert "--tensor-parallel-size" not in arguments
+
+
+def test_a_gpu_engine_takes_the_tensor_parallel_size_and_vllms_own_cache():
+    config = parse(["--hf-checkpoint", "m", "--device", "cuda", "--rollout-num-gpus-per-engine", "4", "--bf16"])
+    arguments = command(config)
+    assert value(arguments, "--tensor-parallel-size") == "4"
+    assert value(arguments, "--dtype") == "bfloat16"
+    assert "--kv-cache-memory-bytes" not in arguments
+    assert "--enforce-eager" not in arguments
+
+
+def test_without_a_context_limit_the_model_decides():
+    assert "--max-model-len" not in command(cpu())
+
+
+@pytest.mark.parametrize(("temperature", "is_processed"), [("1.0", False), ("0.7", True), ("1.2", True)])
+def test_log_probs_are_those_of_the_sampled_distribution(temperature, is_processed):
+    arguments = command(cpu("--rollout-temperature", temperature))
+    assert ("processed_logprobs" in arguments) is is_processed
+
+
+def test_engines_sample_from_different_seeds():
+    config = cpu("--rollout-seed", "10")
+    assert [value(command(config, index), "--seed") for index in (0, 1)] == ["10", "11"]
+
+
+def test_a_group_larger_than_vllms_limit_of_sequences_raises_the_limit():
+    assert "--max-num-seqs" not in command(cpu("--n-samples-per-prompt", "128"))
+    assert value(command(cpu("--n-samples-per-prompt", "129")), "--max-num-seqs") == "129"
+
+
+def test_user_flags_come_last_as_vllm_spells_them():
+    arguments = command(cpu("--vllm-max-num-seqs", "8", "--vllm-enable-prefix-caching"))
+    assert arguments[-3:] == ["--max-num-seqs", "8", "--enable-prefix-caching"]
+
+
+def test_cpu_environment_requires_what_control_needs_and_leaves_the_users_choices():
+    changes = engine_environment(cpu(), {"OMP_NUM_THREADS": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert "OMP_NUM_THREADS" not in changes
+    assert changes["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert changes["VLLM_SERVER_DEV_MODE"] == "1"
+    assert changes["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_PLUGINS" not in changes
+
+
+def test_a_list_of_plugins_gets_ours_added_once():
+    assert engine_environment(cpu(), {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,vime_weight_transfer"
+    both = "vime_weight_transfer,mine"
+    assert engine_environment(cpu(), {"VLLM_PLUGINS": both})["VLLM_PLUGINS"] == both
+
+
+def test_gpu_environment_has_nothing_of_the_cpu_profile():
+    changes = engine_environment(parse(["--device", "cuda"]), {})
+    assert not {"TORCH_COMPILE_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"} & changes.keys()
+
+
+@pytest.fixture
+def known_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of the installed vLLM, as an earlier run remembered it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = tmp_path / "vime" / f"vllm-flags-{launch._vllm_version()}.json"
+    cache.parent.mkdir()
+    cache.write_text(json.dumps(["--max-num-seqs", "--max-num-batched-tokens", "--enable-prefix-caching"]))
+
+
+def test_without_vllm_flags_vllm_is_not_asked(monkeypatch):
+    monkeypatch.setattr(launch, "_installed_flags", lambda: pytest.fail("asked"))
+    validate_vllm_flags(cpu())
+
+
+@pytest.mark.usefixtures("known_flags")
+def test_known_flags_pass():
+    validate_vllm_flags(cpu("--vllm-max-num-seqs", "8", "--vllm-enable-prefix-caching"))
+    validate_vllm_flags(cpu("--vllm-max-num-seqs=8"))
+
+
+@pytest.mark.usefixtures("known_flags")
+def test_a_near_miss_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"--vllm-max-num-seq: .*did you mean --vllm-max-num-seqs\?"):
+        validate_vllm_flags(cpu("--vllm-max-num-seq", "8"))
+
+
+@pytest.mark.parametrize(
+    ("given", "decided_by"),
+    [
+        ("--vllm-port", "the engine's place"),
+        ("--vllm-model", "--hf-checkpoint"),
+        ("--vllm-tensor-parallel-size", "--rollout-num-gpus-per-engine"),
+        ("--vllm-dtype", "--bf16"),
+        ("--vllm-max-model-len", "--rollout-max-context-len"),
+    ],
+)
+def test_a_flag_that_the_run_decides_is_refused_naming_both(given, decided_by):
+    with pytest.raises(ConfigError, match=f"{given}: .*{decided_by}"):
+        validate_vllm_flags(cpu(given, "1"))
+
+
+ENGINES = [EngineAddress(name=f"engine-{n}", url=f"http://127.0.0.1:{8100 + n}") for n in range(2)]
+
+
+def test_the_router_gets_every_engine_and_the_policy():
+    config = parse(["--vllm-router-policy", "consistent_hash"])
+    arguments = router_command(config, ENGINES, host="127.0.0.1", port=8000)
+    assert arguments[arguments.index("--worker-urls") + 1 :] == ["http://127.0.0.1:8100", "http://127.0.0.1:8101"]
+    assert value(arguments, "--policy") == "consistent_hash"
+    assert value(arguments, "--port") == "8000"
+
+
+def test_a_router_flag_of_the_user_replaces_the_default():
+    config = parse(["--router-health-check-interval-secs", "30"])
+    assert value(router_command(config, ENGINES, host="127.0.0.1", port=8000), "--health-check-interval-secs") == "30"
+
+
+def test_a_router_flag_that_the_run_decides_is_refused_naming_both():
+    with pytest.raises(ConfigError, match=r"--router-policy: .*--vllm-router-policy"):
+        router_command(parse(["--router-policy", "random"]), ENGINES, host="127.0.0.1", port=8000)
