@@ -125,7 +125,7 @@ def parse(argv: Sequence[str]) -> Config:
     parser.error = _refuse  # type: ignore[method-assign,assignment]
     parsed, unknown = parser.parse_known_args(list(argv))
     vllm_flags, router_flags = _split_passthrough(unknown, parser)
-    sections = {name: read_section(section, parsed) for name, section in SECTIONS.items()}
+    sections: dict[str, Any] = {name: read_section(section, parsed) for name, section in SECTIONS.items()}
     return Config(vllm_flags=vllm_flags, router_flags=router_flags, **sections)
 
 

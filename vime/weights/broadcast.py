@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vime.seams import EngineControl
+from vime.types import WaitTimeoutError
 from vime.weights.plan import Bucket
 from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
 
@@ -36,7 +37,7 @@ class BroadcastSender(BucketSender):
         self._backend = backend
         self._group: Any = None
         self._store: dist.TCPStore | None = None
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-broadcast")
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-broadcast")
 
     def connect(self, fleet: EngineControl) -> None:
         """Open a new group on a new port. The engines wait inside `init_transfer` until rank 0 has joined too."""
@@ -58,8 +59,16 @@ class BroadcastSender(BucketSender):
             for position in range(len(worlds))
         ]
         meeting = self._pool.submit(fleet.init_transfer, infos)
-        self._group = _make_group(self._backend, self._store, 0, world_size, address, timeout)
-        meeting.result(timeout=self._timeout_s)
+        joining = self._pool.submit(_make_group, self._backend, self._store, 0, world_size, address, timeout)
+        # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
+        done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+        for future in (meeting, joining):
+            if future in done:
+                future.result()
+        if len(done) < 2:
+            advice = "Raise --update-weight-timeout-secs, or check that the hosts reach each other."
+            raise WaitTimeoutError("the engines to join the broadcast group", self._timeout_s, "weights", advice)
+        self._group = joining.result()
 
     def close(self) -> None:
         self._group = self._store = None

@@ -73,11 +73,11 @@ def test_a_cleared_round_cannot_be_read(case):
 
 
 def test_the_ticket_of_a_cleared_round_does_not_read_the_next_one(case):
-    # TransferQueue recycles row numbers over partitions
+    # TransferQueue recycles row numbers over partitions, and the references of these tests are recycled too
     old = case.writer.put(*_round(0))
     case.writer.clear(old)
     case.writer.put(*_round(1))
-    with pytest.raises(HandoffError, match="cleared"):
+    with pytest.raises(HandoffError, match=r"cleared|holds round 1"):
         case.reader.fetch(old, 0)
 
 

@@ -242,6 +242,17 @@ def test_disk_keeps_the_two_newest_updates(two_fakes, tmp_path):
     assert [path.name for path in (tmp_path / kept[-1]).iterdir()] == ["model-00001-of-00001.safetensors"]
 
 
+def test_an_engine_that_cannot_join_the_broadcast_is_reported_at_once(two_fakes, tmp_path):
+    _, second, control = two_fakes
+    second.faults.status["/init_weight_transfer_engine"] = 500
+    sender = make_sender("gloo", bucket_bytes=128, directory=tmp_path, timeout_s=5)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"e1 .*/init_weight_transfer_engine: status 500"):
+        sender.connect(control)
+    assert time.monotonic() - started < 4
+    sender.close()
+
+
 def test_a_failed_broadcast_is_reported_at_once_though_another_engine_still_waits(tmp_path):
     # Only e2 refuses. In a broadcast over a tree e0 or e1 may then wait for bytes that never come, up to timeout_s.
     with FakeEngine(name="e0") as first, FakeEngine(name="e1") as second, FakeEngine(name="e2") as third:

@@ -22,8 +22,9 @@ from tests.helpers.engines import ENGINE_DEADLINE_S, engine_config
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
+from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import RouterProcess
-from vime.types import EngineAddress, EngineError, PublishError
+from vime.types import ConfigError, EngineAddress, EngineError, PublishError
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
 from vime.weights.transports import make_sender
@@ -161,6 +162,16 @@ def test_a_missing_model_is_reported_with_log_lines_before_the_deadline(tmp_path
     assert not engine.is_alive()
     engine.stop()
     assert session_members(session) == []
+
+
+def test_the_installed_vllm_is_asked_for_its_flags_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    validate_vllm_flags(dataclasses.replace(engine_config(Path("m")), vllm_flags=("--max-num-seqs", "8")))
+    [cache] = (tmp_path / "vime").iterdir()
+    written = cache.stat().st_mtime_ns
+    with pytest.raises(ConfigError, match=r"did you mean --vllm-max-num-seqs\?"):
+        validate_vllm_flags(dataclasses.replace(engine_config(Path("m")), vllm_flags=("--max-num-seq", "8")))
+    assert cache.stat().st_mtime_ns == written
 
 
 OWNER = """

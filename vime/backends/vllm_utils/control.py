@@ -56,7 +56,7 @@ class Fanout:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _on_each(self, route: str, send: Callable[[int], httpx.Response]) -> list[dict[str, Any]]:
-        """Answers in the order of the engines. One failure ends the wait: the others may wait for the one that failed."""
+        """Answers in the order of the engines. One failure ends the wait: the others may be waiting for that engine."""
         sent = [self._pool.submit(self._checked, send, route, index) for index in range(len(self.addresses))]
         finished, pending = concurrent.futures.wait(sent, return_when=concurrent.futures.FIRST_EXCEPTION)
         if pending:

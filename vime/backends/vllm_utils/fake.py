@@ -9,6 +9,7 @@ other rooms and the shipped examples run against it, and the same contract tests
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -251,8 +252,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the client may have given up
+            self.end_headers()
+            self.wfile.write(content)
 
 
 def _choice(
