@@ -10,9 +10,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vime.types import (
     ConfigError,
@@ -27,6 +27,9 @@ from vime.types import (
     TrainRow,
     Version,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @runtime_checkable
@@ -64,6 +67,21 @@ class GroupFilter(Protocol):
     """Keep a finished group, or drop it with a reason."""
 
     def __call__(self, args: Any, samples: list[Sample]) -> bool | DynamicFilterOutput: ...
+
+
+LOSS_PARAMETERS = ("args", "logp_T", "entropy_T", "columns")
+"""What --custom-loss-path is called with, by position; see `LossFunction`."""
+
+
+class LossFunction(Protocol):
+    """--custom-loss-path: the loss of every token, [T] with graph. Vime masks it and divides by the step's
+    denominators, so that no layout or packing changes it.
+
+    T: packed tokens of a micro-batch. `logp_T` and `entropy_T` carry the graph; `columns` are constants by name:
+    advantage, old_logp, rollout_logp, mask, and ref_logp under --use-kl-loss or --kl-coef.
+    """
+
+    def __call__(self, args: Any, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor: ...
 
 
 class Carrier(Protocol):

@@ -30,3 +30,13 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
         raise ConfigError(f"--kl-loss-type: got {kind!r}, expected one of {', '.join(KL_KINDS)}.")
     k3_T = torch.exp(-difference_T) - 1 + difference_T
     return k3_T.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else k3_T
+
+
+def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
+    """KL estimate times the importance ratio exp(logp - old_logp), with the graph of both; [T].
+
+    DeepSeek-V3.2 2025, equation 7: tokens were sampled by the old policy, and the ratio makes the estimate and its
+    GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not.
+    Example: kl 0.2, ratio 1.5 -> 0.3.
+    """
+    return kl_T * torch.exp(log_ratio_T)

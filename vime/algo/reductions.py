@@ -39,3 +39,29 @@ def reduce_loss(
     for row in row_slices:
         total = total + value_T[row].sum() / counts_T[row].sum().clamp(min=1)
     return total / max(num_samples, 1)
+
+
+def row_sums(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Tensor:
+    """At each token the sum of `value_T` over the masked tokens of its row; [T], 0 outside of rows, with graph.
+
+    Values where the mask is 0 are never read. Example: rows with values (1, 3) and (5,) -> (4, 4, 5).
+    """
+    return _per_row(value_T, mask_T, row_slices)[0]
+
+
+def row_means(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Tensor:
+    """`row_sums` divided by the row's masked tokens; a row without any is 0. Example: as there -> (2, 2, 5)."""
+    sum_T, count_T = _per_row(value_T, mask_T, row_slices)
+    return sum_T / count_T.clamp(min=1)
+
+
+def _per_row(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> tuple[Tensor, Tensor]:
+    """(sum, count) of its row's masked tokens at each token. Row 0 of the sums is for positions outside of rows."""
+    row_T = torch.zeros_like(value_T, dtype=torch.int64)
+    for number, positions in enumerate(row_slices, start=1):
+        row_T[positions] = number
+    counts_T = (mask_T > 0) & (row_T > 0)
+    empty = value_T.new_zeros(len(row_slices) + 1)
+    sums = empty.index_add(0, row_T, torch.where(counts_T, value_T, 0.0))
+    counts = empty.index_add(0, row_T, counts_T.to(value_T.dtype))
+    return sums[row_T], counts[row_T]

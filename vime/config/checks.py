@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from vime.config.algo_checks import check_algo, resolve_algo
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.parse import Config
 from vime.types import ConfigError
@@ -35,7 +36,7 @@ def resolve(config: Config) -> Config:
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
         transferqueue_mode=_resolve_mode(config),
-        eps_clip_high=config.algo.eps_clip if config.algo.eps_clip_high is None else config.algo.eps_clip_high,
+        **resolve_algo(config.algo, max_staleness=staleness),
         pause_mode=config.weights.pause_mode or ("keep" if staleness > 0 else "wait"),
         update_weight_transport=_resolve_transport(config, device),
         **_resolve_batch(batch.global_batch_size, batch.num_steps_per_rollout, samples),
@@ -90,6 +91,11 @@ def check(config: Config) -> None:
     _check_lengths(config, shape)
     _check_rounds(config)
     _check_rewards(config)
+    check_algo(
+        config.algo,
+        max_staleness=config.queue.transferqueue_max_staleness,
+        group_size=config.rollout.n_samples_per_prompt,
+    )
     _check_eval(config)
     _check_debug(config)
     _check_templates(config)
@@ -191,20 +197,13 @@ def _check_rounds(config: Config) -> None:
 def _check_rewards(config: Config) -> None:
     reward = config.reward
     scored_elsewhere = config.rollout.custom_generate_function_path or config.debug.load_debug_rollout_data
-    if not (reward.rm_type or reward.custom_rm_path or scored_elsewhere):
+    is_imitation = config.algo.loss_type == "sft_loss"
+    if not (reward.rm_type or reward.custom_rm_path or scored_elsewhere or is_imitation):
         raise ConfigError("no reward: give --rm-type or --custom-rm-path.")
     if reward.rm_type and reward.custom_rm_path:
         raise ConfigError("--rm-type and --custom-rm-path are both given. Keep one of the two.")
     if reward.rm_type == "remote_rm" and not reward.rm_url:
         raise ConfigError("--rm-type remote_rm needs --rm-url.")
-    if config.rollout.n_samples_per_prompt == 1 and config.algo.advantage_estimator == "grpo":
-        raise ConfigError(
-            "--n-samples-per-prompt 1 with --advantage-estimator grpo: a group of one has no advantage. Use at least 2."
-        )
-    if config.algo.use_kl_loss and config.algo.kl_loss_coef == 0:
-        raise ConfigError("--use-kl-loss has no effect with --kl-loss-coef 0. Set a coefficient or remove the flag.")
-    if config.algo.kl_loss_coef > 0 and not config.algo.use_kl_loss:
-        raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss. Add the flag or remove the coefficient.")
 
 
 def _check_eval(config: Config) -> None:

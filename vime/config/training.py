@@ -9,19 +9,59 @@ from vime.config.flags import flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
-    """Algorithm."""
+    """Algorithm. Formulas and papers: docs/algorithms.md."""
 
-    advantage_estimator: str = flag("grpo", "how rewards become advantages", choices=("grpo",))
+    loss_type: str = flag(
+        "policy_loss",
+        "policy_loss: by the advantages; sft_loss: cross entropy of the answers; custom_loss: --custom-loss-path",
+        choices=("policy_loss", "sft_loss", "custom_loss"),
+    )
+    custom_loss_path: str | None = flag(
+        None, "function (args, logp_T, entropy_T, columns) that answers the loss of every token"
+    )
+    advantage_estimator: str = flag(
+        "grpo",
+        "how rewards become advantages",
+        choices=("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    )
+    disable_grpo_std_normalization: bool = flag(
+        False, "grpo, gspo and cispo without dividing by the group's standard deviation"
+    )
+    normalize_advantages: bool | None = flag(
+        None, "whiten advantages over the step's trainable tokens; empty: on for reinforce_plus_plus[_baseline]"
+    )
+    gamma: float = flag(1.0, "discount a token of reinforce_plus_plus returns", minimum=0, maximum=1)
     eps_clip: float = flag(0.2, "lower clip of the probability ratio: 1 - this", minimum=0)
     eps_clip_high: float | None = flag(None, "upper clip: 1 + this; empty: the same as --eps-clip", minimum=0)
+    eps_clip_c: float | None = flag(
+        None, "dual clip, above 1: a negative advantage costs at most this times itself; empty: no bound", minimum=1
+    )
+    kl_coef: float = flag(0.0, "weight of the KL penalty in token rewards, reinforce_plus_plus[_baseline]", minimum=0)
     use_kl_loss: bool = flag(False, "add a KL term towards the reference model to the loss")
     kl_loss_coef: float = flag(0.0, "weight of the KL term", minimum=0)
-    kl_loss_type: str = flag("low_var_kl", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    kl_loss_type: str = flag(
+        "low_var_kl", "KL estimator, of the loss term and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
+    )
+    use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", minimum=0)
     calculate_per_token_loss: bool = flag(
         False, "divide by the trainable tokens of the step instead of averaging per sample first"
     )
-    disable_grpo_std_normalization: bool = flag(False, "GRPO without dividing by the group's standard deviation")
+    off_policy_correction: str | None = flag(
+        None,
+        "weight of a token by trainer / engine probability; empty: decoupled when max staleness > 0, else none",
+        choices=("none", "tis", "mis", "icepop", "decoupled"),
+    )
+    tis_clip: float = flag(2.0, "upper bound of that weight", minimum=1)
+    tis_clip_low: float | None = flag(
+        None, "lower bound of that weight, at most 1; empty: 1 / --tis-clip for icepop, else 0", minimum=0, maximum=1
+    )
+    mis_level: str = flag("sequence", "what mis weighs", choices=("token", "sequence", "geometric"))
+    mis_mode: str = flag("mask", "what mis does out of bounds: cut the weight, or drop", choices=("truncate", "mask"))
+    use_rollout_logprobs: bool = flag(False, "the engine's log-probabilities as the old policy of the ratio")
+    use_opsm: bool = flag(False, "leave out answers of negative advantage that drifted from the engine's policy")
+    opsm_delta: float = flag(0.01, "drift allowed by --use-opsm, nats a token, mean of the answer", minimum=0)
+    get_mismatch_metrics: bool = flag(False, "report train/mismatch_*: how trainer and engine probabilities differ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vime.algo.advantages import group_advantages
+from vime.algo.advantages import group_signal
 from vime.rollout.plugins import plugin
 from vime.types import HandoffError, PluginError, Sample, SampleStatus, StaleError, TrainGroup, TrainRow
 
@@ -20,9 +20,10 @@ _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 def to_train_groups(args: Any, groups: list[list[Sample]], rollout_id: int) -> list[TrainGroup]:
     """Groups in the given order as rows of round `rollout_id`.
 
-    `row.reward` is the group-normalised reward (or what --custom-reward-post-process-path answers), `row.raw_reward`
-    the reward function's. Samples marked `remove_sample` count in the group's mean and leave the loss: their mask is 0.
-    Raises HandoffError for anything misaligned and StaleError for a token outside the staleness bound.
+    `row.reward` is what --advantage-estimator makes of the group's rewards (or what --custom-reward-post-process-path
+    answers), `row.raw_reward` the reward function's. Samples marked `remove_sample` count in the group's mean and leave
+    the loss: their mask is 0. Raises HandoffError for anything misaligned and StaleError for a token outside the
+    staleness bound.
     """
     for group in groups:
         _check_group(group)
@@ -53,7 +54,7 @@ def _row(args: Any, sample: Sample, reward: float, rollout_id: int) -> TrainRow:
         rollout_log_probs=tuple(sample.rollout_log_probs),
         token_policy_versions=tuple(sample.token_policy_versions),
         reward=reward,
-        raw_reward=sample.scalar_reward(args.reward_key),
+        raw_reward=_raw_reward(args, sample),
         status=str(sample.status),
         truncated=sample.status is SampleStatus.TRUNCATED,
     )
@@ -62,10 +63,16 @@ def _row(args: Any, sample: Sample, reward: float, rollout_id: int) -> TrainRow:
 def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
     custom = plugin(args, "custom_reward_post_process_path")
     if custom is None:
+        raw = [[_raw_reward(args, sample) for sample in group] for group in groups]
+        if args.loss_type == "sft_loss":
+            return raw
         divide_by_std = not args.disable_grpo_std_normalization
-        raw = [[sample.scalar_reward(args.reward_key) for sample in group] for group in groups]
         return [
-            group_advantages(torch.tensor(reward, dtype=torch.float64), divide_by_std=divide_by_std).tolist()
+            group_signal(
+                torch.tensor(reward, dtype=torch.float64),
+                estimator=args.advantage_estimator,
+                divide_by_std=divide_by_std,
+            ).tolist()
             for reward in raw
         ]
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
@@ -79,6 +86,13 @@ def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
     if not all(math.isfinite(reward) for group in answer for reward in group):
         raise PluginError(f"{where}: answered a reward that is not finite. Guard the division.")
     return answer
+
+
+def _raw_reward(args: Any, sample: Sample) -> float:
+    """The reward function's answer; an answer to imitate (--loss-type sft_loss) needs none and counts 0."""
+    if args.loss_type == "sft_loss" and sample.reward is None:
+        return 0.0
+    return sample.scalar_reward(args.reward_key)
 
 
 def _check_group(group: list[Sample]) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from vime.rollout.reasoning_gym_tasks import task_names
-from vime.seams import DataSource, RolloutFunction, load_plugin
+from vime.seams import LOSS_PARAMETERS, DataSource, RolloutFunction, load_plugin
 from vime.types import ConfigError
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -22,6 +22,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "custom_reward_post_process_path": ("args", "groups"),
     "dynamic_sampling_filter_path": ("args", "samples"),
     "rollout_sample_filter_path": ("args", "groups"),
+    "custom_loss_path": LOSS_PARAMETERS,
 }
 """Flag -> the parameters Vime calls the plug-in with, by position."""
 

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.advantages import group_advantages
+from vime.algo.advantages import (
+    GROUP_ESTIMATORS,
+    discounted_returns,
+    group_advantages,
+    group_signal,
+    leave_one_out_advantages,
+    penalised_advantages,
+    whiten,
+)
 from vime.types import RewardError
 
 
@@ -53,3 +61,71 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(rewards, divid
     for reward, advantage in zip(rewards, advantage_N.tolist(), strict=True):
         for other, other_advantage in zip(rewards, advantage_N.tolist(), strict=True):
             assert reward <= other or advantage >= other_advantage
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    # 1 - (0+0+1)/3 = 2/3; 0 - (1+0+1)/3 = -2/3
+    advantage_N = leave_one_out_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    torch.testing.assert_close(advantage_N, torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3]))
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
+def test_leave_one_out_is_each_reward_minus_the_others_mean(rewards):
+    advantages = leave_one_out_advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
+    for index, advantage in enumerate(advantages):
+        others = rewards[:index] + rewards[index + 1 :]
+        assert advantage == pytest.approx(rewards[index] - sum(others) / len(others), abs=1e-9)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_groups_of_four_three_and_four_get_exactly_zero_where_all_are_equal(estimator):
+    for group in ([1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1], [1.0, 0.0, 0.0, 0.0]):
+        signal = group_signal(torch.tensor(group), estimator=estimator, divide_by_std=True).tolist()
+        assert sum(signal) == pytest.approx(0, abs=1e-6)
+        assert (signal == [0.0, 0.0, 0.0]) == (len(group) == 3)
+
+
+def test_each_estimator_makes_its_own_signal_of_one_right_among_four():
+    # mean 1/4, deviation 3/4, std 1/2; RLOO 1 - 0; REINFORCE++ leaves rewards, its baseline takes the mean off
+    found = {
+        name: group_signal(torch.tensor([1.0, 0, 0, 0]), estimator=name, divide_by_std=True)[0].item()
+        for name in (*GROUP_ESTIMATORS, "reinforce_plus_plus")
+    }
+    expected = {"grpo": 1.5, "gspo": 1.5, "cispo": 1.5, "rloo": 1.0, "reinforce_plus_plus": 1.0}
+    assert found == pytest.approx({**expected, "reinforce_plus_plus_baseline": 0.75}, abs=1e-5)
+
+
+def test_the_return_of_a_token_is_its_discounted_future():
+    # gamma .5, reward 1 at the last token, penalties .1 .2 .3: 1 - .3 = .7; -.2 + .35 = .15; -.1 + .075 = -.025
+    returns = discounted_returns(1.0, torch.tensor([0.1, 0.2, 0.3]).double(), torch.ones(3), gamma=0.5)
+    assert returns.tolist() == pytest.approx([-0.025, 0.15, 0.7])
+
+
+def test_the_reward_is_paid_at_the_last_trainable_token_and_others_cost_nothing():
+    # token 3 is masked: reward 1 at token 2; token 1 is masked: no penalty, but a step of discount
+    penalty_R = torch.tensor([0.1, 5.0, 0.3, 7.0]).double()
+    returns = discounted_returns(1.0, penalty_R, torch.tensor([1, 0, 1, 0]), gamma=0.5)
+    assert returns.tolist() == pytest.approx([-0.1 + 0.25 * 0.7, 0.5 * 0.7, 0.7, 0.0])
+    assert discounted_returns(1.0, penalty_R, torch.zeros(4), gamma=0.5).tolist() == [0.0] * 4
+
+
+@given(st.floats(-5, 5), st.lists(st.floats(-1, 1), min_size=1, max_size=8), st.floats(0, 1))
+def test_returns_follow_bellman(reward, penalties, gamma):
+    returns = discounted_returns(reward, torch.tensor(penalties).double(), torch.ones(len(penalties)), gamma=gamma)
+    for index, value in enumerate(returns.tolist()[:-1]):
+        assert value == pytest.approx(-penalties[index] + gamma * returns[index + 1].item(), abs=1e-6)
+    assert returns[-1].item() == pytest.approx(reward - penalties[-1], abs=1e-6)
+
+
+def test_a_penalty_is_taken_off_the_groups_advantage():
+    assert penalised_advantages(0.5, torch.tensor([0.1, 0.0]).double()).tolist() == pytest.approx([0.4, 0.5])
+
+
+@given(st.lists(st.floats(-50, 50), min_size=2, max_size=20))
+def test_whitened_values_have_mean_zero_and_variance_one(values):
+    value_T = torch.tensor(values, dtype=torch.float64)
+    mean, variance = value_T.mean(), value_T.var(unbiased=False)
+    whitened_T = whiten(value_T, mean=mean, variance=variance)
+    assert whitened_T.mean().item() == pytest.approx(0, abs=1e-5)
+    if variance > 1e-3:
+        assert whitened_T.var(unbiased=False).item() == pytest.approx(1, abs=1e-5)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.kl import KL_KINDS, kl_estimate
+from vime.algo.kl import KL_KINDS, kl_estimate, unbiased_kl
 from vime.types import ConfigError
 
 
@@ -50,3 +50,27 @@ def test_k1_and_k3_have_the_true_divergence_as_their_mean_under_the_policy(weigh
         mean = (policy * kl_estimate(policy.log(), reference.log(), kind)).sum().item()
         assert mean == pytest.approx(true_divergence, abs=1e-9)
     assert kl_estimate(policy.log(), reference.log(), "k3").min() >= 0
+
+
+def test_the_unbiased_term_is_the_estimate_times_the_ratio():
+    # k3 at x = ln 2 is 0.1931; ratio 1.5
+    k3_T = kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0 - math.log(2)]), "k3")
+    answer_T = unbiased_kl(k3_T, torch.tensor([1.5]).log())
+    torch.testing.assert_close(answer_T, torch.tensor([1.5 * (0.5 - 1 + math.log(2))]))
+
+
+@given(st.lists(st.floats(-2, 2), min_size=2, max_size=5), st.lists(st.floats(-2, 2), min_size=5, max_size=5))
+def test_the_unbiased_gradient_is_that_of_the_true_divergence(logits, ref_logits):
+    # expectation over tokens sampled from the policy itself (ratio 1), gradient towards its logits
+    def gradient(term):
+        logits_V = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+        logp_V = logits_V.log_softmax(-1)
+        ref_logp_V = torch.tensor(ref_logits[: len(logits)], dtype=torch.float64).log_softmax(-1)
+        term(logp_V, ref_logp_V).sum().backward()
+        return logits_V.grad
+
+    true = gradient(lambda logp, ref: logp.exp() * (logp - ref))
+    unbiased = gradient(
+        lambda logp, ref: logp.detach().exp() * unbiased_kl(kl_estimate(logp, ref, "k3"), logp - logp.detach())
+    )
+    torch.testing.assert_close(unbiased, true, atol=1e-9, rtol=1e-7)

@@ -4,13 +4,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.losses import policy_loss
+from vime.algo.losses import cispo_loss, policy_loss, sequence_log_ratio, sft_loss
 
 
-def _loss(ratio: float, advantage: float, low: float = 0.2, high: float = 0.3) -> tuple[float, bool]:
-    logp_T = torch.tensor([math.log(ratio)], dtype=torch.float64)
-    old_logp_T, advantage_T = torch.zeros(1).double(), torch.tensor([advantage], dtype=torch.float64)
-    loss_T, is_clipped_T = policy_loss(logp_T, old_logp_T, advantage_T, eps_clip=low, eps_clip_high=high)
+def _loss(
+    ratio: float, advantage: float, low: float = 0.2, high: float = 0.3, dual: float | None = None
+) -> tuple[float, bool]:
+    log_ratio_T = torch.tensor([math.log(ratio)], dtype=torch.float64)
+    advantage_T = torch.tensor([advantage], dtype=torch.float64)
+    loss_T, is_clipped_T = policy_loss(log_ratio_T, advantage_T, eps_clip=low, eps_clip_high=high, eps_clip_c=dual)
     return round(loss_T.item(), 9), bool(is_clipped_T.item())
 
 
@@ -37,7 +39,7 @@ def test_the_pessimistic_side_is_never_clipped():
 def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_minus_ratio_times_advantage():
     # d/dlogp of -exp(logp - old) A = -ratio A: -2 for the second token (ratio 1, A 2)
     logp_T = torch.tensor([math.log(2.0), 0.0], requires_grad=True)
-    loss_T, _ = policy_loss(logp_T, torch.zeros(2), torch.tensor([1.0, 2.0]), eps_clip=0.2, eps_clip_high=0.2)
+    loss_T, _ = policy_loss(logp_T, torch.tensor([1.0, 2.0]), eps_clip=0.2, eps_clip_high=0.2)
     loss_T.sum().backward()
     torch.testing.assert_close(logp_T.grad, torch.tensor([0.0, -2.0]))
 
@@ -49,3 +51,81 @@ def test_the_loss_is_never_below_the_unclipped_loss(log_ratio, advantage, low, h
     assert loss >= -ratio * advantage - 1e-5
     if is_clipped:
         assert ratio > 1 + high - 1e-6 or ratio < 1 - low + 1e-6
+
+
+def test_the_dual_clip_bounds_a_bad_token_that_became_likelier():
+    # Ye et al.: A = -2, r = 5 costs 10; bounded at c = 3: 6. At r = 1.2 it costs 2.4 < 6 and is not touched
+    assert _loss(5.0, -2.0, dual=3.0) == (6.0, True)
+    assert _loss(1.2, -2.0, dual=3.0) == (2.4, False)
+    assert _loss(5.0, 2.0, dual=3.0) == _loss(5.0, 2.0)
+
+
+@given(st.floats(-2, 3), st.floats(-3, 3), st.floats(1.01, 5))
+def test_the_dual_clip_never_raises_a_loss_and_touches_negative_advantages_only(log_ratio, advantage, dual):
+    plain, _ = _loss(math.exp(log_ratio), advantage)
+    bounded, _ = _loss(math.exp(log_ratio), advantage, dual=dual)
+    assert bounded <= plain
+    assert bounded == plain or (advantage < 0 and bounded == round(-dual * advantage, 9))
+
+
+def test_a_dual_clipped_token_has_no_gradient():
+    log_ratio_T = torch.tensor([math.log(5.0)], requires_grad=True)
+    policy_loss(log_ratio_T, torch.tensor([-1.0]), eps_clip=0.2, eps_clip_high=0.2, eps_clip_c=3.0)[0].sum().backward()
+    assert log_ratio_T.grad.tolist() == [0.0]
+
+
+ROWS = [slice(0, 3), slice(4, 5)]  # position 3 belongs to no row
+MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
+
+
+def test_a_sequence_ratio_is_the_geometric_mean_of_its_trainable_tokens():
+    # row 0: ratios 2 and 8 (the middle one is masked) -> 4 at all three; row 1: 3
+    log_ratio_T = torch.tensor([2.0, 100.0, 8.0, 7.0, 3.0]).log()
+    answer_T = sequence_log_ratio(log_ratio_T, MASK, ROWS).exp()
+    torch.testing.assert_close(answer_T, torch.tensor([4.0, 4.0, 4.0, 1.0, 3.0]))
+
+
+def test_gspo_spreads_its_gradient_evenly_over_the_trainable_tokens_of_an_answer():
+    # mean over tokens of -s A with s = exp(mean x): d/dx_t = -s A / 2 for each of the two tokens; s = 1, A = 3
+    log_ratio_T = torch.zeros(5, requires_grad=True)
+    ratio_T = sequence_log_ratio(log_ratio_T, MASK, ROWS)
+    loss_T, _ = policy_loss(ratio_T, torch.full((5,), 3.0), eps_clip=0.2, eps_clip_high=0.2)
+    (loss_T[:3] * MASK[:3] / 2).sum().backward()
+    torch.testing.assert_close(log_ratio_T.grad, torch.tensor([-1.5, 0.0, -1.5, 0.0, 0.0]))
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=6), st.floats(-3, 3))
+def test_equal_ratios_make_gspo_and_ppo_the_same(advantages, log_ratio):
+    log_ratio_T, advantage_T = torch.full((len(advantages),), log_ratio).double(), torch.tensor(advantages).double()
+    rows, mask_T = [slice(0, len(advantages))], torch.ones(len(advantages))
+    clips = {"eps_clip": 0.2, "eps_clip_high": 0.2}
+    sequence, _ = policy_loss(sequence_log_ratio(log_ratio_T, mask_T, rows), advantage_T, **clips)
+    token, _ = policy_loss(log_ratio_T, advantage_T, **clips)
+    torch.testing.assert_close(sequence, token)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    # r = 1.5 cut to 1.3: loss -1.3 * 2 * -1 = 2.6, gradient -2.6; r = .5 cut to .8, A = -1: .8 * -2 = -1.6
+    logp_T = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
+    log_ratio_T = torch.tensor([1.5, 0.5, 1.0]).log()
+    loss_T, is_clipped_T = cispo_loss(
+        log_ratio_T, logp_T, torch.tensor([2.0, -1.0, 1.0]), eps_clip=0.2, eps_clip_high=0.3
+    )
+    torch.testing.assert_close(loss_T.detach(), torch.tensor([2.6, -1.6, 1.0]))
+    assert is_clipped_T.tolist() == [True, True, False]
+    loss_T.sum().backward()
+    torch.testing.assert_close(logp_T.grad, torch.tensor([-2.6, 0.8, -1.0]))
+
+
+@given(st.floats(-4, 4), st.floats(-3, 3), st.floats(0, 0.9), st.floats(0, 2))
+def test_a_cispo_gradient_is_minus_a_weight_inside_the_range_times_the_advantage(log_ratio, advantage, low, high):
+    logp_T = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    log_ratio_T = torch.tensor([log_ratio], dtype=torch.float64)
+    loss_T, _ = cispo_loss(log_ratio_T, logp_T, torch.tensor([advantage]).double(), eps_clip=low, eps_clip_high=high)
+    loss_T.sum().backward()
+    bounds = sorted([-(1 - low) * advantage, -(1 + high) * advantage])
+    assert bounds[0] - 1e-6 <= logp_T.grad.item() <= bounds[1] + 1e-6
+
+
+def test_sft_is_minus_log_probability():
+    assert sft_loss(torch.tensor([-1.5, -0.25])).tolist() == [1.5, 0.25]

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.reductions import reduce_loss
+from vime.algo.reductions import reduce_loss, row_means, row_sums
 
 VALUE_T = torch.tensor([1.0, 3.0, 99.0, 5.0])
 MASK_T = torch.tensor([1.0, 1.0, 0.0, 1.0])
@@ -69,3 +69,13 @@ def test_the_sum_over_packs_is_the_value_of_the_whole_step(rows, cut, per_token)
         ).item()
 
     assert share(rows[:cut]) + share(rows[cut:]) == pytest.approx(share(rows), abs=1e-4)
+
+
+def test_row_sums_and_means_read_masked_tokens_of_their_own_row():
+    # rows (1, [9 masked], 3) and (5,), position 3 outside of rows, and a row whose only token is masked
+    value_T = torch.tensor([1.0, 9.0, 3.0, 7.0, 5.0, float("nan")])
+    mask_T = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    rows = [slice(0, 3), slice(4, 5), slice(5, 6)]
+    assert row_sums(value_T, mask_T, rows).tolist() == [4.0, 4.0, 4.0, 0.0, 5.0, 0.0]
+    assert row_means(value_T, mask_T, rows).tolist() == [2.0, 2.0, 2.0, 0.0, 5.0, 0.0]
+    assert row_means(torch.zeros(2), torch.zeros(2), []).tolist() == [0.0, 0.0]

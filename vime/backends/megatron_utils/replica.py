@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vime.backends.megatron_utils.architecture import read_architecture
+from vime.backends.megatron_utils.columns import needs_reference
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
@@ -24,9 +25,9 @@ from vime.weights.plan import TensorMeta
 class Replica:
     """This rank's part of one model replica (TP x PP ranks), ready to train.
 
-    `reference` is a second, frozen set of weights without optimizer or gradient buffers, only with --use-kl-loss. It
-    costs one more copy of the parameters; swapping weights in and out of one module would cost two copies on every step
-    and, under the distributed optimizer, a collective.
+    `reference` is a second, frozen set of weights without optimizer or gradient buffers, only when a KL term asks for
+    it (`needs_reference`). It costs one more copy of the parameters; swapping weights in and out of one module would
+    cost two copies on every step and, under the distributed optimizer, a collective.
     """
 
     core: list[GPTModel]  # bare chunks: checkpoint and export look at these
@@ -82,7 +83,7 @@ def build_replica(config: Config, *, total_steps: int) -> Replica:
         hf=hf,
         metadata=hf.metadata(),
         optimizer=optimizer,
-        reference=_build_reference(config, architecture.vocab_size) if config.algo.use_kl_loss else None,
+        reference=_build_reference(config, architecture.vocab_size) if needs_reference(config.algo) else None,
         sampling=Sampling(vocab_size=architecture.vocab_size, temperature=config.rollout.rollout_temperature),
         pad_multiple=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
     )

@@ -10,23 +10,29 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from vime.backends.megatron_utils.policy_loss import OLD_LOGP, REF_LOGP, STATISTICS, PolicyLoss
+from vime.backends.megatron_utils.columns import Columns, advantage_columns, log_prob_columns, staleness_columns
+from vime.backends.megatron_utils.loss_statistics import STATISTICS, to_metrics
+from vime.backends.megatron_utils.policy_loss import CustomLoss, PolicyLoss
 from vime.backends.megatron_utils.replica import Replica
 from vime.backends.megatron_utils.step import forward_backward, pack_rows
 from vime.config.training import AlgoConfig, BatchConfig
 from vime.types import HandoffError, RoundPlan, StepPlan, TrainRow, VimeError
 
-Columns = dict[str, dict[int, Tensor]]
-"""Column name -> row number -> [R] values. Filled on the last pipeline stage, empty dicts elsewhere."""
-
 
 def train_round(
-    replica: Replica, plan: RoundPlan, rows: Mapping[int, TrainRow], *, algo: AlgoConfig, dp_rank: int
+    replica: Replica,
+    plan: RoundPlan,
+    rows: Mapping[int, TrainRow],
+    *,
+    algo: AlgoConfig,
+    dp_rank: int,
+    custom_loss: CustomLoss | None = None,
 ) -> dict[str, float]:
     """Run every optimizer step of the plan; answers metrics that are the same on every rank.
 
-    Collective over all trainer ranks. Loss-like metrics are means over the steps of the round; counts are sums; the
-    rate is the last step's; the difference to the engine's log-probabilities is the first step's, before a move.
+    Collective over all trainer ranks. Loss-like metrics are means over the steps of the round that have them (a bucket
+    of staleness may be empty); counts are sums; the rate is the last step's; the difference to the engine's
+    log-probabilities is the first step's, before a move.
     """
     missing = set(plan.rows_of(dp_rank)) - set(rows)
     if missing:
@@ -34,12 +40,13 @@ def train_round(
             f"round {plan.rollout_id}: the plan gives rows {sorted(missing)[:10]} to data-parallel index {dp_rank}, "
             f"but they were not handed over (got {sorted(rows)[:10]}, ...). The carrier lost groups of the round."
         )
-    columns = _log_prob_columns(replica, plan, rows, algo=algo, dp_rank=dp_rank)
+    columns = _columns(replica, plan, rows, algo=algo, dp_rank=dp_rank)
     metrics: list[dict[str, float]] = []
     for number, step in enumerate(plan.steps):
+        loss = PolicyLoss(algo, step, custom_loss)
         name = f"round {plan.rollout_id}, optimizer step {number}"
-        metrics.append(_train_step(replica, step, rows, columns, algo=algo, dp_rank=dp_rank, name=name))
-    combined = {key: sum(entry[key] for entry in metrics) / len(metrics) for key in metrics[0]}
+        metrics.append(_train_step(replica, step, rows, columns, loss=loss, dp_rank=dp_rank, name=name))
+    combined = _mean_over_steps(metrics)
     for key in ("train/num_tokens", "train/num_samples"):
         combined[key] = sum(entry[key] for entry in metrics)
     combined["train/lr"] = metrics[-1]["train/lr"]
@@ -48,29 +55,29 @@ def train_round(
     return combined
 
 
-def _log_prob_columns(
+def _columns(
     replica: Replica, plan: RoundPlan, rows: Mapping[int, TrainRow], *, algo: AlgoConfig, dp_rank: int
 ) -> Columns:
-    """Forward-only passes over the whole round, before its first step.
+    """Every column that the loss reads besides those of the rows. Collective over all trainer ranks."""
+    is_last_stage = parallel_state.is_pipeline_last_stage()
+    columns = log_prob_columns(replica, plan, rows, algo=algo, dp_rank=dp_rank)
+    advantages = advantage_columns(
+        plan,
+        rows,
+        columns,
+        algo=algo,
+        dp_rank=dp_rank,
+        is_last_stage=is_last_stage,
+        speaks=is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0,
+    )
+    return {**columns, **advantages, **staleness_columns(plan.rollout_id, rows, plan.rows_of(dp_rank))}
 
-    The old policy of a one-step round is the policy itself, so no pass is needed for it.
-    """
-    sources = {}
-    if len(plan.steps) > 1:
-        sources[OLD_LOGP] = replica.chunks
-    if algo.use_kl_loss:
-        assert replica.reference is not None, "build_replica makes the reference under --use-kl-loss"
-        sources[REF_LOGP] = replica.reference
-    numbers = [batch for step in plan.steps for batch in step.micro_batches[dp_rank]]
-    columns: Columns = {}
-    for name, chunks in sources.items():
-        answers = replica.log_probs(chunks, [[rows[row] for row in batch] for batch in numbers])
-        columns[name] = {
-            row: logp_R
-            for batch, logps in zip(numbers, answers, strict=bool(answers))
-            for row, logp_R in zip(batch, logps, strict=True)
-        }
-    return columns
+
+def _mean_over_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the steps that have it, names in order of appearance."""
+    names = dict.fromkeys(name for entry in metrics for name in entry)
+    held = {name: [entry[name] for entry in metrics if name in entry] for name in names}
+    return {name: sum(values) / len(values) for name, values in held.items()}
 
 
 def _train_step(
@@ -79,7 +86,7 @@ def _train_step(
     rows: Mapping[int, TrainRow],
     columns: Columns,
     *,
-    algo: AlgoConfig,
+    loss: PolicyLoss,
     dp_rank: int,
     name: str,
 ) -> dict[str, float]:
@@ -95,7 +102,7 @@ def _train_step(
         for batch in numbers
     ]
     replica.optimizer.zero_grad()
-    shares = forward_backward(replica.chunks, packs, replica.sampling, PolicyLoss(algo, step))
+    shares = forward_backward(replica.chunks, packs, replica.sampling, loss)
     totals = _sum_over_ranks(shares)
     learning_rate = replica.optimizer.learning_rate
     if not all(math.isfinite(value) for value in totals):
@@ -111,9 +118,8 @@ def _train_step(
             f"{name}: the gradient norm is {grad_norm}, expected a finite number; the weights were not changed. Rows: "
             f"{every_row}. Lower --lr or --clip-grad, or train in fp32."
         )
-    named = {f"train/{key}": value for key, value in zip(STATISTICS, totals, strict=True)}
     return {
-        **named,
+        **to_metrics(totals, with_mismatch=loss.algo.get_mismatch_metrics),
         "train/grad_norm": grad_norm,
         "train/lr": learning_rate,
         "train/num_tokens": float(step.num_tokens),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from vime.backends.megatron_utils import cpu_device, initialize
 from vime.backends.megatron_utils.initialize import RankInfo
 from vime.config.parse import Config
+from vime.seams import LOSS_PARAMETERS, load_plugin
 from vime.types import CheckpointError, RoundPlan, TrainRow
 from vime.weights.plan import TensorMeta
 
 if TYPE_CHECKING:
+    from vime.backends.megatron_utils.policy_loss import CustomLoss
     from vime.backends.megatron_utils.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class MegatronTrainer:
         self.source_rank = dist.get_process_group_ranks(self.model_parallel_group)[0]
         self.is_source = self.rank == self.source_rank
         self.device = torch.device(torch.cuda.current_device())
+        self._custom_loss = _load_custom_loss(config)
         self._replica: Replica = build_replica(config, total_steps=total_steps)
 
     def train_round(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[str, float]:
@@ -67,7 +71,14 @@ class MegatronTrainer:
         """
         from vime.backends.megatron_utils.round import train_round
 
-        return train_round(self._replica, plan, rows, algo=self._config.algo, dp_rank=self.dp_rank)
+        return train_round(
+            self._replica,
+            plan,
+            rows,
+            algo=self._config.algo,
+            dp_rank=self.dp_rank,
+            custom_loss=self._custom_loss,
+        )
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """log p of each row's response tokens, [R] fp32 on the CPU, at the sampling temperature, valid on every rank.
@@ -133,3 +144,9 @@ class MegatronTrainer:
         """Leave the process groups and give back what the device layer redirected."""
         initialize.shut_down()
         cpu_device.uninstall()
+
+
+def _load_custom_loss(config: Config) -> CustomLoss | None:
+    """--custom-loss-path, bound to the configuration; its signature is checked again in this process."""
+    path = config.algo.custom_loss_path
+    return None if path is None else partial(load_plugin(path, "--custom-loss-path", LOSS_PARAMETERS), config.flat)

@@ -1,0 +1,133 @@
+"""Per-token columns that the trainer adds to its rows before the first step of a round. R: response tokens of a row.
+
+They exist on the last pipeline stage only, where the loss is; elsewhere every dict of a column is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vime.algo.advantages import TOKEN_REWARD_ESTIMATORS, discounted_returns, penalised_advantages, whiten
+from vime.algo.kl import kl_estimate
+from vime.config.training import AlgoConfig
+from vime.types import RoundPlan, StepPlan, TrainRow
+
+if TYPE_CHECKING:
+    from vime.backends.megatron_utils.replica import Replica
+
+OLD_LOGP, REF_LOGP, ADVANTAGE, STALENESS = "old_logp", "ref_logp", "advantage", "staleness"
+
+Columns = dict[str, dict[int, Tensor]]
+"""Column name -> row number -> [R] values."""
+
+
+def needs_reference(algo: AlgoConfig) -> bool:
+    """Whether any formula reads log-probabilities of the reference model."""
+    return algo.use_kl_loss or algo.kl_coef > 0
+
+
+def has_token_advantages(algo: AlgoConfig) -> bool:
+    """Whether the advantages of a row differ from its one number `TrainRow.reward`."""
+    if algo.loss_type == "sft_loss":
+        return False
+    is_return = algo.advantage_estimator == "reinforce_plus_plus"
+    return is_return or algo.kl_coef > 0 or bool(algo.normalize_advantages)
+
+
+def log_prob_columns(
+    replica: Replica, plan: RoundPlan, rows: Mapping[int, TrainRow], *, algo: AlgoConfig, dp_rank: int
+) -> Columns:
+    """Log-probabilities of the old (proximal) and reference policies: forward passes over the whole round.
+
+    Collective over the model-parallel group. The old policy of a one-step round is the policy itself, so no pass is
+    needed for it, unless --kl-coef needs it for the rewards before the step begins.
+    """
+    sources = {}
+    if len(plan.steps) > 1 or algo.kl_coef > 0:
+        sources[OLD_LOGP] = replica.chunks
+    if needs_reference(algo):
+        assert replica.reference is not None, "build_replica makes the reference"
+        sources[REF_LOGP] = replica.reference
+    numbers = [batch for step in plan.steps for batch in step.micro_batches[dp_rank]]
+    columns: Columns = {}
+    for name, chunks in sources.items():
+        answers = replica.log_probs(chunks, [[rows[row] for row in batch] for batch in numbers])
+        columns[name] = {
+            row: logp_R
+            for batch, logps in zip(numbers, answers, strict=bool(answers))
+            for row, logp_R in zip(batch, logps, strict=True)
+        }
+    return columns
+
+
+def advantage_columns(
+    plan: RoundPlan,
+    rows: Mapping[int, TrainRow],
+    columns: Columns,
+    *,
+    algo: AlgoConfig,
+    dp_rank: int,
+    is_last_stage: bool,
+    speaks: bool,
+) -> Columns:
+    """{ADVANTAGE: ...} when advantages differ by token, else {}. Collective over all trainer ranks, which agree on
+    `algo`.
+
+    `speaks`: of the ranks that hold the same rows, exactly one does; its tokens enter the moments of the whitening.
+    """
+    if not has_token_advantages(algo):
+        return {}
+    advantage: dict[int, Tensor] = {}
+    for step in plan.steps:
+        numbers = [row for batch in step.micro_batches[dp_rank] for row in batch] if is_last_stage else []
+        of_step = {row: token_advantages(rows[row], row, columns, algo=algo) for row in numbers}
+        if algo.normalize_advantages:
+            masks = {row: torch.as_tensor(rows[row].loss_mask) > 0 for row in numbers}
+            of_step = _whitened(of_step, masks, step, speaks=speaks)
+        advantage.update(of_step)
+    return {ADVANTAGE: {row: advantage_R.float() for row, advantage_R in advantage.items()}}
+
+
+def token_advantages(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
+    """[R] float64: the row's advantage at each of its tokens, before whitening."""
+    penalty_R = torch.zeros(row.response_length, dtype=torch.float64)
+    if algo.kl_coef > 0:
+        old_logp_R, ref_logp_R = columns[OLD_LOGP][number].double(), columns[REF_LOGP][number].double()
+        penalty_R = algo.kl_coef * kl_estimate(old_logp_R, ref_logp_R, algo.kl_loss_type)
+    if algo.advantage_estimator == "reinforce_plus_plus":
+        mask_R = torch.as_tensor(row.loss_mask)
+        return discounted_returns(row.reward, penalty_R, mask_R, gamma=algo.gamma)
+    assert algo.kl_coef == 0 or algo.advantage_estimator in TOKEN_REWARD_ESTIMATORS, "check_algo refuses others"
+    return penalised_advantages(row.reward, penalty_R)
+
+
+def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Sequence[int]) -> Columns:
+    """Versions from the oldest trainable token of a row to the weights of the round (its number), at its tokens."""
+    return {
+        STALENESS: {
+            row: torch.full((rows[row].response_length,), float(max(0, rollout_id - rows[row].oldest_version)))
+            for row in numbers
+        }
+    }
+
+
+def _whitened(
+    advantages: dict[int, Tensor], masks: Mapping[int, Tensor], step: StepPlan, *, speaks: bool
+) -> dict[int, Tensor]:
+    """Mean 0 and variance 1 over the trainable tokens of the step. Collective over all trainer ranks."""
+    count = max(step.num_tokens, 1)
+
+    def step_sum(values: Mapping[int, Tensor]) -> Tensor:
+        total = sum((float(value_R[masks[row]].sum()) for row, value_R in values.items()), 0.0) if speaks else 0.0
+        answer = torch.tensor(total, dtype=torch.float64, device=torch.cuda.current_device())
+        dist.all_reduce(answer)
+        return answer.cpu()
+
+    mean = step_sum(advantages) / count
+    variance = step_sum({row: (value_R - mean).square() for row, value_R in advantages.items()}) / count
+    return {row: whiten(value_R, mean=mean, variance=variance) for row, value_R in advantages.items()}

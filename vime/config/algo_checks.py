@@ -1,0 +1,150 @@
+"""Derived defaults and refusals of the algorithm's flags: no combination where a flag that was given does nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vime.config.training import AlgoConfig
+from vime.types import ConfigError
+
+RANGED = {
+    "gamma": ("reinforce_plus_plus",),
+    "kl_coef": ("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    "disable_grpo_std_normalization": ("grpo", "gspo", "cispo"),
+    "eps_clip_c": ("grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+}
+"""Knob -> the estimators that read it."""
+POLICY_ONLY = (
+    *RANGED, "normalize_advantages", "use_rollout_logprobs", "use_opsm", "opsm_delta", "tis_clip", "tis_clip_low",
+    "mis_level", "mis_mode",
+)  # fmt: skip
+"""Knobs that only --loss-type policy_loss reads."""
+DEFAULTS = AlgoConfig()
+
+
+def resolve_algo(algo: AlgoConfig, *, max_staleness: int) -> dict[str, Any]:
+    """Values for knobs that were left empty."""
+    is_policy = algo.loss_type == "policy_loss"
+    correction = algo.off_policy_correction
+    if correction is None:
+        is_stale = max_staleness > 0 and is_policy and not algo.use_rollout_logprobs
+        correction = "decoupled" if is_stale else "none"
+    low = algo.tis_clip_low
+    if low is None and correction != "none":
+        low = 1 / algo.tis_clip if correction == "icepop" else 0.0
+    whiten = algo.normalize_advantages
+    if whiten is None:
+        whiten = is_policy and algo.advantage_estimator.startswith("reinforce_plus_plus")
+    return {
+        "eps_clip_high": algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high,
+        "off_policy_correction": correction,
+        "tis_clip_low": low,
+        "normalize_advantages": whiten,
+    }
+
+
+def check_algo(algo: AlgoConfig, *, max_staleness: int, group_size: int) -> None:
+    """Called after `resolve_algo`."""
+    _check_loss_type(algo)
+    _check_kl(algo)
+    if algo.loss_type == "sft_loss":
+        return
+    _check_estimator(algo, group_size)
+    if algo.loss_type == "policy_loss":
+        _check_correction(algo, max_staleness)
+
+
+def _check_loss_type(algo: AlgoConfig) -> None:
+    if (algo.loss_type == "custom_loss") != (algo.custom_loss_path is not None):
+        raise ConfigError(
+            f"--loss-type {algo.loss_type} with --custom-loss-path {algo.custom_loss_path}: the two go together. Give "
+            "both, --loss-type custom_loss and the path of a function, or none."
+        )
+    if algo.loss_type == "policy_loss":
+        return
+    ignored = [name for name in POLICY_ONLY if _is_given(algo, name)]
+    if algo.off_policy_correction != "none":
+        ignored.append("off_policy_correction")
+    if algo.loss_type == "custom_loss":  # it reads the advantages, so what makes them is in force
+        ignored = [name for name in ignored if name not in ("gamma", "kl_coef", "normalize_advantages")]
+        ignored = [name for name in ignored if name != "disable_grpo_std_normalization"]
+    if ignored:
+        raise ConfigError(
+            f"--loss-type {algo.loss_type} does not read {', '.join(map(_flag, ignored))}. Remove them, or use "
+            "--loss-type policy_loss."
+        )
+
+
+def _check_kl(algo: AlgoConfig) -> None:
+    if algo.use_kl_loss and algo.kl_loss_coef == 0:
+        raise ConfigError("--use-kl-loss has no effect with --kl-loss-coef 0. Set a coefficient or remove the flag.")
+    if algo.kl_loss_coef > 0 and not algo.use_kl_loss:
+        raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss. Add the flag or remove the coefficient.")
+    if algo.use_unbiased_kl and not algo.use_kl_loss:
+        raise ConfigError("--use-unbiased-kl has no effect without --use-kl-loss. Add the flag or remove this one.")
+
+
+def _check_estimator(algo: AlgoConfig, group_size: int) -> None:
+    estimator = algo.advantage_estimator
+    if algo.loss_type == "policy_loss" and group_size == 1 and estimator != "reinforce_plus_plus":
+        raise ConfigError(
+            f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: a group of one has no advantage. Use at "
+            "least 2, or reinforce_plus_plus."
+        )
+    for name, estimators in RANGED.items():
+        if _is_given(algo, name) and estimator not in estimators:
+            raise ConfigError(
+                f"{_flag(name)} with --advantage-estimator {estimator} has no effect: {', '.join(estimators)} read it. "
+                "Remove it, or change the estimator."
+            )
+    if algo.eps_clip_c is not None and algo.eps_clip_c <= 1:
+        raise ConfigError(f"--eps-clip-c {algo.eps_clip_c}: expected more than 1. Ye et al. 2020 use 3.")
+
+
+def _check_correction(algo: AlgoConfig, max_staleness: int) -> None:
+    correction = algo.off_policy_correction
+    if correction != "none" and algo.use_rollout_logprobs:
+        raise ConfigError(
+            f"--off-policy-correction {correction} with --use-rollout-logprobs: the ratio is then to the engine's "
+            "policy already and every weight is 1. Keep one of the two."
+        )
+    readers = {
+        "tis_clip": ("tis", "mis", "icepop", "decoupled"),
+        "tis_clip_low": ("tis", "mis", "icepop"),
+        "mis_level": ("mis",),
+        "mis_mode": ("mis",),
+    }
+    for name, corrections in readers.items():
+        is_derived = name == "tis_clip_low" and algo.tis_clip_low == 0
+        if _is_given(algo, name) and not is_derived and correction not in corrections:
+            raise ConfigError(
+                f"{_flag(name)} with --off-policy-correction {correction} has no effect: {', '.join(corrections)} read "
+                "it. Remove it, or choose one of these."
+            )
+    if _is_given(algo, "opsm_delta") and not algo.use_opsm:
+        raise ConfigError("--opsm-delta has no effect without --use-opsm. Add the flag or remove this one.")
+    if max_staleness == 0:
+        return
+    unclipped = "--tis-clip" if correction != "none" and not math.isfinite(algo.tis_clip) else None
+    high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
+    if not math.isfinite(high):
+        unclipped = "--eps-clip-high"
+    if unclipped is not None:
+        raise ConfigError(
+            f"{unclipped} inf with --transferqueue-max-staleness {max_staleness}: unclipped importance sampling on "
+            "stale tokens collapses. Give a finite bound (--tis-clip 2, --eps-clip-high 0.2)."
+        )
+
+
+def _is_given(algo: AlgoConfig, name: str) -> bool:
+    values = {"normalize_advantages": (None, False)}.get(name, (_value(DEFAULTS, name),))
+    return _value(algo, name) not in values
+
+
+def _value(algo: AlgoConfig, name: str) -> object:
+    return getattr(algo, name)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
