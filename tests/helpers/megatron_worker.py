@@ -6,6 +6,7 @@ A case names its world size; ranks beyond it sit it out. Answers are plain numbe
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import random
 from collections.abc import Callable
@@ -28,7 +29,7 @@ TOTAL_STEPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`do` names a function below; `flags` are changes to the configuration."""
+    """`do` is a function below, or `package.module:function`; `flags` are changes to the configuration."""
 
     name: str
     do: str
@@ -43,8 +44,13 @@ def run(ranks: Ranks, cases: list[Case]) -> dict[str, Any]:
     answers = {}
     for case in cases:
         if ranks.rank < case.world:
-            answers[case.name] = globals()[case.do](Bench(ranks, case), **case.arguments)
+            answers[case.name] = _function(case.do)(Bench(ranks, case), **case.arguments)
     return answers
+
+
+def _function(name: str) -> Callable[..., dict[str, Any]]:
+    module, separator, function = name.rpartition(":")
+    return getattr(importlib.import_module(module), function) if separator else globals()[function]
 
 
 class Bench:

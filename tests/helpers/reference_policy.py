@@ -6,7 +6,7 @@ One sequence at a time, no packing, no parallelism, nothing imported from vime's
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,17 +45,8 @@ def train_round(
     """GRPO with KL (k3) and entropy terms, gradient clipping, AdamW, cosine rate; loss, norm and rate of each step."""
     old = log_probs(model, rows, TEMPERATURE)
     anchor = log_probs(reference, rows, TEMPERATURE)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=PEAK_LR,
-        betas=(0.9, 0.95),
-        eps=ADAM_EPS,
-    )
-    steps = []
-    for number, step in enumerate(plan.steps):
-        numbers = sorted(row for rank in step.micro_batches for batch in rank for row in batch)
+
+    def step_loss(numbers: list[int]) -> Tensor:
         trainable = sum(sum(rows[row].loss_mask) for row in numbers)
         loss = torch.zeros(())
         for row in numbers:
@@ -66,6 +57,26 @@ def train_round(
             mask = torch.tensor(rows[row].loss_mask, dtype=torch.float32)
             total = ((policy + KL_COEF * kl - ENTROPY_COEF * entropy) * mask).sum()
             loss = loss + (total / trainable if per_token else total / mask.sum() / len(numbers))
+        return loss
+
+    return run_steps(model, plan, step_loss)
+
+
+def run_steps(
+    model: torch.nn.Module, plan: RoundPlan, step_loss: Callable[[list[int]], Tensor]
+) -> list[dict[str, float]]:
+    """AdamW with gradient clipping and a cosine rate; `step_loss` gets the row numbers of each step."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=PEAK_LR,
+        betas=(0.9, 0.95),
+        eps=ADAM_EPS,
+    )
+    steps = []
+    for number, step in enumerate(plan.steps):
+        loss = step_loss(sorted(row for rank in step.micro_batches for batch in rank for row in batch))
         optimizer.zero_grad()
         loss.backward()
         rate = FINAL_LR + (PEAK_LR - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * number / TOTAL_STEPS))

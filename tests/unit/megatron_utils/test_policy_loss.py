@@ -13,7 +13,7 @@ from vime.backends.megatron_utils.loss_statistics import STATISTICS, to_metrics
 from vime.backends.megatron_utils.policy_loss import PolicyLoss
 from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
-from vime.types import StepPlan, TrainRow, VersionSpan
+from vime.types import PluginError, StepPlan, TrainRow, VersionSpan
 
 
 def row(reward: float, mask: list[int]) -> TrainRow:
@@ -94,3 +94,134 @@ def test_an_empty_pack_is_zero_and_can_be_differentiated() -> None:
     loss.backward()
     assert float(loss.detach()) == 0
     assert numbers.tolist() == [0.0] * len(STATISTICS)
+
+
+OLD = [[math.log(0.4), math.log(0.5)], [math.log(0.4)]]
+
+
+def test_gspo_clips_the_ratio_of_the_answer() -> None:
+    # answer 0: ratios 1.5, 1 -> sqrt 1.5 = 1.2247, cut at 1.2 (A 1); answer 1: 0.5, cut at 0.8 (A -2)
+    # loss = (-1.2 + 1.6) / 2; every one of the 3 tokens is clipped
+    found = statistics(packed(**{OLD_LOGP: OLD}), advantage_estimator="gspo")
+    assert found["loss"] == pytest.approx(0.2)
+    assert found["pg_clipfrac"] == 1
+
+
+def test_cispo_weighs_log_probabilities() -> None:
+    # weights 1.2, 1 | 0.8: (-(1.2 ln .6 + ln .5) / 2 + 2 * 0.8 ln .2) / 2
+    expected = (-(1.2 * math.log(0.6) + math.log(0.5)) / 2 + 1.6 * math.log(0.2)) / 2
+    assert statistics(packed(**{OLD_LOGP: OLD}), advantage_estimator="cispo")["loss"] == pytest.approx(expected)
+
+
+def test_token_advantages_replace_those_of_the_rows() -> None:
+    # one step: ratio 1, loss = (-(3 + 5) / 2 - 1) / 2
+    found = statistics(packed(**{ADVANTAGE: [[3.0, 5.0], [1.0]]}))
+    assert found["loss"] == pytest.approx(-2.5)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected", "changed"),
+    [
+        # the engine says e^-1 everywhere: weights .6e = 1.631, .5e = 1.359 | .2e = 0.5437; A 1 1 | -2
+        ("tis", (-(1.5 + math.e / 2) / 2 + 2 * 0.6) / 2, 2 / 3),
+        ("icepop", (-(0 + math.e / 2) / 2 + 0) / 2, 2 / 3),
+        ("decoupled", (-(0 + math.e / 2) / 2 + 0.4 * math.e) / 2, 1 / 3),
+    ],
+)
+def test_a_correction_multiplies_the_policy_term_and_not_the_kl_term(
+    correction: str, expected: float, changed: float
+) -> None:
+    found = statistics(
+        packed(**{REF_LOGP: [[math.log(0.3), math.log(0.5)], [math.log(0.1)]]}),
+        off_policy_correction=correction,
+        tis_clip=1.5,
+        tis_clip_low=0.6,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        kl_loss_type="k1",
+    )
+    assert found["loss"] == pytest.approx(expected + 0.1 * 0.75 * math.log(2))
+    assert found["tis_clipfrac"] == pytest.approx(changed)
+
+
+def test_mis_drops_an_answer_by_its_sequence_ratio() -> None:
+    # answer 0: .6 * .5 * e^2 = 2.217 above 2: dropped; answer 1: .2e, kept: loss = 2 * .2e / 2
+    found = statistics(packed(), off_policy_correction="mis", mis_level="sequence", mis_mode="mask", tis_clip=2.0)
+    assert found["loss"] == pytest.approx(0.2 * math.e)
+
+
+def test_the_engine_can_be_the_old_policy() -> None:
+    # ratios 1.631 -> 1.2, 1.359 -> 1.2 | 0.5437 -> 0.8: loss = (-1.2 + 1.6) / 2; ppo_kl = mean of -1 - logp
+    found = statistics(packed(), use_rollout_logprobs=True)
+    assert found["loss"] == pytest.approx(0.2)
+    assert found["ppo_kl"] == pytest.approx(-1 - (math.log(0.6) + math.log(0.5) + math.log(0.2)) / 3)
+
+
+def test_opsm_leaves_out_the_bad_answer_that_drifted() -> None:
+    # answer 1 (A -2): drift -1 - ln .2 = 0.609 nats; answer 0 is good. loss = -1 / 2; 1 of 3 tokens left out
+    found = statistics(packed(), use_opsm=True, opsm_delta=0.6)
+    assert (found["loss"], found["opsm_maskfrac"]) == pytest.approx((-0.5, 1 / 3))
+    assert statistics(packed(), use_opsm=True, opsm_delta=0.61)["opsm_maskfrac"] == 0
+
+
+def test_sft_is_the_mean_of_minus_log_probability() -> None:
+    per_answer = -((math.log(0.6) + math.log(0.5)) / 2 + math.log(0.2)) / 2
+    assert statistics(packed(), loss_type="sft_loss")["loss"] == pytest.approx(per_answer)
+    per_token = -(math.log(0.6) + math.log(0.5) + math.log(0.2)) / 3
+    found = statistics(packed(), loss_type="sft_loss", calculate_per_token_loss=True)
+    assert found["loss"] == pytest.approx(per_token)
+
+
+def test_a_custom_loss_sees_constants_and_answers_every_token() -> None:
+    seen: dict[str, torch.Tensor] = {}
+
+    def custom(logp_T: torch.Tensor, entropy_T: torch.Tensor, columns: Any) -> torch.Tensor:
+        seen.update(columns)
+        return columns["advantage"] * 3 + 0 * logp_T
+
+    loss, _ = PolicyLoss(AlgoConfig(loss_type="custom_loss"), STEP, custom)(LOGP, torch.zeros(5), packed())
+    assert float(loss) == pytest.approx((3 - 6) / 2)
+    assert set(seen) == {"advantage", "old_logp", "rollout_logp", "mask"}
+    with pytest.raises(PluginError, match=r"answered \(\), expected a tensor of shape \(5,\)"):
+        PolicyLoss(AlgoConfig(loss_type="custom_loss"), STEP, lambda *_: LOGP.sum())(LOGP, torch.zeros(5), packed())
+
+
+def test_metrics_tell_staleness_apart() -> None:
+    # answer 0 is fresh, answer 1 two versions behind; policy / engine weights 1.631, 1.359 | 0.5437
+    batch = packed(**{OLD_LOGP: OLD, STALENESS: [[0.0, 0.0], [2.0]]})
+    found = to_metrics(list(statistics(batch).values()), with_mismatch=False)
+    first, second, third = 0.6 * math.e, 0.5 * math.e, 0.2 * math.e
+    assert found["train/ess/staleness_0"] == pytest.approx((first + second) ** 2 / 2 / (first**2 + second**2))
+    assert found["train/ess/staleness_2"] == pytest.approx(1.0)
+    total = first + second + third
+    assert found["train/ess"] == pytest.approx(total**2 / 3 / (first**2 + second**2 + third**2))
+    assert found["train/pg_clipfrac/staleness_0"] == pytest.approx(1 / 2)
+    assert found["train/pg_clipfrac/staleness_2"] == pytest.approx(1.0)
+    assert found["train/token_share/staleness_2"] == pytest.approx(1 / 3)
+    # k3 of KL(engine || policy) at weight w: w - 1 - ln w
+    assert found["train/rollout_kl/staleness_2"] == pytest.approx(third - 1 - math.log(third))
+    assert "train/ess/staleness_1" not in found
+    alone = to_metrics(list(statistics(packed()).values()), with_mismatch=False)
+    assert not [name for name in alone if "staleness" in name]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "bucket"), [(0, "0"), (1, "1"), (3, "3"), (4, "4_7"), (7, "4_7"), (8, "8_up"), (99, "8_up")]
+)
+def test_a_row_counts_in_the_bucket_of_its_staleness(staleness: int, bucket: str) -> None:
+    values = statistics(packed(**{STALENESS: [[float(staleness)] * 2, [float(staleness)]]}))
+    assert {name: value for name, value in values.items() if name.startswith("count/") and value} == {
+        f"count/{bucket}": 3.0
+    }
+
+
+def test_mismatch_metrics_compare_trainer_and_engine() -> None:
+    # the engine says -1 everywhere, the trainer's policy at the start of the round OLD: .4 .5 | .4
+    found = to_metrics(list(statistics(packed(**{OLD_LOGP: OLD})).values()), with_mismatch=True)
+    logs = [math.log(0.4), math.log(0.5), math.log(0.4)]
+    nll = -sum(logs) / 3
+    assert found["train/mismatch_kl"] == pytest.approx(-1 + nll)
+    assert found["train/mismatch_k3_kl"] == pytest.approx(sum(math.exp(x + 1) - 1 - (x + 1) for x in logs) / 3)
+    assert found["train/mismatch_chi2"] == pytest.approx(sum(math.exp(2 * (x + 1)) for x in logs) / 3 - 1)
+    assert (found["train/mismatch_train_nll"], found["train/mismatch_rollout_nll"]) == pytest.approx((nll, 1.0))
+    assert found["train/mismatch_ppl_ratio"] == pytest.approx(math.exp(nll - 1))

@@ -32,6 +32,30 @@ def test_rewards_are_normalised_within_their_group():
     assert [row.reward for row in unscaled[0].rows] == [0.5, -0.5]
 
 
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # rewards 3 and 1: mean 2; RLOO 3 - 1 = 2; REINFORCE++ leaves them, its baseline takes the mean off
+        ("gspo", [0.7071058, -0.7071058]),
+        ("cispo", [0.7071058, -0.7071058]),
+        ("rloo", [2.0, -2.0]),
+        ("reinforce_plus_plus", [3.0, 1.0]),
+        ("reinforce_plus_plus_baseline", [1.0, -1.0]),
+    ],
+)
+def test_the_estimator_decides_what_becomes_of_the_rewards(estimator, expected):
+    groups = [[sample(0, 3.0), sample(1, 1.0)]]
+    rows = to_train_groups(make_args("--advantage-estimator", estimator), groups, 0)[0].rows
+    assert [row.reward for row in rows] == pytest.approx(expected, abs=1e-6)
+    assert [row.raw_reward for row in rows] == [3.0, 1.0]
+
+
+def test_an_answer_to_imitate_needs_no_reward():
+    groups = [[sample(0, None), sample(1, 0.5)]]
+    rows = to_train_groups(make_args("--loss-type", "sft_loss"), groups, 0)[0].rows
+    assert [(row.reward, row.raw_reward) for row in rows] == [(0.0, 0.0), (0.5, 0.5)]
+
+
 def test_a_row_carries_the_sample_unchanged():
     groups = [[sample(4, 1.0, version=3, status=SampleStatus.TRUNCATED), sample(5, 0.0, version=3)]]
     row = to_train_groups(make_args(), groups, 3)[0].rows[0]

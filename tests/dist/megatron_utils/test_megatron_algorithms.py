@@ -1,0 +1,107 @@
+"""Every estimator, correction and loss type equals plain torch, and no layout or packing changes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import reference_algorithms, reference_policy
+from tests.helpers.algorithm_cases import LAYOUTS, ROUND, algorithm_cases, stale_plan, stale_rows
+from tests.helpers.dist_launch import launch
+from tests.helpers.reference_algorithms import RECIPES
+
+Answers = Callable[[str], list[Any]]
+RELATIVE = 1e-5  # loss and gradient norm, fp32
+ABSOLUTE = 1e-6  # sums of terms near 1 that cancel
+WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
+
+
+@pytest.fixture(scope="module")
+def algorithms(models: Path, work: Path) -> Answers:
+    by_rank = launch(
+        "tests.helpers.megatron_worker:run",
+        world_size=2,
+        directory=work / "launch-algorithms",
+        arguments={"cases": algorithm_cases(models)},
+        deadline_s=240,
+    )
+    return lambda name: [rank[name] for rank in by_rank if name in rank]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_round_equals_plain_torch(algorithms: Answers, models: Path, recipe: str) -> None:
+    model, rows = reference_policy.load(models / "qwen2"), stale_rows()
+    steps = reference_algorithms.train_round(
+        model,
+        reference_policy.load(models / "reference"),
+        rows,
+        stale_plan(rows, dp_size=1),
+        RECIPES[recipe],
+    )
+    [answer] = algorithms(f"{recipe}-single")
+    for key in ("loss", "grad_norm"):
+        expected = sum(step[key] for step in steps) / len(steps)
+        got = answer["metrics"][f"train/{key}"]
+        print(f"{recipe} {key}: {got:.7f}, plain torch {expected:.7f}")  # noqa: T201
+        assert got == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE if key == "loss" else 0)
+    state = model.state_dict()
+    for name, tensor in answer["weights"].items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=WEIGHT, msg=name)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layout_or_packing_changes_no_metric_and_no_weight(algorithms: Answers, recipe: str, layout: str) -> None:
+    [single] = algorithms(f"{recipe}-single")
+    ranks = algorithms(f"{recipe}-{layout}")
+    assert len(ranks) == LAYOUTS[layout][0]
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(single["metrics"], rel=RELATIVE, abs=ABSOLUTE)
+        assert rank["metrics"] == ranks[0]["metrics"]
+        for name, tensor in single["weights"].items():
+            torch.testing.assert_close(rank["weights"][name], tensor, rtol=0, atol=WEIGHT, msg=name)
+
+
+def test_the_recipes_reach_what_they_are_about(algorithms: Answers) -> None:
+    def metric(recipe: str, name: str) -> float:
+        return algorithms(f"{recipe}-single")[0]["metrics"][f"train/{name}"]
+
+    for recipe in ("gspo", "cispo", "rloo-dual-tis", "grpo-normalised-decoupled"):
+        assert 0 < metric(recipe, "pg_clipfrac") < 1
+    for recipe in ("rloo-dual-tis", "grpo-normalised-decoupled", "icepop-unbiased-kl", "mis"):
+        assert 0 < metric(recipe, "tis_clipfrac") < 1
+    assert 0 < metric("engine-old-opsm", "opsm_maskfrac") < 1
+
+
+def test_effective_sample_size_is_told_apart_by_staleness(algorithms: Answers, models: Path) -> None:
+    rows = stale_rows()
+    with torch.no_grad():
+        logps = reference_policy.log_probs(reference_policy.load(models / "qwen2"), rows, reference_policy.TEMPERATURE)
+
+    def size(numbers: list[int]) -> float:
+        weights = [
+            math.exp(float(logp) - engine)
+            for row in numbers
+            for logp, engine, mask in zip(logps[row], rows[row].rollout_log_probs, rows[row].loss_mask, strict=True)
+            if mask
+        ]
+        return sum(weights) ** 2 / len(weights) / sum(weight**2 for weight in weights)
+
+    # steps hold rows 0-3 and 4-7; behind round 3 by 2 (row 0: its oldest token), 1, 2, 3 | 0, 1, 2, 3 versions.
+    # Rows 0 and 2 are of the first step, whose policy is that of the checkpoint; the second step's moved by 1e-3 a weight.
+    assert [ROUND - row.oldest_version for row in rows] == [2, 1, 2, 3, 0, 1, 2, 3]
+    [answer] = algorithms("grpo-normalised-decoupled-single")
+    metrics = answer["metrics"]
+    assert metrics["train/ess/staleness_2"] == pytest.approx((size([0, 2]) + size([6])) / 2, rel=0.05)
+    assert metrics["train/ess"] == pytest.approx((size([0, 1, 2, 3]) + size([4, 5, 6, 7])) / 2, rel=0.05)
+    # trainable tokens: 6 + 12 of 72, row 6 has 8 of 41
+    assert metrics["train/token_share/staleness_2"] == pytest.approx((18 / 72 + 8 / 41) / 2)
+    assert metrics["train/ess/staleness_0"] > 0
+    assert "train/ess/staleness_4_7" not in metrics
+    assert "train/mismatch_kl" in metrics
+    assert "train/mismatch_kl" not in algorithms("mis-single")[0]["metrics"]

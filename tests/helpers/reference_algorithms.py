@@ -1,0 +1,136 @@
+"""Every estimator and correction in plain torch, one answer at a time, written from the papers.
+
+Nothing is imported from vime's formulas. `RECIPES` name the flags; `train_round` computes what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.reference_policy import TEMPERATURE, log_probs, response_values, run_steps
+from vime.types import RoundPlan, TrainRow
+
+LOW, HIGH, DUAL = 0.002, 0.004, 1.003  # narrow: a second step of this size must meet them
+CLIPS = {"eps_clip": LOW, "eps_clip_high": HIGH}
+LOSS_PATH = "tests.helpers.reference_algorithms.example_loss"
+RECIPES: dict[str, dict[str, Any]] = {
+    "gspo": {"advantage_estimator": "gspo", **CLIPS},
+    "cispo": {"advantage_estimator": "cispo", **CLIPS},
+    "rloo-dual-tis": {
+        "advantage_estimator": "rloo", **CLIPS, "eps_clip_c": DUAL, "off_policy_correction": "tis", "tis_clip_low": 0.5,
+    },
+    "plus-plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_loss_type": "k1", "gamma": 0.9},
+    "plus-plus-baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, "kl_loss_type": "k2",
+        "calculate_per_token_loss": True,
+    },
+    "grpo-normalised-decoupled": {
+        **CLIPS, "normalize_advantages": True, "off_policy_correction": "decoupled", "get_mismatch_metrics": True,
+    },
+    "icepop-unbiased-kl": {
+        "off_policy_correction": "icepop", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3",
+        "use_unbiased_kl": True,
+    },
+    "mis": {"off_policy_correction": "mis", "mis_level": "geometric", "mis_mode": "truncate", "tis_clip_low": 0.4},
+    "engine-old-opsm": {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 1.0},
+    "sft": {"loss_type": "sft_loss", "calculate_per_token_loss": True},
+    "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH},
+}  # fmt: skip
+TIS_HIGH = 2.0
+
+
+def example_loss(args: Any, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """What --custom-loss-path names in the recipe `custom`."""
+    return -columns["advantage"] * (logp_T - columns["rollout_logp"]).clamp(max=1.0) - args.eps_clip * entropy_T
+
+
+def train_round(
+    model: torch.nn.Module, anchor: torch.nn.Module, rows: Sequence[TrainRow], plan: RoundPlan, flags: dict[str, Any]
+) -> list[dict[str, float]]:
+    old, ref = log_probs(model, rows, TEMPERATURE), log_probs(anchor, rows, TEMPERATURE)
+    masks = [torch.tensor(row.loss_mask, dtype=torch.float32) for row in rows]
+    engine = [torch.tensor(row.rollout_log_probs, dtype=torch.float32) for row in rows]
+
+    def step_loss(numbers: list[int]) -> Tensor:
+        advantages = step_advantages(rows, numbers, old, ref, masks, flags)
+        tokens = sum(float(masks[row].sum()) for row in numbers)
+        loss = torch.zeros(())
+        for row in numbers:
+            logp, entropy = response_values(model, rows[row], TEMPERATURE)
+            value = row_loss(logp, entropy, old[row], ref[row], engine[row], advantages[row], masks[row], flags)
+            total = (value * masks[row]).sum()
+            per_token = flags.get("calculate_per_token_loss", False)
+            loss = loss + (total / tokens if per_token else total / masks[row].sum() / len(numbers))
+        return loss
+
+    return run_steps(model, plan, step_loss)
+
+
+def step_advantages(
+    rows: Sequence[TrainRow], numbers: list[int], old: list[Tensor], ref: list[Tensor], masks: list[Tensor], flags: dict
+) -> dict[int, Tensor]:
+    estimator, coefficient = flags.get("advantage_estimator", "grpo"), flags.get("kl_coef", 0.0)
+    found = {}
+    for row in numbers:
+        difference = (old[row] - ref[row]).double()
+        penalty = coefficient * (difference**2 / 2 if flags.get("kl_loss_type") == "k2" else difference)
+        if estimator == "reinforce_plus_plus":
+            reward = -penalty * masks[row]
+            reward[int(masks[row].nonzero()[-1])] += rows[row].reward
+            length, gamma = len(reward), flags["gamma"]
+            powers = torch.tensor([[gamma ** (k - t) if k >= t else 0.0 for k in range(length)] for t in range(length)])
+            found[row] = powers.double() @ reward
+        else:
+            found[row] = rows[row].reward - penalty
+    if flags.get("normalize_advantages") or estimator.startswith("reinforce"):
+        whole = torch.cat([found[row][masks[row] > 0] for row in numbers])
+        found = {row: (value - whole.mean()) / whole.std(unbiased=False) for row, value in found.items()}
+    return {row: value.float() for row, value in found.items()}
+
+
+def row_loss(
+    logp: Tensor,
+    entropy: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    engine: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    flags: dict,
+) -> Tensor:
+    if flags.get("loss_type") == "sft_loss":
+        return -logp
+    if flags.get("loss_type") == "custom_loss":
+        return -advantage * (logp - engine).clamp(max=1.0) - 0.2 * entropy
+    estimator, length = flags.get("advantage_estimator", "grpo"), mask.sum()
+    low, high = 1 - flags.get("eps_clip", 0.2), 1 + flags.get("eps_clip_high", 0.2)
+    base = engine if flags.get("use_rollout_logprobs") else old
+    ratio = (logp - base).exp()
+    if estimator == "gspo":
+        ratio = (((logp - base) * mask).sum() / length).exp().expand(len(mask))
+    value = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    if estimator == "cispo":
+        value = -ratio.detach().clamp(low, high) * advantage * logp
+    if "eps_clip_c" in flags:
+        value = torch.where(advantage < 0, torch.minimum(value, -flags["eps_clip_c"] * advantage), value)
+    weight = (old - engine).exp()
+    match flags.get("off_policy_correction"):
+        case "tis":
+            value = value * weight.clamp(flags["tis_clip_low"], TIS_HIGH)
+        case "decoupled":
+            value = value * weight * (weight <= TIS_HIGH)
+        case "icepop":
+            value = value * weight * ((weight <= TIS_HIGH) & (weight >= 1 / TIS_HIGH))
+        case "mis":
+            value = value * (((old - engine) * mask).sum() / length).exp().clamp(flags["tis_clip_low"], TIS_HIGH)
+    if flags.get("use_opsm"):
+        drift = ((engine - logp.detach()) * mask).sum() / length
+        value = torch.where((advantage < 0) & (drift > flags["opsm_delta"]), torch.zeros_like(value), value)
+    if flags.get("use_unbiased_kl"):
+        kl = (ref - logp).exp() - 1 - (ref - logp)
+        value = value + flags["kl_loss_coef"] * kl * (logp - old).exp()
+    return value

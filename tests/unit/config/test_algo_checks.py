@@ -1,0 +1,123 @@
+"""No flag of the algorithm is accepted where it does nothing, and stale tokens are never weighed without a bound."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from vime.config.algo_checks import check_algo, resolve_algo
+from vime.config.parse import Config, parse
+from vime.config.training import AlgoConfig
+from vime.types import ConfigError
+
+
+def resolved(*flags: str, max_staleness: int = 0, group_size: int = 4) -> AlgoConfig:
+    config: Config = parse(flags)
+    config = config.replace(**resolve_algo(config.algo, max_staleness=max_staleness))
+    check_algo(config.algo, max_staleness=max_staleness, group_size=group_size)
+    return config.algo
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_staleness", "expected"),
+    [
+        ((), 0, "none"),
+        ((), 1, "decoupled"),
+        (("--off-policy-correction", "none"), 1, "none"),
+        (("--off-policy-correction", "tis"), 1, "tis"),
+        (("--use-rollout-logprobs",), 1, "none"),
+        (("--loss-type", "sft_loss"), 1, "none"),
+    ],
+)
+def test_stale_tokens_are_corrected_unless_told_otherwise(
+    flags: tuple[str, ...], max_staleness: int, expected: str
+) -> None:
+    assert resolved(*flags, max_staleness=max_staleness).off_policy_correction == expected
+
+
+def test_icepop_keeps_a_range_around_one_and_the_others_have_no_lower_bound() -> None:
+    assert resolved("--off-policy-correction", "icepop", "--tis-clip", "4").tis_clip_low == 0.25
+    for name in ("tis", "mis", "decoupled"):
+        assert resolved("--off-policy-correction", name).tis_clip_low == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), False),
+        (("--advantage-estimator", "reinforce_plus_plus"), True),
+        (("--advantage-estimator", "reinforce_plus_plus_baseline"), True),
+        (("--advantage-estimator", "reinforce_plus_plus", "--no-normalize-advantages"), False),
+        (("--advantage-estimator", "rloo", "--normalize-advantages"), True),
+    ],
+)
+def test_reinforce_plus_plus_whitens_by_default(flags: tuple[str, ...], expected: bool) -> None:
+    assert resolved(*flags).normalize_advantages is expected
+
+
+def test_a_group_of_one_needs_an_estimator_without_a_group() -> None:
+    assert resolved("--advantage-estimator", "reinforce_plus_plus", group_size=1)
+    assert resolved("--loss-type", "sft_loss", group_size=1)
+    for name in ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"):
+        with pytest.raises(ConfigError, match=f"--n-samples-per-prompt 1 with --advantage-estimator {name}"):
+            resolved("--advantage-estimator", name, group_size=1)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "unbounded weights on stale tokens": (
+        {"max_staleness": 1}, ["--tis-clip", "inf"], ["--tis-clip inf", "--transferqueue-max-staleness 1"],
+    ),
+    "unbounded ratio on stale tokens": (
+        {"max_staleness": 2}, ["--use-rollout-logprobs", "--eps-clip-high", "inf"], ["--eps-clip-high inf"],
+    ),
+    "weights that are all one": (
+        {}, ["--off-policy-correction", "tis", "--use-rollout-logprobs"], ["tis", "--use-rollout-logprobs"],
+    ),
+    "a bound without a correction": ({}, ["--tis-clip", "3"], ["--tis-clip", "--off-policy-correction none"]),
+    "a lower bound that decoupled has not": (
+        {}, ["--off-policy-correction", "decoupled", "--tis-clip-low", "0.5"], ["--tis-clip-low", "decoupled"],
+    ),
+    "a level without mis": ({}, ["--mis-level", "token"], ["--mis-level", "mis read it"]),
+    "a mode without mis": ({}, ["--mis-mode", "truncate"], ["--mis-mode", "mis read it"]),
+    "a delta without opsm": ({}, ["--opsm-delta", "0.5"], ["--opsm-delta", "--use-opsm"]),
+    "KL in the reward of a group": ({}, ["--kl-coef", "0.1"], ["--kl-coef", "grpo", "reinforce_plus_plus"]),
+    "a discount of a group": ({}, ["--gamma", "0.9"], ["--gamma", "reinforce_plus_plus"]),
+    "a group's deviation without one": (
+        {}, ["--advantage-estimator", "rloo", "--disable-grpo-std-normalization"],
+        ["--disable-grpo-std-normalization", "rloo"],
+    ),
+    "dual clip of cispo": ({}, ["--advantage-estimator", "cispo", "--eps-clip-c", "3"], ["--eps-clip-c", "cispo"]),
+    "dual clip at one": ({}, ["--eps-clip-c", "1"], ["--eps-clip-c 1"]),
+    "unbiased KL without KL": ({}, ["--use-unbiased-kl"], ["--use-unbiased-kl", "--use-kl-loss"]),
+    "custom loss without path": ({}, ["--loss-type", "custom_loss"], ["--custom-loss-path"]),
+    "path without custom loss": ({}, ["--custom-loss-path", "a.b"], ["--loss-type policy_loss", "a.b"]),
+    "sft with a discount": ({}, ["--loss-type", "sft_loss", "--gamma", "0.9"], ["sft_loss", "--gamma"]),
+    "sft with a correction": (
+        {}, ["--loss-type", "sft_loss", "--off-policy-correction", "tis"], ["--off-policy-correction"],
+    ),
+    "custom loss with a dual clip": (
+        {}, ["--loss-type", "custom_loss", "--custom-loss-path", "a.b", "--eps-clip-c", "3"], ["--eps-clip-c"],
+    ),
+    "a gamma above one": ({}, ["--gamma", "1.5"], ["--gamma: got 1.5"]),
+    "an upper bound below one": ({}, ["--off-policy-correction", "tis", "--tis-clip", "0.5"], ["--tis-clip: got 0.5"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_naming_the_flags(name: str) -> None:
+    settings, flags, expected = REFUSALS[name]
+    with pytest.raises(ConfigError) as refusal:
+        resolved(*flags, **settings)
+    for text in expected:
+        assert text in str(refusal.value)
+
+
+def test_unbounded_weights_are_allowed_on_fresh_tokens() -> None:
+    assert resolved("--off-policy-correction", "tis", "--tis-clip", "inf").tis_clip == math.inf
+
+
+def test_a_custom_loss_may_read_any_advantage() -> None:
+    flags = ("--loss-type", "custom_loss", "--custom-loss-path", "a.b", "--normalize-advantages")
+    assert resolved(*flags, max_staleness=1).off_policy_correction == "none"
