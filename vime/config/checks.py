@@ -234,8 +234,12 @@ def _check_debug(config: Config) -> None:
     debug = config.debug
     if debug.debug_rollout_only and debug.debug_train_only:
         raise ConfigError("--debug-rollout-only and --debug-train-only leave nothing to run. Keep one of the two.")
-    if debug.debug_train_only and not debug.load_debug_rollout_data:
-        raise ConfigError("--debug-train-only needs --load-debug-rollout-data PATH_{rollout_id}.jsonl.")
+    needs_engine = config.rollout.rollout_function_path.startswith("vime.rollout.vllm_rollout.")
+    if debug.debug_train_only and needs_engine and not debug.load_debug_rollout_data:
+        raise ConfigError(
+            "--debug-train-only needs --load-debug-rollout-data PATH_{rollout_id}.jsonl, or a --rollout-function-path "
+            "that asks no engine."
+        )
     if debug.load_debug_rollout_data and config.queue.transferqueue_mode != "off":
         raise ConfigError(
             f"--transferqueue-mode {config.queue.transferqueue_mode} with --load-debug-rollout-data: replayed rounds "

@@ -1,12 +1,14 @@
 """The documented plug-in examples, loaded the way a run loads them and run against a scripted engine."""
 
 import pytest
+import torch
 
 from tests.helpers.rollout_setup import EXAMPLES, make_args, write_jsonl, write_model_directory
 from tests.helpers.scripted_engine import Reply, ScriptedEngine
 from vime.rollout.convert import to_train_groups
-from vime.rollout.plugins import check_plugins, load_data_source
+from vime.rollout.plugins import check_plugins, load_data_source, plugin
 from vime.rollout.vllm_rollout import close_generation, generate_rollout
+from vime.types import ConfigError
 
 A, B, EOS, QUESTION_MARK = 5, 6, 2, 46
 CUSTOM = EXAMPLES / "customization"
@@ -109,3 +111,18 @@ def test_post_process_replaces_the_normalisation(play):
             "--rm-type", "exact_match",
         )  # fmt: skip
     assert [row.reward for row in to_train_groups(args, output.samples, 0)[0].rows] == [1.0, -0.5, -0.5]
+
+
+def test_loss_answers_every_token_by_its_advantage():
+    args = make_args("--loss-type", "custom_loss", "--custom-loss-path", f"{CUSTOM}/loss.py:reinforce")
+    check_plugins(args)
+    columns = {"advantage": torch.tensor([1.0, -1.0])}
+    loss_T = plugin(args, "custom_loss_path")(args, torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 0.5]), columns)
+    # -(1 * -1) - .01 * .5, -(-1 * -2) - .01 * .5
+    assert loss_T.tolist() == pytest.approx([0.995, -2.005])
+
+
+def test_a_loss_with_other_parameters_is_refused(tmp_path):
+    (tmp_path / "loss.py").write_text("def loss(logp_T): return logp_T\n")
+    with pytest.raises(ConfigError, match=r"--custom-loss-path .*loss.py:loss: cannot be called as \(args, logp_T"):
+        check_plugins(make_args("--loss-type", "custom_loss", "--custom-loss-path", f"{tmp_path}/loss.py:loss"))

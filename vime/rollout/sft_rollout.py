@@ -1,0 +1,59 @@
+"""A rollout function without an engine: the answers are the labels of the data, to be imitated (--loss-type sft_loss).
+
+    --loss-type sft_loss --rollout-function-path vime.rollout.sft_rollout.generate_rollout --debug-train-only \\
+        --label-key answer --n-samples-per-prompt 1
+
+Everything behind it is the common loop: plan, carrier, trainer, checkpoints. `--debug-train-only` leaves the engines
+out; without it they run, so that evaluation can generate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vime.rollout import vllm_rollout
+from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.seams import DataSource
+from vime.types import DataError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, SampleStatus, VersionSpan
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The next `--rollout-batch-size` groups, each answered by its label."""
+    if evaluation:
+        return vllm_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    samples = [sample for group in groups for sample in group]
+    for sample in samples:
+        answer_with_label(args, sample, version=rollout_id)
+    lengths = [sample.response_length for sample in samples]
+    return RolloutFnTrainOutput(
+        samples=groups,
+        metrics={"rollout/response_len_mean": sum(lengths) / len(lengths), "rollout/num_tokens": float(sum(lengths))},
+    )
+
+
+def answer_with_label(args: Any, sample: Sample, *, version: int) -> None:
+    """Grow the sample by its label's tokens and the tokenizer's end of sequence.
+
+    No policy sampled them: their log-probabilities are written as 0, and the version is the round's own, so that they
+    are never stale.
+    """
+    if not isinstance(sample.label, str) or not sample.label:
+        raise DataError(
+            f"sample {sample.index}: the label is {sample.label!r}, expected the text of the answer to imitate. Name "
+            "its key with --label-key."
+        )
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    tokens = list(tokenizer(sample.label, add_special_tokens=False)["input_ids"])
+    if tokenizer.eos_token_id is not None:
+        tokens.append(tokenizer.eos_token_id)
+    length, limit = len(sample.tokens) + len(tokens), context_limit(args)
+    if length > limit:
+        raise DataError(
+            f"sample {sample.index}: prompt and answer have {length} tokens and the context is {limit} "
+            "(--rollout-max-context-len or the model's limit). Shorten the record or remove it."
+        )
+    sample.append_response_tokens(tokens, [0.0] * len(tokens), versions=[VersionSpan(version, 0, len(tokens))])
+    sample.response, sample.status = sample.label, SampleStatus.COMPLETED
