@@ -30,7 +30,12 @@ def stale_rows() -> list[TrainRow]:
     spans = [(VersionSpan(ROUND - index % 4, 0, row.response_length),) for index, row in enumerate(rows)]
     spans[0] = (VersionSpan(1, 0, 2), VersionSpan(ROUND, 2, rows[0].response_length))
     return [
-        dataclasses.replace(row, rollout_id=ROUND, token_policy_versions=span)
+        dataclasses.replace(
+            row,
+            rollout_id=ROUND,
+            token_policy_versions=span,
+            extra={"teacher_log_probs": [-1.0 - (index % 5) for index in range(row.response_length)]},
+        )
         for row, span in zip(rows, spans, strict=True)
     ]
 

@@ -37,6 +37,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "mis": {"off_policy_correction": "mis", "mis_level": "geometric", "mis_mode": "truncate", "tis_clip_low": 0.4},
     "engine-old-opsm": {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 1.0},
+    "distilled": {"use_opd": True, "opd_kl_coef": 0.5, "advantage_estimator": "rloo"},
     "sft": {"loss_type": "sft_loss", "calculate_per_token_loss": True},
     "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH},
 }  # fmt: skip
@@ -86,6 +87,9 @@ def step_advantages(
             found[row] = powers.double() @ reward
         else:
             found[row] = rows[row].reward - penalty
+        if flags.get("use_opd"):
+            teacher = torch.tensor(rows[row].extra["teacher_log_probs"], dtype=torch.float64)
+            found[row] = found[row] + flags["opd_kl_coef"] * (teacher - old[row].double())
     if flags.get("normalize_advantages") or estimator.startswith("reinforce"):
         whole = torch.cat([found[row][masks[row] > 0] for row in numbers])
         found = {row: (value - whole.mean()) / whole.std(unbiased=False) for row, value in found.items()}

@@ -102,6 +102,19 @@ def penalised_advantages(advantage: float, penalty_R: Tensor) -> Tensor:
     return advantage - penalty_R
 
 
+def distillation_advantages(
+    advantage_R: Tensor, logp_R: Tensor, teacher_logp_R: Tensor, *, coefficient: float
+) -> Tensor:
+    """Pull each token of the policy's own answer towards a teacher: A_t - coefficient * (logp_t - teacher_logp_t); [R].
+
+    On-policy distillation, Agarwal et al. 2024 (GKD) with the reverse KL, in the advantage as in Lu 2025 ("On-Policy
+    Distillation"): the one-sample estimate (k1) of KL(policy || teacher) is a penalty of the token itself. Both
+    log-probabilities are constants, at the sampling temperature; a teacher that finds the token likelier raises its
+    advantage. No denominator. Example: A = 0, logp = ln .5, teacher ln .25, coefficient 1 -> -ln 2.
+    """
+    return advantage_R - coefficient * (logp_R - teacher_logp_R)
+
+
 def whiten(value_R: Tensor, *, mean: Tensor, variance: Tensor) -> Tensor:
     """(value - mean) / (sqrt(variance) + 1e-8).
 

@@ -16,10 +16,15 @@ RANGED = {
 }
 """Knob -> the estimators that read it."""
 POLICY_ONLY = (
-    *RANGED, "normalize_advantages", "use_rollout_logprobs", "use_opsm", "opsm_delta", "tis_clip", "tis_clip_low",
-    "mis_level", "mis_mode",
+    *RANGED, "advantage_estimator", "normalize_advantages", "use_opd", "opd_kl_coef", "eps_clip", "use_rollout_logprobs",
+    "use_opsm", "opsm_delta", "tis_clip", "tis_clip_low", "mis_level", "mis_mode",
 )  # fmt: skip
 """Knobs that only --loss-type policy_loss reads."""
+ADVANTAGE_KNOBS = (
+    "advantage_estimator", "gamma", "kl_coef", "normalize_advantages", "disable_grpo_std_normalization", "use_opd",
+    "opd_kl_coef",
+)  # fmt: skip
+"""Of these, the knobs that make advantages: a custom loss gets them too."""
 DEFAULTS = AlgoConfig()
 
 
@@ -67,8 +72,7 @@ def _check_loss_type(algo: AlgoConfig) -> None:
     if algo.off_policy_correction != "none":
         ignored.append("off_policy_correction")
     if algo.loss_type == "custom_loss":  # it reads the advantages, so what makes them is in force
-        ignored = [name for name in ignored if name not in ("gamma", "kl_coef", "normalize_advantages")]
-        ignored = [name for name in ignored if name != "disable_grpo_std_normalization"]
+        ignored = [name for name in ignored if name not in ADVANTAGE_KNOBS]
     if ignored:
         raise ConfigError(
             f"--loss-type {algo.loss_type} does not read {', '.join(map(_flag, ignored))}. Remove them, or use "
@@ -87,11 +91,14 @@ def _check_kl(algo: AlgoConfig) -> None:
 
 def _check_estimator(algo: AlgoConfig, group_size: int) -> None:
     estimator = algo.advantage_estimator
-    if algo.loss_type == "policy_loss" and group_size == 1 and estimator != "reinforce_plus_plus":
+    may_stand_alone = algo.use_opd or estimator == "reinforce_plus_plus"
+    if algo.loss_type == "policy_loss" and group_size == 1 and not may_stand_alone:
         raise ConfigError(
             f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: a group of one has no advantage. Use at "
             "least 2, or reinforce_plus_plus."
         )
+    if _is_given(algo, "opd_kl_coef") and not algo.use_opd:
+        raise ConfigError("--opd-kl-coef has no effect without --use-opd. Add the flag or remove this one.")
     for name, estimators in RANGED.items():
         if _is_given(algo, name) and estimator not in estimators:
             raise ConfigError(

@@ -15,6 +15,8 @@ from vime.config.parse import Config
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
+TEACHER_COLUMN = "teacher_log_probs"
+
 
 def resolve(config: Config) -> Config:
     """Derived defaults. Contradictions that make a default impossible are refused here."""
@@ -36,6 +38,7 @@ def resolve(config: Config) -> Config:
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
         transferqueue_mode=_resolve_mode(config),
+        transfer_queue_extra_data_fields=_resolve_columns(config),
         **resolve_algo(config.algo, max_staleness=staleness),
         pause_mode=config.weights.pause_mode or ("keep" if staleness > 0 else "wait"),
         update_weight_transport=_resolve_transport(config, device),
@@ -50,6 +53,13 @@ def _resolve_mode(config: Config) -> str:
     if queue.transferqueue_mode == "off" and queue.enable_vime_transfer_queue:
         raise ConfigError("--enable-vime-transfer-queue contradicts --transferqueue-mode off. Remove one of the two.")
     return queue.transferqueue_mode
+
+
+def _resolve_columns(config: Config) -> tuple[str, ...]:
+    """The optional columns asked for, and the one that --use-opd reads."""
+    names = config.queue.transfer_queue_extra_data_fields
+    needed = (TEACHER_COLUMN,) if config.algo.use_opd and TEACHER_COLUMN not in names else ()
+    return (*names, *needed)
 
 
 def _resolve_transport(config: Config, device: str) -> str:

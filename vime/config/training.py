@@ -43,6 +43,10 @@ class AlgoConfig:
         "low_var_kl", "KL estimator, of the loss term and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
     )
     use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
+    use_opd: bool = flag(
+        False, "on-policy distillation: pull tokens towards the column teacher_log_probs, which a plug-in fills"
+    )
+    opd_kl_coef: float = flag(1.0, "weight of that pull in the advantage of a token", minimum=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", minimum=0)
     calculate_per_token_loss: bool = flag(
         False, "divide by the trainable tokens of the step instead of averaging per sample first"

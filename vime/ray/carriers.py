@@ -32,7 +32,9 @@ def connect_carrier(config: Config, queue_address: Any) -> Carrier:
     """The carrier as seen from one process; `queue_address` is None in mode off."""
     if queue_address is None:
         return ObjectRefCarrier(
-            put=ray.put, get=lambda ref: ray.get(ref, timeout=config.queue.transferqueue_timeout_secs)
+            put=ray.put,
+            get=lambda ref: ray.get(ref, timeout=config.queue.transferqueue_timeout_secs),
+            extra=config.queue.transfer_queue_extra_data_fields,
         )
     from vime.handoff.bridge import TransferQueueBridge
 

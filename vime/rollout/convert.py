@@ -57,7 +57,22 @@ def _row(args: Any, sample: Sample, reward: float, rollout_id: int) -> TrainRow:
         raw_reward=_raw_reward(args, sample),
         status=str(sample.status),
         truncated=sample.status is SampleStatus.TRUNCATED,
+        extra=_extra_columns(args, sample),
     )
+
+
+def _extra_columns(args: Any, sample: Sample) -> dict[str, Any]:
+    """Optional columns that were asked for (--transfer-queue-extra-data-fields) and that this room writes."""
+    if "teacher_log_probs" not in args.transfer_queue_extra_data_fields:
+        return {}
+    where, values = f"sample {sample.index} of group {sample.group_index}", sample.teacher_log_probs
+    if values is None or len(values) != sample.response_length or not all(map(math.isfinite, values)):
+        got = "none" if values is None else f"{len(values)} values"
+        raise HandoffError(
+            f"{where}: teacher_log_probs holds {got}, expected {sample.response_length} finite numbers, one per "
+            "response token. The reward or generate plug-in must set sample.teacher_log_probs (--use-opd)."
+        )
+    return {"teacher_log_probs": tuple(float(value) for value in values)}
 
 
 def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:

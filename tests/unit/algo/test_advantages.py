@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vime.algo.advantages import (
     GROUP_ESTIMATORS,
     discounted_returns,
+    distillation_advantages,
     group_advantages,
     group_signal,
     leave_one_out_advantages,
@@ -119,6 +120,23 @@ def test_returns_follow_bellman(reward, penalties, gamma):
 
 def test_a_penalty_is_taken_off_the_groups_advantage():
     assert penalised_advantages(0.5, torch.tensor([0.1, 0.0]).double()).tolist() == pytest.approx([0.4, 0.5])
+
+
+def test_a_teacher_that_finds_a_token_less_likely_lowers_its_advantage():
+    # ln .5 - ln .25 = ln 2; equal at the second token; coefficient 2
+    logp_R, teacher_R = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.5]).log()
+    answer_R = distillation_advantages(torch.tensor([1.0, 1.0]), logp_R, teacher_R, coefficient=2.0)
+    assert answer_R.tolist() == pytest.approx([1 - 2 * math.log(2), 1.0])
+
+
+@given(st.lists(st.floats(0.05, 1), min_size=2, max_size=5), st.lists(st.floats(0.05, 1), min_size=5, max_size=5))
+def test_the_mean_distillation_advantage_is_minus_the_divergence_from_the_teacher(weights, teacher_weights):
+    policy = torch.tensor(weights, dtype=torch.float64)
+    teacher = torch.tensor(teacher_weights[: len(weights)], dtype=torch.float64)
+    policy, teacher = policy / policy.sum(), teacher / teacher.sum()
+    advantage_V = distillation_advantages(torch.zeros_like(policy), policy.log(), teacher.log(), coefficient=1.0)
+    divergence = (policy * (policy / teacher).log()).sum().item()
+    assert (policy * advantage_V).sum().item() == pytest.approx(-divergence, abs=1e-9)
 
 
 @given(st.lists(st.floats(-50, 50), min_size=2, max_size=20))

@@ -60,6 +60,7 @@ def test_reinforce_plus_plus_whitens_by_default(flags: tuple[str, ...], expected
 def test_a_group_of_one_needs_an_estimator_without_a_group() -> None:
     assert resolved("--advantage-estimator", "reinforce_plus_plus", group_size=1)
     assert resolved("--loss-type", "sft_loss", group_size=1)
+    assert resolved("--use-opd", group_size=1)
     for name in ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"):
         with pytest.raises(ConfigError, match=f"--n-samples-per-prompt 1 with --advantage-estimator {name}"):
             resolved("--advantage-estimator", name, group_size=1)
@@ -90,9 +91,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "dual clip of cispo": ({}, ["--advantage-estimator", "cispo", "--eps-clip-c", "3"], ["--eps-clip-c", "cispo"]),
     "dual clip at one": ({}, ["--eps-clip-c", "1"], ["--eps-clip-c 1"]),
+    "a pull without a teacher": ({}, ["--opd-kl-coef", "2"], ["--opd-kl-coef", "--use-opd"]),
+    "imitation with a teacher": ({}, ["--loss-type", "sft_loss", "--use-opd"], ["sft_loss", "--use-opd"]),
     "unbiased KL without KL": ({}, ["--use-unbiased-kl"], ["--use-unbiased-kl", "--use-kl-loss"]),
     "custom loss without path": ({}, ["--loss-type", "custom_loss"], ["--custom-loss-path"]),
     "path without custom loss": ({}, ["--custom-loss-path", "a.b"], ["--loss-type policy_loss", "a.b"]),
+    "sft with an estimator": ({}, ["--loss-type", "sft_loss", "--advantage-estimator", "rloo"], ["--advantage-estimator"]),
     "sft with a discount": ({}, ["--loss-type", "sft_loss", "--gamma", "0.9"], ["sft_loss", "--gamma"]),
     "sft with a correction": (
         {}, ["--loss-type", "sft_loss", "--off-policy-correction", "tis"], ["--off-policy-correction"],

@@ -60,6 +60,11 @@ def test_pause_mode_is_keep_when_tokens_may_be_old(model_dir: Path) -> None:
     assert resolved(model_dir, "--max-staleness", "1").weights.pause_mode == "keep"
 
 
+def test_distillation_asks_for_its_column(model_dir: Path) -> None:
+    assert resolved(model_dir).queue.transfer_queue_extra_data_fields == ()
+    assert resolved(model_dir, "--use-opd").queue.transfer_queue_extra_data_fields == ("teacher_log_probs",)
+
+
 def test_steps_follow_from_a_global_batch(model_dir: Path) -> None:
     assert resolved(model_dir, "--global-batch-size", "8").batch.num_steps_per_rollout == 2  # 16 samples / 8
 

@@ -56,6 +56,23 @@ def test_an_answer_to_imitate_needs_no_reward():
     assert [(row.reward, row.raw_reward) for row in rows] == [(0.0, 0.0), (0.5, 0.5)]
 
 
+def test_teacher_log_probabilities_travel_only_when_asked_for():
+    group = [sample(0, 1.0), sample(1, 0.0)]
+    for one in group:
+        one.teacher_log_probs = [-0.75, -2.0]
+    asked = make_args("--transfer-queue-extra-data-fields", "teacher_log_probs")
+    assert to_train_groups(asked, [group], 0)[0].rows[0].extra == {"teacher_log_probs": (-0.75, -2.0)}
+    assert to_train_groups(make_args(), [group], 0)[0].rows[0].extra == {}
+
+
+@pytest.mark.parametrize("values", [None, [-1.0], [-1.0, math.inf]])
+def test_an_answer_without_its_teachers_log_probabilities_is_refused(values):
+    group = [sample(0, 1.0), sample(1, 0.0)]
+    group[1].teacher_log_probs, group[0].teacher_log_probs = values, [-1.0, -1.0]
+    with pytest.raises(HandoffError, match="sample 1 of group 0: teacher_log_probs"):
+        to_train_groups(make_args("--transfer-queue-extra-data-fields", "teacher_log_probs"), [group], 0)
+
+
 def test_a_row_carries_the_sample_unchanged():
     groups = [[sample(4, 1.0, version=3, status=SampleStatus.TRUNCATED), sample(5, 0.0, version=3)]]
     row = to_train_groups(make_args(), groups, 3)[0].rows[0]

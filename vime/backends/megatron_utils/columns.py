@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vime.algo.advantages import TOKEN_REWARD_ESTIMATORS, discounted_returns, penalised_advantages, whiten
+from vime.algo.advantages import (
+    TOKEN_REWARD_ESTIMATORS,
+    discounted_returns,
+    distillation_advantages,
+    penalised_advantages,
+    whiten,
+)
 from vime.algo.kl import kl_estimate
 from vime.config.training import AlgoConfig
 from vime.types import RoundPlan, StepPlan, TrainRow
@@ -36,7 +42,7 @@ def has_token_advantages(algo: AlgoConfig) -> bool:
     if algo.loss_type == "sft_loss":
         return False
     is_return = algo.advantage_estimator == "reinforce_plus_plus"
-    return is_return or algo.kl_coef > 0 or bool(algo.normalize_advantages)
+    return is_return or algo.kl_coef > 0 or algo.use_opd or bool(algo.normalize_advantages)
 
 
 def log_prob_columns(
@@ -45,10 +51,11 @@ def log_prob_columns(
     """Log-probabilities of the old (proximal) and reference policies: forward passes over the whole round.
 
     Collective over the model-parallel group. The old policy of a one-step round is the policy itself, so no pass is
-    needed for it, unless --kl-coef needs it for the rewards before the step begins.
+    needed for it, unless --kl-coef or --use-opd needs it for the
+    advantages before the step begins.
     """
     sources = {}
-    if len(plan.steps) > 1 or algo.kl_coef > 0:
+    if len(plan.steps) > 1 or algo.kl_coef > 0 or algo.use_opd:
         sources[OLD_LOGP] = replica.chunks
     if needs_reference(algo):
         assert replica.reference is not None, "build_replica makes the reference"
@@ -95,6 +102,16 @@ def advantage_columns(
 
 def token_advantages(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
     """[R] float64: the row's advantage at each of its tokens, before whitening."""
+    advantage_R = _estimated(row, number, columns, algo=algo)
+    if not algo.use_opd:
+        return advantage_R
+    teacher_logp_R = torch.as_tensor(row.extra["teacher_log_probs"], dtype=torch.float64)
+    old_logp_R = columns[OLD_LOGP][number].double()
+    return distillation_advantages(advantage_R, old_logp_R, teacher_logp_R, coefficient=algo.opd_kl_coef)
+
+
+def _estimated(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
+    """What --advantage-estimator says, with the KL penalty of --kl-coef."""
     penalty_R = torch.zeros(row.response_length, dtype=torch.float64)
     if algo.kl_coef > 0:
         old_logp_R, ref_logp_R = columns[OLD_LOGP][number].double(), columns[REF_LOGP][number].double()
