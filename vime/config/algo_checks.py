@@ -16,8 +16,8 @@ RANGED = {
 }
 """Knob -> the estimators that read it."""
 POLICY_ONLY = (
-    *RANGED, "advantage_estimator", "normalize_advantages", "use_opd", "opd_kl_coef", "eps_clip", "use_rollout_logprobs",
-    "use_opsm", "opsm_delta", "tis_clip", "tis_clip_low", "mis_level", "mis_mode",
+    *RANGED, "advantage_estimator", "normalize_advantages", "use_opd", "opd_kl_coef", "eps_clip",
+    "use_rollout_logprobs", "use_opsm", "opsm_delta", "tis_clip", "tis_clip_low", "mis_level", "mis_mode",
 )  # fmt: skip
 """Knobs that only --loss-type policy_loss reads."""
 ADVANTAGE_KNOBS = (

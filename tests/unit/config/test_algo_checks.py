@@ -96,7 +96,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "unbiased KL without KL": ({}, ["--use-unbiased-kl"], ["--use-unbiased-kl", "--use-kl-loss"]),
     "custom loss without path": ({}, ["--loss-type", "custom_loss"], ["--custom-loss-path"]),
     "path without custom loss": ({}, ["--custom-loss-path", "a.b"], ["--loss-type policy_loss", "a.b"]),
-    "sft with an estimator": ({}, ["--loss-type", "sft_loss", "--advantage-estimator", "rloo"], ["--advantage-estimator"]),
+    "sft with an estimator": (
+        {}, ["--loss-type", "sft_loss", "--advantage-estimator", "rloo"], ["--advantage-estimator"],
+    ),
     "sft with a discount": ({}, ["--loss-type", "sft_loss", "--gamma", "0.9"], ["sft_loss", "--gamma"]),
     "sft with a correction": (
         {}, ["--loss-type", "sft_loss", "--off-policy-correction", "tis"], ["--off-policy-correction"],
