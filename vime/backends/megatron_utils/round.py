@@ -68,7 +68,7 @@ def _columns(
         algo=algo,
         dp_rank=dp_rank,
         is_last_stage=is_last_stage,
-        speaks=is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0,
+        speaks=is_last_stage and _is_first_of_stage(),
     )
     return {**columns, **advantages, **staleness_columns(plan.rollout_id, rows, plan.rows_of(dp_rank))}
 
@@ -133,10 +133,15 @@ def _sum_over_ranks(shares: Sequence[Tensor]) -> list[float]:
     The ranks of one replica's last stage hold the same numbers, so one of them speaks for the replica.
     """
     total_S = torch.zeros(len(STATISTICS), dtype=torch.float64, device=torch.cuda.current_device())
-    if shares and parallel_state.get_tensor_model_parallel_rank() == 0:
+    if shares and _is_first_of_stage():
         total_S = torch.stack(list(shares)).sum(0)
     dist.all_reduce(total_S)
     return [float(value) for value in total_S.tolist()]
+
+
+def _is_first_of_stage() -> bool:
+    """Of the ranks of a replica's stage, which hold the same rows and whole log-probabilities, one speaks."""
+    return parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
 
 
 def _rows_not_finite(
