@@ -56,12 +56,17 @@ def row_means(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> T
 
 
 def _per_row(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> tuple[Tensor, Tensor]:
-    """(sum, count) of its row's masked tokens at each token. Row 0 of the sums is for positions outside of rows."""
-    row_T = torch.zeros_like(value_T, dtype=torch.int64)
-    for number, positions in enumerate(row_slices, start=1):
-        row_T[positions] = number
-    counts_T = (mask_T > 0) & (row_T > 0)
-    empty = value_T.new_zeros(len(row_slices) + 1)
-    sums = empty.index_add(0, row_T, torch.where(counts_T, value_T, 0.0))
-    counts = empty.index_add(0, row_T, counts_T.to(value_T.dtype))
-    return sums[row_T], counts[row_T]
+    """(sum, count) of its row's masked tokens at each token; 0 outside of rows, which are ascending and disjoint.
+
+    Built by expanding and joining: unlike scattered adds, these have one order of summation on every device.
+    """
+    counts_T = mask_T > 0
+    value_T = torch.where(counts_T, value_T, 0.0)
+    sums, counts, end = [], [], 0
+    for positions in row_slices:
+        gap, length = value_T.new_zeros(positions.start - end), positions.stop - positions.start
+        sums += [gap, value_T[positions].sum().expand(length)]
+        counts += [gap, counts_T[positions].sum().to(value_T.dtype).expand(length)]
+        end = positions.stop
+    gap = value_T.new_zeros(value_T.numel() - end)
+    return torch.cat([*sums, gap]), torch.cat([*counts, gap])

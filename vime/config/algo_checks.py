@@ -8,7 +8,7 @@ from typing import Any
 from vime.config.training import AlgoConfig
 from vime.types import ConfigError
 
-RANGED = {
+READERS = {
     "gamma": ("reinforce_plus_plus",),
     "kl_coef": ("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     "disable_grpo_std_normalization": ("grpo", "gspo", "cispo"),
@@ -16,7 +16,7 @@ RANGED = {
 }
 """Knob -> the estimators that read it."""
 POLICY_ONLY = (
-    *RANGED, "advantage_estimator", "normalize_advantages", "use_opd", "opd_kl_coef", "eps_clip",
+    *READERS, "advantage_estimator", "normalize_advantages", "use_opd", "opd_kl_coef", "eps_clip",
     "use_rollout_logprobs", "use_opsm", "opsm_delta", "tis_clip", "tis_clip_low", "mis_level", "mis_mode",
 )  # fmt: skip
 """Knobs that only --loss-type policy_loss reads."""
@@ -40,7 +40,7 @@ def resolve_algo(algo: AlgoConfig, *, max_staleness: int) -> dict[str, Any]:
         low = 1 / algo.tis_clip if correction == "icepop" else 0.0
     whiten = algo.normalize_advantages
     if whiten is None:
-        whiten = is_policy and algo.advantage_estimator.startswith("reinforce_plus_plus")
+        whiten = algo.loss_type != "sft_loss" and algo.advantage_estimator.startswith("reinforce_plus_plus")
     return {
         "eps_clip_high": algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high,
         "off_policy_correction": correction,
@@ -99,7 +99,7 @@ def _check_estimator(algo: AlgoConfig, group_size: int) -> None:
         )
     if _is_given(algo, "opd_kl_coef") and not algo.use_opd:
         raise ConfigError("--opd-kl-coef has no effect without --use-opd. Add the flag or remove this one.")
-    for name, estimators in RANGED.items():
+    for name, estimators in READERS.items():
         if _is_given(algo, name) and estimator not in estimators:
             raise ConfigError(
                 f"{_flag(name)} with --advantage-estimator {estimator} has no effect: {', '.join(estimators)} read it. "

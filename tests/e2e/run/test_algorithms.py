@@ -9,6 +9,14 @@ import pytest
 from tests.helpers.training import TinyTask, train
 
 ROUNDS = 4
+TAUGHT_REWARD = '''"""Reward: share of even tokens; the teacher likes every token alike."""
+
+
+async def taught(args, sample, **kwargs):
+    answer = sample.tokens[-sample.response_length :]
+    sample.teacher_log_probs = [-4.0] * sample.response_length
+    return sum(token % 2 == 0 for token in answer) / max(1, len(answer))
+'''
 
 
 def test_imitation_lowers_its_loss_without_starting_an_engine(tiny_task: TinyTask, tmp_path: Path) -> None:
@@ -26,13 +34,15 @@ def test_imitation_lowers_its_loss_without_starting_an_engine(tiny_task: TinyTas
 @pytest.mark.parametrize(
     "more",
     [
-        ["--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "0.05", "--gamma", "0.99"],
+        ["--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "0.05", "--gamma", "0.99", "--use-opd"],
         ["--advantage-estimator", "gspo", "--off-policy-correction", "mis", "--get-mismatch-metrics"],
     ],
-    ids=["reinforce-plus-plus", "gspo-mis"],
+    ids=["reinforce-plus-plus-distilled", "gspo-mis"],
 )
 def test_tokens_one_version_old_are_weighed(tiny_task: TinyTask, tmp_path: Path, more: list[str]) -> None:
+    (tmp_path / "reward.py").write_text(TAUGHT_REWARD)
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--max-staleness", "1", "--lr", "1e-3", *more]
+    flags += ["--custom-rm-path", f"{tmp_path / 'reward.py'}:taught"]
     finished = train(flags, tmp_path / "run", script="train_async.py")
     assert finished.code == 0, finished.output
     metrics = finished.metrics()

@@ -48,16 +48,13 @@ def bucket_sums(
     """[BUCKETS x BUCKET_SUMS] float64, flat."""
     logp_T, rollout_logp_T = logp_T.detach().double(), rollout_logp_T.double()
     weight_T = ratio(logp_T - rollout_logp_T)
+    is_clipped_T = is_clipped_T.double()
     values = [torch.ones_like(weight_T), weight_T, weight_T.square(), is_clipped_T, _k3(logp_T, rollout_logp_T)]
     starts = torch.tensor(BUCKET_STARTS, dtype=staleness_T.dtype, device=staleness_T.device)
     bucket_T = torch.bucketize(staleness_T, starts, right=True) - 1
-    counts_T = mask_T > 0
-    sums = [
-        torch.where(counts_T & (bucket_T == bucket), value_T.double(), 0.0).sum()
-        for bucket in range(len(BUCKETS))
-        for value_T in values
-    ]
-    return torch.stack(sums)
+    is_member_BT = bucket_T == torch.arange(len(BUCKETS), device=bucket_T.device).unsqueeze(1)
+    counted_VT = torch.where(mask_T > 0, torch.stack(values), 0.0)
+    return (is_member_BT.double() @ counted_VT.T).flatten()
 
 
 def to_metrics(totals: Sequence[float], *, with_mismatch: bool) -> dict[str, float]:
