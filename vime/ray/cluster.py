@@ -56,7 +56,6 @@ def num_trainer_ranks(config: Config) -> int:
 
 def start_ray(config: Config) -> None:
     """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     demand = demand_of(config)
     if config.cluster.ray_address is None:
