@@ -100,6 +100,17 @@ def test_resumed_run_equals_the_run_that_never_stopped(tiny_task: TinyTask, reco
     ).read_bytes()
 
 
+def test_four_trainer_actors_learn_what_one_learns(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
+    """TP2 x DP2 against one rank, through Ray and the carrier."""
+    one = replayed(tiny_task, recorded, tmp_path / "one", 4)
+    layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]
+    four = replayed(tiny_task, recorded, tmp_path / "four", 4, *layout)
+    for rollout_id in range(4):
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            expected = one.metrics()[rollout_id][name]
+            assert four.metrics()[rollout_id][name] == pytest.approx(expected, rel=1e-4, abs=1e-6), (rollout_id, name)
+
+
 def test_prefetch_trains_tokens_one_version_old(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--transferqueue-mode", "buffer"]
     flags += ["--max-staleness", "1", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
