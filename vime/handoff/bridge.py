@@ -245,7 +245,7 @@ class _QueueClient:
         self._call(self._client.async_clear_partition(partition), f"clear of {partition}")
 
     def close(self) -> None:
-        """End pending calls and leave. A call left on a stopped loop would be torn down by the garbage collector later."""
+        """End pending calls and leave; a call left on a stopped loop would be torn down by the garbage collector."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(TimeoutError):
