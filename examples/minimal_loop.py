@@ -103,7 +103,8 @@ def train_round(logits_VV: Tensor, optimizer: torch.optim.Optimizer, carrier: Me
         for numbers in step.micro_batches[0]:
             batch = pack([rows[number] for number in numbers])
             logp_T = logits_VV[batch.tokens_T].log_softmax(-1).gather(-1, batch.labels_T[:, None])[:, 0]
-            loss_T, _ = policy_loss(logp_T, batch.rollout_logp_T, batch.advantage_T, eps_clip=0.2, eps_clip_high=0.28)
+            log_ratio_T = logp_T - batch.rollout_logp_T
+            loss_T, _ = policy_loss(log_ratio_T, batch.advantage_T, eps_clip=0.2, eps_clip_high=0.28)
             loss = reduce_loss(
                 loss_T,
                 batch.mask_T,
