@@ -127,7 +127,8 @@ def _sum_over_ranks(shares: Sequence[Tensor]) -> list[float]:
     The ranks of one replica's last stage hold the same numbers, so one of them speaks for the replica.
     """
     total_S = torch.zeros(len(STATISTICS), dtype=torch.float64, device=torch.cuda.current_device())
-    if shares and parallel_state.get_tensor_model_parallel_rank() == 0:
+    speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    if shares and speaks:
         total_S = torch.stack(list(shares)).sum(0)
     dist.all_reduce(total_S)
     return [float(value) for value in total_S.tolist()]
