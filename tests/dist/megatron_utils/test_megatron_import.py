@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.megatron_cases import KINDS, LAYOUTS, MOE_LAYOUTS
+from tests.helpers.megatron_cases import KINDS, LAYOUTS, MOE_LAYOUTS, cuts
 from tests.helpers.megatron_models import make_rows
 from vime.weights.hashing import content_hash
 
@@ -33,12 +33,12 @@ def test_log_probs_equal_transformers_within_1e_4(answers: Answers, models: Path
 
 MODEL = {
     **{f"import-{kind}": kind for kind in KINDS},
-    **{f"import-{layout}": "qwen2" for layout in LAYOUTS},
-    **{f"import-moe-{layout}": "qwen3_moe" for layout in MOE_LAYOUTS},
+    **{f"import-{layout}": "qwen2" for layout in cuts(LAYOUTS)},
+    **{f"import-moe-{layout}": "qwen3_moe" for layout in cuts(MOE_LAYOUTS)},
 }
 WORLD = {
-    **{f"import-{layout}": world for layout, (world, _) in LAYOUTS.items()},
-    **{f"import-moe-{layout}": world for layout, (world, _) in MOE_LAYOUTS.items()},
+    **{f"import-{layout}": world for layout, (world, _) in cuts(LAYOUTS).items()},
+    **{f"import-moe-{layout}": world for layout, (world, _) in cuts(MOE_LAYOUTS).items()},
 }
 
 
@@ -60,6 +60,14 @@ def test_exported_weights_are_bit_identical_to_the_file_on_every_rank(
         weights = answer["weights"]
         assert set(weights) == set(file)
         assert all(torch.equal(weights[name], tensor) for name, tensor in file.items())
+
+
+@pytest.mark.parametrize("case", MODEL)
+def test_order_and_hash_of_the_stream_are_those_of_one_process(answers: Answers, case: str) -> None:
+    [single] = answers(f"import-{MODEL[case]}")
+    for answer in answers(case):
+        assert list(answer["weights"]) == list(single["weights"])
+        assert answer["hash"] == single["hash"]
 
 
 @pytest.mark.parametrize("case", ["import-qwen2_tied", "import-qwen3", "import-tp2-pp2", "import-moe-ep2-tp2"])
@@ -85,6 +93,13 @@ def test_saved_hf_directory_loads_in_transformers_with_the_trained_weights(
         assert torch.equal(state[name], tensor)
     assert not torch.equal(state["lm_head.weight"], before["lm_head.weight"])
     assert not (work / "hf.partial").exists()
+
+
+@pytest.mark.parametrize("case", ["saved-hf", "saved-moe-hf"])
+def test_the_export_stream_is_the_same_in_small_buckets(answers: Answers, case: str) -> None:
+    for rank in answers(case):
+        assert list(rank["in_buckets"]) == list(rank["weights"])
+        assert all(torch.equal(rank["in_buckets"][name], tensor) for name, tensor in rank["weights"].items())
 
 
 def test_saved_model_with_experts_loads_in_transformers(answers: Answers, work: Path) -> None:

@@ -8,7 +8,9 @@ Measured on a 538 MB model: 32 MiB buckets cost 265 MB, one bucket 1,075 MB.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +57,12 @@ class _Shard:
     def is_expert(self) -> bool:
         return is_expert(self.name)
 
+    @property
+    def position(self) -> float:
+        """Layer number; the embedding stands before all layers, final norm and output layer after them."""
+        found = _LAYER.match(self.name)
+        return int(found[1]) if found else -1 if self.name.startswith("embedding.") else math.inf
+
 
 class HFWeights:
     """The HF view of the chunks. Construction is collective over the pipeline group; so are `load` and `export`."""
@@ -67,19 +75,22 @@ class HFWeights:
             for name, parameter in self._parameters.items()
             if not (architecture.is_tied and name == OUTPUT_LAYER)  # a copy of the embedding on the last stage
         ]
-        mine.sort(key=lambda shard: shard.is_expert)  # experts last: a bucket holds one of the two kinds
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._expert_tensor_group = parallel_state.get_expert_tensor_parallel_group()
         self._expert_group = parallel_state.get_expert_model_parallel_group()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[list[_Shard]] = [[] for _ in range(self._pipeline_group.size())]
         dist.all_gather_object(stages, mine, group=self._pipeline_group)
-        self._stages = stages
+        # by layer, whoever holds it: the order of the stream, and so its hash, is the same in every layout
+        self._order = sorted(
+            ((stage, shard) for stage, shards in enumerate(stages) for shard in shards),
+            key=lambda item: (item[1].position, item[1].is_expert),
+        )
 
     def metadata(self) -> list[TensorMeta]:
         """Name, dtype and shape of every HF tensor in the order of `export`. Local."""
         metas = []
-        for shard in (shard for stage in self._stages for shard in stage):
+        for _, shard in self._order:
             size, dtype = self._cut_over(shard).size(), str(shard.dtype).removeprefix("torch.")
             for name in self._names(shard):
                 hf_names, kind = hf_names_and_kind(name)
@@ -145,14 +156,12 @@ class HFWeights:
         generator, because each bucket is one all-gather over the tensor group of the stage that owns it, one over the
         expert group if it holds experts, and one broadcast along the pipeline.
         """
-        for stage, shards in enumerate(self._stages):
-            for kind in (False, True):
-                chosen = [shard for shard in shards if shard.is_expert is kind]
-                pieces = (
-                    self._expert_tensor_group.size() * self._expert_group.size() if kind else self._tensor_group.size()
-                )
-                for bucket in _buckets(chosen, bucket_bytes // pieces):
-                    yield from self._export_bucket(stage, bucket)
+        for (stage, holds_experts), items in itertools.groupby(self._order, lambda item: (item[0], item[1].is_expert)):
+            pieces = self._tensor_group.size()
+            if holds_experts:
+                pieces = self._expert_tensor_group.size() * self._expert_group.size()
+            for bucket in _buckets([shard for _, shard in items], bucket_bytes // pieces):
+                yield from self._export_bucket(stage, bucket)
 
     def _export_bucket(self, stage: int, bucket: list[_Shard]) -> Iterator[tuple[str, Tensor]]:
         """`bucket` holds shards of experts only, or of dense parameters only."""
