@@ -25,7 +25,7 @@ ROLLOUT_ARGS=(
   --num-rollout 30 --rollout-batch-size 16 --n-samples-per-prompt 8
   --rollout-max-response-len 48 --rollout-max-context-len 128 --rm-type exact_match
 )
-EVAL_ARGS=(--eval-prompt-data held_out "$DATA/eval.jsonl" --eval-interval 30 --eval-temperature 0)
+EVAL_ARGS=(--eval-prompt-data held_out "$DATA/eval.jsonl" --eval-interval 30)
 ALGO_ARGS=(--advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --calculate-per-token-loss)
 OPTIMIZER_ARGS=(--lr 2e-4 --lr-warmup-iters 5 --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0)
 BATCH_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)

@@ -149,7 +149,8 @@ def train(flags: Sequence[str], run_dir: Path, *, script: str = "train.py", dead
 
 
 def interrupt(training: Training) -> None:
-    training.process.send_signal(signal.SIGINT)
+    """Ctrl-C as a terminal sends it: to the whole foreground process group."""
+    os.killpg(training.process.pid, signal.SIGINT)
 
 
 REWARD = '''"""Reward: the share of response tokens with an even id; a random model earns about half."""

@@ -98,6 +98,7 @@ def check(config: Config) -> None:
     check_layout(config, shape)
     _check_lengths(config, shape)
     _check_rounds(config)
+    _check_schedule(config)
     _check_rewards(config)
     _check_eval(config)
     _check_debug(config)
@@ -157,6 +158,19 @@ def _check_rounds(config: Config) -> None:
         raise ConfigError(
             f"--update-weights-interval {interval} makes rollouts up to {interval - 1} versions old, but "
             f"--transferqueue-max-staleness is {staleness}. Raise it to {interval - 1} or update more often."
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    """The decay must be longer than the warm-up, as far as the number of steps is known before the prompts are read."""
+    optimizer, rounds = config.optimizer, config.rollout.num_rollout
+    steps = optimizer.lr_decay_iters
+    if steps is None and rounds is not None:
+        steps = rounds * (config.batch.num_steps_per_rollout or 1)
+    if optimizer.lr_decay_style != "constant" and steps is not None and optimizer.lr_warmup_iters >= max(1, steps):
+        raise ConfigError(
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of the {steps} steps over which "
+            f"--lr-decay-style {optimizer.lr_decay_style} decays. Warm up for fewer steps, or raise --lr-decay-iters."
         )
 
 

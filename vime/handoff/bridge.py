@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import re
@@ -51,6 +52,7 @@ QUEUE_ENVIRONMENT = {
     "TQ_STORAGE_HANDSHAKE_TIMEOUT": "30",  # must outlast the retries, or a failed handshake passes for a success
 }
 LIVENESS_PROBE_S = 2.0
+CLOSE_S = 5.0
 CAPACITY_POLL_S = 0.05
 KEY_FIELD = "key"
 MANIFEST_FIELD = "manifest"
@@ -243,10 +245,14 @@ class _QueueClient:
         self._call(self._client.async_clear_partition(partition), f"clear of {partition}")
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=5.0)
-            self._client.close()
+        """End pending calls and leave; a call left on a stopped loop would be torn down by the garbage collector."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(timeout=CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_S)
+        self._client.close()
 
     async def _put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None:
         from tensordict import TensorDict
@@ -306,6 +312,14 @@ class _QueueClient:
                     f"{name} cannot finish: the {actor_name} is dead ({_first_line(error)}). What it held is lost: "
                     "start again with --load to resume."
                 ) from error
+
+
+async def _cancel_others() -> None:
+    """Cancel every other task of this loop and wait until each has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _server_info(name: str, actor: Any, ends: float, timeout_s: float) -> Any:

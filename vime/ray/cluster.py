@@ -56,8 +56,9 @@ def num_trainer_ranks(config: Config) -> int:
 
 def start_ray(config: Config) -> None:
     """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Ray announces on every start that its ports ask for a token, which is as it should be and nothing to act on.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     demand = demand_of(config)
     if config.cluster.ray_address is None:
         logical = max(os.cpu_count() or 1, int(demand.cpus + 1))

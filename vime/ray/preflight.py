@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.config.parse import Config
 from vime.handoff.columns import check_requested
@@ -11,7 +12,7 @@ from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
-    """Ports, vLLM flags, columns, plug-ins and the rhythm's own demand on staleness."""
+    """The rhythm's own demand on staleness, ports, columns, plug-ins, the model's architecture, vLLM flags."""
     if is_async and config.queue.transferqueue_max_staleness < 1:
         raise ConfigError(
             "train_async.py generates the next round while this one trains, so its tokens are one version old, but "
@@ -22,4 +23,6 @@ def preflight(config: Config, *, is_async: bool) -> None:
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
     check_requested(config.queue.transfer_queue_extra_data_fields)
     check_plugins(config.flat)
+    if not config.debug.debug_rollout_only:
+        read_architecture(config.model.hf_checkpoint)
     validate_vllm_flags(config)

@@ -26,6 +26,7 @@ from vime.utils.network import free_port
 
 if TYPE_CHECKING:
     from vime.backends.megatron_utils.trainer import MegatronTrainer
+    from vime.ray.publisher import Publisher
     from vime.weights.publish import PublishReport
 
 
@@ -40,7 +41,7 @@ class TrainerActor:
         self._events = EventLog(self._run_dir, f"trainer-{rank}")
         self._carrier = connect_carrier(config, queue_address)
         self._trainer: MegatronTrainer
-        self._publisher: Any = None
+        self._publisher: Publisher | None = None
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 lets the others meet."""
@@ -90,15 +91,20 @@ class TrainerActor:
         if not self._trainer.takes_part_in_export:
             return None
         stream = self._trainer.export_weights()
-        if self._rank != 0:
-            for _ in stream:
+        try:
+            if self._rank == 0:
+                return self._connected_publisher(engines).publish(stream, self._trainer.weight_metadata(), version)
+        finally:
+            for _ in stream:  # its collectives are reached by every rank of the replica, also when rank 0 failed
                 pass
-            return None
+        return None
+
+    def _connected_publisher(self, engines: list[EngineAddress]) -> Publisher:
         if self._publisher is None:
             from vime.ray.publisher import Publisher
 
             self._publisher = Publisher(self._config, self._run_dir, engines)
-        return self._publisher.publish(stream, self._trainer.weight_metadata(), version)
+        return self._publisher
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))

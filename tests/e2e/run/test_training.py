@@ -100,17 +100,31 @@ def test_resumed_run_equals_the_run_that_never_stopped(tiny_task: TinyTask, reco
     ).read_bytes()
 
 
+def test_four_trainer_actors_learn_what_one_learns(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
+    """TP2 x DP2 against one rank, through Ray and the carrier."""
+    one = replayed(tiny_task, recorded, tmp_path / "one", 4)
+    layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]
+    four = replayed(tiny_task, recorded, tmp_path / "four", 4, *layout)
+    for rollout_id in range(4):
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            expected = one.metrics()[rollout_id][name]
+            assert four.metrics()[rollout_id][name] == pytest.approx(expected, rel=1e-4, abs=1e-6), (rollout_id, name)
+
+
 def test_prefetch_trains_tokens_one_version_old(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, two engines, weights broadcast over gloo."""
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--transferqueue-mode", "buffer"]
     flags += ["--max-staleness", "1", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
+    flags += ["--rollout-num-engines", "2", "--update-weight-transport", "gloo"]
     finished = train(flags, tmp_path / "run", script="train_async.py")
     assert finished.code == 0, finished.output
+    assert finished.events("weights_confirmed")[-1]["engines"] == ["engine-0", "engine-1"]
     staleness = [metrics["transferqueue/sample_staleness/max"] for _, metrics in sorted(finished.metrics().items())]
     assert staleness == [0, 1, 1]  # round 0 is sampled by the weights it trains, later ones while training ran
 
 
 def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
-    flags = [*tiny_task.flags(), "--transferqueue-mode", "buffer"]
+    flags = [*tiny_task.flags(), "--transferqueue-mode", "buffer", "--update-weight-transport", "disk"]
     training = Training("train.py", [*flags, "--num-rollout", "1000"], tmp_path / "run")
     training.wait_for_event("round_trained", count=2)
     interrupt(training)

@@ -143,6 +143,10 @@ REFUSALS = {
     "HF export without checkpoints": (["--save-hf", "out/{rollout_id}"], ["--save-interval"]),
     "cuda on a machine without": (["--device", "cuda", "--distributed-backend", "nccl"], ["--device cuda"]),
     "nccl transport on the CPU": (["--update-weight-transport", "nccl"], ["--update-weight-transport nccl"]),
+    "warm-up longer than the run": (
+        ["--lr-decay-style", "cosine", "--lr-warmup-iters", "3"],
+        ["--lr-warmup-iters 3", "--lr-decay-iters"],
+    ),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
 

@@ -1,0 +1,75 @@
+"""`wait_for` against a real Ray: one failure ends the wait, a deadline has a name, nothing hides behind a peer."""
+
+import time
+
+import pytest
+import ray
+
+from vime.ray.waits import Interrupted, wait_for
+from vime.types import ClusterError, StaleError, WaitTimeoutError
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def answer(self, value: int) -> int:
+        return value
+
+    def fail(self) -> None:
+        raise StaleError("sample 7: too old")
+
+    def crash(self) -> None:
+        raise ZeroDivisionError("no such shard")
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+    def die(self) -> None:
+        import os
+
+        os._exit(1)
+
+
+@pytest.fixture
+def ranks():
+    actors = [Rank.remote() for _ in range(2)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+def wait(refs, deadline_s=60.0, on_poll=None):
+    return wait_for(refs, name="ranks to train", owner="trainer", deadline_s=deadline_s, on_poll=on_poll)
+
+
+def test_answers_come_in_the_order_of_the_question(ranks) -> None:
+    assert wait([actor.answer.remote(value) for value, actor in enumerate(ranks)]) == [0, 1]
+
+
+def test_a_failing_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:
+    with pytest.raises(StaleError, match="sample 7: too old"):
+        wait([ranks[0].hang.remote(), ranks[1].fail.remote()])
+
+
+def test_an_unforeseen_error_names_the_wait_the_owner_and_the_cause(ranks) -> None:
+    with pytest.raises(ClusterError, match="ranks to train: trainer failed with ZeroDivisionError: no such shard"):
+        wait([ranks[0].hang.remote(), ranks[1].crash.remote()])
+
+
+def test_a_dead_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:
+    with pytest.raises(ClusterError, match="trainer died"):
+        wait([ranks[0].hang.remote(), ranks[1].die.remote()])
+
+
+def test_the_deadline_names_wait_and_owner_and_counts_who_is_missing(ranks) -> None:
+    with pytest.raises(WaitTimeoutError, match=r"ranks to train \(owner: trainer\).* 1 of 2 have not answered"):
+        wait([ranks[0].hang.remote(), ranks[1].answer.remote(1)], deadline_s=2)
+
+
+def test_the_poll_may_end_the_wait(ranks) -> None:
+    def poll() -> None:
+        raise Interrupted("Ctrl-C")
+
+    with pytest.raises(Interrupted):
+        wait([ranks[0].hang.remote()], on_poll=poll)

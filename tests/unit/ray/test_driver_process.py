@@ -1,0 +1,52 @@
+"""The driver's process: nothing of the trainer's device layer in it, demands added up, rounds due when they are due."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vime.config.parse import parse
+from vime.ray.cluster import demand_of
+from vime.ray.machine import is_due
+
+PROBE = """
+import sys
+import torch
+before = torch.cuda.current_device
+import vime.ray.launch, vime.ray.assembly, vime.backends.megatron_utils.trainer
+assert torch.cuda.current_device is before and before.__module__ == "torch.cuda", before
+loaded = [name for name in ("megatron", "vllm", "transfer_queue") if name in sys.modules]
+assert not loaded, loaded
+"""
+
+
+def test_importing_the_driver_redirects_nothing_and_loads_no_engine() -> None:
+    subprocess.run([sys.executable, "-c", PROBE], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cpus"),
+    [
+        # 0.2 manager + 1 x 0.5 trainer + 1 x 0.5 engine
+        ([], 1.2),
+        # 0.2 + 4 x 0.5 + 2 x 0.5 + (1 controller + 3 storage units) x 0.1
+        (
+            [
+                *("--actor-num-gpus-per-node", "4", "--rollout-num-engines", "2"),
+                *("--transferqueue-mode", "buffer", "--num-data-storage-units", "3"),
+            ],
+            3.6,
+        ),
+        # 0.2 + 0.5: no engine
+        (["--debug-train-only"], 0.7),
+    ],
+)
+def test_the_demand_is_the_sum_of_the_parts(flags: list[str], cpus: float) -> None:
+    demand = demand_of(parse([*flags, "--device", "cpu"]))
+    assert demand.cpus == pytest.approx(cpus)
+    assert demand.gpus == 0
+
+
+def test_a_station_is_due_every_interval_and_after_the_last_round() -> None:
+    assert [rollout_id for rollout_id in range(8) if is_due(3, rollout_id, 7)] == [2, 5, 7]
+    assert not any(is_due(None, rollout_id, 7) for rollout_id in range(8))
