@@ -62,8 +62,8 @@ def test_exported_weights_are_bit_identical_to_the_file_on_every_rank(
         assert all(torch.equal(weights[name], tensor) for name, tensor in file.items())
 
 
-@pytest.mark.parametrize("case", MODEL)
-def test_order_and_hash_of_the_stream_are_those_of_one_process(answers: Answers, case: str) -> None:
+@pytest.mark.parametrize("case", [case for case in MODEL if "-ep" not in case])
+def test_order_and_hash_of_the_stream_without_expert_parallelism_are_those_of_one_process(answers: Answers, case: str) -> None:
     [single] = answers(f"import-{MODEL[case]}")
     for answer in answers(case):
         assert list(answer["weights"]) == list(single["weights"])

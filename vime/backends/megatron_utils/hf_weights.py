@@ -81,7 +81,8 @@ class HFWeights:
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[list[_Shard]] = [[] for _ in range(self._pipeline_group.size())]
         dist.all_gather_object(stages, mine, group=self._pipeline_group)
-        # by layer, whoever holds it: the order of the stream, and so its hash, is the same in every layout
+        # By layer, whoever holds it: the order of the stream, and so its hash, is the same in every layout. Only the
+        # experts of a layer come in another order for each expert-parallel size: one of every rank, then the next.
         self._order = sorted(
             ((stage, shard) for stage, shards in enumerate(stages) for shard in shards),
             key=lambda item: (item[1].position, item[1].is_expert),

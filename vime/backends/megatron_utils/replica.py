@@ -57,8 +57,8 @@ class Replica:
         return logps[: len(batches)]
 
     def weights_hash(self) -> str:
-        """The content hash that an engine reports for these weights, whatever the layout. Collective over the replica;
-        the same on every rank."""
+        """The content hash that an engine reports for these weights. Collective like the export; the same on every
+        rank, and in every layout with the same expert-parallel size (it covers the order, see `HFWeights`)."""
         content = ContentHash()
         for meta, (_, tensor) in zip(self.metadata, self.hf.export(), strict=True):
             content.add(meta, tensor)
