@@ -9,8 +9,13 @@ from typing import Any
 from tests.helpers import reference_policy as reference
 from tests.helpers.megatron_worker import Case
 
-KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "llama3_scaled")
+KINDS = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_tied", "llama_tied", "llama3_scaled")
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
+SP2 = {**TP2, "sequence_parallel": True}
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -25,8 +30,36 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute": (1, RECOMPUTE),
     "recompute-attention": (1, {"recompute_granularity": "selective"}),
     "tp2-sequence-recompute": (2, {**TP2, "sequence_parallel": True, **RECOMPUTE}),
+    "cp2": (2, CP2),
+    "cp4": (4, CP4),
+    "tp2-cp2-sequence": (4, {**SP2, **CP2}),
+    "pp2-cp2": (4, {**PP2, **CP2}),
+    "cp2-dp2-distributed": (4, {**CP2, **DISTRIBUTED}),
+    "cp2-recompute": (2, {**CP2, **RECOMPUTE}),
+    "vpp2": (2, VPP2),
+    "tp2-vpp2-sequence": (4, {**SP2, **VPP2}),
+    "dp2-overlap": (2, OVERLAP),
+    "dp2-overlap-reduce": (2, {"overlap_grad_reduce": True}),
+    "vpp2-dp2-overlap": (4, {**VPP2, **OVERLAP}),
 }
-TIED_LAYOUTS = {"tied-pp2": (2, PP2), "tied-tp2-pp2": (4, {**TP2, **PP2})}
+TIED_LAYOUTS = {"tied-pp2": (2, PP2), "tied-tp2-pp2": (4, {**TP2, **PP2}), "tied-vpp2-cp2": (4, {**VPP2, **CP2})}
+MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "ep2": (2, EP2),
+    "tp2-sequence": (2, SP2),
+    "ep2-tp2": (4, {**EP2, **SP2}),
+    "ep2-tp2-whole-experts": (2, {**EP2, **SP2, "expert_tensor_parallel_size": 1}),
+    "ep2-cp2": (2, {**EP2, **CP2}),
+    "ep2-pp2": (4, {**EP2, **PP2}),
+    "ep4-distributed": (4, {"expert_model_parallel_size": 4, **DISTRIBUTED}),
+    "ep2-dp4-overlap": (4, {**EP2, **OVERLAP}),
+}
+TIED_MOE_LAYOUTS = {"moe-tied-ep2-vpp2": (4, {**EP2, **VPP2})}
+
+
+def cuts(layouts: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Those that differ in where weights and tokens lie, not only in when something is computed."""
+    return {name: layout for name, layout in layouts.items() if "recompute" not in name and "overlap" not in name}
 
 
 def all_cases(models: Path, work: Path) -> list[Case]:
@@ -40,7 +73,7 @@ def all_cases(models: Path, work: Path) -> list[Case]:
     tied = {"hf_checkpoint": str(models / "qwen2_tied"), "ref_load": str(models / "qwen3")}
     cases = [case("device", "device_layer")]
     cases += [case(f"import-{kind}", "imported", flags={"hf_checkpoint": str(models / kind)}) for kind in KINDS]
-    cases += [case(f"import-{name}", "imported", world, flags) for name, (world, flags) in LAYOUTS.items()]
+    cases += [case(f"import-{name}", "imported", world, flags) for name, (world, flags) in cuts(LAYOUTS).items()]
     cases += [case("grpo-single", "trained", flags=grpo, num_steps=2)]
     cases += [
         case(f"grpo-{name}", "trained", world, {**grpo, **flags}, num_steps=2)
@@ -51,12 +84,35 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         case(f"grpo-{name}", "trained", world, {**grpo, **tied, **flags}, num_steps=2)
         for name, (world, flags) in TIED_LAYOUTS.items()
     ]
+    moe = {"hf_checkpoint": str(models / "qwen3_moe"), "ref_load": str(models / "qwen3_moe_tied")}
+    moe_tied = {"hf_checkpoint": str(models / "qwen3_moe_tied"), "ref_load": str(models / "qwen3_moe")}
+    cases += [
+        case(f"import-moe-{name}", "imported", world, {**moe, **flags})
+        for name, (world, flags) in cuts(MOE_LAYOUTS).items()
+    ]
+    cases += [case("grpo-moe-single", "trained", flags={**grpo, **moe}, num_steps=2)]
+    cases += [
+        case(f"grpo-moe-{name}", "trained", world, {**grpo, **moe, **flags}, num_steps=2)
+        for name, (world, flags) in MOE_LAYOUTS.items()
+    ]
+    cases += [case("grpo-moe-tied-single", "trained", flags={**grpo, **moe_tied}, num_steps=2)]
+    cases += [
+        case(f"grpo-{name}", "trained", world, {**grpo, **moe_tied, **flags}, num_steps=2)
+        for name, (world, flags) in TIED_MOE_LAYOUTS.items()
+    ]
     cases += [
         case("per-token-single", "trained", flags={**grpo, "calculate_per_token_loss": True}, num_steps=2),
         case("per-token-dp2", "trained", 2, {**grpo, "calculate_per_token_loss": True}, num_steps=2),
         case("plain-single", "trained"),
         case("empty-rank-dp2", "trained", 2, empty_rank=1),
         case("empty-batch-pp2", "trained", 2, PP2, num_micro_batches=9),
+        case("empty-batch-vpp2-cp2", "trained", 4, {**VPP2, **CP2}, num_micro_batches=10),
+        case("alone-cp2", "trained", 2, CP2, num_micro_batches=8),
+        case("together-cp2", "trained", 2, CP2, num_micro_batches=1),
+        case("empty-rank-cp2-dp2", "trained", 4, CP2, empty_rank=0),
+        case("plain-moe-single", "trained", flags=moe),
+        case("empty-rank-moe-ep2", "trained", 2, {**moe, **EP2}, empty_rank=1),
+        case("alone-moe-ep2", "trained", 2, {**moe, **EP2}, num_micro_batches=4),
         case("bf16-single", "trained", flags={"bf16": True}, rounds=2),
         case("bf16-tp2-dp2", "trained", 4, {"bf16": True, **TP2, **DISTRIBUTED, "sequence_parallel": True}, rounds=2),
         case("schedule", "trained", flags={"lr_warmup_iters": 2, "lr_decay_style": "linear", "min_lr": 1e-4}, rounds=5),
@@ -67,9 +123,12 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         case("nan-reward", "failed_round", 2, reward=float("nan")),
         case("huge-reward", "failed_round", 2, PP2, reward=1e35),
         case("saved-hf", "saved_hf", 4, {**TP2, **PP2}, directory=work / "hf"),
+        case("saved-moe-hf", "saved_hf", 4, {**moe, **EP2, **PP2}, directory=work / "moe-hf"),
+        case("experts-of-a-dense-model", "unbuildable", 2, EP2),
         case("tp3", "unbuildable", 3, {"tensor_model_parallel_size": 3}),
         case("wrong-weights", "unbuildable", flags={"hf_checkpoint": str(models / "mixed")}),
         *_checkpoint_cases(case, models, work),
+        *_expert_checkpoint_cases(case, moe, work),
     ]
     return cases
 
@@ -112,6 +171,15 @@ def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> li
             directory=work / "dp2-as-tp2",
             then=TP2,
         ),
+        case(
+            "resume-vpp2-as-cp2",
+            "resumed",
+            2,
+            {**decay, **VPP2},
+            directory=work / "vpp2-as-cp2",
+            then={**CP2, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
+        ),
+        case("resume-cp2-overlap", "resumed", 2, {**decay, **CP2, **OVERLAP}, directory=work / "resume-cp2"),
         case("missing-checkpoint", "failed", 2, method="load", argument=work / "nowhere"),
         case("save-below-a-file", "failed", 2, method="save", argument=models / "qwen2" / "config.json" / "below"),
         case("truncated-tensors", "failed_load", 2, directory=work / "cut-tensors", truncate="*.distcp"),
@@ -124,4 +192,19 @@ def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> li
             hf_checkpoint=str(models / "qwen3"),
         ),
         case("resume-without-optimizer", "resumed", flags={"no_save_optim": True}, directory=work / "weights-only"),
+    ]
+
+
+def _expert_checkpoint_cases(case: Callable[..., Case], moe: dict[str, Any], work: Path) -> list[Case]:
+    decay = {"lr_decay_style": "linear", "lr_warmup_iters": 1}
+    return [
+        case("resume-moe-ep2", "resumed", 2, {**decay, **moe, **EP2}, directory=work / "resume-ep2"),
+        case(
+            "resume-moe-ep2-distributed",
+            "resumed",
+            4,
+            {**decay, **moe, **EP2, **DISTRIBUTED},
+            directory=work / "resume-ep2-distributed",
+        ),
+        case("fewer-experts", "failed_load", 2, {**moe, **EP2}, directory=work / "ep2", expert_model_parallel_size=1),
     ]

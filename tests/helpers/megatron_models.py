@@ -20,11 +20,22 @@ SHAPE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.08,
 }
+EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+}
 LENGTHS = ((3, 6), (10, 23), (5, 12), (8, 32), (1, 4), (9, 17), (4, 8), (7, 14))  # (prompt, response) tokens
 
 
 def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """`kind`: qwen2, qwen2_tied, qwen3, llama_tied, llama3_scaled. fp32 safetensors and config.json."""
+    """`kind`: qwen2, qwen2_tied, qwen3, qwen3_moe, qwen3_moe_tied, llama_tied, llama3_scaled.
+
+    fp32 safetensors and config.json. The two models with experts differ in how routing weights are normalised.
+    """
     import torch
     from transformers import (
         LlamaConfig,
@@ -33,6 +44,8 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
         Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -43,6 +56,13 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
         "qwen3": (
             Qwen3ForCausalLM,
             lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False, rope_parameters=rope),
+        ),
+        "qwen3_moe": (Qwen3MoeForCausalLM, lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, rope_parameters=rope)),
+        "qwen3_moe_tied": (
+            Qwen3MoeForCausalLM,
+            lambda: Qwen3MoeConfig(
+                **SHAPE, **{**EXPERTS, "norm_topk_prob": False}, tie_word_embeddings=True, rope_parameters=rope
+            ),
         ),
         "llama_tied": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=rope)),
         "llama3_scaled": (

@@ -140,7 +140,8 @@ def saved_hf(bench: Bench, directory: Path) -> dict[str, Any]:
     rows = make_rows()
     trainer.train_round(make_plan(rows, dp_size=trainer.dp_size), dict(enumerate(rows)))
     trainer.save_hf(directory)
-    answer = {"weights": exported(trainer), "log_probs": trainer.log_probs(rows)}
+    in_buckets = dict(trainer._replica.hf.export(bucket_bytes=5_000))  # less than the larger tensors
+    answer = {"weights": exported(trainer), "log_probs": trainer.log_probs(rows), "in_buckets": in_buckets}
     trainer.close()
     return answer
 

@@ -9,6 +9,7 @@ and all columns line up.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ MIN_DUMMY_TOKENS = 2
 class PackedBatch:
     """One micro-batch as the model takes it. All tensors have T entries.
 
-    Padding (token 0, mask 0) belongs to the last sequence: `cu_seqlens[-1] == T` always, and causal attention keeps it
+    Padding (token 0, mask 0) is the tail of a sequence: `cu_seqlens[-1] == T` always, and causal attention keeps it
     from reaching real tokens. A batch without rows is one dummy sequence with mask 0 and `row_slices == []`.
     """
 
@@ -48,18 +49,21 @@ def pack(
     rows: Sequence[TrainRow],
     *,
     pad_to_multiple: int = 1,
+    sequence_multiple: int = 1,
     device: str | torch.device = "cpu",
     extra: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> PackedBatch:
-    """Lay `rows` end to end and pad the total to a multiple of `pad_to_multiple` (the tensor-parallel size when
-    sequence parallel cuts the pack).
+    """Lay `rows` end to end, each padded to a multiple of `sequence_multiple` (context parallel cuts every sequence
+    into equal chunks), the total padded to a multiple of `pad_to_multiple` too (sequence parallel cuts the pack).
 
     `extra[name][i]` is the [R] tensor of row i for a further column, aligned like its `rollout_log_probs`.
     """
-    if pad_to_multiple < 1:
-        raise ValueError(f"pack: pad_to_multiple is {pad_to_multiple}, expected >= 1")
-    starts, num_real = _starts(rows)
-    num_tokens = -(-max(num_real, MIN_DUMMY_TOKENS) // pad_to_multiple) * pad_to_multiple
+    if pad_to_multiple < 1 or sequence_multiple < 1:
+        raise ValueError(
+            f"pack: pad_to_multiple {pad_to_multiple}, sequence_multiple {sequence_multiple}; expected >= 1"
+        )
+    starts, end = _starts(rows, sequence_multiple)
+    num_tokens = _round_up(max(end, MIN_DUMMY_TOKENS), math.lcm(pad_to_multiple, sequence_multiple))
     cu_seqlens = [*starts, num_tokens] if rows else [0, num_tokens]
     tokens_T = torch.zeros(num_tokens, dtype=torch.int64)
     labels_T = torch.zeros(num_tokens, dtype=torch.int64)
@@ -91,8 +95,12 @@ def pack(
     )
 
 
-def _starts(rows: Sequence[TrainRow]) -> tuple[list[int], int]:
-    """Where each row starts, and the end of the last; rows that cannot be predicted are refused."""
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _starts(rows: Sequence[TrainRow], multiple: int) -> tuple[list[int], int]:
+    """Where each row starts, and the padded end of the last; rows that cannot be predicted are refused."""
     starts, end = [], 0
     for row in rows:
         if not 0 <= row.response_length < row.total_length:
@@ -101,7 +109,7 @@ def _starts(rows: Sequence[TrainRow]) -> tuple[list[int], int]:
                 "Expected at least one prompt token, because position t predicts token t + 1; check the rollout."
             )
         starts.append(end)
-        end += row.total_length
+        end += _round_up(row.total_length, multiple)
     return starts, end
 
 

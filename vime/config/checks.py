@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vime.config.algo_checks import check_algo, resolve_algo
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
+from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.parse import Config
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
@@ -40,10 +41,18 @@ def resolve(config: Config) -> Config:
         transferqueue_mode=_resolve_mode(config),
         transfer_queue_extra_data_fields=_resolve_columns(config),
         **resolve_algo(config.algo, max_staleness=staleness),
+        virtual_pipeline_model_parallel_size=_resolve_chunks(config),
         pause_mode=config.weights.pause_mode or ("keep" if staleness > 0 else "wait"),
         update_weight_transport=_resolve_transport(config, device),
         **_resolve_batch(batch.global_batch_size, batch.num_steps_per_rollout, samples),
     )
+
+
+def _resolve_chunks(config: Config) -> int | None:
+    parallel = config.parallel
+    if parallel.num_layers_per_virtual_pipeline_stage is None:
+        return parallel.virtual_pipeline_model_parallel_size
+    return virtual_pipeline_size(parallel, read_model_shape(config.model.hf_checkpoint).num_layers)
 
 
 def _resolve_mode(config: Config) -> str:
@@ -97,7 +106,7 @@ def check(config: Config) -> None:
     if config.cluster.device == "cuda" and not has_cuda():
         raise ConfigError("--device cuda: this machine shows no CUDA device. Use --device cpu.")
     shape = _check_model(config)
-    _check_layout(config, shape)
+    check_layout(config, shape)
     _check_lengths(config, shape)
     _check_rounds(config)
     _check_schedule(config)
@@ -123,43 +132,6 @@ def _check_model(config: Config) -> ModelShape:
     if config.parallel.transformer_impl == "transformer_engine" and config.cluster.device != "cuda":
         raise ConfigError("--transformer-impl transformer_engine needs --device cuda. Use --transformer-impl local.")
     return shape
-
-
-def _check_layout(config: Config, shape: ModelShape) -> None:
-    cluster, parallel = config.cluster, config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    world = cluster.actor_num_nodes * (cluster.actor_num_gpus_per_node or 1)
-    if world % (tp * pp):
-        raise ConfigError(
-            f"{world} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided into "
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}. Use a multiple of {tp * pp}."
-        )
-    for name, value in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("intermediate_size", shape.intermediate_size),
-    ):
-        if value % tp:
-            raise ConfigError(
-                f"--tensor-model-parallel-size {tp} does not divide the model's {name} {value}. Choose a divisor."
-            )
-    if max(tp, shape.num_key_value_heads) % min(tp, shape.num_key_value_heads):
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tp} and the model's num_key_value_heads {shape.num_key_value_heads}: one "
-            "must divide the other."
-        )
-    if shape.num_layers % pp:
-        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {shape.num_layers} layers.")
-    if parallel.sequence_parallel and tp == 1:
-        raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size > 1. Remove it or raise TP.")
-    if parallel.recompute_granularity == "full" and not (parallel.recompute_method and parallel.recompute_num_layers):
-        raise ConfigError("--recompute-granularity full needs --recompute-method and --recompute-num-layers.")
-    dp, batch = world // (tp * pp), config.batch.global_batch_size or 1
-    if batch % dp:
-        raise ConfigError(
-            f"--global-batch-size {batch} cannot be divided over {dp} data-parallel ranks. Use a multiple of {dp}."
-        )
-    if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu is None:
-        raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:

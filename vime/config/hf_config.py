@@ -18,6 +18,8 @@ class ModelShape:
     num_attention_heads: int
     num_key_value_heads: int
     intermediate_size: int
+    num_experts: int  # 0: every layer is dense
+    moe_intermediate_size: int
     max_position_embeddings: int
 
 
@@ -38,6 +40,8 @@ def read_model_shape(directory: str) -> ModelShape:
             num_attention_heads=heads,
             num_key_value_heads=int(record.get("num_key_value_heads") or heads),
             intermediate_size=int(record["intermediate_size"]),
+            num_experts=int(record.get("num_experts") or 0),
+            moe_intermediate_size=int(record.get("moe_intermediate_size") or 0),
             max_position_embeddings=int(record["max_position_embeddings"]),
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -41,8 +41,25 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, "tensor-parallel ranks (TP)", minimum=1)
     pipeline_model_parallel_size: int = flag(1, "pipeline-parallel stages (PP)", minimum=1)
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None, "model chunks of one stage (interleaved pipeline; needs PP > 1)", minimum=2
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers of one chunk: the other way to say --virtual-pipeline-model-parallel-size", minimum=1
+    )
+    context_parallel_size: int = flag(1, "ranks that share each sequence (CP)", minimum=1)
+    expert_model_parallel_size: int = flag(1, "ranks over which the experts of a MoE layer are spread (EP)", minimum=1)
+    expert_tensor_parallel_size: int | None = flag(
+        None, "tensor-parallel ranks inside an expert; empty: --tensor-model-parallel-size", minimum=1
+    )
     sequence_parallel: bool = flag(False, "split activations along the sequence inside the TP group (needs TP > 1)")
     use_distributed_optimizer: bool = flag(False, "shard optimizer state over the data-parallel ranks")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
+    overlap_param_gather: bool = flag(
+        False,
+        "gather updated parameters during the next forward pass (needs --use-distributed-optimizer and "
+        "--overlap-grad-reduce)",
+    )
     recompute_granularity: str | None = flag(
         None, "recompute activations in the backward pass", choices=("full", "selective")
     )
@@ -54,6 +71,17 @@ class ParallelConfig:
     transformer_impl: str = flag(
         "local", "layer implementation; transformer_engine needs a GPU", choices=("local", "transformer_engine")
     )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same rows: TP x PP x CP. The data-parallel size is the world divided by this. Experts
+        are spread over these ranks and, when there are not enough, over several replicas."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """An interleaved pipeline takes micro-batches in groups of one per stage."""
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,9 @@ class BatchConfig:
     num_steps_per_rollout: int | None = flag(None, "optimizer steps per round; empty: derived (1)", minimum=1)
     micro_batch_size: int = flag(8, "samples of one micro-batch, when not dynamic", minimum=1)
     use_dynamic_batch_size: bool = flag(False, "cut micro-batches by tokens instead of samples")
-    max_tokens_per_gpu: int | None = flag(None, "tokens of one micro-batch, with --use-dynamic-batch-size", minimum=1)
+    max_tokens_per_gpu: int | None = flag(
+        None, "tokens of one micro-batch on one context-parallel rank, with --use-dynamic-batch-size", minimum=1
+    )
     balance_data: bool = flag(False, "spread samples over data-parallel ranks by length")
 
 

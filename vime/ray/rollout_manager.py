@@ -123,16 +123,17 @@ class RolloutManager:
     def _plan(self, rollout_id: int, groups: list[TrainGroup]) -> Any:
         batch, parallel = self._config.batch, self._config.parallel
         rows = [row for group in groups for row in group.rows]
-        model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        max_tokens = (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size
         return plan_round(
             rollout_id,
             [row.total_length for row in rows],
             [row.num_trainable for row in rows],
-            dp_size=num_trainer_ranks(self._config) // model_ranks,
+            dp_size=num_trainer_ranks(self._config) // parallel.ranks_per_replica,
             samples_per_step=batch.global_batch_size or len(rows),
             micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
-            max_tokens_per_micro_batch=batch.max_tokens_per_gpu if batch.use_dynamic_batch_size else None,
+            max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
             balance=batch.balance_data,
+            micro_batch_multiple=parallel.micro_batch_multiple,
         )
 
 

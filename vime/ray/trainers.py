@@ -87,8 +87,8 @@ class TrainerActor:
         return [logp_R.tolist() for logp_R in self._trainer.log_probs(rows)]
 
     def publish(self, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
-        """Collective over the first replica: rank 0 sends, its peers take part in the gathering of shards."""
-        if self._trainer.dp_rank != 0:
+        """Collective over the ranks that hold shards: rank 0 sends, the others take part in the gathering."""
+        if not self._trainer.takes_part_in_export:
             return None
         stream = self._trainer.export_weights()
         try:

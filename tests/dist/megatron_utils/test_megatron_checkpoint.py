@@ -9,9 +9,13 @@ import pytest
 import torch
 
 Answers = Callable[[str], list[Any]]
+BIT_EQUAL = [
+    *("resume-single", "resume-tp2", "resume-dp2-distributed", "resume-bf16"),
+    *("resume-cp2-overlap", "resume-moe-ep2", "resume-moe-ep2-distributed"),
+]
 
 
-@pytest.mark.parametrize("case", ["resume-single", "resume-tp2", "resume-dp2-distributed", "resume-bf16"])
+@pytest.mark.parametrize("case", BIT_EQUAL)
 def test_the_next_round_after_loading_is_bit_equal(answers: Answers, case: str) -> None:
     for rank in answers(case):
         assert rank["loaded"] == rank["saved"]
@@ -27,7 +31,7 @@ def test_random_states_and_schedule_are_restored(answers: Answers, case: str) ->
         assert rank["resumed"]["metrics"]["train/lr"] == pytest.approx(1e-3 * 5 / 7, rel=1e-9)
 
 
-@pytest.mark.parametrize("case", ["resume-tp2-as-pp2", "resume-dp2-distributed-as-tp2"])
+@pytest.mark.parametrize("case", ["resume-tp2-as-pp2", "resume-dp2-distributed-as-tp2", "resume-vpp2-as-cp2"])
 def test_a_checkpoint_loads_in_another_layout(answers: Answers, case: str) -> None:
     for rank in answers(case):
         assert rank["loaded"] == rank["saved"]
@@ -48,6 +52,7 @@ def test_without_optimizer_state_the_weights_come_back_and_the_moments_do_not(an
     [
         ("missing-checkpoint", "--load"),
         ("checkpoint-of-another-model", "--load"),
+        ("fewer-experts", "--expert-model-parallel-size 2, this run has 1"),
         ("truncated-tensors", "--load"),
         ("truncated-common", "--load"),
         ("save-below-a-file", "could not be written"),

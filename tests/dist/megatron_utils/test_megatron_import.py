@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.megatron_cases import KINDS, LAYOUTS
+from tests.helpers.megatron_cases import KINDS, LAYOUTS, MOE_LAYOUTS, cuts
 from tests.helpers.megatron_models import make_rows
 from vime.weights.hashing import content_hash
 
@@ -31,28 +31,46 @@ def test_log_probs_equal_transformers_within_1e_4(answers: Answers, models: Path
     assert difference < 1e-4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_of_a_layout_gets_the_log_probs_of_transformers(answers: Answers, models: Path, layout: str) -> None:
-    expected = reference.log_probs(reference.load(models / "qwen2"), make_rows(), temperature=1.0)
-    ranks = answers(f"import-{layout}")
-    assert len(ranks) == LAYOUTS[layout][0]
+MODEL = {
+    **{f"import-{kind}": kind for kind in KINDS},
+    **{f"import-{layout}": "qwen2" for layout in cuts(LAYOUTS)},
+    **{f"import-moe-{layout}": "qwen3_moe" for layout in cuts(MOE_LAYOUTS)},
+}
+WORLD = {
+    **{f"import-{layout}": world for layout, (world, _) in cuts(LAYOUTS).items()},
+    **{f"import-moe-{layout}": world for layout, (world, _) in cuts(MOE_LAYOUTS).items()},
+}
+
+
+@pytest.mark.parametrize("case", WORLD)
+def test_every_rank_of_a_layout_gets_the_log_probs_of_transformers(answers: Answers, models: Path, case: str) -> None:
+    expected = reference.log_probs(reference.load(models / MODEL[case]), make_rows(), temperature=1.0)
+    ranks = answers(case)
+    assert len(ranks) == WORLD[case]
     for answer in ranks:
         assert largest_difference(answer["log_probs"], expected) < 1e-4
 
 
-@pytest.mark.parametrize("case", [*(f"import-{kind}" for kind in KINDS), *(f"import-{name}" for name in LAYOUTS)])
+@pytest.mark.parametrize("case", MODEL)
 def test_exported_weights_are_bit_identical_to_the_file_on_every_rank(
     answers: Answers, models: Path, case: str
 ) -> None:
-    kind = case.removeprefix("import-")
-    file = load_file(models / (kind if kind in KINDS else "qwen2") / "model.safetensors")
+    file = load_file(models / MODEL[case] / "model.safetensors")
     for answer in answers(case):
         weights = answer["weights"]
         assert set(weights) == set(file)
         assert all(torch.equal(weights[name], tensor) for name, tensor in file.items())
 
 
-@pytest.mark.parametrize("case", ["import-qwen2_tied", "import-qwen3", "import-tp2-pp2"])
+@pytest.mark.parametrize("case", [case for case in MODEL if "-ep" not in case])
+def test_order_and_hash_of_the_stream_without_expert_parallelism_are_those_of_one_process(answers: Answers, case: str) -> None:
+    [single] = answers(f"import-{MODEL[case]}")
+    for answer in answers(case):
+        assert list(answer["weights"]) == list(single["weights"])
+        assert answer["hash"] == single["hash"]
+
+
+@pytest.mark.parametrize("case", ["import-qwen2_tied", "import-qwen3", "import-tp2-pp2", "import-moe-ep2-tp2"])
 def test_metadata_names_the_export_stream_and_the_hash_is_the_streams(answers: Answers, case: str) -> None:
     for answer in answers(case):
         weights = answer["weights"]
@@ -77,6 +95,21 @@ def test_saved_hf_directory_loads_in_transformers_with_the_trained_weights(
     assert not (work / "hf.partial").exists()
 
 
+@pytest.mark.parametrize("case", ["saved-hf", "saved-moe-hf"])
+def test_the_export_stream_is_the_same_in_small_buckets(answers: Answers, case: str) -> None:
+    for rank in answers(case):
+        assert list(rank["in_buckets"]) == list(rank["weights"])
+        assert all(torch.equal(rank["in_buckets"][name], tensor) for name, tensor in rank["weights"].items())
+
+
+def test_saved_model_with_experts_loads_in_transformers(answers: Answers, work: Path) -> None:
+    ranks = answers("saved-moe-hf")
+    model = reference.load(work / "moe-hf")
+    expected = reference.log_probs(model, make_rows(), temperature=1.0)
+    for rank in ranks:
+        assert largest_difference(rank["log_probs"], expected) < 1e-4
+
+
 def test_cut_vocabulary_with_padding_equals_one_softmax(answers: Answers) -> None:
     # 97 columns over 4 ranks: 25 each, 3 of them padding on the last rank; temperature 0.7
     for differences in answers("vocabulary"):
@@ -88,6 +121,8 @@ def test_cut_vocabulary_with_padding_equals_one_softmax(answers: Answers) -> Non
 def test_a_layout_or_weights_that_do_not_fit_the_model_are_refused(answers: Answers) -> None:
     for message in answers("tp3"):
         assert "--tensor-model-parallel-size 3 does not divide the model's 8 attention heads" in message
+    for message in answers("experts-of-a-dense-model"):
+        assert "--expert-model-parallel-size 2: the model has no experts" in message
     [message] = answers("wrong-weights")
     assert "the weights do not belong to this config.json" in message
     assert "q_norm" in message

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.megatron_cases import LAYOUTS, TIED_LAYOUTS
+from tests.helpers.megatron_cases import LAYOUTS, MOE_LAYOUTS, TIED_LAYOUTS, TIED_MOE_LAYOUTS
 from tests.helpers.megatron_models import make_plan, make_rows
 
 Answers = Callable[[str], list[Any]]
@@ -27,19 +27,25 @@ def assert_trained_alike(got: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(got["weights"][name], tensor, rtol=0, atol=WEIGHT, msg=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_gives_the_loss_norm_and_weights_of_one_process(answers: Answers, layout: str) -> None:
-    [single] = answers("grpo-single")
-    ranks = answers(f"grpo-{layout}")
+SINGLE = {
+    **{f"grpo-{layout}": "grpo-single" for layout in LAYOUTS},
+    **{f"grpo-moe-{layout}": "grpo-moe-single" for layout in MOE_LAYOUTS},
+}
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_layout_gives_the_loss_norm_and_weights_of_one_process(answers: Answers, case: str) -> None:
+    [single] = answers(SINGLE[case])
+    ranks = answers(case)
     for rank in ranks:
         assert_trained_alike(rank, single)
         assert rank["metrics"] == ranks[0]["metrics"]
         assert rank["hash"] == ranks[0]["hash"]
 
 
-@pytest.mark.parametrize("layout", TIED_LAYOUTS)
+@pytest.mark.parametrize("layout", [*TIED_LAYOUTS, *TIED_MOE_LAYOUTS])
 def test_tied_embedding_on_two_stages_trains_like_one_process(answers: Answers, layout: str) -> None:
-    [single] = answers("grpo-tied-single")
+    [single] = answers("grpo-moe-tied-single" if layout in TIED_MOE_LAYOUTS else "grpo-tied-single")
     for rank in answers(f"grpo-{layout}"):
         assert_trained_alike(rank, single)
 
@@ -49,6 +55,8 @@ def test_tied_embedding_on_two_stages_trains_like_one_process(answers: Answers, 
     [
         ("grpo-single", "qwen2", "reference", False),
         ("grpo-tied-single", "qwen2_tied", "qwen3", False),
+        ("grpo-moe-single", "qwen3_moe", "qwen3_moe_tied", False),
+        ("grpo-moe-tied-single", "qwen3_moe_tied", "qwen3_moe", False),
         ("per-token-single", "qwen2", "reference", True),
     ],
 )
@@ -66,7 +74,7 @@ def test_a_grpo_round_with_kl_and_entropy_equals_plain_torch(
         print(f"{case} {key}: {metrics[f'train/{key}']:.7f}, plain torch {expected:.7f}")  # noqa: T201
         assert metrics[f"train/{key}"] == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE if key == "loss" else 0)
     assert metrics["train/lr"] == pytest.approx(steps[-1]["lr"], rel=1e-9)
-    state = model.state_dict()
+    state = reference.named_weights(model)
     for name, tensor in answer["weights"].items():
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=WEIGHT, msg=name)
 
@@ -77,12 +85,28 @@ def test_per_token_loss_over_two_replicas_divides_by_the_tokens_of_both(answers:
         assert_trained_alike(rank, single)
 
 
-@pytest.mark.parametrize("case", ["empty-rank-dp2", "empty-batch-pp2"])
-def test_a_rank_or_micro_batch_without_rows_changes_nothing(answers: Answers, case: str) -> None:
-    [single] = answers("plain-single")
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        ("empty-rank-dp2", 2),
+        ("empty-batch-pp2", 2),
+        ("empty-batch-vpp2-cp2", 4),
+        ("empty-rank-cp2-dp2", 4),
+        ("empty-rank-moe-ep2", 2),
+    ],
+)
+def test_a_rank_or_micro_batch_without_rows_changes_nothing(answers: Answers, case: str, world: int) -> None:
+    [single] = answers("plain-moe-single" if "moe" in case else "plain-single")
     ranks = answers(case)
-    assert len(ranks) == 2
+    assert len(ranks) == world
     for rank in ranks:
+        assert_trained_alike(rank, single)
+
+
+@pytest.mark.parametrize("case", ["alone-cp2", "together-cp2", "alone-moe-ep2"])
+def test_rows_alone_or_together_in_a_pack_give_the_same_step(answers: Answers, case: str) -> None:
+    [single] = answers("plain-moe-single" if "moe" in case else "plain-single")
+    for rank in answers(case):
         assert_trained_alike(rank, single)
 
 
@@ -148,6 +172,18 @@ def test_each_replica_has_one_source_rank(answers: Answers) -> None:
         (0, 2, False, 0),
         (1, 2, False, 1),
     ]
+
+
+def test_context_parallel_ranks_share_the_rows_that_one_of_them_fetches(answers: Answers) -> None:
+    # order tp, cp, dp, pp: ranks 0 and 1 share the sequences of the first replica, 2 and 3 those of the second
+    assert [rank["place"] for rank in answers("grpo-cp2-dp2-distributed")] == [
+        (0, 2, True, 0),
+        (0, 2, False, 0),
+        (1, 2, True, 2),
+        (1, 2, False, 2),
+    ]
+    # two stages: ranks 0 and 1 are the first, 2 and 3 the second; all four are one replica
+    assert [rank["place"] for rank in answers("grpo-pp2-cp2")] == [(0, 1, number == 0, 0) for number in range(4)]
 
 
 def test_a_rank_needs_its_own_rows_only_and_names_one_that_is_missing(answers: Answers) -> None:

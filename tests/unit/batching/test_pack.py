@@ -35,6 +35,18 @@ def test_padding_belongs_to_the_last_sequence_and_is_masked():
     assert batch.mask_T.tolist()[7:] == [0]
 
 
+def test_each_sequence_is_padded_by_itself_and_the_pack_as_a_whole() -> None:
+    # rows of 5 and 2 tokens, sequences in fours: 8 and 4; a pack in eights: 16, the rest goes to the last sequence
+    batch = pack([A, B], sequence_multiple=4, pad_to_multiple=8)
+    assert batch.cu_seqlens == [0, 8, 16]
+    assert batch.tokens_T.tolist() == [7, 8, 1, 2, 3, 0, 0, 0, 9, 4, 0, 0, 0, 0, 0, 0]
+    assert batch.labels_T.tolist() == [8, 1, 2, 3, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.position_T.tolist() == [*range(8), *range(8)]
+    assert batch.row_slices == [slice(1, 4), slice(8, 9)]
+    assert batch.mask_T.nonzero().flatten().tolist() == [1, 3, 8]
+    assert pack([], sequence_multiple=4).cu_seqlens == [0, 4]
+
+
 def test_further_columns_are_aligned_like_the_log_probabilities():
     batch = pack([A, B], extra={"ref_logp": [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0])]})
     assert batch.extra_T["ref_logp"].tolist() == [0, -1, -2, -3, 0, -4, 0]

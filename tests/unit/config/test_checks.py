@@ -69,6 +69,7 @@ def test_steps_follow_from_a_global_batch(model_dir: Path) -> None:
     assert resolved(model_dir, "--global-batch-size", "8").batch.num_steps_per_rollout == 2  # 16 samples / 8
 
 
+PP2 = ("--pipeline-model-parallel-size", "2", "--actor-num-gpus-per-node", "2")
 REFUSALS = {
     "TP that does not divide the heads": (
         ["--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "4"],
@@ -116,6 +117,30 @@ REFUSALS = {
     "truncated sampling": (["--rollout-top-p", "0.9"], ["--rollout-top-p 0.9"]),
     "temperature zero": (["--rollout-temperature", "0"], ["--rollout-temperature 0"]),
     "dynamic batches without a limit": (["--use-dynamic-batch-size"], ["--max-tokens-per-gpu"]),
+    "ranks that do not fill TP x PP x CP": (
+        ["--context-parallel-size", "2", "--actor-num-gpus-per-node", "3"],
+        ["--context-parallel-size 2", "multiple of 2"],
+    ),
+    "interleaved pipeline of one stage": (
+        ["--virtual-pipeline-model-parallel-size", "2"],
+        ["interleaved", "--pipeline-model-parallel-size > 1"],
+    ),
+    "more chunks than layers": (
+        [*PP2, "--virtual-pipeline-model-parallel-size", "2"],
+        ["--virtual-pipeline-model-parallel-size 2", "2 layers"],
+    ),
+    "chunks of too many layers": (
+        [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"],
+        ["--num-layers-per-virtual-pipeline-stage 1", "2 layers"],
+    ),
+    "experts of a dense model": (
+        ["--expert-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"],
+        ["--expert-model-parallel-size", "qwen3 has none"],
+    ),
+    "parameter gather without what it overlaps with": (
+        ["--overlap-param-gather", "--use-distributed-optimizer"],
+        ["--overlap-param-gather", "--overlap-grad-reduce"],
+    ),
     "sequence parallel without TP": (["--sequence-parallel"], ["--tensor-model-parallel-size"]),
     "another engine": (["--rollout-backend", "sglang"], ["sglang", "vllm"]),
     "eval data without a name": (["--eval-prompt-data", "aime"], ["NAME PATH"]),
@@ -139,6 +164,56 @@ def test_refused_naming_the_flags(name: str, model_dir: Path, monkeypatch: pytes
         resolved(model_dir, *extra)
     for text in expected:
         assert text in str(refusal.value)
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 32, "num_hidden_layers": 8}
+EXPERT_REFUSALS = {
+    "EP that does not divide the experts": (
+        ["--expert-model-parallel-size", "4", "--actor-num-gpus-per-node", "4"],
+        ["--expert-model-parallel-size 4", "6 experts"],
+    ),
+    "expert-TP that does not divide the expert": (
+        ["--expert-tensor-parallel-size", "5", "--actor-num-gpus-per-node", "5"],
+        ["--expert-tensor-parallel-size 5", "moe_intermediate_size 32"],
+    ),
+    "ranks that do not hold all experts": (
+        ["--expert-model-parallel-size", "3", "--actor-num-gpus-per-node", "4"],
+        ["4 trainer ranks", "--expert-model-parallel-size 3", "multiple of 3"],
+    ),
+    "tensor parallel routing the same tokens twice": (
+        ["--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"],
+        ["--sequence-parallel"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_REFUSALS)
+def test_experts_that_cannot_be_cut_are_refused(name: str, model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(json.dumps({**SHAPE, **EXPERTS}))
+    extra, expected = EXPERT_REFUSALS[name]
+    with pytest.raises(ConfigError) as refusal:
+        resolved(model_dir, *extra)
+    for text in expected:
+        assert text in str(refusal.value)
+
+
+def test_layers_of_a_chunk_say_how_many_chunks_a_stage_has(model_dir: Path) -> None:
+    # 8 layers on 2 stages, 1 layer a chunk: 4 chunks a stage
+    (model_dir / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 8}))
+    parallel = resolved(model_dir, *PP2, "--num-layers-per-virtual-pipeline-stage", "1").parallel
+    assert parallel.virtual_pipeline_model_parallel_size == 4
+    assert parallel.micro_batch_multiple == 2
+    both = ("--num-layers-per-virtual-pipeline-stage", "1", "--virtual-pipeline-model-parallel-size", "2")
+    with pytest.raises(ConfigError, match=r"2 contradicts .*which means 4"):
+        resolved(model_dir, *PP2, *both)
+
+
+def test_context_parallel_ranks_are_one_data_parallel_index(model_dir: Path) -> None:
+    # 16 samples: 12 ranks in fours are 3 replicas, which do not divide them; 8 ranks are 2
+    layout = ("--context-parallel-size", "2", "--tensor-model-parallel-size", "2")
+    assert resolved(model_dir, *layout, "--actor-num-gpus-per-node", "8").parallel.ranks_per_replica == 4
+    with pytest.raises(ConfigError, match="3 data-parallel"):
+        resolved(model_dir, *layout, "--actor-num-gpus-per-node", "12")
 
 
 def test_missing_model_directory_is_refused(model_dir: Path) -> None:

@@ -50,6 +50,14 @@ def test_families_differ_in_bias_norm_and_head_size(tmp_path: Path) -> None:
     assert (qwen3.has_qkv_bias, qwen3.has_qk_norm, qwen3.head_dim) == (False, True, 32)
 
 
+def test_experts_are_read_and_a_dense_model_has_none(tmp_path: Path) -> None:
+    numbers = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
+    experts = read_architecture(write(tmp_path, model_type="qwen3_moe", head_dim=16, **numbers)).experts
+    assert experts is not None
+    assert (experts.count, experts.top_k, experts.ffn_hidden_size, experts.is_normalized) == (8, 3, 40, True)
+    assert read_architecture(write(tmp_path, model_type="qwen3", head_dim=16)).experts is None
+
+
 def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
@@ -65,6 +73,8 @@ def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),

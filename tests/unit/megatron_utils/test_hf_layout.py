@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from vime.backends.megatron_utils.architecture import Architecture
-from vime.backends.megatron_utils.hf_layout import Kind, from_shards, hf_names_and_kind, hf_shapes, to_shard
+from vime.backends.megatron_utils.hf_layout import (
+    Kind,
+    from_shards,
+    hf_names_and_kind,
+    hf_shapes,
+    is_expert,
+    to_shard,
+    with_expert_offset,
+)
 
 
 def architecture(*, num_heads: int = 8, num_kv_heads: int = 4, head_dim: int = 2, vocab_size: int = 7) -> Architecture:
@@ -90,5 +98,19 @@ def test_both_layer_implementations_name_the_same_hf_norm() -> None:
 
 
 def test_a_parameter_without_a_rule_is_an_error() -> None:
-    with pytest.raises(KeyError, match="router"):
-        hf_names_and_kind("decoder.layers.0.mlp.router.weight")
+    with pytest.raises(KeyError, match="shared_experts"):
+        hf_names_and_kind("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+
+
+def test_an_expert_is_named_by_its_number_in_the_whole_model() -> None:
+    # 8 experts on 4 ranks: the second expert of rank 3 is number 7
+    name = "decoder.layers.11.mlp.experts.local_experts.1.linear_fc1.weight"
+    whole = with_expert_offset(name, 6)
+    prefix = "model.layers.11.mlp.experts.7."
+    assert hf_names_and_kind(whole) == ((prefix + "gate_proj.weight", prefix + "up_proj.weight"), Kind.GATE_UP)
+    assert is_expert(name)
+    assert not is_expert("decoder.layers.11.mlp.router.weight")
+    assert hf_names_and_kind("decoder.layers.1.mlp.router.weight") == (
+        ("model.layers.1.mlp.gate.weight",),
+        Kind.REPLICATED,
+    )

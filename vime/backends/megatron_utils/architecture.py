@@ -13,14 +13,14 @@ from typing import Any
 
 from vime.types import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """megatron-core has these numbers of Llama 3 built in; only `factor` is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A dense decoder with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP, or experts that are such."""
 
     model_type: str
     num_layers: int
@@ -37,6 +37,17 @@ class Architecture:
     is_tied: bool  # one matrix embeds tokens and makes logits
     has_qkv_bias: bool
     has_qk_norm: bool
+    experts: Experts | None = None  # None: every layer is dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The MoE part of a layer: each token goes to its `top_k` experts, weighted by a softmax of the router's logits."""
+
+    count: int
+    ffn_hidden_size: int  # of one expert
+    top_k: int
+    is_normalized: bool  # the chosen weights sum to 1, that is the softmax runs over the chosen experts only
 
 
 def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Architecture:
@@ -71,7 +82,17 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
         rope_llama3_factor=llama3_factor,
         is_tied=hf.tie_word_embeddings,
         has_qkv_bias=model_type == "qwen2",
-        has_qk_norm=model_type == "qwen3",
+        has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        experts=_experts(hf) if model_type == "qwen3_moe" else None,
+    )
+
+
+def _experts(hf: Any) -> Experts:
+    return Experts(
+        count=hf.num_experts,
+        ffn_hidden_size=hf.moe_intermediate_size,
+        top_k=hf.num_experts_per_tok,
+        is_normalized=hf.norm_topk_prob,
     )
 
 
@@ -88,6 +109,8 @@ def _refuse_unsupported(hf: Any, where: str) -> None:
         ("hidden_act", "silu"),
         ("attention_dropout", 0.0),
         ("partial_rotary_factor", 1.0),
+        ("decoder_sparse_step", 1),
+        ("mlp_only_layers", []),
     ):
         got = _optional(hf, name)
         if got not in (None, expected):

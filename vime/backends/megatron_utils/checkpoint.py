@@ -1,7 +1,8 @@
 """Training state on disk through megatron's distributed checkpoint (torch_dist): model, optimizer, schedule, RNG.
 
-The file layout does not depend on TP, PP or DP: a checkpoint may be loaded in another layout (random states are then
-left as seeded, because they belong to ranks). Data cursor, versions and the atomic rename belong to the caller.
+The file layout does not depend on TP, PP, CP or DP: a checkpoint may be loaded in another layout (random states are
+then left as seeded, because they belong to ranks). Only the cut of experts (EP, expert-TP) must stay, because of the
+optimizer. Data cursor, versions and the atomic rename belong to the caller.
 
 Repairs of megatron-core 0.16.1 with torch's AdamW (no Transformer Engine, no Apex) are marked REPAIR below. Each is
 needed wherever these packages are missing, and harmless elsewhere.
@@ -67,6 +68,7 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
             )
         with_optimizer = common["with_optimizer"]
         same_layout = common["layout"] == _layout()
+        _refuse_other_experts(common["layout"], directory, with_optimizer=with_optimizer)
         state = _state(
             core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer and same_layout, is_loading=True
         )
@@ -109,8 +111,24 @@ def _layout() -> dict[str, int]:
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size() or 1,
         "data": parallel_state.get_data_parallel_world_size(),
     }
+
+
+def _refuse_other_experts(saved: dict[str, int], directory: Path, *, with_optimizer: bool) -> None:
+    """megatron-core 0.16.1 keys optimizer state by expert rank: another number of ranks cannot put it together."""
+    mine, saved = _layout(), {"expert": 1, "expert_tensor": 1, **saved}
+    for name, flag in (("expert", "--expert-model-parallel-size"), ("expert_tensor", "--expert-tensor-parallel-size")):
+        if with_optimizer and mine["expert"] * saved["expert"] > 1 and saved[name] != mine[name]:
+            raise CheckpointError(
+                f"--load {directory}: was written with {flag} {saved[name]}, this run has {mine[name]}: the state "
+                "of experts in the optimizer cannot be cut anew. Use the flag it was written with, or start from its "
+                "--save-hf export."
+            )
 
 
 def _state(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like", "arange")
@@ -122,6 +123,38 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
+def _gather_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
+    """megatron's all-gather along the first dimension, also of pieces that differ in length: NCCL takes them, gloo does
+    not, so they travel padded to the longest."""
+
+    @functools.wraps(original)
+    def gather(piece: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return original(piece, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = piece.new_zeros(max(sizes), *piece.shape[1:])
+        padded[: piece.size(0)] = piece
+        everyone = padded.new_empty(len(sizes) * padded.size(0), *padded.shape[1:])
+        dist.all_gather_into_tensor(everyone, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(everyone.chunk(len(sizes)), sizes, strict=True)])
+
+    return gather
+
+
+def _scatter_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Its counterpart in the backward pass: sum over ranks, and each keeps its piece."""
+
+    @functools.wraps(original)
+    def scatter(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return original(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    return scatter
+
+
 # CPU answers to calls that name a device, a stream or a copy mode: those arguments have no meaning here.
 def _do_nothing(*_device: Any) -> None:
     return None
@@ -141,6 +174,28 @@ def _seed_generator(seed: int) -> None:
 
 def _itself(tensor: torch.Tensor, *_device: Any, **_options: Any) -> torch.Tensor:
     return tensor
+
+
+def _counts_on_cpu(counts: Any, as_numpy: bool = False, **_options: Any) -> Any:
+    return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
+
+
+class _NullStream:
+    """CPU work is ordered by the program, so waiting for a stream, or for an event recorded on it, is done already."""
+
+    def __init__(self, *_device: Any, **_options: Any) -> None: ...
+
+    def __enter__(self) -> _NullStream:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _other: object) -> None: ...
+
+    def record_event(self, _event: object = None) -> _NullStream:
+        return self
 
 
 _SCOPED = _constant(_ScopedTorch())
@@ -176,6 +231,26 @@ REDIRECTIONS: tuple[Redirection, ...] = (
     Redirection("megatron.core.optimizer.optimizer.torch", 'device="cuda": scale, found_inf, overflow buffer', _SCOPED),
     Redirection("megatron.core.optimizer.clip_grads.torch", 'device="cuda": gradient norm scalars', _SCOPED),
     Redirection("megatron.core.utils.torch", 'device="cuda": local L2 norm', _SCOPED),
+    Redirection("torch.cuda.Stream", "MoE dispatcher: a stream that copies token counts", _constant(_NullStream)),
+    Redirection(
+        "torch.cuda.current_stream", "MoE dispatcher: waits for that stream", _constant(lambda *_device: _NullStream())
+    ),
+    Redirection("megatron.core.transformer.moe.moe_utils.torch", 'device="cuda": router counters', _SCOPED),
+    Redirection(
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        "turns token counts into numpy for all_to_all_single only when they are on a GPU",
+        _constant(_counts_on_cpu),
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+        "tensor-parallel experts gather different numbers of tokens, which gloo cannot",
+        _gather_pieces,
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
+        "the same, backward",
+        _scatter_pieces,
+    ),
     Redirection(
         "torch.Tensor.cuda",
         "tied-embedding initialisation, optimizer checkpoint gather",

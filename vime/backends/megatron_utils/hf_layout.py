@@ -38,6 +38,9 @@ class Rule:
 
 _LAYER = r"decoder\.layers\.(?P<layer>\d+)\."
 _HF_LAYER = "model.layers.{layer}."
+_EXPERT = r"mlp\.experts\.local_experts\.(?P<expert>\d+)\."
+_HF_EXPERT = _HF_LAYER + "mlp.experts.{expert}."
+_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def _rule(pattern: str, hf_names: Sequence[str], kind: Kind) -> Rule:
@@ -76,17 +79,35 @@ RULES = (
         Kind.GATE_UP,
     ),
     _rule(_LAYER + r"mlp\.linear_fc2\.weight", [_HF_LAYER + "mlp.down_proj.weight"], Kind.ROW),
+    _rule(_LAYER + r"mlp\.router\.weight", [_HF_LAYER + "mlp.gate.weight"], Kind.REPLICATED),
+    _rule(
+        _LAYER + _EXPERT + r"linear_fc1\.weight",
+        [_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"],
+        Kind.GATE_UP,
+    ),
+    _rule(_LAYER + _EXPERT + r"linear_fc2\.weight", [_HF_EXPERT + "down_proj.weight"], Kind.ROW),
 )
 
 
 def hf_names_and_kind(name: str) -> tuple[tuple[str, ...], Kind]:
-    """HF tensors inside the megatron parameter `name` (global layer number)."""
+    """HF tensors inside the megatron parameter `name` (layer and expert numbers of the whole model)."""
     for rule in RULES:
         found = rule.pattern.match(name)
         if found:
             parts = {key: value for key, value in found.groupdict().items() if value is not None}
             return tuple(hf_name.format(**parts) for hf_name in rule.hf_names), rule.kind
     raise KeyError(f"no rule for the megatron parameter {name}")
+
+
+def is_expert(name: str) -> bool:
+    """Whether the megatron parameter `name` belongs to one expert. Expert parallelism spreads those over ranks; all
+    others, the router too, are on every rank of the expert group."""
+    return _EXPERT_NUMBER.search(name) is not None
+
+
+def with_expert_offset(name: str, offset: int) -> str:
+    """`name` with its expert's number on this rank (from 0) made the number in the whole model."""
+    return _EXPERT_NUMBER.sub(lambda found: str(int(found[0]) + offset), name)
 
 
 def to_shard(

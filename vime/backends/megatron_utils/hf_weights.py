@@ -1,4 +1,4 @@
-"""HF safetensors in and out of the model chunks of this rank, under any tensor x pipeline layout.
+"""HF safetensors in and out of the model chunks of this rank, under any tensor x pipeline x expert layout.
 
 Load reads each HF tensor that this rank needs, one at a time, and keeps its slice. Export is a generator of whole HF
 tensors in buckets: its extra memory is about two buckets (or two times the largest tensor), whatever the model's size.
@@ -8,7 +8,9 @@ Measured on a 538 MB model: 32 MiB buckets cost 265 MB, one bucket 1,075 MB.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ from vime.backends.megatron_utils.hf_layout import (
     from_shards,
     hf_names_and_kind,
     hf_shapes,
+    is_expert,
     to_shard,
+    with_expert_offset,
 )
 from vime.types import ConfigError
 from vime.weights.plan import TensorMeta
@@ -41,13 +45,23 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 class _Shard:
     """One parameter of one pipeline stage, as every rank of the replica knows it."""
 
-    name: str  # megatron name with the global layer number
+    name: str  # megatron name with the layer number of the whole model; experts numbered from 0 on each rank
     shape: tuple[int, ...]  # of one tensor-parallel shard
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    @property
+    def is_expert(self) -> bool:
+        return is_expert(self.name)
+
+    @property
+    def position(self) -> float:
+        """Layer number; the embedding stands before all layers, final norm and output layer after them."""
+        found = _LAYER.match(self.name)
+        return int(found[1]) if found else -1 if self.name.startswith("embedding.") else math.inf
 
 
 class HFWeights:
@@ -62,22 +76,47 @@ class HFWeights:
             if not (architecture.is_tied and name == OUTPUT_LAYER)  # a copy of the embedding on the last stage
         ]
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._expert_tensor_group = parallel_state.get_expert_tensor_parallel_group()
+        self._expert_group = parallel_state.get_expert_model_parallel_group()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[list[_Shard]] = [[] for _ in range(self._pipeline_group.size())]
         dist.all_gather_object(stages, mine, group=self._pipeline_group)
-        self._stages = stages
+        # By layer, whoever holds it: the order of the stream, and so its hash, is the same in every layout. Only the
+        # experts of a layer come in another order for each expert-parallel size: one of every rank, then the next.
+        self._order = sorted(
+            ((stage, shard) for stage, shards in enumerate(stages) for shard in shards),
+            key=lambda item: (item[1].position, item[1].is_expert),
+        )
 
     def metadata(self) -> list[TensorMeta]:
         """Name, dtype and shape of every HF tensor in the order of `export`. Local."""
         metas = []
-        for shard in (shard for stage in self._stages for shard in stage):
-            hf_names, kind = hf_names_and_kind(shard.name)
-            shapes = hf_shapes(kind, shard.shape, architecture=self._architecture, size=self._tensor_group.size())
-            dtype = str(shard.dtype).removeprefix("torch.")
-            metas += [
-                TensorMeta(name=name, dtype=dtype, shape=shape) for name, shape in zip(hf_names, shapes, strict=True)
-            ]
+        for _, shard in self._order:
+            size, dtype = self._cut_over(shard).size(), str(shard.dtype).removeprefix("torch.")
+            for name in self._names(shard):
+                hf_names, kind = hf_names_and_kind(name)
+                shapes = hf_shapes(kind, shard.shape, architecture=self._architecture, size=size)
+                metas += [
+                    TensorMeta(name=hf_name, dtype=dtype, shape=shape)
+                    for hf_name, shape in zip(hf_names, shapes, strict=True)
+                ]
         return metas
+
+    def _cut_over(self, shard: _Shard) -> dist.ProcessGroup:
+        """The tensor-parallel group whose ranks hold the pieces of one parameter."""
+        return self._expert_tensor_group if shard.is_expert else self._tensor_group
+
+    def _names(self, shard: _Shard) -> list[str]:
+        """What this parameter is called in the whole model, on each rank of the expert group; one name if dense."""
+        if not shard.is_expert:
+            return [shard.name]
+        return [with_expert_offset(shard.name, offset) for offset in self._expert_offsets()]
+
+    def _expert_offsets(self) -> list[int]:
+        """The number of the first expert of each rank of the expert group."""
+        experts, size = self._architecture.experts, self._expert_group.size()
+        assert experts is not None
+        return [rank * (experts.count // size) for rank in range(size)]
 
     @torch.no_grad()
     def load(self, directory: str, *, flag: str = "--hf-checkpoint") -> None:
@@ -88,6 +127,10 @@ class HFWeights:
         with _HFReader(directory, flag) as reader:
             reader.check_names({meta.name for meta in self.metadata()}, is_tied=self._architecture.is_tied)
             for name, parameter in self._parameters.items():
+                group = self._tensor_group
+                if is_expert(name):
+                    name = with_expert_offset(name, self._expert_offsets()[self._expert_group.rank()])
+                    group = self._expert_tensor_group
                 hf_names, kind = hf_names_and_kind(name)
                 if self._architecture.is_tied and name == OUTPUT_LAYER:
                     hf_names = (EMBEDDING,)
@@ -95,8 +138,8 @@ class HFWeights:
                     kind,
                     [reader.tensor(hf_name) for hf_name in hf_names],
                     architecture=self._architecture,
-                    rank=self._tensor_group.rank(),
-                    size=self._tensor_group.size(),
+                    rank=group.rank(),
+                    size=group.size(),
                     rows=parameter.size(0),
                 )
                 if shard.shape != parameter.shape:
@@ -110,32 +153,50 @@ class HFWeights:
     def export(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor), the same sequence on every rank of the replica.
 
-        Collective over the replica's TP x PP ranks: each must exhaust the generator, because each bucket is one
-        all-gather over the tensor group of the stage that owns it and one broadcast along the pipeline.
+        Collective over the replica's TP x PP ranks, and over the ranks that share its experts: each must exhaust the
+        generator, because each bucket is one all-gather over the tensor group of the stage that owns it, one over the
+        expert group if it holds experts, and one broadcast along the pipeline.
         """
-        for stage, shards in enumerate(self._stages):
-            for bucket in _buckets(shards, bucket_bytes // self._tensor_group.size()):
+        for (stage, holds_experts), items in itertools.groupby(self._order, lambda item: (item[0], item[1].is_expert)):
+            pieces = self._tensor_group.size()
+            if holds_experts:
+                pieces = self._expert_tensor_group.size() * self._expert_group.size()
+            for bucket in _buckets([shard for _, shard in items], bucket_bytes // pieces):
                 yield from self._export_bucket(stage, bucket)
 
     def _export_bucket(self, stage: int, bucket: list[_Shard]) -> Iterator[tuple[str, Tensor]]:
-        size, numel = self._tensor_group.size(), sum(shard.numel for shard in bucket)
-        device = torch.cuda.current_device()
-        whole = torch.empty(size * numel, dtype=bucket[0].dtype, device=device)
+        """`bucket` holds shards of experts only, or of dense parameters only."""
+        tensor_group = self._cut_over(bucket[0])
+        size, numel = tensor_group.size(), sum(shard.numel for shard in bucket)
+        copies = self._expert_group.size() if bucket[0].is_expert else 1
         if stage == self._pipeline_group.rank():
-            flat = torch.cat([self._parameters[shard.name].detach().reshape(-1) for shard in bucket])
-            if size > 1:
-                dist.all_gather_into_tensor(whole, flat, group=self._tensor_group)
-            else:
-                whole = flat
+            whole = torch.cat([self._parameters[shard.name].detach().reshape(-1) for shard in bucket])
+            whole = _gathered(whole, tensor_group)
+            if copies > 1:
+                whole = _gathered(whole, self._expert_group)
+        else:
+            device = torch.cuda.current_device()
+            whole = torch.empty(copies * size * numel, dtype=bucket[0].dtype, device=device)
         if self._pipeline_group.size() > 1:
             dist.broadcast(whole, dist.get_global_rank(self._pipeline_group, stage), group=self._pipeline_group)
-        by_rank = whole.view(size, numel)
+        by_rank = whole.view(copies, size, numel)
         offset = 0
         for shard in bucket:
-            parts = [by_rank[rank, offset : offset + shard.numel].view(shard.shape) for rank in range(size)]
+            for holder, name in enumerate(self._names(shard)):
+                pieces = by_rank[holder, :, offset : offset + shard.numel].view(size, *shard.shape)
+                hf_names, kind = hf_names_and_kind(name)
+                tensors = from_shards(kind, list(pieces), architecture=self._architecture)
+                yield from zip(hf_names, tensors, strict=True)
             offset += shard.numel
-            hf_names, kind = hf_names_and_kind(shard.name)
-            yield from zip(hf_names, from_shards(kind, parts, architecture=self._architecture), strict=True)
+
+
+def _gathered(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's `flat`, end to end in rank order. Collective over `group`."""
+    if group.size() == 1:
+        return flat
+    whole = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(whole, flat, group=group)
+    return whole
 
 
 def _named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -87,6 +87,10 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # type: ignore[arg-type] # a timedelta is made of it
         create_gloo_process_groups=on_cuda,  # extra groups for checkpoints; on the CPU every group is gloo already
     )
@@ -96,6 +100,24 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
     numpy.random.seed(stage_seed % 2**32)
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def replica_group(timeout_minutes: float) -> dist.ProcessGroup:
+    """The TP x PP x CP ranks that work on the same rows as this one. Collective over all trainer ranks.
+
+    megatron's own model-parallel group leaves the context-parallel peers out.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return parallel_state.get_model_parallel_group()
+    indices: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
+    group, _ = dist.new_subgroups_by_enumeration(
+        [[rank for rank, index in enumerate(indices) if index == replica] for replica in sorted(set(indices))],
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
+    return group
 
 
 def shut_down() -> None:

@@ -6,7 +6,8 @@ The local spec replaces two of megatron-core's parts:
 - `PackedAttention`: megatron's attention without Transformer Engine cannot read packed sequences (its mask would be
   T x T); ours runs torch's scaled_dot_product_attention once per sequence, so no token sees another sequence.
 
-Shapes: T packed tokens, H query heads of this rank, G key/value heads of this rank, D head dimension.
+Shapes: T packed tokens, L those of this context-parallel rank (all T without), H query heads of this rank, G key/value
+heads of this rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -22,26 +23,37 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from vime.backends.megatron_utils.context_parallel import ContextCut
 from vime.types import ConfigError
 
 
-def block_spec(config: TransformerConfig, implementation: str) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage. `implementation` is --transformer-impl."""
+def block_spec(
+    config: TransformerConfig, implementation: str, *, chunk: int | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder block of this pipeline stage, or of one `chunk` of it in an interleaved pipeline. `implementation` is
+    --transformer-impl."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # megatron-core 0.16.1 reads this name in the router of a MoE layer, and defines it with Transformer Engine only
+        moe_utils.te_general_gemm = None
     if implementation == "transformer_engine":
         layer, norm = _transformer_engine_layer(config)
     else:
         layer, norm = _local_layer(config), RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
@@ -57,7 +69,9 @@ def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, ty
     try:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
     except (ImportError, NameError) as error:
         raise ConfigError(
             f"--transformer-impl transformer_engine: Transformer Engine is not installed ({error}). "
@@ -84,7 +98,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a pack; a drop-in for megatron's core attention."""
+    """Causal attention within each sequence of a pack; a drop-in for megatron's core attention.
+
+    Under context parallelism the keys and values of all ranks are gathered (backward: summed and scattered), and the
+    two chunks of this rank look at what comes before them.
+    """
 
     def __init__(
         self,
@@ -100,29 +118,60 @@ class PackedAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # [T, H, D]
-        key: Tensor,  # [T, G, D]
-        value: Tensor,  # [T, G, D]
+        query: Tensor,  # [L, H, D]
+        key: Tensor,  # [L, G, D]
+        value: Tensor,  # [L, G, D]
         attention_mask: Tensor | None,  # noqa: ARG002  megatron passes it; the pack says it all
         attn_mask_type: Any = None,  # noqa: ARG002
         attention_bias: Tensor | None = None,  # noqa: ARG002
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Answers [T, 1, H * D]."""
+        """Answers [L, 1, H * D]."""
         if packed_seq_params is None:
             raise RuntimeError("PackedAttention: got an unpacked batch, expected packed_seq_params")
-        starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined] # set by step.py: no device sync per layer
-        outputs = [
-            self._one_sequence(query[start:end], key[start:end], value[start:end])
-            for start, end in itertools.pairwise(starts)
-        ]
+        # both set by step.py; python ints: no device sync per layer
+        starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined]
+        cut: ContextCut | None = packed_seq_params.context_cut  # type: ignore[attr-defined]
+        if cut is None:
+            outputs = [
+                self._attend(query[start:end], key[start:end], value[start:end], first=0)
+                for start, end in itertools.pairwise(starts)
+            ]
+        else:
+            outputs = self._attend_chunks(query, key, value, starts, cut)
         out = torch.cat(outputs)
         return out.reshape(out.size(0), 1, -1)
 
-    def _one_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[L, H, D] -> [L, H, D], query i sees keys <= i."""
+    def _attend_chunks(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: list[int], cut: ContextCut
+    ) -> list[Tensor]:
+        """The outputs of this rank's two chunks of every sequence. Collective over the context-parallel group."""
+        size, rank = cut.group.size(), cut.group.rank()
+        both = torch.cat([key, value], -1)  # one collective for both
+        both_TG = gather_from_sequence_parallel_region(both, group=cut.group)[cut.order_T]
+        outputs, done = [], 0
+        for start, end in itertools.pairwise(starts):
+            chunk = (end - start) // (2 * size)
+            for number in (rank, 2 * size - 1 - rank):
+                first = number * chunk
+                seen_key, seen_value = both_TG[start : start + first + chunk].chunk(2, -1)
+                outputs.append(self._attend(query[done : done + chunk], seen_key, seen_value, first=first))
+                done += chunk
+        return outputs
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, first: int) -> Tensor:
+        """[queries, H, D] -> the same; query i, which stands at position `first` + i, sees keys <= that."""
+        mask = None
+        if first:
+            mask = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device).tril_(first)
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.size(1) != key.size(1)
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.size(1) != key.size(1),
         )
         return out.squeeze(0).transpose(0, 1)

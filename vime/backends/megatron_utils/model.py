@@ -1,4 +1,4 @@
-"""Architecture + parallel layout -> megatron-core GPTModel chunks of this rank (one: no interleaved pipeline yet)."""
+"""Architecture + parallel layout -> megatron-core GPTModel chunks of this rank (several in an interleaved pipeline)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
     """megatron's configuration of this model in this layout."""
     check_layout(architecture, parallel)
     on_cuda = torch.cuda.is_available()
+    is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -45,12 +46,19 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
         embedding_init_method=_keep,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        # With two stages a chunk's next and last neighbour are one rank, and batched messages between the two would be
+        # swapped.
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
+        context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=parallel.bf16,
         variable_seq_lengths=True,  # packs differ in length
         moe_token_dispatcher_type="alltoall",  # megatron asks for it with variable lengths, for dense models too
+        **_expert_settings(architecture, parallel),
         recompute_granularity=parallel.recompute_granularity,  # type: ignore[arg-type]
         recompute_method=parallel.recompute_method,  # type: ignore[arg-type]
         recompute_num_layers=parallel.recompute_num_layers,
@@ -63,6 +71,24 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
     )
 
 
+def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """No balancing loss: the loss of the run is the algorithm's. Routing weights in fp32, as HF computes them."""
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.top_k,
+        "moe_router_pre_softmax": not experts.is_normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
+
+
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     """Refuse a layout that does not divide the model."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -73,12 +99,34 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     ):
         if value % size:
             raise ConfigError(f"{flag} {size} does not divide the model's {value} {name}. Choose a divisor.")
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    if chunks is not None and (pipeline == 1 or architecture.num_layers % (pipeline * chunks)):
+        raise ConfigError(
+            f"--virtual-pipeline-model-parallel-size {chunks} on {pipeline} stages cannot cut the model's "
+            f"{architecture.num_layers} layers. Expected more than one stage, and a divisor."
+        )
+    _check_experts(architecture, parallel)
     groups = architecture.num_kv_heads
     if groups % tensor and tensor % groups:
         raise ConfigError(
             f"--tensor-model-parallel-size {tensor} and the model's {groups} key/value heads: one must divide the "
             "other. Change the flag."
         )
+
+
+def _check_experts(architecture: Architecture, parallel: ParallelConfig) -> None:
+    experts, size = architecture.experts, parallel.expert_model_parallel_size
+    if experts is None:
+        if size > 1:
+            raise ConfigError(f"--expert-model-parallel-size {size}: the model has no experts. Remove the flag.")
+        return
+    if experts.count % size:
+        raise ConfigError(
+            f"--expert-model-parallel-size {size} does not divide the model's {experts.count} experts. "
+            "Choose a divisor."
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ConfigError("a model with experts and --tensor-model-parallel-size > 1 needs --sequence-parallel.")
 
 
 def _keep(weight: Tensor) -> Tensor:
@@ -92,7 +140,7 @@ def padded_vocab_size(architecture: Architecture, parallel: ParallelConfig) -> i
 
 
 def build_chunks(architecture: Architecture, config: TransformerConfig, parallel: ParallelConfig) -> list[GPTModel]:
-    """Uninitialised fp32 or bf16 model of this pipeline stage. Load weights before use.
+    """Uninitialised fp32 or bf16 model of this pipeline stage, in the order its chunks run. Load weights before use.
 
     Local construction, except that a tied model with several stages makes its two copies equal (collective over the
     embedding group).
@@ -100,18 +148,23 @@ def build_chunks(architecture: Architecture, config: TransformerConfig, parallel
     rope: dict[str, Any] = {"rotary_base": architecture.rope_theta}
     if architecture.rope_llama3_factor is not None:
         rope.update(rope_scaling=True, rope_scaling_factor=architecture.rope_llama3_factor)
-    model = GPTModel(
-        config,
-        block_spec(config, parallel.transformer_impl),
-        padded_vocab_size(architecture, parallel),
-        architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=architecture.is_tied,
-        **rope,
-    )
-    return [model.to(torch.cuda.current_device())]
+    count = parallel.virtual_pipeline_model_parallel_size
+    chunks = []
+    for number in [None] if count is None else range(count):
+        model = GPTModel(
+            config,
+            block_spec(config, parallel.transformer_impl, chunk=number),
+            padded_vocab_size(architecture, parallel),
+            architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=architecture.is_tied,
+            vp_stage=number,
+            **rope,
+        )
+        chunks.append(model.to(torch.cuda.current_device()))
+    return chunks
 
 
 def with_precision(chunks: list[GPTModel], config: TransformerConfig) -> list[MegatronModule]:

@@ -33,13 +33,20 @@ class PolicyOptimizer:
         --bf16 the fp32 main weights are copied from them here. `total_steps`: optimizer steps of the whole run."""
         self._settings = optimizer
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
         )
         self.chunks = [
             DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
         model_config.finalize_model_grads_func = finalize_model_grads
+        if parallel.overlap_grad_reduce:  # only the last micro-batch of a step starts the reduction
+            switches = [chunk.no_sync for chunk in self.chunks]
+            model_config.no_sync_func = switches if len(switches) > 1 else switches[0]  # type: ignore[assignment]
+        self._gathers_late = parallel.overlap_param_gather
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -53,6 +60,7 @@ class PolicyOptimizer:
                 bf16=parallel.bf16,
                 params_dtype=model_config.params_dtype,
                 use_distributed_optimizer=parallel.use_distributed_optimizer,
+                overlap_param_gather=parallel.overlap_param_gather,
             ),
             self.chunks,
             use_gloo_process_groups=False,
@@ -127,6 +135,16 @@ class PolicyOptimizer:
         optimizer.step_with_ready_grads()
         self.scheduler.step(1)
         return norm
+
+    def finish_round(self) -> None:
+        """Make the parameters those of the last step on every rank. Collective over all trainer ranks.
+
+        Under --overlap-param-gather the next forward pass would gather them; whoever reads them sooner (export, hash,
+        checkpoint) would find this rank's own shard new and the others old.
+        """
+        if self._gathers_late:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     @property
     def parts(self) -> list[MegatronOptimizer]:

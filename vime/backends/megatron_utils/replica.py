@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.megatron_utils.columns import needs_reference
+from vime.backends.megatron_utils.context_parallel import sequence_multiple
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
@@ -23,7 +24,7 @@ from vime.weights.plan import TensorMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """This rank's part of one model replica (TP x PP ranks), ready to train.
+    """This rank's part of one model replica (TP x PP x CP ranks), ready to train.
 
     `reference` is a second, frozen set of weights without optimizer or gradient buffers, only when a KL term asks for
     it (`needs_reference`). It costs one more copy of the parameters; swapping weights in and out of one module would
@@ -37,25 +38,28 @@ class Replica:
     optimizer: PolicyOptimizer
     reference: Sequence[MegatronModule] | None
     sampling: Sampling
-    pad_multiple: int  # sequence parallel cuts a pack over the tensor-parallel ranks
+    pad_multiple: int  # tokens of a pack: sequence parallel cuts it over the tensor-parallel ranks
+    batch_multiple: int  # micro-batches of a pass: an interleaved pipeline takes them in groups
 
     def log_probs(self, chunks: Sequence[MegatronModule], batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
         """log p of the response tokens, [R] fp32 on the CPU, per row of each batch; [] off the last pipeline stage.
 
         `chunks` is `self.chunks` or `self.reference`. Collective over the model-parallel group.
         """
-        packs = [pack_rows(batch, multiple=self.pad_multiple) for batch in batches]
+        missing = -len(batches) % self.batch_multiple
+        packs = [pack_rows(batch, multiple=self.pad_multiple) for batch in [*batches, *[[]] * missing]]
         answers = forward_log_probs(chunks, packs, self.sampling)
         if not answers:
             return []
-        return [
+        logps = [
             [logp_T[positions].cpu() for positions in batch.row_slices]
             for batch, logp_T in zip(packs, answers, strict=True)
         ]
+        return logps[: len(batches)]
 
     def weights_hash(self) -> str:
-        """The content hash that an engine reports for these weights, whatever the layout. Collective over the replica;
-        the same on every rank."""
+        """The content hash that an engine reports for these weights. Collective like the export; the same on every
+        rank, and in every layout with the same expert-parallel size (it covers the order, see `HFWeights`)."""
         content = ContentHash()
         for meta, (_, tensor) in zip(self.metadata, self.hf.export(), strict=True):
             content.add(meta, tensor)
@@ -85,7 +89,8 @@ def build_replica(config: Config, *, total_steps: int) -> Replica:
         optimizer=optimizer,
         reference=_build_reference(config, architecture.vocab_size) if needs_reference(config.algo) else None,
         sampling=Sampling(vocab_size=architecture.vocab_size, temperature=config.rollout.rollout_temperature),
-        pad_multiple=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+        pad_multiple=sequence_multiple() * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1),
+        batch_multiple=parallel.micro_batch_multiple,
     )
 
 

@@ -1,6 +1,7 @@
 """Forward and backward over packed micro-batches through megatron's schedules (with or without a pipeline).
 
-T: packed tokens of a micro-batch, V: vocabulary columns of this tensor-parallel rank, R: response tokens of a row.
+T: packed tokens of a micro-batch, L: those of this context-parallel rank (all T without), V: vocabulary columns of this
+tensor-parallel rank, R: response tokens of a row.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut, sequence_multiple
 from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.types import TrainRow
@@ -38,8 +40,14 @@ class Sampling:
 def pack_rows(
     rows: Sequence[TrainRow], *, multiple: int, extra: Mapping[str, Sequence[Tensor]] | None = None
 ) -> PackedBatch:
-    """One micro-batch on this rank's device. `multiple`: the tensor-parallel size under --sequence-parallel, else 1."""
-    return pack(rows, pad_to_multiple=multiple, device=torch.cuda.current_device(), extra=extra)
+    """One micro-batch on this rank's device, of whole sequences. `multiple`: `Replica.pad_multiple`."""
+    return pack(
+        rows,
+        pad_to_multiple=multiple,
+        sequence_multiple=sequence_multiple(),
+        device=torch.cuda.current_device(),
+        extra=extra,
+    )
 
 
 def forward_backward(
@@ -49,13 +57,15 @@ def forward_backward(
 
     Collective over all trainer ranks: every rank passes the same number of packs, of which some may be empty.
 
-    Scale: megatron divides a loss by the number of micro-batches, and DDP by the data-parallel size. Ours is divided
-    by global denominators already, so both are undone here; then every layout gives the same gradient.
+    Scale: megatron multiplies a loss by the context-parallel size and divides it by the number of micro-batches, and
+    DDP divides by data- times context-parallel size. Ours is divided by global denominators already, so all of it is
+    undone here; then every layout gives the same gradient. (Context-parallel ranks compute the same loss, but each
+    sends back only the gradient of its own tokens: DDP's sum over them counts every token once.)
     """
     scale = len(packs) * parallel_state.get_data_parallel_world_size()
 
-    def on_logits(logits_1TV: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        loss, statistics_S = loss_function(*_token_values(logits_1TV, batch, sampling), batch)
+    def on_logits(logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None) -> tuple[Tensor, Tensor]:
+        loss, statistics_S = loss_function(*_token_values(logits_1LV, batch, cut, sampling), batch)
         return loss * scale, statistics_S.detach()
 
     return _run(chunks, packs, on_logits, forward_only=False)
@@ -70,26 +80,33 @@ def forward_log_probs(
     Collective over the model-parallel group of this data-parallel index.
     """
 
-    def on_logits(logits_1TV: Tensor, batch: PackedBatch) -> Tensor:
-        return _token_values(logits_1TV, batch, sampling)[0]
+    def on_logits(logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None) -> Tensor:
+        return _token_values(logits_1LV, batch, cut, sampling)[0]
 
     return _run(chunks, packs, on_logits, forward_only=True)
 
 
-def _token_values(logits_1TV: Tensor, batch: PackedBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    return logprobs_and_entropy(
-        logits_1TV[0],
-        batch.labels_T,
+def _token_values(
+    logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """(logp [T], entropy [T]) of the whole pack, from the logits of this rank's L tokens of it."""
+    values = logprobs_and_entropy(
+        logits_1LV[0],
+        batch.labels_T if cut is None else cut.part(batch.labels_T),
         group=parallel_state.get_tensor_model_parallel_group(),
         vocab_size=sampling.vocab_size,
         temperature=sampling.temperature,
     )
+    if cut is None:
+        return values
+    logp_T, entropy_T = cut.whole(torch.stack(values)).unbind()
+    return logp_T, entropy_T
 
 
 def _run(
     chunks: Sequence[MegatronModule],
     packs: Sequence[PackedBatch],
-    on_logits: Callable[[Tensor, PackedBatch], object],
+    on_logits: Callable[[Tensor, PackedBatch, ContextCut | None], object],
     *,
     forward_only: bool,
 ) -> list[Tensor]:
@@ -97,16 +114,19 @@ def _run(
 
     def forward_step(iterator: Iterator[PackedBatch], model: MegatronModule) -> tuple[Tensor, Callable[..., object]]:
         batch = next(iterator)
-        output = model(
-            batch.tokens_T.unsqueeze(0), batch.position_T.unsqueeze(0), None, packed_seq_params=packed_params(batch)
-        )
-        return output, lambda logits_1TV, non_loss_data=False: on_logits(logits_1TV, batch)  # noqa: ARG005  megatron names it
+        cut = context_cut(batch.cu_seqlens, batch.tokens_T.device)
+        tokens, positions = batch.tokens_T, batch.position_T
+        if cut is not None:
+            tokens, positions = cut.part(tokens), cut.part(positions)
+        output = model(tokens.unsqueeze(0), positions.unsqueeze(0), None, packed_seq_params=packed_params(batch, cut))
+        return output, lambda logits_1LV, non_loss_data=False: on_logits(logits_1LV, batch, cut)  # noqa: ARG005  megatron names it
 
     for chunk in chunks:
         chunk.train(not forward_only)
+    iterators = [iter(packs) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(packs),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(packs),
         seq_length=packs[0].num_tokens,
@@ -116,9 +136,9 @@ def _run(
     )
 
 
-def packed_params(batch: PackedBatch) -> PackedSeqParams:
-    """megatron's description of a pack. `max_seqlen` is the longest sequence: with the total, rotary positions would
-    run on from one sequence into the next."""
+def packed_params(batch: PackedBatch, cut: ContextCut | None) -> PackedSeqParams:
+    """megatron's description of a pack, of whole sequences under context parallelism too. `max_seqlen` is the longest
+    sequence: with the total, rotary positions would run on from one sequence into the next."""
     starts = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.tokens_T.device)
     params = PackedSeqParams(
         qkv_format="thd",
@@ -128,4 +148,5 @@ def packed_params(batch: PackedBatch) -> PackedSeqParams:
         max_seqlen_kv=batch.max_seqlen,
     )
     params.cu_seqlens_host = batch.cu_seqlens  # type: ignore[attr-defined] # python ints for PackedAttention
+    params.context_cut = cut  # type: ignore[attr-defined]
     return params

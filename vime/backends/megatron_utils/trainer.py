@@ -36,9 +36,10 @@ class MegatronTrainer:
     rank: int  # global
     dp_rank: int  # data-parallel index: which replica this rank belongs to
     dp_size: int
-    is_source: bool  # first tensor rank of the first pipeline stage: it fetches the rows of its replica
+    is_source: bool  # first tensor and context rank of the first pipeline stage: it fetches the rows of its replica
     source_rank: int  # global rank of this replica's source
-    model_parallel_group: dist.ProcessGroup  # the TP x PP ranks of this replica
+    model_parallel_group: dist.ProcessGroup  # the TP x PP x CP ranks of this replica
+    takes_part_in_export: bool  # whether `export_weights` needs this rank
     device: torch.device
 
     def __init__(self, config: Config, rank: RankInfo, *, total_steps: int) -> None:
@@ -57,7 +58,9 @@ class MegatronTrainer:
         self.rank = rank.rank
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.model_parallel_group = parallel_state.get_model_parallel_group()
+        self.model_parallel_group = initialize.replica_group(config.cluster.distributed_timeout_minutes)
+        # the experts of one layer may lie on ranks of several replicas
+        self.takes_part_in_export = self.dp_rank == 0 or config.parallel.expert_model_parallel_size > 1
         self.source_rank = dist.get_process_group_ranks(self.model_parallel_group)[0]
         self.is_source = self.rank == self.source_rank
         self.device = torch.device(torch.cuda.current_device())
@@ -71,7 +74,7 @@ class MegatronTrainer:
         """
         from vime.backends.megatron_utils.round import train_round
 
-        return train_round(
+        metrics = train_round(
             self._replica,
             plan,
             rows,
@@ -79,11 +82,14 @@ class MegatronTrainer:
             dp_rank=self.dp_rank,
             custom_loss=self._custom_loss,
         )
+        self._replica.optimizer.finish_round()
+        return metrics
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """log p of each row's response tokens, [R] fp32 on the CPU, at the sampling temperature, valid on every rank.
 
-        Collective over the model-parallel group; its ranks pass the same rows.
+        Collective over the model-parallel group; its ranks pass the same rows. With expert parallelism over all trainer
+        ranks, and all pass the same rows, because they compute each other's experts.
         """
         from vime.backends.megatron_utils.round import row_log_probs
 
@@ -94,7 +100,8 @@ class MegatronTrainer:
         return list(self._replica.metadata)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors of the present weights. Collective over the model-parallel group: every rank exhausts it."""
+        """HF tensors of the present weights. Collective over the model-parallel group, with expert parallelism over all
+        trainer ranks (`takes_part_in_export` says whether to call it): every rank exhausts it."""
         return self._replica.hf.export()
 
     def save(self, directory: Path) -> None:
@@ -118,7 +125,7 @@ class MegatronTrainer:
         from vime.backends.megatron_utils.save_hf import write_hf
 
         failure: list[str | None] = [None]
-        if self.dp_rank == 0:
+        if self.takes_part_in_export:
             stream = self.export_weights()
             if self.rank == 0:
                 try:
@@ -137,7 +144,8 @@ class MegatronTrainer:
             raise CheckpointError(failure[0])
 
     def weights_hash(self) -> str:
-        """blake2b of the exported weights, the same on all ranks. Collective over the model-parallel group."""
+        """blake2b of the exported weights, the same on all ranks. Collective like `export_weights`, over every replica
+        that asks."""
         return self._replica.weights_hash()
 
     def close(self) -> None:

@@ -1,0 +1,127 @@
+"""The parallel layout of the trainer: derive what was left empty, refuse what cannot divide the ranks or the model."""
+
+from __future__ import annotations
+
+from vime.config.hf_config import ModelShape
+from vime.config.machine import ParallelConfig
+from vime.config.parse import Config
+from vime.types import ConfigError
+
+
+def virtual_pipeline_size(parallel: ParallelConfig, num_layers: int) -> int | None:
+    """Model chunks of one stage, from either of the two flags; None for a plain pipeline."""
+    chunks, per_chunk = parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None:
+        return chunks
+    stages = parallel.pipeline_model_parallel_size
+    derived, rest = divmod(num_layers, stages * per_chunk)
+    if rest or derived < 2:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} on {stages} stages cannot cut the model's "
+            f"{num_layers} layers into at least 2 equal chunks a stage. Choose another number of layers."
+        )
+    if chunks is not None and chunks != derived:
+        raise ConfigError(
+            f"--virtual-pipeline-model-parallel-size {chunks} contradicts --num-layers-per-virtual-pipeline-stage "
+            f"{per_chunk}, which means {derived}. Give one of the two."
+        )
+    return derived
+
+
+def check_layout(config: Config, shape: ModelShape) -> None:
+    """Every refusal about the layout. Called after the empty knobs were derived."""
+    parallel, batch = config.parallel, config.batch
+    world = config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
+    _check_ranks(parallel, world)
+    _check_divisors(parallel, shape)
+    _check_experts(parallel, shape, world)
+    _check_switches(parallel)
+    dp, samples = world // parallel.ranks_per_replica, batch.global_batch_size or 1
+    if samples % dp:
+        raise ConfigError(
+            f"--global-batch-size {samples} cannot be divided over {dp} data-parallel ranks. Use a multiple of {dp}."
+        )
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
+        raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
+
+
+def _check_ranks(parallel: ParallelConfig, world: int) -> None:
+    if world % parallel.ranks_per_replica:
+        raise ConfigError(
+            f"{world} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided into "
+            f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} x --context-parallel-size {parallel.context_parallel_size}. "
+            f"Use a multiple of {parallel.ranks_per_replica}."
+        )
+
+
+def _check_divisors(parallel: ParallelConfig, shape: ModelShape) -> None:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    for name, value in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("intermediate_size", shape.intermediate_size),
+    ):
+        if value % tp:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {tp} does not divide the model's {name} {value}. Choose a divisor."
+            )
+    if max(tp, shape.num_key_value_heads) % min(tp, shape.num_key_value_heads):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} and the model's num_key_value_heads {shape.num_key_value_heads}: one "
+            "must divide the other."
+        )
+    if shape.num_layers % pp:
+        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {shape.num_layers} layers.")
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    if chunks is not None and pp == 1:
+        raise ConfigError("an interleaved pipeline needs --pipeline-model-parallel-size > 1. Raise it, or use none.")
+    if chunks is not None and shape.num_layers % (pp * chunks):
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {pp} x --virtual-pipeline-model-parallel-size {chunks} does not divide "
+            f"the model's {shape.num_layers} layers. Choose a divisor."
+        )
+
+
+def _check_experts(parallel: ParallelConfig, shape: ModelShape, world: int) -> None:
+    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    if not shape.num_experts:
+        if ep > 1 or parallel.expert_tensor_parallel_size is not None:
+            raise ConfigError(
+                "--expert-model-parallel-size and --expert-tensor-parallel-size are for a model with experts; "
+                f"model_type {shape.model_type} has none. Remove them."
+            )
+        return
+    etp = parallel.expert_tensor_parallel_size or tp
+    if shape.num_experts % ep:
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} does not divide the model's {shape.num_experts} experts. "
+            "Choose a divisor."
+        )
+    if shape.moe_intermediate_size % etp:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp} does not divide the model's moe_intermediate_size "
+            f"{shape.moe_intermediate_size}. Choose a divisor."
+        )
+    whole = etp * ep * parallel.pipeline_model_parallel_size
+    if world % whole:
+        raise ConfigError(
+            f"{world} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x "
+            f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size}. Use a multiple of {whole}."
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "a model with experts and --tensor-model-parallel-size > 1 needs --sequence-parallel, or each "
+            "tensor-parallel rank would route the same tokens. Add the flag."
+        )
+
+
+def _check_switches(parallel: ParallelConfig) -> None:
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size > 1. Remove it or raise TP.")
+    if parallel.recompute_granularity == "full" and not (parallel.recompute_method and parallel.recompute_num_layers):
+        raise ConfigError("--recompute-granularity full needs --recompute-method and --recompute-num-layers.")
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        raise ConfigError(
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce. Add them or remove it."
+        )
