@@ -21,6 +21,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}, {}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}, {"num_micro_batches": 3}),
+    "cp2": (2, {"context_parallel_size": 2}, {}),
 }
 
 
