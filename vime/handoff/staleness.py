@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from vime.types import StaleError, TrainRow, Version
 
+STALENESS_MEAN = "transferqueue/sample_staleness/mean"
+STALENESS_MAX = "transferqueue/sample_staleness/max"
+
 
 def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness: int) -> dict[str, float]:
     """Refuse rows older than the bound; answer the mean and the maximum over `rows`, by metric name.
@@ -28,6 +31,6 @@ def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness
             )
         found.append(staleness)
     return {
-        "transferqueue/sample_staleness/mean": sum(found) / len(found) if found else 0.0,
-        "transferqueue/sample_staleness/max": float(max(found, default=0)),
+        STALENESS_MEAN: sum(found) / len(found) if found else 0.0,
+        STALENESS_MAX: float(max(found, default=0)),
     }

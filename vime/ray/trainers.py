@@ -15,7 +15,7 @@ import ray
 
 from vime.config.parse import Config
 from vime.handoff.fetch import fetch_round
-from vime.handoff.staleness import check_staleness
+from vime.handoff.staleness import STALENESS_MAX, STALENESS_MEAN, check_staleness
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier
@@ -153,7 +153,12 @@ class Trainers:
     def train(
         self, rollout_id: int, ticket: Any, version: Version, on_poll: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        return self._call("train", rollout_id, ticket, version, on_poll=on_poll)[0]
+        """Metrics of the round. Each rank looked at the staleness of its own rows; the mean weighs ranks equally."""
+        answers = self._call("train", rollout_id, ticket, version, on_poll=on_poll)
+        return answers[0] | {
+            STALENESS_MEAN: sum(answer[STALENESS_MEAN] for answer in answers) / len(answers),
+            STALENESS_MAX: max(answer[STALENESS_MAX] for answer in answers),
+        }
 
     def publish(
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
