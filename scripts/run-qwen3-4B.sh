@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-4B, 8 GPUs: 4 train (TP2 x DP2), 4 generate. Submits to the Ray cluster that runs already; it starts and
 # stops nothing else. Start one first on the head node:   ray start --head --num-gpus 8
-#   MODEL_DIR=/models DATA_DIR=/data ./scripts/run-qwen3-4B.sh
+#   MODEL_DIR=/models DATA_DIR=/data OUT_DIR=/shared/out ./scripts/run-qwen3-4B.sh
+# The job runs in a copy of this directory that Ray throws away, so every path handed to it is absolute.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/models/qwen3-4B.sh
-DATA_DIR=${DATA_DIR:-data}
+DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
+OUT_DIR=$(realpath -m "${OUT_DIR:-.}")
 RUN_NAME=${RUN_NAME:-qwen3-4B-grpo}
 
 CLUSTER_ARGS=(
@@ -13,7 +15,8 @@ CLUSTER_ARGS=(
   --actor-num-nodes 1 --actor-num-gpus-per-node 4
   --rollout-num-gpus 4 --rollout-num-gpus-per-engine 1
 )
-CKPT_ARGS=(--run-dir "runs/$RUN_NAME" --save "checkpoints/$RUN_NAME" --load "checkpoints/$RUN_NAME" --save-interval 20)
+CKPT_ARGS=(--run-dir "$OUT_DIR/runs/$RUN_NAME" --save-interval 20
+  --save "$OUT_DIR/checkpoints/$RUN_NAME" --load "$OUT_DIR/checkpoints/$RUN_NAME")
 DATA_ARGS=(
   --prompt-data "$DATA_DIR/dapo-math-17k.jsonl" --input-key prompt --label-key label
   --apply-chat-template --rollout-shuffle --rm-type math

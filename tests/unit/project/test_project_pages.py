@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from vime.config.parse import build_parser, iter_flags
+from vime.config.parse import build_parser, iter_flags, parse
 
 ROOT = Path(__file__).resolve().parents[3]
 STATION = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
@@ -112,3 +113,24 @@ def test_every_shell_script_stops_at_its_first_error() -> None:
 def test_test_file_names_are_unique() -> None:
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_gpu_launch_submits_known_flags_and_absolute_paths_from_a_clone(tmp_path: Path) -> None:
+    """`ray` is replaced by a script that writes down what it was given; only files that a clone has are there."""
+    for path in tracked_files():
+        if path.relative_to(ROOT).parts[0] == "scripts":
+            copy = tmp_path / "clone" / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+            copy.chmod(0o755)
+    (tmp_path / "ray").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/submitted\n")
+    (tmp_path / "ray").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "MODEL_DIR": "models"}
+    script = tmp_path / "clone" / "scripts" / "run-qwen3-4B.sh"
+    ran = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    submitted = (tmp_path / "submitted").read_text().splitlines()
+    config = parse(submitted[submitted.index("train.py") + 1 :])  # refuses a flag that it does not know
+    paths = [config.model.hf_checkpoint, config.model.save, config.model.load, config.tracking.run_dir]
+    paths += [config.data.prompt_data, config.eval.eval_prompt_data[1]]
+    assert [path for path in paths if path is None or not Path(path).is_absolute()] == []
