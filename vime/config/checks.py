@@ -117,6 +117,7 @@ def check(config: Config) -> None:
         group_size=config.rollout.n_samples_per_prompt,
     )
     _check_eval(config)
+    _check_idle(config)
     _check_debug(config)
     _check_templates(config)
 
@@ -222,6 +223,35 @@ def _check_eval(config: Config) -> None:
         raise ConfigError(f"--prompt-data {data.prompt_data}: no such file. Expected jsonl or parquet.")
 
 
+def _check_idle(config: Config) -> None:
+    """Flags that would do nothing beside another one."""
+    cluster = config.cluster
+    engines, size = cluster.rollout_num_engines or 1, cluster.rollout_num_gpus_per_engine
+    if cluster.rollout_num_gpus not in (None, engines * size):
+        raise ConfigError(
+            f"--rollout-num-gpus {cluster.rollout_num_gpus}: {engines} engine(s) of --rollout-num-gpus-per-engine "
+            f"{size} use {engines * size}. Make them agree; on the CPU use --rollout-num-engines alone."
+        )
+    if cluster.device == "cpu" and size > 1:
+        raise ConfigError(f"--rollout-num-gpus-per-engine {size}: an engine on the CPU has one worker. Remove it.")
+    if config.data.prompt_data is not None and config.data.reasoning_gym is not None:
+        raise ConfigError("--prompt-data and --reasoning-gym are both given. Keep one of the two.")
+    if config.batch.max_tokens_per_gpu is not None and not config.batch.use_dynamic_batch_size:
+        raise ConfigError("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size. Add it or remove this.")
+    if config.weights.update_weight_disk_dir is not None and config.weights.update_weight_transport != "disk":
+        raise ConfigError(
+            f"--update-weight-disk-dir with --update-weight-transport {config.weights.update_weight_transport} has no "
+            "effect. Use transport disk, or remove the directory."
+        )
+    if config.reward.rm_url is not None and config.reward.rm_type != "remote_rm":
+        raise ConfigError("--rm-url has no effect without --rm-type remote_rm. Add it or remove the address.")
+    if config.engine.vllm_router_ip is not None:
+        raise ConfigError(
+            f"--vllm-router-ip {config.engine.vllm_router_ip}: a router of your own cannot be used yet; Vime starts one "
+            "in front of its engines and fills this in. Remove the flag."
+        )
+
+
 def _default_source(config: Config) -> bool:
     return config.data.data_source_path.startswith("vime.rollout.data_source.")
 
@@ -235,6 +265,19 @@ def _check_debug(config: Config) -> None:
         raise ConfigError(
             "--debug-train-only needs --load-debug-rollout-data PATH_{rollout_id}.jsonl, or a --rollout-function-path "
             "that asks no engine."
+        )
+    if debug.load_debug_rollout_data and debug.debug_rollout_only:
+        raise ConfigError(
+            "--debug-rollout-only with --load-debug-rollout-data: nothing would be generated and nothing trained. Keep "
+            "one of the two."
+        )
+    if debug.load_debug_rollout_data and config.rollout.num_rollout is None:
+        raise ConfigError(
+            "--num-epoch with --load-debug-rollout-data: recorded rounds have no epochs. Give --num-rollout instead."
+        )
+    if debug.debug_train_only and config.eval.eval_prompt_data:
+        raise ConfigError(
+            "--eval-prompt-data with --debug-train-only: without engines nothing can be evaluated. Remove one."
         )
     if debug.load_debug_rollout_data and config.queue.transferqueue_mode != "off":
         raise ConfigError(
@@ -252,6 +295,12 @@ def _check_templates(config: Config) -> None:
     ):
         if value is not None and "{rollout_id}" not in value:
             raise ConfigError(f"{flag} {value}: expected {{rollout_id}} in the path, one per round.")
+        try:
+            _ = (value or "").format(rollout_id=0)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"{flag} {value}: {{rollout_id}} is the only field there is, got another ({error}). Double others."
+            ) from error
     if config.model.save_hf and not config.model.save_interval:
         raise ConfigError("--save-hf exports with checkpoints and needs --save-interval.")
     if config.data.apply_chat_template_kwargs is not None:

@@ -111,7 +111,9 @@ class EngineConfig:
         "KV cache of one CPU engine, bytes; a GPU engine uses vLLM's own gpu-memory-utilization",
         minimum=1 << 20,
     )
-    vllm_router_ip: str | None = flag(None, "address of a router that runs already; empty: Vime starts one")
+    vllm_router_ip: str | None = flag(
+        None, "filled in when Vime has started its router, for plug-ins to read; refused when given"
+    )
     vllm_router_port: int | None = flag(None, "router port; empty: a free one", minimum=1, maximum=65535)
     vllm_router_policy: str = flag(
         "round_robin",

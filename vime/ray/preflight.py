@@ -13,16 +13,25 @@ from vime.utils.network import port_is_free
 
 def preflight(config: Config, *, is_async: bool) -> None:
     """The rhythm's own demand on staleness, ports, columns, plug-ins, the model's architecture, vLLM flags."""
-    if is_async and config.queue.transferqueue_max_staleness < 1:
-        raise ConfigError(
-            "train_async.py generates the next round while this one trains, so its tokens are one version old, but "
-            "--transferqueue-max-staleness is 0. Set it to 1, or use train.py."
-        )
+    if is_async:
+        _check_prefetch(config)
     port = config.engine.vllm_router_port
-    if port is not None and config.engine.vllm_router_ip is None and not port_is_free("127.0.0.1", port):
+    if port is not None and not port_is_free("127.0.0.1", port):
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
     check_requested(config.queue.transfer_queue_extra_data_fields)
     check_plugins(config.flat)
     if not config.debug.debug_rollout_only:
         read_architecture(config.model.hf_checkpoint)
     validate_vllm_flags(config)
+
+
+def _check_prefetch(config: Config) -> None:
+    """Round r + 1 starts on what the engines serve before round r trains, so with an update every I rounds its tokens
+    are up to I versions old when it trains: one more than under train.py."""
+    staleness, interval = config.queue.transferqueue_max_staleness, config.weights.update_weights_interval
+    if staleness < interval:
+        raise ConfigError(
+            "train_async.py generates the next round while this one trains, so with --update-weights-interval "
+            f"{interval} its tokens are up to {interval} version(s) old, but --transferqueue-max-staleness is "
+            f"{staleness}. Set it to {interval}, or use train.py."
+        )

@@ -152,6 +152,37 @@ REFUSALS = {
         ["--lr-decay-style", "cosine", "--lr-warmup-iters", "3"],
         ["--lr-warmup-iters 3", "--lr-decay-iters"],
     ),
+    "replay without training": (
+        ["--debug-rollout-only", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"],
+        ["--debug-rollout-only", "--load-debug-rollout-data"],
+    ),
+    "evaluation without engines": (
+        [
+            *("--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"),
+            *("--eval-prompt-data", "own", __file__),
+        ],
+        ["--eval-prompt-data", "--debug-train-only"],
+    ),
+    "a path with another field": (
+        ["--save-debug-rollout-data", "out/{rollout_id}_{step}.jsonl"],
+        ["--save-debug-rollout-data", "step", "{rollout_id}"],
+    ),
+    "GPUs of engines on the CPU": (["--rollout-num-gpus", "4"], ["--rollout-num-gpus 4", "--rollout-num-engines"]),
+    "an engine of two GPUs on the CPU": (
+        ["--rollout-num-gpus-per-engine", "2"],
+        ["--rollout-num-gpus-per-engine 2", "CPU"],
+    ),
+    "prompts from two places": (["--reasoning-gym", "chain_sum"], ["--prompt-data", "--reasoning-gym"]),
+    "token limit without dynamic batches": (
+        ["--max-tokens-per-gpu", "64"],
+        ["--max-tokens-per-gpu", "--use-dynamic-batch-size"],
+    ),
+    "disk directory of another transport": (
+        ["--update-weight-disk-dir", "weights"],
+        ["--update-weight-disk-dir", "--update-weight-transport shm"],
+    ),
+    "reward address that nobody asks": (["--rm-url", "http://judge"], ["--rm-url", "remote_rm"]),
+    "a router of one's own": (["--vllm-router-ip", "10.0.0.1"], ["--vllm-router-ip 10.0.0.1"]),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
 
@@ -164,6 +195,12 @@ def test_refused_naming_the_flags(name: str, model_dir: Path, monkeypatch: pytes
         resolved(model_dir, *extra)
     for text in expected:
         assert text in str(refusal.value)
+
+
+def test_epochs_of_recorded_rounds_are_refused(model_dir: Path) -> None:
+    flags = [flag for flag in base(model_dir) if flag not in ("--num-rollout", "3")]
+    with pytest.raises(ConfigError, match=r"--num-epoch with --load-debug-rollout-data.*--num-rollout"):
+        check(resolve(parse([*flags, "--num-epoch", "2", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"])))
 
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 32, "num_hidden_layers": 8}
