@@ -10,18 +10,19 @@ STALENESS_MEAN = "transferqueue/sample_staleness/mean"
 STALENESS_MAX = "transferqueue/sample_staleness/max"
 
 
-def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness: int) -> dict[str, float]:
+def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness: int | None) -> dict[str, float]:
     """Refuse rows older than the bound; answer the mean and the maximum over `rows`, by metric name.
 
     staleness of a row = version of the weights it trains - oldest version among its trainable tokens. A row without
-    trainable tokens has none. Example: tokens of versions 3 and 4 trained on weights 5 are 2 stale.
+    trainable tokens has none. Example: tokens of versions 3 and 4 trained on weights 5 are 2 stale. Without a bound
+    (None, for recorded rounds: their versions are those of the run that made them) it only measures.
     """
     found: list[int] = []
     for row in rows:
         if row.num_trainable == 0:
             continue
         staleness = version - row.oldest_version
-        if not 0 <= staleness <= max_staleness:
+        if max_staleness is not None and not 0 <= staleness <= max_staleness:
             versions = sorted({span.version for span in row.token_policy_versions})
             reason = "newer than the weights" if staleness < 0 else f"{staleness} versions behind"
             raise StaleError(

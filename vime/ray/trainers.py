@@ -75,9 +75,9 @@ class TrainerActor:
                 group=trainer.model_parallel_group,
                 device=trainer.device,
             )
-        staleness = check_staleness(
-            list(rows.values()), version=version, max_staleness=self._config.queue.transferqueue_max_staleness
-        )
+        is_replay = self._config.debug.load_debug_rollout_data is not None
+        bound = None if is_replay else self._config.queue.transferqueue_max_staleness
+        staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
         with self._events.span("train_round", rollout_id=rollout_id):
             metrics = trainer.train_round(plan, rows)
         return {**metrics, **staleness}

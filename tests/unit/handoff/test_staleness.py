@@ -34,3 +34,9 @@ def test_tokens_that_are_not_trained_do_not_count():
 def test_a_sample_without_trainable_tokens_is_not_stale():
     row = make_row(response=(), versions=())
     assert check_staleness([row], version=5, max_staleness=0)["transferqueue/sample_staleness/mean"] == 0.0
+
+
+def test_recorded_rows_are_measured_and_not_refused():
+    # versions 3 and 5 on weights 9 and on weights 2: 9 - 3 = 6, and 2 - 3 = -1 (recorded by a run that was further)
+    assert check_staleness([MIXED], version=9, max_staleness=None)["transferqueue/sample_staleness/max"] == 6.0
+    assert check_staleness([MIXED], version=2, max_staleness=None)["transferqueue/sample_staleness/max"] == -1.0
