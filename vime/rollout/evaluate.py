@@ -34,20 +34,22 @@ def eval_data_sets(args: Any) -> dict[str, list[Prompt]]:
 async def evaluate_all(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     """Every evaluation set, one after the other; samples in the order of the file, answers of a prompt side by side.
 
-    Waits for generation and rewards; unblocked by --rollout-timeout-secs for each set.
+    Waits for generation and rewards; unblocked by --rollout-timeout-secs, for all sets together.
     """
     data: dict[str, list[Sample]] = {}
     metrics: dict[str, float] = {}
+    ends = asyncio.get_running_loop().time() + args.rollout_timeout_secs
     for name, prompts in eval_data_sets(args).items():
         started = time.monotonic()
-        samples = await _evaluate(args, rollout_id, name, prompts)
+        samples = await _evaluate(args, rollout_id, name, prompts, ends)
         data[name] = samples
         metrics |= sample_metrics(args, samples, f"eval/{name}")
         metrics[f"eval/{name}/time"] = time.monotonic() - started
     return RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
-async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt]) -> list[Sample]:
+async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt], ends: float) -> list[Sample]:
+    """`ends` is a time of the running loop."""
     size, params = args.n_samples_per_eval_prompt, eval_sampling_params(args)
     groups = [
         [new_sample(prompt, group_index=number, index=number * size + offset) for offset in range(size)]
@@ -64,7 +66,7 @@ async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt]
         finished += 1
         BOARD.post(
             RoundProgress(
-                name=f"evaluation {name} after round {rollout_id}",
+                name=f"evaluation {name} before round {rollout_id}",
                 kept_groups=finished,
                 wanted_groups=len(groups),
                 in_flight_groups=len(groups) - finished,
@@ -75,7 +77,7 @@ async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt]
         )
 
     try:
-        async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout_at(ends), asyncio.TaskGroup() as tasks:
             for number in range(len(groups)):
                 tasks.create_task(work(number))
     except TimeoutError as error:

@@ -53,7 +53,7 @@ def generate_rollout(
     )
     return rollout_loop().run(
         work,
-        name=f"{'evaluation after' if evaluation else 'generation of'} round {rollout_id}",
+        name=f"{'evaluation before' if evaluation else 'generation of'} round {rollout_id}",
         timeout_s=args.rollout_timeout_secs + GRACE_S,
         advice=f"The rollout loop is blocked; does a plug-in make a blocking call? Last seen: {generation_progress()}",
     )

@@ -231,6 +231,21 @@ def test_evaluation_uses_its_own_data_and_sampling_and_leaves_the_source_alone(p
     assert source.get_samples(1)[0][0].group_index == 0
 
 
+def test_evaluation_sets_share_one_deadline(play, tmp_path, monkeypatch):
+    own = [write_jsonl(tmp_path / f"{letter}.jsonl", [{"input": letter, "label": letter}]) for letter in "ij"]
+    deadlines = []
+
+    async def note(_args, _rollout_id, name, _prompts, ends):
+        deadlines.append((name, ends))
+        return []
+
+    monkeypatch.setattr("vime.rollout.evaluate._evaluate", note)
+    with ScriptedEngine(echo_first_sample) as engine:
+        play(engine, "--eval-prompt-data", "first", own[0], "second", own[1], evaluation=True)
+    assert [name for name, _ in deadlines] == ["first", "second"]
+    assert deadlines[0][1] == deadlines[1][1]
+
+
 def test_a_round_that_failed_leaves_the_loop_fit_for_the_next_one(play, plugin_file):
     with ScriptedEngine(echo_first_sample) as engine:
         bad = plugin_file("def keep(args, samples): return 1")
