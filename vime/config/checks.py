@@ -247,8 +247,8 @@ def _check_idle(config: Config) -> None:
         raise ConfigError("--rm-url has no effect without --rm-type remote_rm. Add it or remove the address.")
     if config.engine.vllm_router_ip is not None:
         raise ConfigError(
-            f"--vllm-router-ip {config.engine.vllm_router_ip}: a router of your own cannot be used yet; Vime starts one "
-            "in front of its engines and fills this in. Remove the flag."
+            f"--vllm-router-ip {config.engine.vllm_router_ip}: a router of your own cannot be used yet; Vime starts "
+            "one in front of its engines and fills this in. Remove the flag."
         )
 
 

@@ -6,11 +6,15 @@ once.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import types
 from typing import Any
 
 from vime.ray.waits import Interrupted
+
+NOTICE = b"\nstopping when this step is done, then saving the state; once more: stop at once, without saving\n"
 
 
 class Interrupts:
@@ -37,3 +41,5 @@ class Interrupts:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
+        # Not through the screen: a signal may come in the middle of its drawing.
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, NOTICE)

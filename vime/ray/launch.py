@@ -51,9 +51,16 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
             code = _drive(machine, rhythm, events)
     except VimeError as error:
         return _failed(screen, events, str(error), path, error.exit_code)
-    except (Interrupted, KeyboardInterrupt):
-        events.emit(EventKind.RUN_FAILED, error="interrupted before training")
-        screen.failed("interrupted; nothing was trained since the last checkpoint.")
+    except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
+        events.emit(EventKind.RUN_FAILED, error=f"interrupted during {interruption}")
+        screen.failed(f"interrupted during {interruption}: this run has trained nothing, so there is nothing to save.")
+        return 130
+    except KeyboardInterrupt:
+        events.emit(EventKind.RUN_FAILED, error="stopped at once by a second signal")
+        screen.failed(
+            "stopped at once by a second signal: rounds trained since the last checkpoint are not saved. --load goes "
+            f"on from the last one, if there is one: {config.model.save or path / 'checkpoints'}"
+        )
         return 130
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
         logger.exception("run failed")
@@ -67,10 +74,12 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
 
 
 def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:
-    """The rhythm itself; an interruption saves the last whole round before the machine is taken down."""
+    """The rhythm itself; an interruption books and saves the last trained round before the machine is taken down."""
     try:
         rhythm(machine)
     except Interrupted as interruption:
+        if machine.open_round is not None and machine.open_round == machine.trained_round:
+            machine.watchers.books.finish(machine.trained_round, machine.versions.trained)
         saved = machine.save()
         events.emit(EventKind.RUN_FAILED, error=f"interrupted during {interruption}")
         machine.watchers.screen.failed(

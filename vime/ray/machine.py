@@ -60,7 +60,8 @@ class Machine:
         self.config, self.run_dir, self.parts, self.watchers = config, run_dir, parts, watchers
         self.versions = versions
         self._start = start
-        self._trained_round = start - 1
+        self.trained_round = start - 1
+        self.open_round: int | None = None  # its line is not written yet
         self._saved_round = start - 1
         self._saved_path: Path | None = None
 
@@ -73,8 +74,10 @@ class Machine:
         self.watchers.books.begin()
         for rollout_id in range(self._start, self.parts.num_rollout):
             self.watchers.interrupts.raise_if_asked("the pause between rounds")
+            self.open_round = rollout_id
             yield rollout_id
             self.watchers.books.finish(rollout_id, self.versions.trained)
+            self.open_round = None
 
     def start_generation(self, rollout_id: int) -> Any:
         """Begin a round of generation and answer at once."""
@@ -106,7 +109,7 @@ class Machine:
                 generated.rollout_id, generated.ticket, self.versions.trained, self._poll(interruptible=False)
             )
         self.versions.advance()
-        self._trained_round = generated.rollout_id
+        self.trained_round = generated.rollout_id
         self.parts.carrier.clear(generated.ticket)
         self.watchers.events.emit(
             EventKind.ROUND_TRAINED, rollout_id=generated.rollout_id, version=self.versions.trained
@@ -116,7 +119,10 @@ class Machine:
     def publish(self) -> None:
         """Bring the newest weights to every engine: pause, transfer, confirm by hash, resume."""
         trainers, engines = self.parts.trainers, self.parts.engines
-        due = self.versions.trained % self.config.weights.update_weights_interval == 0
+        interval, is_last = self.config.weights.update_weights_interval, self.trained_round == self.last_round
+        due = (
+            is_last or self.versions.trained % interval == 0
+        )  # the last: what is evaluated at the end is what was trained
         if trainers is None or engines is None or not (due or self.versions.serving is None):
             return
         self.watchers.screen.activity("moving weights to the engines")
@@ -156,7 +162,7 @@ class Machine:
 
         Answers where the newest checkpoint of this run is, or None when nothing was trained.
         """
-        trainers, rollout_id = self.parts.trainers, self._trained_round
+        trainers, rollout_id = self.parts.trainers, self.trained_round
         if trainers is None or rollout_id == self._saved_round:
             return self._saved_path
         self.watchers.screen.activity("saving a checkpoint")

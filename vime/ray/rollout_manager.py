@@ -51,16 +51,17 @@ class RolloutManager:
         self._events = EventLog(self._run_dir, "rollout-manager")
         self._queue_address = queue_address
         self._states: dict[int, dict[str, Any]] = {}
+        self._source: Any = None  # a run that replays recorded rounds has none
 
     def prepare(self) -> ManagerInfo:
         """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for."""
         args = self._config.flat
         self._generate = load_rollout_function(args)
         self._carrier = connect_carrier(self._config, self._queue_address)
+        eval_data_sets(args)
         if self._config.debug.load_debug_rollout_data:
             return ManagerInfo(num_prompts=0)
         self._source = load_data_source(args)
-        eval_data_sets(args)
         return ManagerInfo(num_prompts=len(self._source))
 
     def connect(self, config: Config) -> None:
