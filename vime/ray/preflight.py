@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.vllm_utils.launch import validate_vllm_flags
+from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.parse import Config
 from vime.handoff.columns import check_requested
 from vime.rollout.plugins import check_plugins
@@ -22,6 +23,7 @@ def preflight(config: Config, *, is_async: bool) -> None:
     check_plugins(config.flat)
     if not config.debug.debug_rollout_only:
         read_architecture(config.model.hf_checkpoint)
+    validate_router_flags(config)
     validate_vllm_flags(config)
 
 

@@ -177,6 +177,10 @@ REFUSALS = {
         ["--max-tokens-per-gpu", "64"],
         ["--max-tokens-per-gpu", "--use-dynamic-batch-size"],
     ),
+    "a full answer does not fit a micro-batch": (  # 48 tokens and at least one of the prompt
+        ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "48"],
+        ["--max-tokens-per-gpu 48", "--rollout-max-response-len 48"],
+    ),
     "disk directory of another transport": (
         ["--update-weight-disk-dir", "weights"],
         ["--update-weight-disk-dir", "--update-weight-transport shm"],

@@ -31,3 +31,8 @@ def test_prefetch_beyond_the_bound_is_refused(tmp_path: Path, interval: int, sta
 
 def test_prefetch_within_the_bound_passes(tmp_path: Path) -> None:
     preflight(config(tmp_path, "--update-weights-interval", "2", "--max-staleness", "2"), is_async=True)
+
+
+def test_a_router_flag_that_the_run_owns_is_refused_before_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--router-policy: decided by --vllm-router-policy"):
+        preflight(config(tmp_path, "--router-policy", "random"), is_async=False)

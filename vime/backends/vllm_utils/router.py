@@ -56,9 +56,8 @@ class RouterProcess(ServerProcess):
 
 def router_command(config: Config, engines: Sequence[EngineAddress], *, host: str, port: int) -> list[str]:
     """Command line of the router; a user flag replaces the default of the same name."""
-    given = {flag.partition("=")[0] for flag in config.router_flags if flag.startswith("--")}
-    for name in sorted(given & set(OWNED_FLAGS)):
-        raise ConfigError(f"--router-{name.lstrip('-')}: decided by {OWNED_FLAGS[name]}. Leave it out.")
+    validate_router_flags(config)
+    given = _names(config)
     longest_s = config.rollout.generate_timeout_secs
     defaults = {
         **DEFAULT_FLAGS,
@@ -71,3 +70,13 @@ def router_command(config: Config, engines: Sequence[EngineAddress], *, host: st
         if name not in given:
             command += [name, value]
     return [*command, *config.router_flags, "--worker-urls", *(engine.url for engine in engines)]
+
+
+def validate_router_flags(config: Config) -> None:
+    """ConfigError for a --router-* flag that the run owns; before any process starts."""
+    for name in sorted(_names(config) & set(OWNED_FLAGS)):
+        raise ConfigError(f"--router-{name.lstrip('-')}: decided by {OWNED_FLAGS[name]}. Leave it out.")
+
+
+def _names(config: Config) -> set[str]:
+    return {flag.partition("=")[0] for flag in config.router_flags if flag.startswith("--")}
