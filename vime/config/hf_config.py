@@ -40,7 +40,7 @@ def read_model_shape(directory: str) -> ModelShape:
             num_attention_heads=heads,
             num_key_value_heads=int(record.get("num_key_value_heads") or heads),
             intermediate_size=int(record["intermediate_size"]),
-            num_experts=int(record.get("num_experts") or 0),
+            num_experts=int(record.get("num_experts") or record.get("num_local_experts") or 0),
             moe_intermediate_size=int(record.get("moe_intermediate_size") or 0),
             max_position_embeddings=int(record["max_position_embeddings"]),
         )

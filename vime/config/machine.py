@@ -90,10 +90,18 @@ class ModelConfig:
 
     hf_checkpoint: str = flag("", "Hugging Face directory with config.json, safetensors and tokenizer (required)")
     ref_load: str | None = flag(None, "HF directory of the reference model for KL; empty: --hf-checkpoint")
-    load: str | None = flag(None, "checkpoint directory to resume from; an empty or missing one starts fresh")
+    load: str | None = flag(
+        None, "checkpoint directory to resume from, or one checkpoint in it; an empty or missing one starts fresh"
+    )
     save: str | None = flag(None, "checkpoint directory; empty: RUN_DIR/checkpoints when --save-interval is set")
     save_interval: int | None = flag(
         None, "rounds between checkpoints; the last round is always saved when set", minimum=1
+    )
+    keep_checkpoints: int | None = flag(
+        None,
+        "checkpoints to keep in the --save directory: the newest ones, and always the one this run was loaded from; "
+        "empty: all. Exports of --save-hf stay",
+        minimum=1,
     )
     save_hf: str | None = flag(None, "also export HF weights with each checkpoint, for example out/hf_{rollout_id}")
     no_save_optim: bool = flag(

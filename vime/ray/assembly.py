@@ -20,7 +20,7 @@ from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, start_queue, stop_queue
-from vime.ray.checkpoint import find_latest, read_run_state
+from vime.ray.checkpoint import find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
@@ -53,11 +53,10 @@ def open_machine(
     config: Config, run_dir: Path, screen: Screen, interrupts: Interrupts, events: EventLog
 ) -> Iterator[Machine]:
     """Every part running and confirmed; on exit every part stopped."""
-    checkpoint = find_latest(Path(config.model.load)) if config.model.load else None
-    start = read_run_state(checkpoint).rollout_id + 1 if checkpoint is not None else 0
+    start = find_start(config.model.load)
     starter = Starter(screen, events, interrupts)
     with contextlib.ExitStack() as stack:
-        tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start)
+        tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start.rollout_id)
         books = RoundBooks(tracker, screen)
         stack.callback(books.close)
         stack.callback(stop_ray)
@@ -70,16 +69,16 @@ def open_machine(
                 stack.callback(stop_queue, address)
         parts = _start_parts(config, run_dir, address, starter, stack)
         versions = VersionLedger()
-        if checkpoint is not None:
-            with starter.part("checkpoint", f"loading {checkpoint}"):
-                _restore(parts, checkpoint, versions)
+        if start.checkpoint is not None:
+            with starter.part("checkpoint", f"loading {start.checkpoint}"):
+                _restore(parts, start.checkpoint, versions)
         watchers = Watchers(screen=screen, interrupts=interrupts, events=events, books=books)
         machine = Machine(config, run_dir, parts, watchers, versions, start)
         with starter.part("first_weights", "bringing the weights to the engines"):
             machine.publish()
-        if start == 0 and not config.eval.skip_eval_before_train:
+        if start.rollout_id == 0 and not config.eval.skip_eval_before_train:
             machine.evaluate(0)
-        screen.begin(start, parts.num_rollout)
+        screen.begin(start.rollout_id, parts.num_rollout)
         yield machine
         screen.stage("stopping")
 

@@ -1,14 +1,25 @@
 """Checkpoints of a whole run: the trainer writes model state, this file run state; visible at once or not at all.
 
-Layout: `<dir>/iter_0000012/{model/, run_state.json}` and `<dir>/latest_checkpointed_iteration.txt`, which names the
-newest complete one. A checkpoint is written beside its final place and renamed when complete, so a kill at any byte
-leaves the previous one in force.
+Layout: `<dir>/iter_0000012/{model/, run_state.json}` and `<dir>/latest_checkpointed_iteration.txt`, the marker, which
+names the newest one. A kill or power cut at any byte leaves a loadable latest checkpoint, because of four invariants:
+
+1. The marker alone says which checkpoint is the latest. It is replaced by one rename and only names what is on disk.
+2. A directory `iter_*` is complete from the moment it has this name, and never written again. A round that is saved
+   twice gets a second name (`iter_0000012.2`).
+3. What the marker names is never moved or removed; the one before goes only after the marker is on disk.
+4. Everything half-written or half-removed is called `.partial_*`; no reader looks there, the next save removes it.
+
+One run writes a directory at a time; any number may read it.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +28,11 @@ from typing import Any
 
 from vime.types import CheckpointError, Version
 
+logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
+NO_CHECKPOINT = "none"  # what the marker says from the first save's beginning to its end
+PARTIAL = ".partial_"
+NAME = re.compile(r"iter_(\d{7,})(?:\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,39 +44,74 @@ class RunState:
     data_source: dict[str, Any]
 
 
-def save_checkpoint(root: Path, state: RunState, save_model: Callable[[Path], None]) -> Path:
-    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given."""
-    final = root / f"iter_{state.rollout_id:07d}"
-    partial = root / f".partial_{final.name}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: its first round, and the checkpoint before that round (None: from --hf-checkpoint)."""
+
+    rollout_id: int
+    checkpoint: Path | None
+
+
+def find_start(load: str | None) -> Start:
+    """What `--load` means now. Later saves may move the marker; what the run was started from stays this one."""
+    checkpoint = find_latest(Path(load)) if load else None
+    rollout_id = read_run_state(checkpoint).rollout_id + 1 if checkpoint is not None else 0
+    return Start(rollout_id=rollout_id, checkpoint=checkpoint)
+
+
+def save_checkpoint(
+    root: Path,
+    state: RunState,
+    save_model: Callable[[Path], None],
+    *,
+    keep: int | None = None,
+    protected: Path | None = None,
+) -> Path:
+    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given.
+
+    Then all but the newest `keep` (None: all) are removed, never `protected`. While a checkpoint is written the disk
+    holds `keep` + 1 of them.
+    """
+    partial = root / f"{PARTIAL}{_name(state.rollout_id)}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        _prepare(root)
         (partial / "model").mkdir(parents=True)
         save_model(partial / "model")
-        _write_durably(partial / "run_state.json", json.dumps(asdict(state)))
-        if final.exists():
-            shutil.rmtree(final)
+        (partial / "run_state.json").write_text(json.dumps(asdict(state)))
+        _sync_tree(partial)
+        final = _free_place(root, state.rollout_id)
         partial.rename(final)
-        _write_durably(root / LATEST, f"{state.rollout_id}\n")
+        _sync(root)
+        is_first_of_round = final.name == _name(state.rollout_id)
+        _write_marker(root, str(state.rollout_id) if is_first_of_round else final.name)
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {final}: {error}. The previous checkpoint is intact; free space or fix permissions, then "
-            "resume with --load."
+            f"checkpoint of round {state.rollout_id} in {root}: {error}. The previous checkpoint is intact; free space "
+            "or fix permissions, then resume with --load."
         ) from error
+    _retire(root, final, keep=keep, protected=protected)
     return final
 
 
 def find_latest(root: Path) -> Path | None:
-    """The newest complete checkpoint, or None for a missing or empty directory."""
+    """The newest complete checkpoint, or None for a missing or empty directory. `root` may also be one checkpoint."""
+    if (root / "run_state.json").is_file():
+        return root
     marker = root / LATEST
     if not marker.is_file():
-        partial = sorted(entry.name for entry in root.glob("iter_*")) if root.is_dir() else []
-        if partial:
-            raise CheckpointError(f"{root} holds {partial} but no {LATEST}. Write the wanted number into that file.")
+        names = sorted(path.name for path in _complete(root))
+        if names:
+            raise CheckpointError(f"{root} holds {names} but no {LATEST}. Write the wanted number into that file.")
         return None
     text = marker.read_text().strip()
-    found = root / f"iter_{int(text):07d}" if text.isdigit() else root / text
-    if not (found / "run_state.json").is_file():
-        raise CheckpointError(f"{marker} names {text!r}, but {found} is not a complete checkpoint. Name another one.")
+    if text == NO_CHECKPOINT:
+        return None
+    found = root / (_name(int(text)) if text.isdigit() else text)
+    if found == root or not (found / "run_state.json").is_file():
+        raise CheckpointError(
+            f"{marker} names {text!r}, but {found} is not a complete checkpoint. Write another name there; complete "
+            f"are {sorted(path.name for path in _complete(root))}."
+        )
     return found
 
 
@@ -69,15 +119,104 @@ def read_run_state(checkpoint: Path) -> RunState:
     path = checkpoint / "run_state.json"
     try:
         return RunState(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}. Resume from an older checkpoint.") from error
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Write, flush to disk, then rename over `path`."""
-    partial = path.with_name(f".partial_{path.name}")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+def _name(rollout_id: int) -> str:
+    return f"iter_{rollout_id:07d}"
+
+
+def _free_place(root: Path, rollout_id: int) -> Path:
+    """`iter_0000012`, or `iter_0000012.2`, ... when that round was saved before."""
+    names = itertools.chain([_name(rollout_id)], (f"{_name(rollout_id)}.{count}" for count in itertools.count(2)))
+    return next(root / name for name in names if not os.path.lexists(root / name))
+
+
+def _complete(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first, by the time they were written: after going back to an earlier round, the
+    rounds of the abandoned run are the older ones. The round decides between equal times (of a copied directory)."""
+    if not root.is_dir():
+        return []
+    ages = []
+    for path in root.iterdir():
+        name, state = NAME.fullmatch(path.name), path / "run_state.json"
+        if name and not path.is_symlink() and state.is_file():
+            ages.append((state.stat().st_mtime_ns, int(name[1]), path.name, path))
+    return [path for *_, path in sorted(ages)]
+
+
+def _prepare(root: Path) -> None:
+    """A directory without leftovers and with a marker. Without the marker of NO_CHECKPOINT, a kill between the two
+    renames of the first save would leave a checkpoint that nothing names."""
+    root.mkdir(parents=True, exist_ok=True)
+    _sweep(root)
+    if not (root / LATEST).exists() and not _complete(root):
+        _write_marker(root, NO_CHECKPOINT)
+        _sync(root.parent)
+
+
+def _retire(root: Path, latest: Path, *, keep: int | None, protected: Path | None) -> None:
+    """Remove what `latest` replaces: earlier saves of its round, and all but the newest `keep`. Failing here costs
+    disk space, not the checkpoint: the next save tries again."""
+    try:
+        others = [path for path in _complete(root) if path != latest]
+        doomed = [path for path in others if _round(path) == _round(latest)]
+        if keep is not None:
+            older = [path for path in others if path not in doomed]
+            doomed += older[: max(0, len(older) - (keep - 1))]
+        if protected is not None:
+            doomed = [path for path in doomed if path.resolve() != protected.resolve()]
+        for path in doomed:
+            path.rename(root / f"{PARTIAL}{path.name}")
+        if doomed:
+            _sync(root)  # before the first file goes: no power cut may bring the name back without its files
+            _sweep(root)
+            logger.info("removed checkpoints %s: %s is the latest", [path.name for path in doomed], latest.name)
+    except OSError as error:
+        logger.warning("an old checkpoint in %s could not be removed: %s. The next save tries again.", root, error)
+
+
+def _round(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a killed save, or a killed removal, left behind. What cannot be removed is said and left."""
+    for path in root.glob(f"{PARTIAL}*"):
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            logger.warning("the leftover %s could not be removed: %s. The next save tries again.", path, error)
+
+
+def _write_marker(root: Path, text: str) -> None:
+    """On disk when this returns; the marker is the old or the new one at every moment."""
+    partial = root / f"{PARTIAL}{LATEST}"
+    partial.write_text(f"{text}\n")
+    _sync(partial)
+    partial.rename(root / LATEST)
+    _sync(root)
+
+
+def _sync_tree(directory: Path) -> None:
+    """Every file and directory below, whoever wrote it: a rename must not reach the disk before what it names."""
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network and user-space file systems have no fsync of directories
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)):
+            raise
+    finally:
+        os.close(descriptor)

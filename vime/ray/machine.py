@@ -17,7 +17,7 @@ from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
-from vime.ray.checkpoint import RunState, save_checkpoint
+from vime.ray.checkpoint import RunState, Start, save_checkpoint
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
 from vime.ray.probe import check_engines_agree
@@ -55,14 +55,14 @@ class Machine:
     """One run. Made by `open_machine`; owned by the driver's main thread."""
 
     def __init__(
-        self, config: Config, run_dir: Path, parts: Parts, watchers: Watchers, versions: VersionLedger, start: int
+        self, config: Config, run_dir: Path, parts: Parts, watchers: Watchers, versions: VersionLedger, start: Start
     ) -> None:
         self.config, self.run_dir, self.parts, self.watchers = config, run_dir, parts, watchers
         self.versions = versions
         self._start = start
-        self.trained_round = start - 1
+        self.trained_round = start.rollout_id - 1
         self.open_round: int | None = None  # its line is not written yet
-        self._saved_round = start - 1
+        self._saved_round = start.rollout_id - 1
         self._saved_path: Path | None = None
 
     @property
@@ -72,7 +72,7 @@ class Machine:
     def rounds(self) -> Iterator[int]:
         """The rollout ids of this run, from the first one not trained yet. Closes a round's books after each."""
         self.watchers.books.begin()
-        for rollout_id in range(self._start, self.parts.num_rollout):
+        for rollout_id in range(self._start.rollout_id, self.parts.num_rollout):
             self.watchers.interrupts.raise_if_asked("the pause between rounds")
             self.open_round = rollout_id
             yield rollout_id
@@ -175,7 +175,13 @@ class Machine:
             )
             state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=data_source)
             root = Path(self.config.model.save) if self.config.model.save else self.run_dir / "checkpoints"
-            path = save_checkpoint(root, state, trainers.save)
+            path = save_checkpoint(
+                root,
+                state,
+                trainers.save,
+                keep=self.config.model.keep_checkpoints,
+                protected=self._start.checkpoint,
+            )
             self._saved_round, self._saved_path = rollout_id, path
             if self.config.model.save_hf:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from vime.config.checks import check, resolve
+from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, parse
 from vime.types import ConfigError
 
@@ -271,3 +272,11 @@ def test_model_directory_without_weights_is_refused(model_dir: Path) -> None:
 def test_missing_prompt_file_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         resolved(model_dir, "--prompt-data", str(model_dir / "absent.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_is_read_in_both_spellings(name: str, model_dir: Path) -> None:
+    """Published Qwen3-MoE configs say num_experts; what transformers 5 saves says num_local_experts."""
+    record = {**SHAPE, "model_type": "qwen3_moe", name: 4}
+    (model_dir / "config.json").write_text(json.dumps(record))
+    assert read_model_shape(str(model_dir)).num_experts == 4

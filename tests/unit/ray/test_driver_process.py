@@ -1,13 +1,20 @@
 """The driver's process: nothing of the trainer's device layer in it, demands added up, rounds due when they are due."""
 
+import contextlib
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from vime.config.parse import parse
+from vime.ray import machine as machine_module
+from vime.ray.checkpoint import RunState, find_start, save_checkpoint
 from vime.ray.cluster import demand_of
-from vime.ray.machine import is_due
+from vime.ray.machine import Machine, Parts, Watchers, is_due
+from vime.weights.versions import VersionLedger
 
 PROBE = """
 import sys
@@ -50,3 +57,26 @@ def test_the_demand_is_the_sum_of_the_parts(flags: list[str], cpus: float) -> No
 def test_a_station_is_due_every_interval_and_after_the_last_round() -> None:
     assert [rollout_id for rollout_id in range(8) if is_due(3, rollout_id, 7)] == [2, 5, 7]
     assert not any(is_due(None, rollout_id, 7) for rollout_id in range(8))
+
+
+def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rollout_id in range(2):
+        save_checkpoint(tmp_path, RunState(rollout_id=rollout_id, version=rollout_id, data_source={}), lambda _: None)
+    flags = ["--save", str(tmp_path), "--load", str(tmp_path), "--keep-checkpoints", "2", "--save-interval", "1"]
+    config = parse(["--hf-checkpoint", "models/m", "--device", "cpu", *flags])
+    monkeypatch.setattr(machine_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
+    parts = Parts(Mock(), Mock(), None, Mock(), num_rollout=6)
+    watchers = Watchers(
+        screen=Mock(), interrupts=Mock(), events=Mock(), books=Mock(timed=lambda _: contextlib.nullcontext())
+    )
+    start = find_start(config.model.load)
+    machine = Machine(config, tmp_path, parts, watchers, VersionLedger(), start)
+    rounds = list(machine.rounds())
+    for rollout_id in rounds:
+        machine.train(SimpleNamespace(rollout_id=rollout_id, ticket=None))
+        machine.save_if_due(rollout_id)
+    assert rounds == [2, 3, 4, 5]
+    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert kept == ["iter_0000001", "iter_0000004", "iter_0000005"]

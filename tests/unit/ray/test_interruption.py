@@ -15,6 +15,7 @@ from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
 from vime.ray import launch, rollout_manager
 from vime.ray.books import RoundBooks
+from vime.ray.checkpoint import Start
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import GeneratedRound
@@ -47,7 +48,7 @@ def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Machine:
         num_rollout=num_rollout,
     )
     watchers = Watchers(screen=screen, interrupts=Interrupts(), events=events, books=books)
-    return Machine(config, run_dir, parts, watchers, VersionLedger(), 0)
+    return Machine(config, run_dir, parts, watchers, VersionLedger(), Start(rollout_id=0, checkpoint=None))
 
 
 def test_the_first_signal_is_a_request_and_the_second_is_not(capfd: pytest.CaptureFixture[str]) -> None:
