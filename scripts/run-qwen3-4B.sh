@@ -23,7 +23,7 @@ DATA_ARGS=(
 )
 ROLLOUT_ARGS=(
   --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
-  --rollout-max-response-len 8192 --rollout-max-context-len 16384 --rollout-temperature 1
+  --rollout-max-prompt-len 1024 --rollout-max-response-len 8192 --rollout-max-context-len 16384 --rollout-temperature 1
   --over-sampling-batch-size 64
   --dynamic-sampling-filter-path vime.rollout.filter_hub.check_reward_nonzero_std
 )

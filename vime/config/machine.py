@@ -28,7 +28,11 @@ class ClusterConfig:
     distributed_backend: str | None = flag(
         None, "torch.distributed backend; empty: nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10.0, "deadline of one collective, minutes", minimum=0.1)
+    distributed_timeout_minutes: float = flag(
+        10.0,
+        "deadline of one collective, and with a minute more of a whole training round, save or weight update, minutes",
+        minimum=0.1,
+    )
     ray_address: str | None = flag(None, "Ray cluster to join (`auto` or host:port); empty: start a local one")
     start_timeout_secs: float = flag(
         300.0, "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds", minimum=5

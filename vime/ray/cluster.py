@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import dataclass
 
 import ray
@@ -23,6 +24,7 @@ ENGINE_CPUS = 0.5
 MANAGER_CPUS = 0.2
 QUEUE_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
+CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ def start_ray(config: Config) -> None:
             logging_level=logging.WARNING,
         )
     else:
+        _check_reachable(config.cluster.ray_address)
         try:
             ray.init(address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
         except ConnectionError as error:
@@ -79,6 +82,20 @@ def start_ray(config: Config) -> None:
                 "`ray start --head`, or leave the flag out for a local one."
             ) from error
     _check_resources(demand)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries an address that nobody answers for minutes, with warnings that name no flag."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdigit():
+        return  # `auto`: Ray looks the address up
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"--ray-address {address}: nothing answers there within {CONNECT_TIMEOUT_S:g} s: {error}. Start a cluster "
+            "with `ray start --head`, or leave the flag out for a local one."
+        ) from error
 
 
 def stop_ray() -> None:

@@ -1,6 +1,7 @@
 """The driver's process: nothing of the trainer's device layer in it, demands added up, rounds due when they are due."""
 
 import contextlib
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from vime.config.parse import parse
 from vime.ray import machine as machine_module
 from vime.ray.checkpoint import RunState, find_start, save_checkpoint
-from vime.ray.cluster import demand_of
+from vime.ray.cluster import demand_of, start_ray
 from vime.ray.machine import Machine, Parts, Watchers, is_due
 from vime.weights.versions import VersionLedger
 
@@ -52,6 +53,15 @@ def test_the_demand_is_the_sum_of_the_parts(flags: list[str], cpus: float) -> No
     demand = demand_of(parse([*flags, "--device", "cpu"]))
     assert demand.cpus == pytest.approx(cpus)
     assert demand.gpus == 0
+
+
+def test_a_cluster_that_does_not_answer_is_said_and_not_waited_for() -> None:
+    with socket.socket() as listener:  # a port that was free a moment ago
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    config = parse(["--device", "cpu", "--ray-address", f"127.0.0.1:{port}"])
+    with pytest.raises(ClusterError, match=f"--ray-address 127.0.0.1:{port}: nothing answers"):
+        start_ray(config)
 
 
 def test_a_station_is_due_every_interval_and_after_the_last_round() -> None:
