@@ -15,6 +15,7 @@ from vime.ray import machine as machine_module
 from vime.ray.checkpoint import RunState, find_start, save_checkpoint
 from vime.ray.cluster import demand_of, start_ray
 from vime.ray.machine import Machine, Parts, Watchers, is_due
+from vime.types import ClusterError
 from vime.weights.versions import VersionLedger
 
 PROBE = """
@@ -60,7 +61,7 @@ def test_a_cluster_that_does_not_answer_is_said_and_not_waited_for() -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     config = parse(["--device", "cpu", "--ray-address", f"127.0.0.1:{port}"])
-    with pytest.raises(ClusterError, match=f"--ray-address 127.0.0.1:{port}: nothing answers"):
+    with pytest.raises(ClusterError, match=rf"--ray-address 127\.0\.0\.1:{port}: nothing answers"):
         start_ray(config)
 
 
