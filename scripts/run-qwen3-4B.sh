@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-4B, 8 GPUs: 4 train (TP2 x DP2), 4 generate. Submits to the Ray cluster that runs already; it starts and
 # stops nothing else. Start one first on the head node:   ray start --head --num-gpus 8
-#   MODEL_DIR=/models DATA_DIR=/data OUT_DIR=/shared/out ./scripts/run-qwen3-4B.sh
+#   MODEL_DIR=/models DATA_DIR=/data OUT_DIR=/mnt/out ./scripts/run-qwen3-4B.sh
 # The job runs in a copy of this directory that Ray throws away, so every path handed to it is absolute.
 set -euo pipefail
 cd "$(dirname "$0")/.."
