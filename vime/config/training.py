@@ -97,7 +97,6 @@ class QueueConfig:
         choices=("off", "buffer"),
     )
     transferqueue_partition: str = flag("train", "namespace of training partitions")
-    transferqueue_storage_backend: str = flag("simple", "TransferQueue storage", choices=("simple",))
     num_data_storage_units: int = flag(1, "TransferQueue storage actors", minimum=1)
     transferqueue_max_staleness: int = flag(
         0, "versions a token may be behind the weights that train on it", aliases=("--max-staleness",), minimum=0
