@@ -35,6 +35,16 @@ class VersionSpan:
     end: int
 
 
+def tiling_fault(spans: Sequence[VersionSpan], length: int) -> str | None:
+    """What is wrong with spans that must cover [0, length) without gap or overlap; None when nothing is."""
+    covered = 0
+    for span in spans:
+        if span.start != covered or span.end <= span.start:
+            return f"version spans {list(spans)} do not tile the tokens"
+        covered = span.end
+    return None if covered == length else f"version spans cover {covered} of {length} tokens"
+
+
 @dataclass(slots=True)
 class Sample:
     """One answer to one prompt, as plug-ins see it.
@@ -88,13 +98,9 @@ class Sample:
         """
         if len(tokens) != len(log_probs):
             raise ValueError(f"append_response_tokens: {len(tokens)} tokens but {len(log_probs)} log-probabilities")
-        covered = 0
-        for span in versions:
-            if span.start != covered or span.end <= span.start:
-                raise ValueError(f"append_response_tokens: spans must tile the tokens, got {list(versions)}")
-            covered = span.end
-        if covered != len(tokens):
-            raise ValueError(f"append_response_tokens: spans cover {covered} of {len(tokens)} tokens")
+        fault = tiling_fault(versions, len(tokens))
+        if fault is not None:
+            raise ValueError(f"append_response_tokens: {fault}")
         base = self.response_length
         self.tokens.extend(tokens)
         self.rollout_log_probs.extend(log_probs)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.handoff.columns import BY_NAME, COLUMNS, Column, Shape
-from vime.types import HandoffError, RoundPlan, SampleStatus, StepPlan, TrainGroup, TrainRow, VersionSpan
+from vime.types import HandoffError, RoundPlan, SampleStatus, StepPlan, TrainGroup, TrainRow, VersionSpan, tiling_fault
 
 Columns = dict[str, NDArray[Any]]
 STATUS_CODES = tuple(str(status) for status in SampleStatus)
@@ -93,13 +93,9 @@ def check_row(row: TrainRow) -> None:
         raise HandoffError(f"{name}: reward {row.reward}, raw reward {row.raw_reward}; expected finite numbers.")
     if str(row.status) not in STATUS_CODES:
         raise HandoffError(f"{name}: status {row.status!r}; expected one of {', '.join(STATUS_CODES)}.")
-    covered = 0
-    for span in row.token_policy_versions:
-        if span.start != covered or span.end <= span.start:
-            raise HandoffError(f"{name}: version spans {list(row.token_policy_versions)} do not tile the response.")
-        covered = span.end
-    if covered != length:
-        raise HandoffError(f"{name}: version spans cover {covered} of {length} response tokens.")
+    fault = tiling_fault(row.token_policy_versions, length)
+    if fault is not None:
+        raise HandoffError(f"{name}: {fault}.")
 
 
 def _optional_column(name: str) -> Column:

@@ -12,7 +12,7 @@ import torch
 
 from vime.algo.advantages import group_signal
 from vime.rollout.plugins import plugin
-from vime.types import HandoffError, PluginError, Sample, SampleStatus, StaleError, TrainGroup, TrainRow
+from vime.types import HandoffError, PluginError, Sample, SampleStatus, StaleError, TrainGroup, TrainRow, tiling_fault
 
 _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 
@@ -135,13 +135,9 @@ def _check_alignment(sample: Sample) -> None:
         raise HandoffError(f"{where}: a log-probability is not finite. Look at the engine's logits.")
     if not set(sample.loss_mask) <= {0, 1}:
         raise HandoffError(f"{where}: loss_mask holds {sorted(set(sample.loss_mask))}, expected 0 and 1 only.")
-    end = 0
-    for span in sample.token_policy_versions:
-        if span.start != end or span.end <= span.start:
-            raise HandoffError(f"{where}: version spans {sample.token_policy_versions} do not tile the response.")
-        end = span.end
-    if end != length:
-        raise HandoffError(f"{where}: version spans cover {end} of {length} response tokens.")
+    fault = tiling_fault(sample.token_policy_versions, length)
+    if fault is not None:
+        raise HandoffError(f"{where}: {fault}.")
 
 
 def _check_versions(args: Any, sample: Sample, rollout_id: int) -> None:
