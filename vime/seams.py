@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -19,6 +19,8 @@ from vime.types import (
     DynamicFilterOutput,
     EngineAddress,
     EngineReport,
+    EngineSpec,
+    RankPlace,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     RoundPlan,
@@ -29,7 +31,12 @@ from vime.types import (
 )
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
     from torch import Tensor
+
+    from vime.batching.pack import PackedBatch
+    from vime.weights.plan import TensorMeta
 
 
 @runtime_checkable
@@ -110,6 +117,105 @@ class EngineControl(Protocol):
     def finish_update(self, version: Version) -> None: ...
     def reports(self) -> list[EngineReport]: ...
     def resume(self) -> None: ...
+
+
+class PackLoss(Protocol):
+    """The loss of one packed micro-batch (T tokens), as its share of the step's loss, and statistics [S] float64 that
+    are summed alike over all packs and ranks.
+
+    `value_T` and `entropy_T` carry the graph: log-probabilities of the labels and entropies of a language model;
+    predicted returns and zeros of a model with a value head. The share is divided by the step's GLOBAL denominators
+    already, so no layout, packing or number of micro-batches changes the sum.
+    """
+
+    def __call__(self, value_T: Tensor, entropy_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]: ...
+
+
+class TrainEngine(Protocol):
+    """One model on this rank: forward, learn, save, load, sleep, export. Roles are engines; `vime/training` plays them.
+
+    Every method but `weight_metadata` and `learning_rate` is collective: over the ranks of this replica for `forward`
+    and `export_weights` (over all trainer ranks where experts or shards lie on several replicas), over all trainer
+    ranks for the others. R: response tokens of a row.
+    """
+
+    @property
+    def takes_part_in_export(self) -> bool:
+        """Whether `export_weights` needs this rank."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next `apply_gradients` uses."""
+        ...
+
+    def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
+        """[R] fp32 on the CPU per row of each micro-batch: log p of the response tokens at the sampling temperature, or
+        with a value head the predicted return at each. [] where `RankPlace.holds_tokens` is False. No gradient."""
+        ...
+
+    def accumulate(
+        self,
+        batches: Sequence[Sequence[TrainRow]],
+        columns: Sequence[Mapping[str, Sequence[Tensor]]],
+        loss: PackLoss,
+    ) -> list[Tensor]:
+        """Forget old gradients, then forward and backward over all micro-batches of one optimizer step.
+
+        `columns[i][name][j]` is the [R] tensor of a further column for `batches[i][j]`. Every rank passes the same
+        number of micro-batches, of which some may be empty. Answers the statistics of each pack, [] off
+        `RankPlace.holds_tokens`.
+        """
+        ...
+
+    def apply_gradients(self) -> float:
+        """Clip, step, advance the schedule; the global gradient norm before clipping. One that is not finite is
+        answered on every rank without touching the weights."""
+        ...
+
+    def finish_round(self) -> None:
+        """Make the parameters those of the last step on every rank, for whoever reads them next."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Model, optimizer, schedule and random states into a new directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Inverse of `save`, also from another layout of the same backend."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the device memory of parameters, gradients and optimizer; keep their values and the random states."""
+        ...
+
+    def wake_up(self) -> None:
+        """Inverse of `sleep`: nothing computed afterwards differs from a run without the pair."""
+        ...
+
+    def weight_metadata(self) -> list[TensorMeta]:
+        """What `export_weights` will yield, in its order. Local."""
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """HF tensors of the present weights; every rank that takes part exhausts it."""
+        ...
+
+
+class TrainBackend(Protocol):
+    """One process among the trainer ranks: its device and process groups; engines are built in it, one per role."""
+
+    @property
+    def place(self) -> RankPlace: ...
+    @property
+    def replica_group(self) -> dist.ProcessGroup: ...
+    @property
+    def device(self) -> torch.device: ...
+    def build(self, spec: EngineSpec) -> TrainEngine:
+        """Collective over all trainer ranks, in the same order on each."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[..., Any]:

@@ -217,6 +217,50 @@ class RoundPlan:
         return tuple(sorted({row for step in self.steps for batch in step.micro_batches[dp_rank] for row in batch}))
 
 
+class Role(StrEnum):
+    """What a model of the trainer is for. Each role has an engine of its own (`seams.TrainEngine`)."""
+
+    ACTOR = "actor"  # the policy that learns and is published
+    REFERENCE = "reference"  # frozen; the KL terms compare with it
+    CRITIC = "critic"  # a value head instead of a vocabulary; learns, is never published
+    TEACHER = "teacher"  # frozen; on-policy distillation pulls towards it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Which model an engine is to hold. `flag` is the flag that named `checkpoint`, for messages."""
+
+    role: Role
+    checkpoint: str  # HF directory
+    flag: str
+    total_steps: int  # optimizer steps of the whole run; 0 for a frozen model
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.role in (Role.ACTOR, Role.CRITIC)
+
+    @property
+    def has_value_head(self) -> bool:
+        return self.role is Role.CRITIC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where one trainer rank stands. A replica is the ranks that compute one copy of a model on the same rows."""
+
+    rank: int  # global
+    world_size: int
+    dp_rank: int  # which replica
+    dp_size: int
+    source_rank: int  # global rank that fetches the rows of this replica
+    holds_tokens: bool  # logits and losses exist here (the last pipeline stage)
+    speaks: bool  # of the ranks that hold the same tokens, exactly one does: its numbers enter sums over all ranks
+
+    @property
+    def is_source(self) -> bool:
+        return self.rank == self.source_rank
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
     """Where one engine answers. `name` is stable over restarts."""

@@ -22,13 +22,15 @@ FLOOR = {
     "weights": 3,
     "observability": 3,
     "rollout": 4,
+    "training": 4,
     "gateway": 4,
     "backends.megatron_utils": 4,
+    "backends.fsdp_utils": 4,
     "backends.vllm_utils": 4,
     "ray": 5,
     "cli": 5,
 }
-BACKENDS = {"backends.megatron_utils", "backends.vllm_utils"}
+BACKENDS = {"backends.megatron_utils", "backends.fsdp_utils", "backends.vllm_utils"}
 # Packages too heavy, or too bound to a machine, to be loaded everywhere; and the rooms that may load them.
 HEAVY = {
     "ray": {"ray"},
@@ -38,7 +40,7 @@ HEAVY = {
     "wandb": {"observability"},
     "fastapi": {"gateway"},
     "transformers": {"ray", "rollout"} | BACKENDS,
-    "torch": {"algo", "batching", "handoff", "weights", "rollout"} | BACKENDS,
+    "torch": {"algo", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
 }
 MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_METHODS, MAX_BRANCHES = 500, 80, 300, 15, 15
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
