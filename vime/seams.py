@@ -186,7 +186,7 @@ class TrainEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back the device memory of parameters, gradients and optimizer; keep their values and the random states."""
+        """Give back device memory of parameters, gradients and optimizer; keep their values and the random states."""
         ...
 
     def wake_up(self) -> None:
