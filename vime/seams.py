@@ -128,7 +128,7 @@ class PackLoss(Protocol):
     already, so no layout, packing or number of micro-batches changes the sum.
     """
 
-    def __call__(self, value_T: Tensor, entropy_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, value_T: Tensor, entropy_T: Tensor, batch: PackedBatch, /) -> tuple[Tensor, Tensor]: ...
 
 
 class TrainEngine(Protocol):

@@ -245,6 +245,17 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """Who this process is among the trainer ranks, and where rank 0 listens for the rendezvous."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # index of this rank's GPU among those the process sees
+    master_address: str
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """Where one trainer rank stands. A replica is the ranks that compute one copy of a model on the same rows."""
 

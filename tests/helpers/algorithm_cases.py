@@ -50,9 +50,9 @@ def algorithm(bench: Bench, **plan: Any) -> dict[str, Any]:
     """Metrics of one round and the weights after it."""
     trainer = bench.trainer()
     rows = stale_rows()
-    metrics = trainer.train_round(stale_plan(rows, dp_size=trainer.dp_size, **plan), dict(enumerate(rows)))
+    metrics = trainer.train_round(stale_plan(rows, dp_size=trainer.place.dp_size, **plan), dict(enumerate(rows)))
     answer = {"metrics": metrics, "weights": exported(trainer)}
-    trainer.close()
+    trainer.backend.close()
     return answer
 
 

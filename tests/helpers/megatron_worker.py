@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from tests.helpers.dist_launch import Ranks
 from tests.helpers.megatron_models import make_plan, make_rows
-from vime.backends.megatron_utils.initialize import RankInfo
-from vime.backends.megatron_utils.trainer import MegatronTrainer
+from vime.backends.megatron_utils.backend import MegatronBackend
 from vime.config.parse import Config
-from vime.types import VimeError
+from vime.training.export import save_hf, weights_hash
+from vime.training.worker import TrainWorker
+from vime.types import RankInfo, VimeError
 
 TOTAL_STEPS = 8
 
@@ -59,7 +60,7 @@ class Bench:
     def __init__(self, ranks: Ranks, case: Case) -> None:
         self.ranks, self.case = ranks, case
 
-    def trainer(self, **flags: Any) -> MegatronTrainer:
+    def trainer(self, **flags: Any) -> TrainWorker:
         defaults = {
             "device": "cpu",
             "distributed_backend": "gloo",
@@ -77,7 +78,7 @@ class Bench:
             master_address="127.0.0.1",
             master_port=self.ranks.rendezvous(f"world{self.case.world}"),
         )
-        return MegatronTrainer(config, rank, total_steps=TOTAL_STEPS)
+        return TrainWorker(config, MegatronBackend(config, rank), total_steps=TOTAL_STEPS)
 
 
 def imported(bench: Bench) -> dict[str, Any]:
@@ -86,10 +87,10 @@ def imported(bench: Bench) -> dict[str, Any]:
     answer = {
         "log_probs": trainer.log_probs(make_rows()),
         "weights": exported(trainer),
-        "metadata": trainer.weight_metadata(),
-        "hash": trainer.weights_hash(),
+        "metadata": trainer.actor.weight_metadata(),
+        "hash": weights_hash(trainer.actor),
     }
-    trainer.close()
+    trainer.backend.close()
     return answer
 
 
@@ -98,16 +99,16 @@ def trained(bench: Bench, rounds: int = 1, **plan: Any) -> dict[str, Any]:
     trainer = bench.trainer()
     rows = make_rows()
     metrics = [
-        trainer.train_round(make_plan(rows, dp_size=trainer.dp_size, **plan), dict(enumerate(rows)))
+        trainer.train_round(make_plan(rows, dp_size=trainer.place.dp_size, **plan), dict(enumerate(rows)))
         for _ in range(rounds)
     ]
     answer = {
         "metrics": metrics,
         "weights": exported(trainer),
-        "hash": trainer.weights_hash(),
-        "place": (trainer.dp_rank, trainer.dp_size, trainer.is_source, trainer.source_rank),
+        "hash": weights_hash(trainer.actor),
+        "place": (trainer.place.dp_rank, trainer.place.dp_size, trainer.place.is_source, trainer.place.source_rank),
     }
-    trainer.close()
+    trainer.backend.close()
     return answer
 
 
@@ -115,34 +116,34 @@ def resumed(bench: Bench, directory: Path, then: dict[str, Any] | None = None) -
     """Train two rounds with a checkpoint between them; load it in a new trainer (flags `then`) and train the second."""
     rows = dict(enumerate(make_rows()))
 
-    def second_round(trainer: MegatronTrainer) -> dict[str, Any]:
-        plan = make_plan(list(rows.values()), dp_size=trainer.dp_size, num_steps=2)
+    def second_round(trainer: TrainWorker) -> dict[str, Any]:
+        plan = make_plan(list(rows.values()), dp_size=trainer.place.dp_size, num_steps=2)
         draws = (random.random(), float(torch.rand(1)))
         metrics = trainer.train_round(plan, rows)
-        answer = {"draws": draws, "metrics": metrics, "hash": trainer.weights_hash(), "weights": exported(trainer)}
-        trainer.close()
+        answer = {"draws": draws, "metrics": metrics, "hash": weights_hash(trainer.actor), "weights": exported(trainer)}
+        trainer.backend.close()
         return answer
 
     trainer = bench.trainer()
-    trainer.train_round(make_plan(list(rows.values()), dp_size=trainer.dp_size, num_steps=2), rows)
+    trainer.train_round(make_plan(list(rows.values()), dp_size=trainer.place.dp_size, num_steps=2), rows)
     random.random(), torch.rand(1)  # the random states are not those of the seed
     trainer.save(directory)
-    saved = trainer.weights_hash()
+    saved = weights_hash(trainer.actor)
     never_stopped = second_round(trainer)
     trainer = bench.trainer(**(then or {}))
     trainer.load(directory)
-    loaded = trainer.weights_hash()
+    loaded = weights_hash(trainer.actor)
     return {"saved": saved, "loaded": loaded, "never_stopped": never_stopped, "resumed": second_round(trainer)}
 
 
 def saved_hf(bench: Bench, directory: Path) -> dict[str, Any]:
     trainer = bench.trainer()
     rows = make_rows()
-    trainer.train_round(make_plan(rows, dp_size=trainer.dp_size), dict(enumerate(rows)))
-    trainer.save_hf(directory)
-    in_buckets = dict(trainer._replica.hf.export(bucket_bytes=5_000))  # less than the larger tensors
+    trainer.train_round(make_plan(rows, dp_size=trainer.place.dp_size), dict(enumerate(rows)))
+    save_hf(trainer.actor, directory, source=Path(trainer._config.model.hf_checkpoint))
+    in_buckets = dict(trainer.actor._hf.export(bucket_bytes=5_000))  # less than the larger tensors
     answer = {"weights": exported(trainer), "log_probs": trainer.log_probs(rows), "in_buckets": in_buckets}
-    trainer.close()
+    trainer.backend.close()
     return answer
 
 
@@ -150,19 +151,19 @@ def failed(bench: Bench, method: str, argument: Path) -> dict[str, Any]:
     """The error of `load` or `save` on this rank."""
     trainer = bench.trainer()
     answer = {"error": _error_of(lambda: getattr(trainer, method)(argument))}
-    trainer.close()
+    trainer.backend.close()
     return answer
 
 
 def failed_round(bench: Bench, reward: float) -> dict[str, Any]:
     """The error of a round whose row 5 has this reward, and the weights before and after."""
     trainer = bench.trainer()
-    before = trainer.weights_hash()
+    before = weights_hash(trainer.actor)
     rows = [dataclasses.replace(row, reward=reward) if i == 5 else row for i, row in enumerate(make_rows())]
-    plan = make_plan(rows, dp_size=trainer.dp_size)
+    plan = make_plan(rows, dp_size=trainer.place.dp_size)
     error = _error_of(lambda: trainer.train_round(plan, dict(enumerate(rows))))
-    answer = {"error": error, "before": before, "after": trainer.weights_hash()}
-    trainer.close()
+    answer = {"error": error, "before": before, "after": weights_hash(trainer.actor)}
+    trainer.backend.close()
     return answer
 
 
@@ -170,14 +171,14 @@ def failed_handoff(bench: Bench) -> dict[str, Any]:
     """The error of a round whose row 3 was not delivered; each rank gets its own rows only."""
     trainer = bench.trainer()
     rows = make_rows()
-    plan = make_plan(rows, dp_size=trainer.dp_size)
-    mine = {number: rows[number] for number in plan.rows_of(trainer.dp_rank)}
+    plan = make_plan(rows, dp_size=trainer.place.dp_size)
+    mine = {number: rows[number] for number in plan.rows_of(trainer.place.dp_rank)}
     works = trainer.train_round(plan, mine)["train/num_samples"] == len(rows)
     answer = {"works": works, "error": None}
     if 3 in mine:
         del mine[3]
         answer["error"] = _error_of(lambda: trainer.train_round(plan, mine))
-    trainer.close()
+    trainer.backend.close()
     return answer
 
 
@@ -185,14 +186,14 @@ def failed_load(bench: Bench, directory: Path, truncate: str | None = None, **fl
     """The error of loading a checkpoint after its files that match `truncate` were cut in half, or with other flags."""
     trainer = bench.trainer()
     trainer.save(directory)
-    trainer.close()
+    trainer.backend.close()
     trainer = bench.trainer(**flags)
-    if truncate is not None and trainer.rank == 0:
+    if truncate is not None and trainer.place.rank == 0:
         for file in directory.glob(truncate):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     dist.barrier()
     answer = {"error": _error_of(lambda: trainer.load(directory))}
-    trainer.close()
+    trainer.backend.close()
     return answer
 
 
@@ -242,7 +243,7 @@ def vocabulary_cut(bench: Bench, vocab_size: int, temperature: float) -> dict[st
     true_entropy_T = -(log_p.exp() * log_p).sum(-1)
     (true_logp_T * weight_T + true_entropy_T * weight_T.flip(0)).sum().backward()
     padded = torch.nn.functional.pad(whole.grad, (0, columns * group.size() - vocab_size))
-    trainer.close()
+    trainer.backend.close()
     return {
         "logp": float((logp_T - true_logp_T).abs().max()),
         "entropy": float((entropy_T - true_entropy_T).abs().max()),
@@ -259,7 +260,7 @@ def device_layer(bench: Bench) -> dict[str, Any]:
         found = [cpu_device._resolve(entry.name) for entry in cpu_device.REDIRECTIONS]
         return [getattr(owner, attribute, None) for owner, attribute in found]
 
-    import vime.backends.megatron_utils.replica  # noqa: F401  every module of the room, before any trainer
+    import vime.backends.megatron_utils.engine  # noqa: F401  every module of the room, before any trainer
 
     imported_state, factory = state(), torch.tensor
     trainer = bench.trainer()
@@ -274,7 +275,7 @@ def device_layer(bench: Bench) -> dict[str, Any]:
         "meta_device": str(_made_on_meta()),
         "second_install": cpu_device.install(),
     }
-    trainer.close()
+    trainer.backend.close()
     answer["restored"] = state() == imported_state
     return answer
 
@@ -284,6 +285,6 @@ def _made_on_meta() -> torch.device:
         return torch.tensor([1.0]).device
 
 
-def exported(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+def exported(trainer: TrainWorker) -> dict[str, torch.Tensor]:
     """The export stream; an order or name that differs from the metadata shows in the test of `imported`."""
-    return {name: tensor.cpu().clone() for name, tensor in trainer.export_weights()}
+    return {name: tensor.cpu().clone() for name, tensor in trainer.actor.export_weights()}

@@ -75,7 +75,7 @@ COLUMNS: tuple[Column, ...] = (
     _row("raw_reward", "float64", Shape.ROW, "raw_reward", ("observability",), required=False),
     _row("truncated", "uint8", Shape.ROW, "truncated", ("observability",), required=False),
     # Carried only when --transfer-queue-extra-data-fields names them.
-    _optional("teacher_log_probs", "float32", Shape.RESPONSE, writer="rollout", readers=("backends",)),
+    _optional("teacher_log_probs", "float32", Shape.RESPONSE, writer="rollout", readers=("training",)),
     _optional("rollout_routed_experts", "int32", Shape.TOKEN, writer=None, readers=()),
     _optional("multimodal_train_inputs", "uint8", Shape.ROW, writer=None, readers=()),
 )

@@ -1,6 +1,6 @@
 """Trainer ranks: one Ray actor each, and the driver's handle on all of them.
 
-A rank is a thin shell: it fetches its rows through the carrier, hands them to megatron and answers numbers. Every
+A rank is a thin shell: it fetches its rows through the carrier, hands them to its worker and answers numbers. Every
 method that reaches a collective is called on all ranks at once by `Trainers`.
 """
 
@@ -18,15 +18,16 @@ from vime.handoff.fetch import fetch_round
 from vime.handoff.staleness import STALENESS_MAX, STALENESS_MEAN, check_staleness
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
+from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
 from vime.ray.waits import wait_for
-from vime.types import EngineAddress, TrainRow, Version
+from vime.types import EngineAddress, RankInfo, TrainRow, Version
 from vime.utils.network import free_port
 
 if TYPE_CHECKING:
-    from vime.backends.megatron_utils.trainer import MegatronTrainer
     from vime.ray.publisher import Publisher
+    from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
 
@@ -40,7 +41,7 @@ class TrainerActor:
         self._config, self._rank, self._run_dir = config, rank, Path(run_dir)
         self._events = EventLog(self._run_dir, f"trainer-{rank}")
         self._carrier = connect_carrier(config, queue_address)
-        self._trainer: MegatronTrainer
+        self._worker: TrainWorker
         self._publisher: Publisher | None = None
 
     def address(self) -> tuple[str, int]:
@@ -48,9 +49,8 @@ class TrainerActor:
         return ray.util.get_node_ip_address(), free_port()
 
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> None:
-        """Collective over all ranks. megatron is imported here, so that processes start side by side."""
-        from vime.backends.megatron_utils.initialize import RankInfo
-        from vime.backends.megatron_utils.trainer import MegatronTrainer
+        """Collective over all ranks. The backend is imported here, so that processes start side by side."""
+        from vime.training.worker import TrainWorker
 
         gpus = ray.get_gpu_ids()
         rank = RankInfo(
@@ -60,40 +60,41 @@ class TrainerActor:
             master_address=master[0],
             master_port=master[1],
         )
-        self._trainer = MegatronTrainer(self._config, rank, total_steps=total_steps)
+        self._worker = TrainWorker(self._config, make_backend(self._config, rank), total_steps=total_steps)
 
     def train(self, rollout_id: int, ticket: Any, version: Version) -> dict[str, float]:
         """Collective over all ranks: one round. `version` is the version of the weights before it."""
-        trainer = self._trainer
+        backend, place = self._worker.backend, self._worker.place
         with self._events.span("transferqueue_get_groups", rollout_id=rollout_id):
             plan, rows = fetch_round(
                 self._carrier,
                 ticket,
-                dp_rank=trainer.dp_rank,
-                is_source=trainer.is_source,
-                source_rank=trainer.source_rank,
-                group=trainer.model_parallel_group,
-                device=trainer.device,
+                dp_rank=place.dp_rank,
+                is_source=place.is_source,
+                source_rank=place.source_rank,
+                group=backend.replica_group,
+                device=backend.device,
             )
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
         staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
         with self._events.span("train_round", rollout_id=rollout_id):
-            metrics = trainer.train_round(plan, rows)
+            metrics = self._worker.train_round(plan, rows)
         return {**metrics, **staleness}
 
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
         """Collective over the model-parallel group: log-probabilities of the response tokens of each row."""
-        return [logp_R.tolist() for logp_R in self._trainer.log_probs(rows)]
+        return [logp_R.tolist() for logp_R in self._worker.log_probs(rows)]
 
     def publish(self, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
         """Collective over the ranks that hold shards: rank 0 sends, the others take part in the gathering."""
-        if not self._trainer.takes_part_in_export:
+        actor = self._worker.actor
+        if not actor.takes_part_in_export:
             return None
-        stream = self._trainer.export_weights()
+        stream = actor.export_weights()
         try:
             if self._rank == 0:
-                return self._connected_publisher(engines).publish(stream, self._trainer.weight_metadata(), version)
+                return self._connected_publisher(engines).publish(stream, actor.weight_metadata(), version)
         finally:
             for _ in stream:  # its collectives are reached by every rank of the replica, also when rank 0 failed
                 pass
@@ -107,22 +108,27 @@ class TrainerActor:
         return self._publisher
 
     def save(self, directory: str) -> None:
-        self._trainer.save(Path(directory))
+        self._worker.save(Path(directory))
 
     def save_hf(self, directory: str) -> None:
-        self._trainer.save_hf(Path(directory))
+        from vime.training.export import save_hf
+
+        source = Path(self._config.model.hf_checkpoint).expanduser()
+        save_hf(self._worker.actor, Path(directory), source=source)
 
     def load(self, directory: str) -> None:
-        self._trainer.load(Path(directory))
+        self._worker.load(Path(directory))
 
     def weights_hash(self) -> str:
-        return self._trainer.weights_hash()
+        from vime.training.export import weights_hash
+
+        return weights_hash(self._worker.actor)
 
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
         self._carrier.close()
-        self._trainer.close()
+        self._worker.backend.close()
 
 
 class Trainers:

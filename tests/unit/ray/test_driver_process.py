@@ -22,7 +22,7 @@ PROBE = """
 import sys
 import torch
 before = torch.cuda.current_device
-import vime.ray.launch, vime.ray.assembly, vime.backends.megatron_utils.trainer
+import vime.ray.launch, vime.ray.assembly, vime.backends.megatron_utils.backend, vime.training.worker
 assert torch.cuda.current_device is before and before.__module__ == "torch.cuda", before
 loaded = [name for name in ("megatron", "vllm", "transfer_queue") if name in sys.modules]
 assert not loaded, loaded

@@ -1,4 +1,4 @@
-"""Make this process a trainer rank: device, process groups, seeds. `MegatronTrainer` calls these in order.
+"""Make this process a trainer rank: device, process groups, seeds. `MegatronBackend` calls these in order.
 
 1. `prepare_process`  device layer and fusion switches; before any megatron model module is imported
 2. `initialize_distributed`  torch.distributed, then megatron's parallel groups; collective over all ranks
@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import random
 import warnings
-from dataclasses import dataclass
 
 import numpy
 import torch
@@ -18,18 +17,7 @@ import torch.distributed as dist
 
 from vime.backends.megatron_utils import cpu_device
 from vime.config.machine import ClusterConfig, ParallelConfig
-from vime.types import ClusterError, ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """Who this process is among the trainer ranks, and where rank 0 listens for the rendezvous."""
-
-    rank: int
-    world_size: int
-    local_rank: int  # index of this rank's GPU among those the process sees
-    master_address: str
-    master_port: int
+from vime.types import ClusterError, ConfigError, RankInfo, RankPlace
 
 
 def prepare_process(device: str) -> list[str]:
@@ -118,6 +106,26 @@ def replica_group(timeout_minutes: float) -> dist.ProcessGroup:
         timeout=datetime.timedelta(minutes=timeout_minutes),
     )
     return group
+
+
+def rank_place(replica: dist.ProcessGroup) -> RankPlace:
+    """Where this rank stands. The first rank of a replica (its first tensor and context rank of the first stage) is its
+    source; of the last stage, whose ranks hold the same whole log-probabilities, the first speaks."""
+    from megatron.core import parallel_state
+
+    is_last_stage = parallel_state.is_pipeline_last_stage()
+    is_first_of_stage = (
+        parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    )
+    return RankPlace(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        source_rank=dist.get_process_group_ranks(replica)[0],
+        holds_tokens=is_last_stage,
+        speaks=is_last_stage and is_first_of_stage,
+    )
 
 
 def shut_down() -> None:

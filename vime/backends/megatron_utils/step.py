@@ -19,14 +19,8 @@ from torch import Tensor
 from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut, sequence_multiple
 from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
+from vime.seams import PackLoss
 from vime.types import TrainRow
-
-LossFunction = Callable[[Tensor, Tensor, PackedBatch], tuple[Tensor, Tensor]]
-"""(logp [T], entropy [T], pack) -> (loss, statistics [S]).
-
-The loss is this pack's share, divided by the step's GLOBAL denominators: the step's loss is the plain sum over all
-packs and ranks. Statistics are summed in the same way.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +34,7 @@ class Sampling:
 def pack_rows(
     rows: Sequence[TrainRow], *, multiple: int, extra: Mapping[str, Sequence[Tensor]] | None = None
 ) -> PackedBatch:
-    """One micro-batch on this rank's device, of whole sequences. `multiple`: `Replica.pad_multiple`."""
+    """One micro-batch on this rank's device, of whole sequences. `multiple`: `engine.Packing.pad_multiple`."""
     return pack(
         rows,
         pad_to_multiple=multiple,
@@ -51,7 +45,7 @@ def pack_rows(
 
 
 def forward_backward(
-    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling, loss_function: LossFunction
+    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling, loss_function: PackLoss
 ) -> list[Tensor]:
     """Accumulate the gradients of one optimizer step; answers the statistics of each pack (last stage), else [].
 

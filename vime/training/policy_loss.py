@@ -18,10 +18,10 @@ from vime.algo.off_policy import (
     truncated_weight,
 )
 from vime.algo.reductions import reduce_loss
-from vime.backends.megatron_utils.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
-from vime.backends.megatron_utils.loss_statistics import bucket_sums, mismatch_values
 from vime.batching.pack import PackedBatch
 from vime.config.training import AlgoConfig
+from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
+from vime.training.loss_statistics import bucket_sums, mismatch_values
 from vime.types import PluginError, StepPlan
 
 CustomLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from vime.backends.megatron_utils.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
-from vime.backends.megatron_utils.loss_statistics import STATISTICS, to_metrics
-from vime.backends.megatron_utils.policy_loss import PolicyLoss
 from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
+from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
+from vime.training.loss_statistics import STATISTICS, to_metrics
+from vime.training.policy_loss import PolicyLoss
 from vime.types import PluginError, StepPlan, TrainRow, VersionSpan
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vime.backends.megatron_utils import save_hf
+from vime.training import save_hf
 from vime.types import CheckpointError
 from vime.weights.plan import TensorMeta
 

@@ -1,12 +1,11 @@
 """Per-token columns that the trainer adds to its rows before the first step of a round. R: response tokens of a row.
 
-They exist on the last pipeline stage only, where the loss is; elsewhere every dict of a column is empty.
+They exist where the loss is (`RankPlace.holds_tokens`); elsewhere every dict of a column is empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,20 +20,12 @@ from vime.algo.advantages import (
 )
 from vime.algo.kl import kl_estimate
 from vime.config.training import AlgoConfig
-from vime.types import RoundPlan, StepPlan, TrainRow
-
-if TYPE_CHECKING:
-    from vime.backends.megatron_utils.replica import Replica
+from vime.types import RankPlace, RoundPlan, StepPlan, TrainRow
 
 OLD_LOGP, REF_LOGP, ADVANTAGE, STALENESS = "old_logp", "ref_logp", "advantage", "staleness"
 
 Columns = dict[str, dict[int, Tensor]]
 """Column name -> row number -> [R] values."""
-
-
-def needs_reference(algo: AlgoConfig) -> bool:
-    """Whether any formula reads log-probabilities of the reference model."""
-    return algo.use_kl_loss or algo.kl_coef > 0
 
 
 def has_token_advantages(algo: AlgoConfig) -> bool:
@@ -45,31 +36,10 @@ def has_token_advantages(algo: AlgoConfig) -> bool:
     return is_return or algo.kl_coef > 0 or algo.use_opd or bool(algo.normalize_advantages)
 
 
-def log_prob_columns(
-    replica: Replica, plan: RoundPlan, rows: Mapping[int, TrainRow], *, algo: AlgoConfig, dp_rank: int
-) -> Columns:
-    """Log-probabilities of the old (proximal) and reference policies: forward passes over the whole round.
-
-    Collective over the model-parallel group. The old policy of a one-step round is the policy itself, so no pass is
-    needed for it, unless --kl-coef or --use-opd needs it for the
-    advantages before the step begins.
-    """
-    sources = {}
-    if len(plan.steps) > 1 or algo.kl_coef > 0 or algo.use_opd:
-        sources[OLD_LOGP] = replica.chunks
-    if needs_reference(algo):
-        assert replica.reference is not None, "build_replica makes the reference"
-        sources[REF_LOGP] = replica.reference
-    numbers = [batch for step in plan.steps for batch in step.micro_batches[dp_rank]]
-    columns: Columns = {}
-    for name, chunks in sources.items():
-        answers = replica.log_probs(chunks, [[rows[row] for row in batch] for batch in numbers])
-        columns[name] = {
-            row: logp_R
-            for batch, logps in zip(numbers, answers, strict=bool(answers))
-            for row, logp_R in zip(batch, logps, strict=True)
-        }
-    return columns
+def needs_old_log_prob(plan: RoundPlan, algo: AlgoConfig) -> bool:
+    """Whether a forward pass for the old (proximal) policy is due. In a round of one step it is the policy itself, so
+    none is, unless --kl-coef or --use-opd needs it for the advantages before the step begins."""
+    return len(plan.steps) > 1 or algo.kl_coef > 0 or algo.use_opd
 
 
 def advantage_columns(
@@ -78,24 +48,20 @@ def advantage_columns(
     columns: Columns,
     *,
     algo: AlgoConfig,
-    dp_rank: int,
-    is_last_stage: bool,
-    speaks: bool,
+    place: RankPlace,
+    device: torch.device,
 ) -> Columns:
     """{ADVANTAGE: ...} when advantages differ by token, else {}. Collective over all trainer ranks, which agree on
-    `algo`.
-
-    `speaks`: of the ranks that hold the same rows, exactly one does; its tokens enter the moments of the whitening.
-    """
+    `algo`. The tokens of the ranks that speak enter the moments of the whitening."""
     if not has_token_advantages(algo):
         return {}
     advantage: dict[int, Tensor] = {}
     for step in plan.steps:
-        numbers = [row for batch in step.micro_batches[dp_rank] for row in batch] if is_last_stage else []
+        numbers = [row for batch in step.micro_batches[place.dp_rank] for row in batch] if place.holds_tokens else []
         of_step = {row: token_advantages(rows[row], row, columns, algo=algo) for row in numbers}
         if algo.normalize_advantages:
             masks = {row: torch.as_tensor(rows[row].loss_mask) > 0 for row in numbers}
-            of_step = _whitened(of_step, masks, step, speaks=speaks)
+            of_step = _whitened(of_step, masks, step, speaks=place.speaks, device=device)
         advantage.update(of_step)
     return {ADVANTAGE: {row: advantage_R.float() for row, advantage_R in advantage.items()}}
 
@@ -134,14 +100,19 @@ def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Se
 
 
 def _whitened(
-    advantages: dict[int, Tensor], masks: Mapping[int, Tensor], step: StepPlan, *, speaks: bool
+    advantages: dict[int, Tensor],
+    masks: Mapping[int, Tensor],
+    step: StepPlan,
+    *,
+    speaks: bool,
+    device: torch.device,
 ) -> dict[int, Tensor]:
     """Mean 0 and variance 1 over the trainable tokens of the step. Collective over all trainer ranks."""
     count = max(step.num_tokens, 1)
 
     def step_sum(values: Mapping[int, Tensor]) -> Tensor:
         total = sum((float(value_R[masks[row]].sum()) for row, value_R in values.items()), 0.0) if speaks else 0.0
-        answer = torch.tensor(total, dtype=torch.float64, device=torch.cuda.current_device())
+        answer = torch.tensor(total, dtype=torch.float64, device=device)
         dist.all_reduce(answer)
         return answer.cpu()
 

@@ -1,0 +1,163 @@
+"""`MegatronEngine`: one model on this rank, cut as the layout says, with what it needs to learn when it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from vime.backends.megatron_utils import checkpoint
+from vime.backends.megatron_utils.architecture import read_architecture
+from vime.backends.megatron_utils.context_parallel import sequence_multiple
+from vime.backends.megatron_utils.hf_weights import HFWeights
+from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
+from vime.backends.megatron_utils.optimizer import PolicyOptimizer
+from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_log_probs, pack_rows
+from vime.config.parse import Config
+from vime.seams import PackLoss
+from vime.types import ConfigError, EngineSpec, Role, TrainRow, VimeError
+from vime.weights.plan import TensorMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """What the layout asks of micro-batches."""
+
+    pad_multiple: int  # tokens of a pack: sequence parallel cuts it over the tensor-parallel ranks
+    batch_multiple: int  # micro-batches of a pass: an interleaved pipeline takes them in groups
+
+
+class MegatronEngine:
+    """`seams.TrainEngine` on megatron-core. A frozen role has neither optimizer nor gradient buffers: it costs one copy
+    of the parameters. (Swapping its weights in and out of the policy's module would cost two copies on every step and,
+    under the distributed optimizer, a collective.)"""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        config: Config,
+        *,
+        core: list[GPTModel],
+        chunks: Sequence[MegatronModule],
+        hf: HFWeights,
+        optimizer: PolicyOptimizer | None,
+        sampling: Sampling,
+    ) -> None:
+        """`core`: bare chunks, which checkpoint and export look at. `chunks`: the same, wrapped for training."""
+        parallel = config.parallel
+        self._role, self._config = spec.role, config
+        self._core, self._chunks, self._hf, self._optimizer = core, chunks, hf, optimizer
+        self._metadata = hf.metadata()
+        self._sampling = sampling
+        self._packing = Packing(
+            pad_multiple=sequence_multiple()
+            * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1),
+            batch_multiple=parallel.micro_batch_multiple,
+        )
+
+    @property
+    def takes_part_in_export(self) -> bool:
+        """The experts of one layer may lie on ranks of several replicas."""
+        is_first_replica = parallel_state.get_data_parallel_rank() == 0
+        return is_first_replica or self._config.parallel.expert_model_parallel_size > 1
+
+    @property
+    def learning_rate(self) -> float:
+        return self._learning.learning_rate
+
+    @property
+    def _learning(self) -> PolicyOptimizer:
+        if self._optimizer is None:
+            raise VimeError(f"the engine of role {self._role} is frozen: it has nothing to learn, save or load with.")
+        return self._optimizer
+
+    def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
+        """See `TrainEngine.forward`. Collective over the model-parallel group, with experts over all trainer ranks."""
+        missing = -len(batches) % self._packing.batch_multiple
+        multiple = self._packing.pad_multiple
+        packs = [pack_rows(batch, multiple=multiple) for batch in [*batches, *[[]] * missing]]
+        answers = forward_log_probs(self._chunks, packs, self._sampling)
+        if not answers:
+            return []
+        logps = [
+            [logp_T[positions].cpu() for positions in batch.row_slices]
+            for batch, logp_T in zip(packs, answers, strict=True)
+        ]
+        return logps[: len(batches)]
+
+    def accumulate(
+        self,
+        batches: Sequence[Sequence[TrainRow]],
+        columns: Sequence[Mapping[str, Sequence[Tensor]]],
+        loss: PackLoss,
+    ) -> list[Tensor]:
+        self._learning.zero_grad()
+        packs = [
+            pack_rows(batch, multiple=self._packing.pad_multiple, extra=extra)
+            for batch, extra in zip(batches, columns, strict=True)
+        ]
+        return forward_backward(self._chunks, packs, self._sampling, loss)
+
+    def apply_gradients(self) -> float:
+        return self._learning.step()
+
+    def finish_round(self) -> None:
+        self._learning.finish_round()
+
+    def save(self, directory: Path) -> None:
+        with_optimizer = not self._config.model.no_save_optim
+        checkpoint.save(directory, self._core, self._learning, with_optimizer=with_optimizer)
+
+    def load(self, directory: Path) -> None:
+        checkpoint.load(directory, self._core, self._learning)
+
+    def weight_metadata(self) -> list[TensorMeta]:
+        return list(self._metadata)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective over the model-parallel group, with expert parallelism over all trainer ranks."""
+        return self._hf.export()
+
+
+def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
+    """Read the HF checkpoint into this layout. Collective over all trainer ranks."""
+    parallel = config.parallel
+    architecture = read_architecture(spec.checkpoint, flag=spec.flag)
+    if spec.role is not Role.ACTOR:
+        _check_vocabulary(spec, config, architecture.vocab_size)
+    model_config = transformer_config(architecture, parallel)
+    core = build_chunks(architecture, model_config, parallel)
+    hf = HFWeights(core, architecture)
+    hf.load(spec.checkpoint, flag=spec.flag)
+    wrapped = with_precision(core, model_config)
+    optimizer = None
+    if spec.is_trainable:
+        optimizer = PolicyOptimizer(
+            wrapped, model_config, optimizer=config.optimizer, parallel=parallel, total_steps=spec.total_steps
+        )
+    else:
+        for chunk in core:
+            chunk.requires_grad_(False)
+    return MegatronEngine(
+        spec,
+        config,
+        core=core,
+        chunks=wrapped if optimizer is None else optimizer.chunks,
+        hf=hf,
+        optimizer=optimizer,
+        sampling=Sampling(vocab_size=architecture.vocab_size, temperature=config.rollout.rollout_temperature),
+    )
+
+
+def _check_vocabulary(spec: EngineSpec, config: Config, vocab_size: int) -> None:
+    policy = read_architecture(config.model.hf_checkpoint).vocab_size
+    if vocab_size != policy:
+        raise ConfigError(
+            f"{spec.flag} {spec.checkpoint}: the {spec.role} model has {vocab_size} tokens, the policy {policy}; "
+            f"expected the same vocabulary. Choose a {spec.role} of the same family."
+        )

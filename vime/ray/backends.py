@@ -1,0 +1,14 @@
+"""The one place where a run's training engine is chosen. Imports nothing heavy until a trainer rank asks."""
+
+from __future__ import annotations
+
+from vime.config.parse import Config
+from vime.seams import TrainBackend
+from vime.types import RankInfo
+
+
+def make_backend(config: Config, rank: RankInfo) -> TrainBackend:
+    """Join the trainer ranks. Collective over all of them."""
+    from vime.backends.megatron_utils.backend import MegatronBackend
+
+    return MegatronBackend(config, rank)

@@ -1,0 +1,27 @@
+"""Which models a run needs, and where the weights of each come from."""
+
+from __future__ import annotations
+
+from vime.config.parse import Config
+from vime.config.training import AlgoConfig
+from vime.types import EngineSpec, Role
+
+
+def needs_reference(algo: AlgoConfig) -> bool:
+    """Whether any formula reads log-probabilities of the reference model."""
+    return algo.use_kl_loss or algo.kl_coef > 0
+
+
+def needed_roles(config: Config) -> tuple[Role, ...]:
+    """The roles of this run in the order of `Role`: the order in which engines are built, which is collective."""
+    is_needed = {Role.ACTOR: True, Role.REFERENCE: needs_reference(config.algo)}
+    return tuple(role for role in Role if is_needed.get(role, False))
+
+
+def engine_spec(role: Role, config: Config, *, total_steps: int) -> EngineSpec:
+    """What `TrainBackend.build` needs to know. `total_steps`: optimizer steps of the whole run, for the schedule."""
+    flag, checkpoint = "--hf-checkpoint", config.model.hf_checkpoint
+    if role is Role.REFERENCE and config.model.ref_load:
+        flag, checkpoint = "--ref-load", config.model.ref_load
+    is_frozen = role in (Role.REFERENCE, Role.TEACHER)
+    return EngineSpec(role=role, checkpoint=checkpoint, flag=flag, total_steps=0 if is_frozen else total_steps)

@@ -1,0 +1,158 @@
+"""The parts of a round of training on this rank: forward columns, optimizer steps, and what is said about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vime.config.training import BatchConfig
+from vime.seams import PackLoss, TrainBackend, TrainEngine
+from vime.training.columns import Columns
+from vime.types import HandoffError, RoundPlan, StepPlan, TrainRow, VimeError
+
+
+def check_delivered(plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int) -> None:
+    """Every row that the plan gives to this data-parallel index must be there."""
+    missing = set(plan.rows_of(dp_rank)) - set(rows)
+    if missing:
+        raise HandoffError(
+            f"round {plan.rollout_id}: the plan gives rows {sorted(missing)[:10]} to data-parallel index {dp_rank}, "
+            f"but they were not handed over (got {sorted(rows)[:10]}, ...). The carrier lost groups of the round."
+        )
+
+
+def forward_column(
+    engine: TrainEngine, plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int
+) -> dict[int, Tensor]:
+    """[R] of `TrainEngine.forward` by row number, over the micro-batches of the whole round; empty where no tokens are
+    held. Collective like `forward`."""
+    numbers = [batch for step in plan.steps for batch in step.micro_batches[dp_rank]]
+    answers = engine.forward([[rows[row] for row in batch] for batch in numbers])
+    return {
+        row: value_R
+        for batch, values in zip(numbers, answers, strict=bool(answers))
+        for row, value_R in zip(batch, values, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Of one optimizer step, the same on every rank."""
+
+    totals: list[float]  # [S] statistics summed over all packs and replicas
+    grad_norm: float
+    learning_rate: float
+
+
+def optimizer_step(
+    engine: TrainEngine,
+    backend: TrainBackend,
+    step: StepPlan,
+    rows: Mapping[int, TrainRow],
+    columns: Columns,
+    *,
+    loss: PackLoss,
+    statistics: Sequence[str],
+    name: str,
+) -> StepResult:
+    """Accumulate and apply. `statistics` names the entries that `loss` answers. Collective over all trainer ranks.
+
+    A loss or gradient norm that is not finite raises on every rank, before the weights move.
+    """
+    numbers = step.micro_batches[backend.place.dp_rank]
+    holds_tokens = backend.place.holds_tokens
+    shares = engine.accumulate(
+        [[rows[row] for row in batch] for batch in numbers],
+        [
+            {key: [column[row] for row in batch] for key, column in columns.items()} if holds_tokens else {}
+            for batch in numbers
+        ],
+        loss,
+    )
+    totals = _sum_over_replicas(shares, len(statistics), backend)
+    learning_rate = engine.learning_rate
+    if not all(math.isfinite(value) for value in totals):
+        raise VimeError(
+            f"{name}: the loss is not finite ({dict(zip(statistics, totals, strict=True))}). Rows: "
+            f"{_rows_not_finite(numbers, rows, shares)}. Look at these samples' rewards and log-probabilities; "
+            "if they are sound, lower --lr."
+        )
+    grad_norm = engine.apply_gradients()
+    if not math.isfinite(grad_norm):
+        every_row = sorted({row for batches in step.micro_batches for batch in batches for row in batch})
+        raise VimeError(
+            f"{name}: the gradient norm is {grad_norm}, expected a finite number; the weights were not changed. Rows: "
+            f"{every_row}. Lower --lr or --clip-grad, or train in fp32."
+        )
+    return StepResult(totals=totals, grad_norm=grad_norm, learning_rate=learning_rate)
+
+
+def mean_over_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the steps that have it, names in order of appearance."""
+    names = dict.fromkeys(name for entry in metrics for name in entry)
+    held = {name: [entry[name] for entry in metrics if name in entry] for name in names}
+    return {name: sum(values) / len(values) for name, values in held.items()}
+
+
+def _sum_over_replicas(shares: Sequence[Tensor], count: int, backend: TrainBackend) -> list[float]:
+    """[S] statistics of all packs of all replicas; of each replica one rank speaks. Collective over all trainer
+    ranks."""
+    total_S = torch.zeros(count, dtype=torch.float64, device=backend.device)
+    if shares and backend.place.speaks:
+        total_S = torch.stack(list(shares)).sum(0)
+    dist.all_reduce(total_S)
+    return [float(value) for value in total_S.tolist()]
+
+
+def _rows_not_finite(
+    numbers: Sequence[Sequence[int]], rows: Mapping[int, TrainRow], shares: Sequence[Tensor]
+) -> list[str]:
+    """Samples of the micro-batches whose statistics are not finite, over all ranks. Collective; failure path only."""
+    mine = [
+        f"row {row} (sample {rows[row].sample_index})"
+        for batch, statistics in zip(numbers, shares, strict=bool(shares))
+        if not bool(torch.isfinite(statistics).all())
+        for row in batch
+    ]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return sorted({entry for entries in everyone for entry in entries})
+
+
+def row_log_probs(
+    engine: TrainEngine, backend: TrainBackend, rows: Sequence[TrainRow], *, batch: BatchConfig
+) -> list[Tensor]:
+    """[R] fp32 on the CPU per row, valid on every rank. Collective like `TrainEngine.forward`; all ranks pass the same
+    rows."""
+    if not rows:
+        return []
+    answers = [logp_R for logps in engine.forward(_cut(rows, batch)) for logp_R in logps]
+    if dist.get_world_size(backend.replica_group) == 1:
+        return answers
+    lengths = [row.response_length for row in rows]
+    flat = torch.cat(answers) if backend.place.speaks else torch.zeros(sum(lengths))
+    flat = flat.to(backend.device)
+    dist.all_reduce(flat, group=backend.replica_group)  # the others add zeros: exact
+    return list(torch.split(flat.cpu(), lengths))
+
+
+def _cut(rows: Sequence[TrainRow], batch: BatchConfig) -> list[list[TrainRow]]:
+    """Consecutive rows, as many to a micro-batch as training takes: by tokens when that is set, else by rows."""
+    limit = batch.max_tokens_per_gpu if batch.use_dynamic_batch_size else None
+    batches: list[list[TrainRow]] = [[]]
+    for row in rows:
+        held = batches[-1]
+        is_full = (
+            len(held) >= batch.micro_batch_size
+            if limit is None
+            else sum(other.total_length for other in held) + row.total_length > limit
+        )
+        if held and is_full:
+            batches.append([])
+        batches[-1].append(row)
+    return batches

@@ -1,0 +1,149 @@
+"""`TrainWorker`: the roles that one trainer rank plays, and a round of training with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from vime.config.parse import Config
+from vime.seams import LOSS_PARAMETERS, TrainBackend, TrainEngine, load_plugin
+from vime.training.columns import (
+    OLD_LOGP,
+    REF_LOGP,
+    Columns,
+    advantage_columns,
+    needs_old_log_prob,
+    staleness_columns,
+)
+from vime.training.loss_statistics import STATISTICS, to_metrics
+from vime.training.policy_loss import CustomLoss, PolicyLoss
+from vime.training.roles import engine_spec, needed_roles
+from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
+from vime.types import Role, RoundPlan, TrainRow
+
+
+class TrainWorker:
+    """One rank's engines, one per role, and everything they do together.
+
+    Every method is collective over all trainer ranks unless it says otherwise. The order in which engines are built and
+    called is fixed here, so no two ranks can disagree on it. `rows` are by row number: at least those that the plan
+    gives to this data-parallel index.
+    """
+
+    def __init__(
+        self, config: Config, backend: TrainBackend, *, total_steps: int, roles: Sequence[Role] | None = None
+    ) -> None:
+        """`total_steps`: optimizer steps of the whole run. `roles`: those played here, empty for all that the run
+        needs; columns of the others are handed to `train_round`."""
+        self._config = config
+        self.backend, self.place = backend, backend.place
+        played = needed_roles(config) if roles is None else roles
+        self._custom_loss = _load_custom_loss(config)
+        self.engines: dict[Role, TrainEngine] = {
+            role: backend.build(engine_spec(role, config, total_steps=total_steps)) for role in Role if role in played
+        }
+
+    @property
+    def actor(self) -> TrainEngine:
+        """The policy: what is trained, published and exported."""
+        return self.engines[Role.ACTOR]
+
+    def train_round(
+        self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns | None = None
+    ) -> dict[str, float]:
+        """Columns, then every optimizer step of the plan; metrics are the same on every rank. `given`: columns that
+        other workers computed."""
+        check_delivered(plan, rows, dp_rank=self.place.dp_rank)
+        columns = self.compute_columns(plan, rows, given or {})
+        return self.update_actor(plan, rows, columns)
+
+    def compute_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns) -> Columns:
+        """Every column that the losses read besides those of the rows and those `given`: forward passes of the roles
+        played here over the whole round, then what is made of them."""
+        algo, place = self._config.algo, self.place
+        columns = dict(given)
+        if needs_old_log_prob(plan, algo):
+            columns[OLD_LOGP] = self.compute_log_prob(plan, rows)
+        if Role.REFERENCE in self.engines:
+            columns[REF_LOGP] = self.compute_ref_log_prob(plan, rows)
+        advantages = advantage_columns(plan, rows, columns, algo=algo, place=place, device=self.backend.device)
+        return {**columns, **advantages, **staleness_columns(plan.rollout_id, rows, plan.rows_of(place.dp_rank))}
+
+    def compute_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
+        """log p of the present policy, [R] by row number; empty where no tokens are held. Collective like `forward`."""
+        return forward_column(self.actor, plan, rows, dp_rank=self.place.dp_rank)
+
+    def compute_ref_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
+        """The same of the reference model."""
+        return forward_column(self.engines[Role.REFERENCE], plan, rows, dp_rank=self.place.dp_rank)
+
+    def update_actor(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
+        """Every optimizer step of the policy.
+
+        Loss-like metrics are means over the steps of the round that have them (a bucket of staleness may be empty);
+        counts are sums; the rate is the last step's; the difference to the engine's log-probabilities is the first
+        step's, before a move.
+        """
+        algo = self._config.algo
+        metrics: list[dict[str, float]] = []
+        for number, step in enumerate(plan.steps):
+            done = optimizer_step(
+                self.actor,
+                self.backend,
+                step,
+                rows,
+                columns,
+                loss=PolicyLoss(algo, step, self._custom_loss),
+                statistics=STATISTICS,
+                name=f"round {plan.rollout_id}, optimizer step {number}",
+            )
+            metrics.append(
+                {
+                    **to_metrics(done.totals, with_mismatch=algo.get_mismatch_metrics),
+                    "train/grad_norm": done.grad_norm,
+                    "train/lr": done.learning_rate,
+                    "train/num_tokens": float(step.num_tokens),
+                    "train/num_samples": float(step.num_samples),
+                }
+            )
+        self.actor.finish_round()
+        difference = "train/train_rollout_logprob_abs_diff"
+        return {
+            **mean_over_steps(metrics),
+            **{key: sum(entry[key] for entry in metrics) for key in ("train/num_tokens", "train/num_samples")},
+            "train/lr": metrics[-1]["train/lr"],
+            difference: metrics[0][difference],
+        }
+
+    def log_probs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """log p of each row's response tokens under the policy, [R] fp32 on the CPU, at the sampling temperature, valid
+        on every rank.
+
+        Collective over the replica; its ranks pass the same rows. With expert parallelism or shards over all trainer
+        ranks, and all pass the same rows, because they compute each other's parts.
+        """
+        return row_log_probs(self.actor, self.backend, rows, batch=self._config.batch)
+
+    def save(self, directory: Path) -> None:
+        """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY."""
+        for role, folder in self._folders(directory):
+            self.engines[role].save(folder)
+
+    def load(self, directory: Path) -> None:
+        """Inverse of `save`, also from another parallel layout."""
+        for role, folder in self._folders(directory):
+            self.engines[role].load(folder)
+
+    def _folders(self, directory: Path) -> list[tuple[Role, Path]]:
+        """The policy lies in DIRECTORY itself, as it did when it was alone; others below it under their role's name."""
+        learning = [role for role in self.engines if role in (Role.ACTOR, Role.CRITIC)]
+        return [(role, directory if role is Role.ACTOR else directory / role) for role in learning]
+
+
+def _load_custom_loss(config: Config) -> CustomLoss | None:
+    """--custom-loss-path, bound to the configuration; its signature is checked again in this process."""
+    path = config.algo.custom_loss_path
+    return None if path is None else partial(load_plugin(path, "--custom-loss-path", LOSS_PARAMETERS), config.flat)
