@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from tests.helpers.dist_launch import Ranks
 from tests.helpers.megatron_models import make_plan, make_rows
-from vime.backends.megatron_utils.backend import MegatronBackend
 from vime.config.parse import Config
+from vime.ray.backends import make_backend
+from vime.seams import TrainBackend
 from vime.training.export import save_hf, weights_hash
 from vime.training.worker import TrainWorker
 from vime.types import RankInfo, VimeError
@@ -61,6 +62,11 @@ class Bench:
         self.ranks, self.case = ranks, case
 
     def trainer(self, **flags: Any) -> TrainWorker:
+        config, backend = self.backend(**flags)
+        return TrainWorker(config, backend, total_steps=TOTAL_STEPS)
+
+    def backend(self, **flags: Any) -> tuple[Config, TrainBackend]:
+        """A trainer rank without engines, and the configuration it was made of."""
         defaults = {
             "device": "cpu",
             "distributed_backend": "gloo",
@@ -78,7 +84,7 @@ class Bench:
             master_address="127.0.0.1",
             master_port=self.ranks.rendezvous(f"world{self.case.world}"),
         )
-        return TrainWorker(config, MegatronBackend(config, rank), total_steps=TOTAL_STEPS)
+        return config, make_backend(config, rank)
 
 
 def imported(bench: Bench) -> dict[str, Any]:

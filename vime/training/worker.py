@@ -137,6 +137,16 @@ class TrainWorker:
         for role, folder in self._folders(directory):
             self.engines[role].load(folder)
 
+    def sleep(self) -> None:
+        """Give back the device memory of every engine; values and random states stay."""
+        for engine in self.engines.values():
+            engine.sleep()
+
+    def wake_up(self) -> None:
+        """Inverse of `sleep`."""
+        for engine in self.engines.values():
+            engine.wake_up()
+
     def _folders(self, directory: Path) -> list[tuple[Role, Path]]:
         """The policy lies in DIRECTORY itself, as it did when it was alone; others below it under their role's name."""
         learning = [role for role in self.engines if role in (Role.ACTOR, Role.CRITIC)]

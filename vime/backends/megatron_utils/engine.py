@@ -16,6 +16,7 @@ from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.megatron_utils.context_parallel import sequence_multiple
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
+from vime.backends.megatron_utils.offload import Offload, learning_tensors
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_log_probs, pack_rows
 from vime.config.parse import Config
@@ -53,6 +54,7 @@ class MegatronEngine:
         self._role, self._config = spec.role, config
         self._core, self._chunks, self._hf, self._optimizer = core, chunks, hf, optimizer
         self._metadata = hf.metadata()
+        self._offload = Offload()
         self._sampling = sampling
         self._packing = Packing(
             pad_multiple=sequence_multiple()
@@ -76,8 +78,13 @@ class MegatronEngine:
             raise VimeError(f"the engine of role {self._role} is frozen: it has nothing to learn, save or load with.")
         return self._optimizer
 
+    def _require_awake(self) -> None:
+        if self._offload.is_asleep:
+            raise VimeError(f"the engine of role {self._role} sleeps: its weights are not on the device. Wake it up.")
+
     def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
         """See `TrainEngine.forward`. Collective over the model-parallel group, with experts over all trainer ranks."""
+        self._require_awake()
         missing = -len(batches) % self._packing.batch_multiple
         multiple = self._packing.pad_multiple
         packs = [pack_rows(batch, multiple=multiple) for batch in [*batches, *[[]] * missing]]
@@ -96,6 +103,7 @@ class MegatronEngine:
         columns: Sequence[Mapping[str, Sequence[Tensor]]],
         loss: PackLoss,
     ) -> list[Tensor]:
+        self._require_awake()
         self._learning.zero_grad()
         packs = [
             pack_rows(batch, multiple=self._packing.pad_multiple, extra=extra)
@@ -104,23 +112,41 @@ class MegatronEngine:
         return forward_backward(self._chunks, packs, self._sampling, loss)
 
     def apply_gradients(self) -> float:
+        self._require_awake()
         return self._learning.step()
 
     def finish_round(self) -> None:
         self._learning.finish_round()
 
     def save(self, directory: Path) -> None:
+        self._require_awake()
         with_optimizer = not self._config.model.no_save_optim
         checkpoint.save(directory, self._core, self._learning, with_optimizer=with_optimizer)
 
     def load(self, directory: Path) -> None:
+        self._require_awake()
         checkpoint.load(directory, self._core, self._learning)
+
+    def sleep(self) -> None:
+        """Asleep already: nothing happens."""
+        if self._offload.is_asleep:
+            return
+        kept: list[Tensor] = [parameter for chunk in self._core for parameter in chunk.parameters()]
+        scratch: list[Tensor] = []
+        if self._optimizer is not None:
+            learning, scratch = learning_tensors(self._optimizer)
+            kept += learning
+        self._offload.sleep(kept, scratch)
+
+    def wake_up(self) -> None:
+        self._offload.wake_up()
 
     def weight_metadata(self) -> list[TensorMeta]:
         return list(self._metadata)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over the model-parallel group, with expert parallelism over all trainer ranks."""
+        self._require_awake()
         return self._hf.export()
 
 

@@ -1,0 +1,254 @@
+"""What any `TrainEngine` must do, as cases for `megatron_worker.run`: each answers numbers for the tests to judge.
+
+The loss is not one of the room's: it weighs every token by a column of its own, so that a column that lies one token
+off, or a denominator that depends on the layout, shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers import reference_policy as reference
+from tests.helpers.megatron_models import make_plan, make_rows
+from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
+from vime.batching.pack import PackedBatch
+from vime.seams import TrainBackend, TrainEngine
+from vime.training.export import weights_hash
+from vime.types import EngineSpec, Role, RoundPlan, StepPlan, TrainRow, VimeError
+
+ENTROPY = 0.05
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "megatron": (1, {}),
+    "megatron-dp2-distributed": (2, {"use_distributed_optimizer": True}),
+    "megatron-pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+"""Name -> (processes, flags). A backend joins the contract by a line here."""
+PACKINGS: dict[str, dict[str, Any]] = {
+    "two": {},
+    "one": {"num_micro_batches": 1},
+    "with-empty": {"num_micro_batches": 6},
+}
+
+
+def weights_of(rows: Sequence[TrainRow]) -> list[Tensor]:
+    """[R] of each row: the further column of the contract's loss."""
+    draw = torch.Generator().manual_seed(3)
+    return [torch.rand(row.response_length, generator=draw) + 0.5 for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedLikelihood:
+    """`- sum(weight * reward * logp + ENTROPY * entropy) / trainable tokens of the step`."""
+
+    num_tokens: int
+
+    def __call__(self, logp_T: Tensor, entropy_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        gain_T = batch.extra_T["weight"] * batch.advantage_T * logp_T + ENTROPY * entropy_T
+        loss = -torch.where(batch.mask_T > 0, gain_T, 0.0).sum() / self.num_tokens
+        return loss, torch.stack([loss.detach().double(), batch.mask_T.double().sum()])
+
+
+def plain_steps(directory: Path, rows: Sequence[TrainRow], plan: RoundPlan) -> tuple[list[dict[str, float]], Any]:
+    """(loss, grad_norm and lr of each step; the model after them) of plain torch, one sequence at a time."""
+    model, weights = reference.load(directory), weights_of(rows)
+
+    def step_loss(numbers: list[int]) -> Tensor:
+        total = torch.zeros(())
+        for row in numbers:
+            logp_R, entropy_R = reference.response_values(model, rows[row], reference.TEMPERATURE)
+            gain_R = weights[row] * rows[row].reward * logp_R + ENTROPY * entropy_R
+            total = total - (gain_R * torch.tensor(rows[row].loss_mask)).sum()
+        return total / sum(rows[row].num_trainable for row in numbers)
+
+    return reference.run_steps(model, plan, step_loss), model
+
+
+def take_step(engine: TrainEngine, backend: TrainBackend, step: StepPlan, rows: Sequence[TrainRow]) -> dict[str, Any]:
+    """One optimizer step; statistics summed over all replicas."""
+    place, weights = backend.place, weights_of(rows)
+    numbers = step.micro_batches[place.dp_rank]
+    columns = [{"weight": [weights[row] for row in batch]} if place.holds_tokens else {} for batch in numbers]
+    shares = engine.accumulate(
+        [[rows[row] for row in batch] for batch in numbers], columns, WeighedLikelihood(step.num_tokens)
+    )
+    total = torch.stack(shares).sum(0) if shares and place.speaks else torch.zeros(2, dtype=torch.float64)
+    total = total.to(backend.device)
+    dist.all_reduce(total)
+    rate = engine.learning_rate
+    loss, num_tokens = total.tolist()
+    return {
+        "loss": loss,
+        "num_tokens": num_tokens,
+        "lr": rate,
+        "grad_norm": engine.apply_gradients(),
+        "num_shares": len(shares),
+        "num_batches": len(numbers),
+    }
+
+
+def build(bench: Bench, backend: TrainBackend, role: Role = Role.ACTOR, checkpoint: str | None = None) -> TrainEngine:
+    directory = checkpoint or bench.case.flags["hf_checkpoint"]
+    total_steps = TOTAL_STEPS if role is Role.ACTOR else 0
+    return backend.build(EngineSpec(role=role, checkpoint=directory, flag="--test", total_steps=total_steps))
+
+
+def exported(engine: TrainEngine) -> dict[str, Tensor]:
+    if not engine.takes_part_in_export:
+        return {}
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_weights()}
+
+
+def forward(bench: Bench, anchor: str) -> dict[str, Any]:
+    """Log-probabilities of this replica's rows by an actor and by a frozen model, in several packings."""
+    _, backend = bench.backend()
+    rows = make_rows()
+    engines = {"actor": build(bench, backend), "frozen": build(bench, backend, Role.REFERENCE, anchor)}
+    answer: dict[str, Any] = {"place": backend.place}
+    for packing, arguments in PACKINGS.items():
+        [step] = make_plan(rows, dp_size=backend.place.dp_size, **arguments).steps
+        numbers = step.micro_batches[backend.place.dp_rank]
+        for name, engine in engines.items():
+            answers = engine.forward([[rows[row] for row in batch] for batch in numbers])
+            answer[f"{name}-{packing}"] = {
+                row: logp_R
+                for batch, logps in zip(numbers, answers, strict=bool(answers))
+                for row, logp_R in zip(batch, logps, strict=True)
+            }
+    answer["refusals"] = _refusals_of_a_frozen_engine(engines["frozen"], backend, rows)
+    backend.close()
+    return answer
+
+
+def _refusals_of_a_frozen_engine(engine: TrainEngine, backend: TrainBackend, rows: list[TrainRow]) -> dict[str, bool]:
+    [step] = make_plan(rows, dp_size=backend.place.dp_size).steps
+    return {
+        "accumulate": refuses(lambda: take_step(engine, backend, step, rows)),
+        "apply_gradients": refuses(engine.apply_gradients),
+        "save": refuses(lambda: engine.save(Path("never"))),
+        "learning_rate": refuses(lambda: engine.learning_rate),
+    }
+
+
+def refuses(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except VimeError:
+        return True
+    return False
+
+
+def learned(bench: Bench, **plan: Any) -> dict[str, Any]:
+    """Two optimizer steps, and the weights after them."""
+    _, backend = bench.backend()
+    engine, rows = build(bench, backend), make_rows()
+    before = {
+        "weights": exported(engine),
+        "metadata": engine.weight_metadata(),
+        "hash": weights_hash(engine) if engine.takes_part_in_export else None,
+    }
+    steps = make_plan(rows, dp_size=backend.place.dp_size, num_steps=2, **plan).steps
+    answer = {"before": before, "steps": [take_step(engine, backend, step, rows) for step in steps]}
+    engine.finish_round()
+    answer["weights"] = exported(engine)
+    backend.close()
+    return answer
+
+
+def not_finite(bench: Bench) -> dict[str, Any]:
+    """The gradient norm of a step whose gradient overflows, and the weights before and after."""
+    _, backend = bench.backend()
+    engine, rows = build(bench, backend), make_rows()
+    before = exported(engine)
+    [step] = make_plan(rows, dp_size=backend.place.dp_size).steps
+    huge = StepPlan(micro_batches=step.micro_batches, num_samples=step.num_samples, num_tokens=1e-38)  # type: ignore[arg-type]
+    answer = {"grad_norm": take_step(engine, backend, huge, rows)["grad_norm"], "before": before}
+    engine.finish_round()
+    answer["after"] = exported(engine)
+    backend.close()
+    return answer
+
+
+def interrupted(bench: Bench, directory: Path) -> dict[str, Any]:
+    """Three steps: without a break, with sleep and wake between them, and with save and load into another engine."""
+    _, backend = bench.backend()
+    rows = make_rows()
+    steps = make_plan(rows, dp_size=backend.place.dp_size, num_steps=4).steps
+    anchor = build(bench, backend, Role.REFERENCE)
+
+    def run(pause: Callable[[TrainEngine], TrainEngine]) -> dict[str, Any]:
+        torch.manual_seed(11)
+        random.seed(11)
+        engine = build(bench, backend)
+        taken = [take_step(engine, backend, steps[0], rows)]
+        engine.finish_round()
+        torch.rand(1)
+        engine = pause(engine)
+        taken += [take_step(engine, backend, step, rows) for step in steps[1:3]]
+        engine.finish_round()
+        return {"steps": taken, "draws": (random.random(), float(torch.rand(1))), "weights": exported(engine)}
+
+    def sleep(engine: TrainEngine) -> TrainEngine:
+        for sleeper in (engine, anchor):
+            sleeper.sleep()
+            sleeper.sleep()  # a second call does nothing
+            answer[f"asleep-{sleeper is anchor}"] = refuses(lambda: sleeper.forward([rows[:1]]))  # noqa: B023  called at once
+            sleeper.wake_up()
+        return engine
+
+    def save(engine: TrainEngine) -> TrainEngine:
+        engine.save(directory)
+        torch.rand(3)
+        random.random()
+        other = build(bench, backend)
+        other.load(directory)
+        return other
+
+    answer: dict[str, Any] = {}
+    before = anchor.forward([rows[:2]])
+    answer |= {"straight": run(lambda engine: engine), "slept": run(sleep), "loaded": run(save)}
+    after = anchor.forward([rows[:2]])
+    answer["frozen"] = [
+        torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True)
+    ]
+    backend.close()
+    return answer
+
+
+def contract_cases(models: Path, work: Path) -> list[Case]:
+    """Every case of every setting; `models` holds `qwen2` and `reference`."""
+    common = {
+        "hf_checkpoint": str(models / "qwen2"),
+        "rollout_temperature": reference.TEMPERATURE,
+        "lr_decay_style": "cosine",
+        "min_lr": reference.FINAL_LR,
+        "weight_decay": reference.WEIGHT_DECAY,
+    }
+    cases = []
+    for setting, (world, flags) in SETTINGS.items():
+
+        def case(name: str, do: str, **arguments: Any) -> Case:
+            return Case(
+                name=f"{setting}-{name}",  # noqa: B023  called in this turn of the loop
+                do=f"tests.helpers.engine_contract:{do}",
+                world=world,  # noqa: B023
+                flags={**common, **flags},  # noqa: B023
+                arguments=arguments,
+            )
+
+        cases += [
+            case("forward", "forward", anchor=str(models / "reference")),
+            *(case(f"learned-{packing}", "learned", **arguments) for packing, arguments in PACKINGS.items()),
+            case("not-finite", "not_finite"),
+            case("interrupted", "interrupted", directory=work / f"contract-{setting}"),
+        ]
+        if REPLICAS[setting] > 1:
+            cases.append(case("learned-empty-rank", "learned", empty_rank=1))
+    return cases
