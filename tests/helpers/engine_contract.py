@@ -31,6 +31,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron-pp2": (2, {"pipeline_model_parallel_size": 2}),
 }
 """Name -> (processes, flags). A backend joins the contract by a line here."""
+REPLICAS = {"megatron": 1, "megatron-dp2-distributed": 2, "megatron-pp2": 1}
 PACKINGS: dict[str, dict[str, Any]] = {
     "two": {},
     "one": {"num_micro_batches": 1},
