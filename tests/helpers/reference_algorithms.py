@@ -134,7 +134,7 @@ def row_loss(
     if flags.get("use_opsm"):
         drift = ((engine - logp.detach()) * mask).sum() / length
         value = torch.where((advantage < 0) & (drift > flags["opsm_delta"]), torch.zeros_like(value), value)
-    if flags.get("use_unbiased_kl"):
+    if flags.get("use_kl_loss"):
         kl = (ref - logp).exp() - 1 - (ref - logp)
-        value = value + flags["kl_loss_coef"] * kl * (logp - old).exp()
+        value = value + flags["kl_loss_coef"] * kl * ((logp - old).exp() if flags.get("use_unbiased_kl") else 1.0)
     return value

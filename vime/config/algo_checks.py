@@ -16,13 +16,13 @@ READERS = {
 }
 """Knob -> the estimators that read it."""
 POLICY_ONLY = (
-    *READERS, "advantage_estimator", "normalize_advantages", "use_opd", "opd_kl_coef", "eps_clip",
+    *READERS, "advantage_estimator", "normalize_advantages", "use_opd", "opd_kl_coef", "opd_teacher_load", "eps_clip",
     "use_rollout_logprobs", "use_opsm", "opsm_delta", "tis_clip", "tis_clip_low", "mis_level", "mis_mode",
 )  # fmt: skip
 """Knobs that only --loss-type policy_loss reads."""
 ADVANTAGE_KNOBS = (
     "advantage_estimator", "gamma", "kl_coef", "normalize_advantages", "disable_grpo_std_normalization", "use_opd",
-    "opd_kl_coef",
+    "opd_kl_coef", "opd_teacher_load",
 )  # fmt: skip
 """Of these, the knobs that make advantages: a custom loss gets them too."""
 DEFAULTS = AlgoConfig()
@@ -47,6 +47,16 @@ def resolve_algo(algo: AlgoConfig, *, max_staleness: int) -> dict[str, Any]:
         "tis_clip_low": low,
         "normalize_advantages": whiten,
     }
+
+
+def needs_reference(algo: AlgoConfig) -> bool:
+    """Whether any formula reads log-probabilities of the reference model."""
+    return algo.use_kl_loss or algo.kl_coef > 0
+
+
+def needs_teacher(algo: AlgoConfig) -> bool:
+    """Whether the trainer runs the teacher itself."""
+    return algo.use_opd and algo.opd_teacher_load is not None
 
 
 def check_algo(algo: AlgoConfig, *, max_staleness: int, group_size: int) -> None:
@@ -97,8 +107,9 @@ def _check_estimator(algo: AlgoConfig, group_size: int) -> None:
             f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: a group of one has no advantage. Use at "
             "least 2, or reinforce_plus_plus."
         )
-    if _is_given(algo, "opd_kl_coef") and not algo.use_opd:
-        raise ConfigError("--opd-kl-coef has no effect without --use-opd. Add the flag or remove this one.")
+    for name in ("opd_kl_coef", "opd_teacher_load"):
+        if _is_given(algo, name) and not algo.use_opd:
+            raise ConfigError(f"{_flag(name)} has no effect without --use-opd. Add the flag or remove this one.")
     for name, estimators in READERS.items():
         if _is_given(algo, name) and estimator not in estimators:
             raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vime.config.algo_checks import check_algo, resolve_algo
+from vime.config.algo_checks import check_algo, needs_reference, needs_teacher, resolve_algo
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.parse import Config
@@ -65,9 +65,10 @@ def _resolve_mode(config: Config) -> str:
 
 
 def _resolve_columns(config: Config) -> tuple[str, ...]:
-    """The optional columns asked for, and the one that --use-opd reads."""
+    """The optional columns asked for, and the one that --use-opd reads without a teacher of its own."""
     names = config.queue.transfer_queue_extra_data_fields
-    needed = (TEACHER_COLUMN,) if config.algo.use_opd and TEACHER_COLUMN not in names else ()
+    is_read = config.algo.use_opd and not needs_teacher(config.algo)
+    needed = (TEACHER_COLUMN,) if is_read and TEACHER_COLUMN not in names else ()
     return (*names, *needed)
 
 
@@ -116,6 +117,7 @@ def check(config: Config) -> None:
         max_staleness=config.queue.transferqueue_max_staleness,
         group_size=config.rollout.n_samples_per_prompt,
     )
+    _check_processes(config)
     _check_eval(config)
     _check_idle(config)
     _check_debug(config)
@@ -127,12 +129,40 @@ def _check_model(config: Config) -> ModelShape:
     if not model.hf_checkpoint:
         raise ConfigError("--hf-checkpoint is required: a Hugging Face model directory.")
     shape = read_model_shape(model.hf_checkpoint)
-    for flag, directory in (("--hf-checkpoint", model.hf_checkpoint), ("--ref-load", model.ref_load)):
+    for flag, directory in (
+        ("--hf-checkpoint", model.hf_checkpoint),
+        ("--ref-load", model.ref_load),
+        ("--opd-teacher-load", config.algo.opd_teacher_load),
+    ):
         if directory and not has_weights(directory):
             raise ConfigError(f"{flag} {directory}: no *.safetensors there. Expected Hugging Face weights.")
     if config.parallel.transformer_impl == "transformer_engine" and config.cluster.device != "cuda":
         raise ConfigError("--transformer-impl transformer_engine needs --device cuda. Use --transformer-impl local.")
     return shape
+
+
+def _check_processes(config: Config) -> None:
+    """Roles that nobody plays, and sleep where nothing else uses the device."""
+    cluster, debug = config.cluster, config.debug
+    is_played = {"reference": needs_reference(config.algo), "teacher": needs_teacher(config.algo)}
+    makers = {"reference": "--use-kl-loss or --kl-coef", "teacher": "--use-opd with --opd-teacher-load"}
+    for role in cluster.separate_roles:
+        if not is_played[role]:
+            raise ConfigError(
+                f"--separate-roles {role} has no effect: this run has no {role} model ({makers[role]} makes one). "
+                "Remove it."
+            )
+    for flag, is_given in (
+        ("--separate-roles", bool(cluster.separate_roles)),
+        ("--offload-train", cluster.offload_train),
+    ):
+        if is_given and debug.debug_rollout_only:
+            raise ConfigError(f"{flag} with --debug-rollout-only has no effect: no trainer starts. Remove one.")
+    if cluster.offload_train and debug.debug_train_only:
+        raise ConfigError(
+            "--offload-train with --debug-train-only has no effect: no engine starts, so the trainer never rests. "
+            "Remove one of the two."
+        )
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:

@@ -34,6 +34,18 @@ class ClusterConfig:
         minimum=0.1,
     )
     ray_address: str | None = flag(None, "Ray cluster to join (`auto` or host:port); empty: start a local one")
+    separate_roles: tuple[str, ...] = flag(
+        (),
+        "models of the trainer that get ranks (processes, GPUs) of their own, as many as the policy and in its layout; "
+        "empty: all share the policy's ranks",
+        nargs="+",
+        choices=("reference", "teacher"),
+    )
+    offload_train: bool = flag(
+        False,
+        "trainer ranks move weights, gradients and optimizer state to host memory while engines generate and evaluate; "
+        "on the CPU the same is done but frees nothing",
+    )
     start_timeout_secs: float = flag(
         300.0, "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds", minimum=5
     )

@@ -44,7 +44,12 @@ class AlgoConfig:
     )
     use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
     use_opd: bool = flag(
-        False, "on-policy distillation: pull tokens towards the column teacher_log_probs, which a plug-in fills"
+        False,
+        "on-policy distillation: pull tokens towards a teacher: that of --opd-teacher-load, or the column "
+        "teacher_log_probs that a plug-in fills",
+    )
+    opd_teacher_load: str | None = flag(
+        None, "HF directory of the teacher of --use-opd, of the policy's vocabulary; the trainer runs it"
     )
     opd_kl_coef: float = flag(1.0, "weight of that pull in the advantage of a token", minimum=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", minimum=0)

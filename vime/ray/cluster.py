@@ -41,6 +41,7 @@ def demand_of(config: Config) -> Demand:
     on_cuda = config.cluster.device == "cuda"
     if not config.debug.debug_rollout_only:
         ranks = num_trainer_ranks(config)
+        ranks *= 1 + len(config.cluster.separate_roles)
         cpus += TRAINER_CPUS * ranks
         gpus += ranks if on_cuda else 0
     if not config.debug.debug_train_only:

@@ -81,6 +81,7 @@ class Machine:
 
     def start_generation(self, rollout_id: int) -> Any:
         """Begin a round of generation and answer at once."""
+        _rest_trainers(self)
         return self.parts.manager.generate.remote(rollout_id)
 
     def finish_generation(self, pending: Any) -> GeneratedRound:
@@ -143,6 +144,7 @@ class Machine:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""
         if self.parts.engines is None or not self.config.eval.eval_prompt_data:
             return
+        _rest_trainers(self)
         self.watchers.screen.activity("evaluating")
         with self.watchers.books.timed("perf/eval_time"):
             metrics = self._wait_for_manager(self.parts.manager.evaluate.remote(rollout_id), "evaluation")
@@ -211,6 +213,13 @@ class Machine:
                 self.parts.engines.check()
 
         return poll
+
+
+def _rest_trainers(machine: Machine) -> None:
+    """--offload-train: the engines work now. For what the trainers are asked next they wake up by themselves."""
+    if machine.config.cluster.offload_train and machine.parts.trainers is not None:
+        with machine.watchers.books.timed("perf/offload_time"):
+            machine.parts.trainers.sleep()
 
 
 def is_due(interval: int | None, rollout_id: int, last_round: int) -> bool:

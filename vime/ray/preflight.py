@@ -30,6 +30,11 @@ def preflight(config: Config, *, is_async: bool) -> None:
 def _check_prefetch(config: Config) -> None:
     """Round r + 1 starts on what the engines serve before round r trains, so with an update every I rounds its tokens
     are up to I versions old when it trains: one more than under train.py."""
+    if config.cluster.offload_train:
+        raise ConfigError(
+            "--offload-train under train_async.py has no effect: the next round is generated while this one trains. "
+            "Use train.py, or remove the flag."
+        )
     staleness, interval = config.queue.transferqueue_max_staleness, config.weights.update_weights_interval
     if staleness < interval:
         raise ConfigError(

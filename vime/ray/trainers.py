@@ -22,24 +22,28 @@ from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
 from vime.ray.waits import wait_for
-from vime.types import EngineAddress, RankInfo, TrainRow, Version
+from vime.training.roles import needed_roles, shared_roles
+from vime.types import EngineAddress, RankInfo, Role, RoundPlan, TrainRow, Version
 from vime.utils.network import free_port
 
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
+    from vime.seams import Carrier
+    from vime.training.columns import ArrayColumns
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
 
 @ray.remote(max_concurrency=2)
 class TrainerActor:
-    """One trainer rank."""
+    """One trainer rank, playing `roles`."""
 
-    def __init__(self, config: Config, rank: int, run_dir: str, queue_address: Any) -> None:
+    def __init__(self, config: Config, rank: int, run_dir: str, queue_address: Any, roles: tuple[Role, ...]) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        setup_logging(Path(run_dir), f"trainer-{rank}")
-        self._config, self._rank, self._run_dir = config, rank, Path(run_dir)
-        self._events = EventLog(self._run_dir, f"trainer-{rank}")
+        name = f"{'trainer' if Role.ACTOR in roles else roles[0]}-{rank}"
+        setup_logging(Path(run_dir), name)
+        self._config, self._rank, self._run_dir, self._roles = config, rank, Path(run_dir), roles
+        self._events = EventLog(self._run_dir, name)
         self._carrier = connect_carrier(config, queue_address)
         self._worker: TrainWorker
         self._publisher: Publisher | None = None
@@ -60,26 +64,29 @@ class TrainerActor:
             master_address=master[0],
             master_port=master[1],
         )
-        self._worker = TrainWorker(self._config, make_backend(self._config, rank), total_steps=total_steps)
+        backend = make_backend(self._config, rank)
+        self._worker = TrainWorker(self._config, backend, total_steps=total_steps, roles=self._roles)
 
-    def train(self, rollout_id: int, ticket: Any, version: Version) -> dict[str, float]:
-        """Collective over all ranks: one round. `version` is the version of the weights before it."""
-        backend, place = self._worker.backend, self._worker.place
-        with self._events.span("transferqueue_get_groups", rollout_id=rollout_id):
-            plan, rows = fetch_round(
-                self._carrier,
-                ticket,
-                dp_rank=place.dp_rank,
-                is_source=place.is_source,
-                source_rank=place.source_rank,
-                group=backend.replica_group,
-                device=backend.device,
-            )
+    def compute(self, rollout_id: int, ticket: Any) -> ArrayColumns:
+        """Collective over all ranks, of roles beside the policy: their columns; {} where a peer says the same."""
+        from vime.training.columns import to_arrays
+
+        plan, rows = _fetch(self._worker, self._carrier, ticket, self._events, rollout_id)
+        with self._events.span("compute_columns", rollout_id=rollout_id):
+            columns = self._worker.forward_columns(plan, rows)
+        return to_arrays(columns) if self._worker.place.speaks else {}
+
+    def train(self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns) -> dict[str, float]:
+        """Collective over all ranks: one round. `version` is the version of the weights before it; `given`: columns of
+        roles that other ranks play."""
+        from vime.training.columns import from_arrays
+
+        plan, rows = _fetch(self._worker, self._carrier, ticket, self._events, rollout_id)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
         staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
         with self._events.span("train_round", rollout_id=rollout_id):
-            metrics = self._worker.train_round(plan, rows)
+            metrics = self._worker.train_round(plan, rows, from_arrays(given, rows))
         return {**metrics, **staleness}
 
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
@@ -94,18 +101,15 @@ class TrainerActor:
         stream = actor.export_weights()
         try:
             if self._rank == 0:
-                return self._connected_publisher(engines).publish(stream, actor.weight_metadata(), version)
+                if self._publisher is None:
+                    from vime.ray.publisher import Publisher
+
+                    self._publisher = Publisher(self._config, self._run_dir, engines)
+                return self._publisher.publish(stream, actor.weight_metadata(), version)
         finally:
             for _ in stream:  # its collectives are reached by every rank of the replica, also when rank 0 failed
                 pass
         return None
-
-    def _connected_publisher(self, engines: list[EngineAddress]) -> Publisher:
-        if self._publisher is None:
-            from vime.ray.publisher import Publisher
-
-            self._publisher = Publisher(self._config, self._run_dir, engines)
-        return self._publisher
 
     def save(self, directory: str) -> None:
         self._worker.save(Path(directory))
@@ -119,6 +123,9 @@ class TrainerActor:
     def load(self, directory: str) -> None:
         self._worker.load(Path(directory))
 
+    def set_asleep(self, is_asleep: bool) -> None:
+        (self._worker.sleep if is_asleep else self._worker.wake_up)()
+
     def weights_hash(self) -> str:
         from vime.training.export import weights_hash
 
@@ -131,36 +138,109 @@ class TrainerActor:
         self._worker.backend.close()
 
 
-class Trainers:
-    """The driver's handle on all ranks. Each call reaches every rank and fails with the first rank's error."""
+def _fetch(
+    worker: TrainWorker, carrier: Carrier, ticket: Any, events: EventLog, rollout_id: int
+) -> tuple[RoundPlan, dict[int, TrainRow]]:
+    """The round's plan and the rows of this rank. Collective over the replica."""
+    backend, place = worker.backend, worker.place
+    with events.span("transferqueue_get_groups", rollout_id=rollout_id):
+        return fetch_round(
+            carrier,
+            ticket,
+            dp_rank=place.dp_rank,
+            is_source=place.is_source,
+            source_rank=place.source_rank,
+            group=backend.replica_group,
+            device=backend.device,
+        )
 
-    def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
-        self._config = config
-        world = num_trainer_ranks(config)
+
+class Ranks:
+    """Trainer ranks that form one world in the layout of the run and play `roles`. Each call reaches every rank and
+    fails with the first rank's error."""
+
+    def __init__(self, config: Config, run_dir: Path, queue_address: Any, roles: tuple[Role, ...]) -> None:
         gpus = 1 if config.cluster.device == "cuda" else 0
         options: dict[str, Any] = {"num_cpus": TRAINER_CPUS, "num_gpus": gpus}
         self._actors = [
-            TrainerActor.options(**options).remote(config, rank, str(run_dir), queue_address) for rank in range(world)
+            TrainerActor.options(**options).remote(config, rank, str(run_dir), queue_address, roles)
+            for rank in range(num_trainer_ranks(config))
         ]
+        self._name = "trainer" if Role.ACTOR in roles else str(roles[0])
         self._deadline_s = config.cluster.distributed_timeout_minutes * 60 + 60
+        self._is_asleep = False
 
     def __len__(self) -> int:
         return len(self._actors)
 
-    def start(self, total_steps: int) -> list[Any]:
+    def start(self, total_steps: int) -> None:
         """Begin start-up on every rank; `wait_ready` waits for the answers."""
-        [master] = self._wait([self._actors[0].address.remote()], "trainer rank 0 to be placed")
+        [master] = self._wait([self._actors[0].address.remote()], f"{self._name} rank 0 to be placed")
         self._starting = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
-        return self._starting
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
-        self._wait(self._starting, "trainer ranks to build the model", on_poll)
+        self._wait(self._starting, f"{self._name} ranks to build the model", on_poll)
+
+    def sleep(self) -> None:
+        """Give device memory back until the next call."""
+        if not self._is_asleep:
+            self.call("set_asleep", True)
+            self._is_asleep = True
+
+    def call(self, method: str, *arguments: Any, on_poll: Callable[[], None] | None = None) -> list[Any]:
+        if self._is_asleep:
+            self._is_asleep = False
+            self.call("set_asleep", False)
+        refs = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        return self._wait(refs, f"{self._name} ranks to {method}", on_poll)
+
+    def stop(self) -> None:
+        refs = [actor.close.remote() for actor in self._actors]
+        ray.wait(refs, num_returns=len(refs), timeout=20)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _wait(self, refs: list[Any], name: str, on_poll: Callable[[], None] | None = None) -> list[Any]:
+        return wait_for(refs, name=name, owner=self._name, deadline_s=self._deadline_s, on_poll=on_poll)
+
+
+class Trainers:
+    """The driver's handle on all trainer ranks: those of the policy, and one world for each of --separate-roles, whose
+    columns it moves."""
+
+    def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
+        shared = shared_roles(config)
+        self._policy = Ranks(config, run_dir, queue_address, shared)
+        self._separate = [
+            Ranks(config, run_dir, queue_address, (role,)) for role in needed_roles(config) if role not in shared
+        ]
+
+    @property
+    def _all(self) -> list[Ranks]:
+        return [self._policy, *self._separate]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._all))
+
+    def start(self, total_steps: int) -> None:
+        """Begin start-up everywhere; `wait_ready` waits for the answers."""
+        for ranks in self._all:
+            ranks.start(total_steps)
+
+    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
+        for ranks in self._all:
+            ranks.wait_ready(on_poll)
 
     def train(
         self, rollout_id: int, ticket: Any, version: Version, on_poll: Callable[[], None] | None = None
     ) -> dict[str, float]:
         """Metrics of the round. Each rank looked at the staleness of its own rows; the mean weighs ranks equally."""
-        answers = self._call("train", rollout_id, ticket, version, on_poll=on_poll)
+        given: ArrayColumns = {}
+        for ranks in self._separate:
+            for answer in ranks.call("compute", rollout_id, ticket, on_poll=on_poll):
+                for name, column in answer.items():
+                    given.setdefault(name, {}).update(column)
+        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), on_poll=on_poll)
         return answers[0] | {
             STALENESS_MEAN: sum(answer[STALENESS_MEAN] for answer in answers) / len(answers),
             STALENESS_MAX: max(answer[STALENESS_MAX] for answer in answers),
@@ -169,32 +249,28 @@ class Trainers:
     def publish(
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
     ) -> PublishReport:
-        return self._call("publish", version, engines, on_poll=on_poll)[0]
+        return self._policy.call("publish", version, engines, on_poll=on_poll)[0]
 
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
-        return self._call("log_probs", rows)[0]
+        return self._policy.call("log_probs", rows)[0]
 
     def save(self, directory: Path) -> None:
-        self._call("save", str(directory))
+        self._policy.call("save", str(directory))
 
     def save_hf(self, directory: Path) -> None:
-        self._call("save_hf", str(directory))
+        self._policy.call("save_hf", str(directory))
 
     def load(self, directory: Path) -> None:
-        self._call("load", str(directory))
+        self._policy.call("load", str(directory))
 
     def weights_hash(self) -> str:
-        return self._call("weights_hash")[0]
+        return self._policy.call("weights_hash")[0]
+
+    def sleep(self) -> None:
+        """--offload-train: every rank gives device memory back; what it is asked next wakes it up."""
+        for ranks in self._all:
+            ranks.sleep()
 
     def stop(self) -> None:
-        refs = [actor.close.remote() for actor in self._actors]
-        ray.wait(refs, num_returns=len(refs), timeout=20)
-        for actor in self._actors:
-            ray.kill(actor)
-
-    def _call(self, method: str, *arguments: Any, on_poll: Callable[[], None] | None = None) -> list[Any]:
-        refs = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-        return self._wait(refs, f"trainer ranks to {method}", on_poll)
-
-    def _wait(self, refs: list[Any], name: str, on_poll: Callable[[], None] | None = None) -> list[Any]:
-        return wait_for(refs, name=name, owner="trainer", deadline_s=self._deadline_s, on_poll=on_poll)
+        for ranks in self._all:
+            ranks.stop()

@@ -6,6 +6,7 @@ They exist where the loss is (`RankPlace.holds_tokens`); elsewhere every dict of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,24 @@ from vime.algo.kl import kl_estimate
 from vime.config.training import AlgoConfig
 from vime.types import RankPlace, RoundPlan, StepPlan, TrainRow
 
-OLD_LOGP, REF_LOGP, ADVANTAGE, STALENESS = "old_logp", "ref_logp", "advantage", "staleness"
+OLD_LOGP, REF_LOGP, TEACHER_LOGP = "old_logp", "ref_logp", "teacher_logp"
+ADVANTAGE, STALENESS = "advantage", "staleness"
 
 Columns = dict[str, dict[int, Tensor]]
 """Column name -> row number -> [R] values."""
+
+
+ArrayColumns = dict[str, dict[int, Any]]
+"""The same with float32 numpy arrays: how columns travel between processes."""
+
+
+def to_arrays(columns: Columns) -> ArrayColumns:
+    return {name: {row: value_R.numpy() for row, value_R in column.items()} for name, column in columns.items()}
+
+
+def from_arrays(columns: ArrayColumns, rows: Mapping[int, TrainRow]) -> Columns:
+    """Those of `rows`, bit for bit."""
+    return {name: {row: torch.tensor(column[row]) for row in rows if row in column} for name, column in columns.items()}
 
 
 def has_token_advantages(algo: AlgoConfig) -> bool:
@@ -71,7 +86,11 @@ def token_advantages(row: TrainRow, number: int, columns: Columns, *, algo: Algo
     advantage_R = _estimated(row, number, columns, algo=algo)
     if not algo.use_opd:
         return advantage_R
-    teacher_logp_R = torch.as_tensor(row.extra["teacher_log_probs"], dtype=torch.float64)
+    teacher_logp_R = (
+        columns[TEACHER_LOGP][number].double()
+        if TEACHER_LOGP in columns
+        else torch.as_tensor(row.extra["teacher_log_probs"], dtype=torch.float64)
+    )
     old_logp_R = columns[OLD_LOGP][number].double()
     return distillation_advantages(advantage_R, old_logp_R, teacher_logp_R, coefficient=algo.opd_kl_coef)
 

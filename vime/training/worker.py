@@ -13,6 +13,7 @@ from vime.seams import LOSS_PARAMETERS, TrainBackend, TrainEngine, load_plugin
 from vime.training.columns import (
     OLD_LOGP,
     REF_LOGP,
+    TEACHER_LOGP,
     Columns,
     advantage_columns,
     needs_old_log_prob,
@@ -20,7 +21,7 @@ from vime.training.columns import (
 )
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import CustomLoss, PolicyLoss
-from vime.training.roles import engine_spec, needed_roles
+from vime.training.roles import engine_spec, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
 from vime.types import Role, RoundPlan, TrainRow
 
@@ -36,11 +37,11 @@ class TrainWorker:
     def __init__(
         self, config: Config, backend: TrainBackend, *, total_steps: int, roles: Sequence[Role] | None = None
     ) -> None:
-        """`total_steps`: optimizer steps of the whole run. `roles`: those played here, empty for all that the run
-        needs; columns of the others are handed to `train_round`."""
+        """`total_steps`: optimizer steps of the whole run. `roles`: those played here, empty for all that
+        share the policy's ranks; columns of the others are handed to `train_round`."""
         self._config = config
         self.backend, self.place = backend, backend.place
-        played = needed_roles(config) if roles is None else roles
+        played = shared_roles(config) if roles is None else roles
         self._custom_loss = _load_custom_loss(config)
         self.engines: dict[Role, TrainEngine] = {
             role: backend.build(engine_spec(role, config, total_steps=total_steps)) for role in Role if role in played
@@ -64,13 +65,19 @@ class TrainWorker:
         """Every column that the losses read besides those of the rows and those `given`: forward passes of the roles
         played here over the whole round, then what is made of them."""
         algo, place = self._config.algo, self.place
-        columns = dict(given)
+        columns = {**given, **self.forward_columns(plan, rows)}
         if needs_old_log_prob(plan, algo):
             columns[OLD_LOGP] = self.compute_log_prob(plan, rows)
-        if Role.REFERENCE in self.engines:
-            columns[REF_LOGP] = self.compute_ref_log_prob(plan, rows)
         advantages = advantage_columns(plan, rows, columns, algo=algo, place=place, device=self.backend.device)
         return {**columns, **advantages, **staleness_columns(plan.rollout_id, rows, plan.rows_of(place.dp_rank))}
+
+    def forward_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> Columns:
+        """The column of each role played here beside the policy: what a worker without the policy has to give."""
+        makers = {
+            Role.REFERENCE: (REF_LOGP, self.compute_ref_log_prob),
+            Role.TEACHER: (TEACHER_LOGP, self.compute_teacher_log_prob),
+        }
+        return {name: compute(plan, rows) for role, (name, compute) in makers.items() if role in self.engines}
 
     def compute_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
         """log p of the present policy, [R] by row number; empty where no tokens are held. Collective like `forward`."""
@@ -79,6 +86,10 @@ class TrainWorker:
     def compute_ref_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
         """The same of the reference model."""
         return forward_column(self.engines[Role.REFERENCE], plan, rows, dp_rank=self.place.dp_rank)
+
+    def compute_teacher_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
+        """The same of the teacher of --use-opd."""
+        return forward_column(self.engines[Role.TEACHER], plan, rows, dp_rank=self.place.dp_rank)
 
     def update_actor(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
         """Every optimizer step of the policy.

@@ -55,14 +55,20 @@ def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 
-def test_off_and_buffer_give_bit_equal_weights(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
+def test_off_and_buffer_with_a_reference_of_its_own_and_a_trainer_that_sleeps_give_bit_equal_weights(
+    tiny_task: TinyTask, recorded: str, tmp_path: Path
+) -> None:
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--max-staleness", str(ROUNDS)]
     flags += ["--rollout-function-path", replay_function(tmp_path, recorded)]
+    flags += ["--use-kl-loss", "--kl-loss-coef", "1.0"]
     hashes = {}
-    for mode in ("off", "buffer"):
-        finished = train([*flags, "--transferqueue-mode", mode], tmp_path / mode)
+    for mode, more in {"off": [], "buffer": ["--separate-roles", "reference", "--offload-train"]}.items():
+        finished = train([*flags, "--transferqueue-mode", mode, *more], tmp_path / mode)
         assert finished.code == 0, finished.output
         hashes[mode] = finished.confirmed_hashes()
+        assert finished.metrics()[ROUNDS - 1]["train/kl_loss"] > 0
+        assert bool(list((tmp_path / mode / "events").glob("reference-0*"))) == ("reference" in more)
+        assert ("perf/offload_time" in finished.metrics()[0]) == ("--offload-train" in more)
     assert len(set(hashes["off"])) == ROUNDS + 1
     assert hashes["off"] == hashes["buffer"]
 

@@ -1,0 +1,50 @@
+"""Models that share the policy's ranks or have their own, asleep between rounds or not: the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import reference_algorithms, reference_policy
+from tests.helpers.engine_contract import SETTINGS
+from tests.helpers.megatron_models import make_plan, make_rows
+from tests.helpers.role_cases import ALGORITHM
+
+Answers = Callable[[str], list[Any]]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("variant", ["split", "naps"])
+def test_split_roles_and_sleep_between_rounds_change_no_bit(contract: Answers, setting: str, variant: str) -> None:
+    shared, other = contract(f"roles-{setting}-shared"), contract(f"roles-{setting}-{variant}")
+    assert shared[0]["metrics"][1]["train/kl_loss"] > 0
+    for expected, found in zip(shared, other, strict=True):
+        assert found["metrics"] == expected["metrics"]
+        assert found["hash"] == expected["hash"]
+        assert found["draws"] == expected["draws"]
+        assert all(torch.equal(tensor, found["weights"][name]) for name, tensor in expected["weights"].items())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_teacher_that_the_trainer_runs_pulls_as_in_plain_torch(
+    contract: Answers, small_models: Path, setting: str
+) -> None:
+    model, rows = reference_policy.load(small_models / "qwen2"), make_rows()
+    teacher_logps = reference_policy.log_probs(
+        reference_policy.load(small_models / "teacher"), rows, reference_policy.TEMPERATURE
+    )
+    taught = [
+        dataclasses.replace(row, extra={"teacher_log_probs": logp_R.tolist()})
+        for row, logp_R in zip(rows, teacher_logps, strict=True)
+    ]
+    reference = reference_policy.load(small_models / "reference")
+    plan = make_plan(rows, dp_size=1, num_steps=2)
+    steps = reference_algorithms.train_round(model, reference, taught, plan, ALGORITHM)
+    found = contract(f"roles-{setting}-shared")[0]["metrics"][0]
+    assert found["train/loss"] == pytest.approx(sum(step["loss"] for step in steps) / 2, rel=1e-5)
+    assert found["train/grad_norm"] == pytest.approx(sum(step["grad_norm"] for step in steps) / 2, rel=1e-5)

@@ -1,0 +1,97 @@
+"""Rounds of training whose roles share one worker or are split over several, as cases for `megatron_worker.run`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers import reference_policy as reference
+from tests.helpers.engine_contract import SETTINGS, exported
+from tests.helpers.megatron_models import make_plan, make_rows
+from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
+from vime.training.columns import ArrayColumns, Columns, from_arrays, to_arrays
+from vime.training.export import weights_hash
+from vime.training.worker import TrainWorker
+from vime.types import Role, RoundPlan, TrainRow
+
+SPLITS: dict[str, tuple[tuple[Role, ...], ...]] = {
+    "shared": ((Role.ACTOR, Role.REFERENCE, Role.TEACHER),),
+    "split": ((Role.ACTOR,), (Role.REFERENCE,), (Role.TEACHER,)),
+}
+ALGORITHM: dict[str, Any] = {
+    "advantage_estimator": "rloo", "use_opd": True, "opd_kl_coef": 0.5,
+    "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3",
+}  # fmt: skip
+ROUNDS = 2
+
+
+def rounds(bench: Bench, split: str, naps: bool = False) -> dict[str, Any]:
+    """Metrics and weights of two rounds of two steps. With `naps` every worker sleeps before each round."""
+    config, backend = bench.backend()
+    policy, *others = [TrainWorker(config, backend, total_steps=TOTAL_STEPS, roles=roles) for roles in SPLITS[split]]
+    rows = dict(enumerate(make_rows()))
+    plan = make_plan(list(rows.values()), dp_size=backend.place.dp_size, num_steps=2)
+    torch.manual_seed(5)
+    random.seed(5)
+    metrics = []
+    for _ in range(ROUNDS):
+        if naps:
+            for worker in (policy, *others):
+                worker.sleep()
+                worker.wake_up()
+        metrics.append(policy.train_round(plan, rows, _moved(others, plan, rows)))
+    answer = {
+        "metrics": metrics,
+        "weights": exported(policy.actor),
+        "hash": weights_hash(policy.actor) if policy.actor.takes_part_in_export else None,
+        "draws": (random.random(), float(torch.rand(1))),
+    }
+    backend.close()
+    return answer
+
+
+def _moved(others: list[TrainWorker], plan: RoundPlan, rows: dict[int, TrainRow]) -> Columns:
+    """What the driver does: the columns of the ranks that speak, put together and given to everyone."""
+    merged: ArrayColumns = {}
+    for worker in others:
+        columns = to_arrays(worker.forward_columns(plan, rows))
+        everyone: list[ArrayColumns] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, columns if worker.place.speaks else {})
+        for answer in everyone:
+            for name, column in answer.items():
+                merged.setdefault(name, {}).update(column)
+    return from_arrays(merged, rows)
+
+
+def role_cases(models: Path) -> list[Case]:
+    """`models` holds `qwen2` (the policy), `reference` and `teacher`."""
+    common = {
+        **ALGORITHM,
+        "hf_checkpoint": str(models / "qwen2"),
+        "ref_load": str(models / "reference"),
+        "opd_teacher_load": str(models / "teacher"),
+        "rollout_temperature": reference.TEMPERATURE,
+        "lr_decay_style": "cosine",
+        "min_lr": reference.FINAL_LR,
+        "weight_decay": reference.WEIGHT_DECAY,
+    }
+    variants: dict[str, dict[str, Any]] = {
+        "shared": {"split": "shared"},
+        "split": {"split": "split"},
+        "naps": {"split": "split", "naps": True},
+    }
+    return [
+        Case(
+            name=f"roles-{setting}-{variant}",
+            do="tests.helpers.role_cases:rounds",
+            world=world,
+            flags={**common, **flags},
+            arguments=arguments,
+        )
+        for setting, (world, flags) in SETTINGS.items()
+        for variant, arguments in variants.items()
+    ]
