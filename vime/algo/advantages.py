@@ -15,18 +15,18 @@ STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 """Estimators whose advantage compares the samples of one group: a group of one teaches nothing."""
-TOKEN_REWARD_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TOKEN_REWARD_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 """Estimators with a KL penalty in the reward of each token (--kl-coef)."""
 
 
 def group_signal(reward_N: Tensor, *, estimator: str, divide_by_std: bool) -> Tensor:
     """What one group's rewards become before the trainer sees them, by --advantage-estimator; [N].
 
-    reinforce_plus_plus has no group baseline: its reward goes on as it is.
+    reinforce_plus_plus and ppo have no group baseline: their rewards go on as they are.
     """
     if estimator == "rloo":
         return leave_one_out_advantages(reward_N)
-    if estimator == "reinforce_plus_plus":
+    if estimator in ("reinforce_plus_plus", "ppo"):
         _check_group(reward_N, "group_signal")
         return reward_N
     return group_advantages(reward_N, divide_by_std=divide_by_std and estimator != "reinforce_plus_plus_baseline")

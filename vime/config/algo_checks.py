@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
-from vime.config.training import AlgoConfig
+from vime.config.machine import OptimizerConfig
+from vime.config.training import AlgoConfig, CriticConfig
 from vime.types import ConfigError
 
 READERS = {
-    "gamma": ("reinforce_plus_plus",),
-    "kl_coef": ("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    "gamma": ("reinforce_plus_plus", "ppo"),
+    "lambd": ("ppo",),
+    "kl_coef": ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
     "disable_grpo_std_normalization": ("grpo", "gspo", "cispo"),
-    "eps_clip_c": ("grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    "eps_clip_c": ("grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
 }
 """Knob -> the estimators that read it."""
 POLICY_ONLY = (
@@ -21,8 +24,8 @@ POLICY_ONLY = (
 )  # fmt: skip
 """Knobs that only --loss-type policy_loss reads."""
 ADVANTAGE_KNOBS = (
-    "advantage_estimator", "gamma", "kl_coef", "normalize_advantages", "disable_grpo_std_normalization", "use_opd",
-    "opd_kl_coef", "opd_teacher_load",
+    "advantage_estimator", "gamma", "lambd", "kl_coef", "normalize_advantages", "disable_grpo_std_normalization",
+    "use_opd", "opd_kl_coef", "opd_teacher_load",
 )  # fmt: skip
 """Of these, the knobs that make advantages: a custom loss gets them too."""
 DEFAULTS = AlgoConfig()
@@ -40,7 +43,7 @@ def resolve_algo(algo: AlgoConfig, *, max_staleness: int) -> dict[str, Any]:
         low = 1 / algo.tis_clip if correction == "icepop" else 0.0
     whiten = algo.normalize_advantages
     if whiten is None:
-        whiten = algo.loss_type != "sft_loss" and algo.advantage_estimator.startswith("reinforce_plus_plus")
+        whiten = algo.loss_type != "sft_loss" and algo.advantage_estimator in READERS["kl_coef"]  # token rewards
     return {
         "eps_clip_high": algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high,
         "off_policy_correction": correction,
@@ -101,11 +104,11 @@ def _check_kl(algo: AlgoConfig) -> None:
 
 def _check_estimator(algo: AlgoConfig, group_size: int) -> None:
     estimator = algo.advantage_estimator
-    may_stand_alone = algo.use_opd or estimator == "reinforce_plus_plus"
+    may_stand_alone = algo.use_opd or estimator in ("reinforce_plus_plus", "ppo")
     if algo.loss_type == "policy_loss" and group_size == 1 and not may_stand_alone:
         raise ConfigError(
             f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: a group of one has no advantage. Use at "
-            "least 2, or reinforce_plus_plus."
+            "least 2, or reinforce_plus_plus or ppo."
         )
     for name in ("opd_kl_coef", "opd_teacher_load"):
         if _is_given(algo, name) and not algo.use_opd:
@@ -153,6 +156,30 @@ def _check_correction(algo: AlgoConfig, max_staleness: int) -> None:
             f"{unclipped} inf with --transferqueue-max-staleness {max_staleness}: unclipped importance sampling on "
             "stale tokens collapses. Give a finite bound (--tis-clip 2, --eps-clip-high 0.2)."
         )
+
+
+def check_critic(
+    critic: CriticConfig, *, algo: AlgoConfig, optimizer: OptimizerConfig, num_rollout: int | None
+) -> None:
+    """Flags of a critic want one, and a policy that moves some day."""
+    given = [spec.name for spec in dataclasses.fields(critic) if getattr(critic, spec.name) != spec.default]
+    if given and not needs_critic(algo):
+        raise ConfigError(
+            f"{', '.join(map(_flag, given))} with --advantage-estimator {algo.advantage_estimator} has no effect: only "
+            "ppo has a critic. Remove it, or change the estimator."
+        )
+    if num_rollout is not None and 0 < num_rollout <= critic.num_critic_only_steps:
+        raise ConfigError(
+            f"--num-critic-only-steps {critic.num_critic_only_steps} with --num-rollout {num_rollout}: the policy "
+            "would never move. Train for more rounds, or warm the critic up in fewer."
+        )
+    if critic.critic_lr is not None and optimizer.lr_decay_style != "constant" and optimizer.min_lr > critic.critic_lr:
+        raise ConfigError(f"--min-lr {optimizer.min_lr} is above --critic-lr {critic.critic_lr}. Lower it.")
+
+
+def needs_critic(algo: AlgoConfig) -> bool:
+    """Whether advantages come from predicted returns."""
+    return algo.advantage_estimator == "ppo" and algo.loss_type != "sft_loss"
 
 
 def _is_given(algo: AlgoConfig, name: str) -> bool:

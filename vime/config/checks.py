@@ -9,7 +9,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vime.config.algo_checks import check_algo, needs_reference, needs_teacher, resolve_algo
+from vime.config.algo_checks import (
+    check_algo,
+    check_critic,
+    needs_critic,
+    needs_reference,
+    needs_teacher,
+    resolve_algo,
+)
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.parse import Config
@@ -41,6 +48,7 @@ def resolve(config: Config) -> Config:
         transferqueue_mode=_resolve_mode(config),
         transfer_queue_extra_data_fields=_resolve_columns(config),
         **resolve_algo(config.algo, max_staleness=staleness),
+        critic_lr=_resolve_critic_lr(config),
         virtual_pipeline_model_parallel_size=_resolve_chunks(config),
         pause_mode=config.weights.pause_mode or ("keep" if staleness > 0 else "wait"),
         update_weight_transport=_resolve_transport(config, device),
@@ -53,6 +61,11 @@ def _resolve_chunks(config: Config) -> int | None:
     if parallel.num_layers_per_virtual_pipeline_stage is None:
         return parallel.virtual_pipeline_model_parallel_size
     return virtual_pipeline_size(parallel, read_model_shape(config.model.hf_checkpoint).num_layers)
+
+
+def _resolve_critic_lr(config: Config) -> float | None:
+    is_empty = config.critic.critic_lr is None and needs_critic(config.algo)
+    return config.optimizer.lr if is_empty else config.critic.critic_lr
 
 
 def _resolve_mode(config: Config) -> str:
@@ -118,6 +131,7 @@ def check(config: Config) -> None:
         group_size=config.rollout.n_samples_per_prompt,
     )
     _check_processes(config)
+    check_critic(config.critic, algo=config.algo, optimizer=config.optimizer, num_rollout=config.rollout.num_rollout)
     _check_eval(config)
     _check_idle(config)
     _check_debug(config)
@@ -133,6 +147,7 @@ def _check_model(config: Config) -> ModelShape:
         ("--hf-checkpoint", model.hf_checkpoint),
         ("--ref-load", model.ref_load),
         ("--opd-teacher-load", config.algo.opd_teacher_load),
+        ("--critic-load", config.critic.critic_load),
     ):
         if directory and not has_weights(directory):
             raise ConfigError(f"{flag} {directory}: no *.safetensors there. Expected Hugging Face weights.")
@@ -210,15 +225,19 @@ def _check_rounds(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     """The decay must be longer than the warm-up, as far as the number of steps is known before the prompts are read."""
-    optimizer, rounds = config.optimizer, config.rollout.num_rollout
-    steps = optimizer.lr_decay_iters
-    if steps is None and rounds is not None:
-        steps = rounds * (config.batch.num_steps_per_rollout or 1)
-    if optimizer.lr_decay_style != "constant" and steps is not None and optimizer.lr_warmup_iters >= max(1, steps):
-        raise ConfigError(
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of the {steps} steps over which "
-            f"--lr-decay-style {optimizer.lr_decay_style} decays. Warm up for fewer steps, or raise --lr-decay-iters."
-        )
+    optimizer, critic = config.optimizer, config.critic
+    for flag, warmup, skipped in (
+        ("--lr-warmup-iters", optimizer.lr_warmup_iters, critic.num_critic_only_steps),
+        ("--critic-lr-warmup-iters", critic.critic_lr_warmup_iters, 0),
+    ):
+        steps, rounds = optimizer.lr_decay_iters, config.rollout.num_rollout
+        if steps is None and rounds is not None:
+            steps = (rounds - skipped) * (config.batch.num_steps_per_rollout or 1)
+        if optimizer.lr_decay_style != "constant" and steps is not None and warmup >= max(1, steps):
+            raise ConfigError(
+                f"{flag} {warmup} leaves nothing of the {steps} steps over which --lr-decay-style "
+                f"{optimizer.lr_decay_style} decays. Warm up for fewer steps, or raise --lr-decay-iters."
+            )
 
 
 def _check_rewards(config: Config) -> None:

@@ -17,7 +17,7 @@ from vime.config.flags import add_section, flag_name, knobs, read_section
 from vime.config.machine import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.run import DebugConfig, TrackingConfig
-from vime.config.training import AlgoConfig, BatchConfig, QueueConfig, WeightsConfig
+from vime.config.training import AlgoConfig, BatchConfig, CriticConfig, QueueConfig, WeightsConfig
 from vime.types import ConfigError
 
 PASSTHROUGH = ("--vllm-", "--router-")
@@ -37,6 +37,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)

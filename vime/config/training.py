@@ -22,21 +22,26 @@ class AlgoConfig:
     advantage_estimator: str = flag(
         "grpo",
         "how rewards become advantages",
-        choices=("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        choices=("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
     )
     disable_grpo_std_normalization: bool = flag(
         False, "grpo, gspo and cispo without dividing by the group's standard deviation"
     )
     normalize_advantages: bool | None = flag(
-        None, "whiten advantages over the step's trainable tokens; empty: on for reinforce_plus_plus[_baseline]"
+        None, "whiten advantages over the step's trainable tokens; empty: on for reinforce_plus_plus[_baseline], ppo"
     )
-    gamma: float = flag(1.0, "discount a token of reinforce_plus_plus returns", minimum=0, maximum=1)
+    gamma: float = flag(1.0, "discount a token of returns, reinforce_plus_plus and ppo", minimum=0, maximum=1)
+    lambd: float = flag(
+        1.0, "lambda of ppo's GAE: 1 trusts the rewards to come, 0 the critic's next value", minimum=0, maximum=1
+    )
     eps_clip: float = flag(0.2, "lower clip of the probability ratio: 1 - this", minimum=0)
     eps_clip_high: float | None = flag(None, "upper clip: 1 + this; empty: the same as --eps-clip", minimum=0)
     eps_clip_c: float | None = flag(
         None, "dual clip, above 1: a negative advantage costs at most this times itself; empty: no bound", minimum=1
     )
-    kl_coef: float = flag(0.0, "weight of the KL penalty in token rewards, reinforce_plus_plus[_baseline]", minimum=0)
+    kl_coef: float = flag(
+        0.0, "weight of the KL penalty in token rewards, reinforce_plus_plus[_baseline], ppo", minimum=0
+    )
     use_kl_loss: bool = flag(False, "add a KL term towards the reference model to the loss")
     kl_loss_coef: float = flag(0.0, "weight of the KL term", minimum=0)
     kl_loss_type: str = flag(
@@ -71,6 +76,26 @@ class AlgoConfig:
     use_opsm: bool = flag(False, "leave out answers of negative advantage that drifted from the engine's policy")
     opsm_delta: float = flag(0.01, "drift allowed by --use-opsm, nats a token, mean of the answer", minimum=0)
     get_mismatch_metrics: bool = flag(False, "report train/mismatch_*: how trainer and engine probabilities differ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """Critic, of --advantage-estimator ppo. It has the policy's layout, schedule and optimizer flags but for these."""
+
+    critic_load: str | None = flag(
+        None, "HF directory the critic begins as, with a value head (score.weight) or without; empty: --hf-checkpoint"
+    )
+    critic_lr: float | None = flag(None, "peak learning rate of the critic; empty: --lr", minimum=0)
+    critic_lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up of the critic from 0", minimum=0)
+    num_critic_only_steps: int = flag(
+        0,
+        "rounds at the beginning in which only the critic learns: the policy answers and does not move, nor does the "
+        "schedule of its learning rate",
+        minimum=0,
+    )
+    value_clip: float = flag(
+        0.2, "a value is worth moving this far from what it was at the start of the round; inf: no bound", minimum=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vime.config.algo_checks import check_algo, resolve_algo
+from vime.config.algo_checks import check_algo, check_critic, resolve_algo
 from vime.config.parse import Config, parse
 from vime.config.training import AlgoConfig
 from vime.types import ConfigError
@@ -17,6 +17,7 @@ def resolved(*flags: str, max_staleness: int = 0, group_size: int = 4) -> AlgoCo
     config: Config = parse(flags)
     config = config.replace(**resolve_algo(config.algo, max_staleness=max_staleness))
     check_algo(config.algo, max_staleness=max_staleness, group_size=group_size)
+    check_critic(config.critic, algo=config.algo, optimizer=config.optimizer, num_rollout=config.rollout.num_rollout)
     return config.algo
 
 
@@ -51,14 +52,16 @@ def test_icepop_keeps_a_range_around_one_and_the_others_have_no_lower_bound() ->
         (("--advantage-estimator", "reinforce_plus_plus_baseline"), True),
         (("--advantage-estimator", "reinforce_plus_plus", "--no-normalize-advantages"), False),
         (("--advantage-estimator", "rloo", "--normalize-advantages"), True),
+        (("--advantage-estimator", "ppo"), True),
     ],
 )
-def test_reinforce_plus_plus_whitens_by_default(flags: tuple[str, ...], expected: bool) -> None:
+def test_reinforce_plus_plus_and_ppo_whiten_by_default(flags: tuple[str, ...], expected: bool) -> None:
     assert resolved(*flags).normalize_advantages is expected
 
 
 def test_a_group_of_one_needs_an_estimator_without_a_group() -> None:
     assert resolved("--advantage-estimator", "reinforce_plus_plus", group_size=1)
+    assert resolved("--advantage-estimator", "ppo", group_size=1)
     assert resolved("--loss-type", "sft_loss", group_size=1)
     assert resolved("--use-opd", group_size=1)
     for name in ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"):
@@ -85,6 +88,23 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "a delta without opsm": ({}, ["--opsm-delta", "0.5"], ["--opsm-delta", "--use-opsm"]),
     "KL in the reward of a group": ({}, ["--kl-coef", "0.1"], ["--kl-coef", "grpo", "reinforce_plus_plus"]),
     "a discount of a group": ({}, ["--gamma", "0.9"], ["--gamma", "reinforce_plus_plus"]),
+    "a lambda without a critic": (
+        {}, ["--advantage-estimator", "reinforce_plus_plus", "--lambd", "0.9"], ["--lambd", "ppo"],
+    ),
+    "a critic's rate without a critic": ({}, ["--critic-lr", "1e-4"], ["--critic-lr", "grpo", "only ppo has a critic"]),
+    "a critic's model without a critic": ({}, ["--critic-load", "a"], ["--critic-load"]),
+    "a value clip without values": ({}, ["--value-clip", "inf"], ["--value-clip"]),
+    "imitation with a critic": (
+        {}, ["--loss-type", "sft_loss", "--critic-lr-warmup-iters", "2"], ["--critic-lr-warmup-iters"],
+    ),
+    "a policy that never moves": (
+        {}, ["--advantage-estimator", "ppo", "--num-critic-only-steps", "3", "--num-rollout", "3"],
+        ["--num-critic-only-steps 3", "--num-rollout 3"],
+    ),
+    "a critic's rate that rises as it decays": (
+        {}, ["--advantage-estimator", "ppo", "--critic-lr", "1e-5", "--lr-decay-style", "cosine", "--min-lr", "1e-4"],
+        ["--min-lr 0.0001", "--critic-lr 1e-05"],
+    ),
     "a group's deviation without one": (
         {}, ["--advantage-estimator", "rloo", "--disable-grpo-std-normalization"],
         ["--disable-grpo-std-normalization", "rloo"],
@@ -126,4 +146,5 @@ def test_unbounded_weights_are_allowed_on_fresh_tokens() -> None:
 
 def test_a_custom_loss_may_read_any_advantage() -> None:
     flags = ("--loss-type", "custom_loss", "--custom-loss-path", "a.b", "--normalize-advantages")
+    assert resolved(*flags, "--advantage-estimator", "ppo", "--lambd", "0.9", "--critic-lr", "1e-4").lambd == 0.9
     assert resolved(*flags, max_staleness=1).off_policy_correction == "none"

@@ -40,6 +40,7 @@ def test_rewards_are_normalised_within_their_group():
         ("cispo", [0.7071058, -0.7071058]),
         ("rloo", [2.0, -2.0]),
         ("reinforce_plus_plus", [3.0, 1.0]),
+        ("ppo", [3.0, 1.0]),
         ("reinforce_plus_plus_baseline", [1.0, -1.0]),
     ],
 )
