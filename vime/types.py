@@ -233,7 +233,9 @@ class EngineSpec:
     role: Role
     checkpoint: str  # HF directory
     flag: str
-    total_steps: int  # optimizer steps of the whole run; 0 for a frozen model
+    total_steps: int  # optimizer steps of this model in the whole run; 0 for a frozen one
+    lr: float  # peak learning rate; 0 for a frozen model
+    lr_warmup_iters: int  # optimizer steps of linear warm-up from 0
 
     @property
     def is_trainable(self) -> bool:

@@ -32,7 +32,7 @@ LENGTHS = ((3, 6), (10, 23), (5, 12), (8, 32), (1, 4), (9, 17), (4, 8), (7, 14))
 
 
 def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """`kind`: qwen2, qwen2_tied, qwen3, qwen3_moe, qwen3_moe_tied, llama_tied, llama3_scaled.
+    """`kind`: qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied, llama_tied, llama3_scaled.
 
     fp32 safetensors and config.json. The two models with experts differ in how routing weights are normalised.
     """
@@ -42,6 +42,7 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
         LlamaForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -53,6 +54,10 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
     model_class, config = {
         "qwen2": (Qwen2ForCausalLM, lambda: Qwen2Config(**SHAPE, rope_parameters={**rope, "rope_theta": 1e6})),
         "qwen2_tied": (Qwen2ForCausalLM, lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True, rope_parameters=rope)),
+        "qwen2_critic": (
+            Qwen2ForSequenceClassification,
+            lambda: Qwen2Config(**SHAPE, num_labels=1, rope_parameters={**rope, "rope_theta": 1e6}),
+        ),
         "qwen3": (
             Qwen3ForCausalLM,
             lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False, rope_parameters=rope),

@@ -7,7 +7,7 @@ trains, but its log-probabilities differ from the engine's.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Architecture:
     has_qkv_bias: bool
     has_qk_norm: bool
     experts: Experts | None = None  # None: every layer is dense
+    has_value_head: bool = False  # a critic: one number a token instead of logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,11 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
         has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
         experts=_experts(hf) if model_type == "qwen3_moe" else None,
     )
+
+
+def as_critic(architecture: Architecture) -> Architecture:
+    """The same transformer with a value head: nothing is left to be tied to the embedding."""
+    return replace(architecture, is_tied=False, has_value_head=True)
 
 
 def _experts(hf: Any) -> Experts:

@@ -155,13 +155,24 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = _keeping_step(part)  # type: ignore[method-assign]
+    _name_step_zero(state)
     optimizer.megatron.load_state_dict(state)
     for part in optimizer.parts:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for entry in part.optimizer.state.values():
                 # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each.
-                # A step of 0 is not saved at all.
                 entry["step"] = entry["step"].clone() if "step" in entry else torch.tensor(0.0)
+
+
+def _name_step_zero(state: dict[str, Any]) -> None:
+    """REPAIR: megatron does not save a step of 0 and AdamW then fails to find one. A policy whose critic warms up alone
+    is at step 0 in the first checkpoints."""
+    if "state" in state and "param_groups" in state:
+        state["state"].setdefault("common_step", torch.tensor(0.0))
+        return
+    for part in state.values():
+        if isinstance(part, dict):
+            _name_step_zero(part)
 
 
 def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.core import parallel_state
@@ -12,13 +12,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vime.backends.megatron_utils import checkpoint
-from vime.backends.megatron_utils.architecture import read_architecture
+from vime.backends.megatron_utils.architecture import as_critic, read_architecture
 from vime.backends.megatron_utils.context_parallel import sequence_multiple
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
 from vime.backends.megatron_utils.offload import Offload, learning_tensors
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
-from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_log_probs, pack_rows
+from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
 from vime.config.parse import Config
 from vime.seams import PackLoss
 from vime.types import ConfigError, EngineSpec, Role, TrainRow, VimeError
@@ -47,7 +47,7 @@ class MegatronEngine:
         chunks: Sequence[MegatronModule],
         hf: HFWeights,
         optimizer: PolicyOptimizer | None,
-        sampling: Sampling,
+        sampling: Sampling | None,
     ) -> None:
         """`core`: bare chunks, which checkpoint and export look at. `chunks`: the same, wrapped for training."""
         parallel = config.parallel
@@ -88,14 +88,14 @@ class MegatronEngine:
         missing = -len(batches) % self._packing.batch_multiple
         multiple = self._packing.pad_multiple
         packs = [pack_rows(batch, multiple=multiple) for batch in [*batches, *[[]] * missing]]
-        answers = forward_log_probs(self._chunks, packs, self._sampling)
+        answers = forward_values(self._chunks, packs, self._sampling)
         if not answers:
             return []
-        logps = [
-            [logp_T[positions].cpu() for positions in batch.row_slices]
-            for batch, logp_T in zip(packs, answers, strict=True)
+        values = [
+            [value_T[positions].cpu() for positions in batch.row_slices]
+            for batch, value_T in zip(packs, answers, strict=True)
         ]
-        return logps[: len(batches)]
+        return values[: len(batches)]
 
     def accumulate(
         self,
@@ -156,6 +156,8 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
     architecture = read_architecture(spec.checkpoint, flag=spec.flag)
     if spec.role is not Role.ACTOR:
         _check_vocabulary(spec, config, architecture.vocab_size)
+    if spec.has_value_head:
+        architecture = as_critic(architecture)
     model_config = transformer_config(architecture, parallel)
     core = build_chunks(architecture, model_config, parallel)
     hf = HFWeights(core, architecture)
@@ -164,11 +166,16 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
     optimizer = None
     if spec.is_trainable:
         optimizer = PolicyOptimizer(
-            wrapped, model_config, optimizer=config.optimizer, parallel=parallel, total_steps=spec.total_steps
+            wrapped,
+            model_config,
+            optimizer=replace(config.optimizer, lr=spec.lr, lr_warmup_iters=spec.lr_warmup_iters),
+            parallel=parallel,
+            total_steps=spec.total_steps,
         )
     else:
         for chunk in core:
             chunk.requires_grad_(False)
+    sampling = Sampling(vocab_size=architecture.vocab_size, temperature=config.rollout.rollout_temperature)
     return MegatronEngine(
         spec,
         config,
@@ -176,7 +183,7 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
         chunks=wrapped if optimizer is None else optimizer.chunks,
         hf=hf,
         optimizer=optimizer,
-        sampling=Sampling(vocab_size=architecture.vocab_size, temperature=config.rollout.rollout_temperature),
+        sampling=None if spec.has_value_head else sampling,
     )
 
 

@@ -17,6 +17,8 @@ from vime.backends.megatron_utils.architecture import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "output_layer.weight"
+VALUE_HEAD = "value_head.weight"  # what `HFWeights` calls the output layer of a critic
+HF_VALUE_HEAD = "score.weight"  # as in transformers' reward models
 
 
 class Kind(StrEnum):
@@ -51,6 +53,7 @@ def _rule(pattern: str, hf_names: Sequence[str], kind: Kind) -> Rule:
 RULES = (
     _rule(r"embedding\.word_embeddings\.weight", [EMBEDDING], Kind.VOCAB),
     _rule(r"output_layer\.weight", ["lm_head.weight"], Kind.VOCAB),
+    _rule(r"value_head\.weight", [HF_VALUE_HEAD], Kind.REPLICATED),
     _rule(r"decoder\.final_layernorm\.weight", ["model.norm.weight"], Kind.REPLICATED),
     _rule(
         _LAYER + r"(input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight)",

@@ -26,7 +26,9 @@ from torch import Tensor
 from vime.backends.megatron_utils.architecture import Architecture
 from vime.backends.megatron_utils.hf_layout import (
     EMBEDDING,
+    HF_VALUE_HEAD,
     OUTPUT_LAYER,
+    VALUE_HEAD,
     from_shards,
     hf_names_and_kind,
     hf_shapes,
@@ -34,6 +36,7 @@ from vime.backends.megatron_utils.hf_layout import (
     to_shard,
     with_expert_offset,
 )
+from vime.backends.megatron_utils.value_head import ValueHead
 from vime.types import ConfigError
 from vime.weights.plan import TensorMeta
 
@@ -122,11 +125,19 @@ class HFWeights:
     def load(self, directory: str, *, flag: str = "--hf-checkpoint") -> None:
         """Fill the parameters from DIRECTORY/*.safetensors. Local after construction; every rank must call it.
 
-        A missing, surplus or misshapen tensor is a ConfigError: a weight that is not loaded would train from noise.
+        A missing, surplus or misshapen tensor is a ConfigError: a weight that is not loaded would train from noise. But
+        a critic may begin as a language model, whose output layer it leaves, and keeps its own head as it is.
         """
+        has_value_head = self._architecture.has_value_head
         with _HFReader(directory, flag) as reader:
-            reader.check_names({meta.name for meta in self.metadata()}, is_tied=self._architecture.is_tied)
+            reader.check_names(
+                {meta.name for meta in self.metadata()},
+                may_miss={HF_VALUE_HEAD} if has_value_head else set(),
+                may_have={"lm_head.weight"} if has_value_head or self._architecture.is_tied else set(),
+            )
             for name, parameter in self._parameters.items():
+                if name == VALUE_HEAD and HF_VALUE_HEAD not in reader:
+                    continue
                 group = self._tensor_group
                 if is_expert(name):
                     name = with_expert_offset(name, self._expert_offsets()[self._expert_group.rank()])
@@ -207,6 +218,8 @@ def _named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.n
             if found:
                 layer = chunk.decoder.layers[int(found[1])].layer_number - 1
                 yield f"decoder.layers.{layer}.{found[2]}", parameter
+            elif name == OUTPUT_LAYER and isinstance(chunk.output_layer, ValueHead):
+                yield VALUE_HEAD, parameter
             else:
                 yield name, parameter
 
@@ -246,12 +259,13 @@ class _HFReader(contextlib.ExitStack):
             raise ConfigError(f"{self._where}: the weights cannot be read: {type(error).__name__} {error}.") from error
         self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118  not a dict
 
-    def check_names(self, expected: set[str], *, is_tied: bool) -> None:
-        """Exactly the expected tensors must be there, but for two kinds that carry nothing of their own."""
-        redundant = {name for name in self._files if name.endswith("rotary_emb.inv_freq")}
-        if is_tied:
-            redundant.add("lm_head.weight")
-        missing, surplus = expected - set(self._files), set(self._files) - expected - redundant
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check_names(self, expected: set[str], *, may_miss: set[str], may_have: set[str]) -> None:
+        """Exactly the expected tensors must be there, but for those named and what carries nothing of its own."""
+        redundant = may_have | {name for name in self._files if name.endswith("rotary_emb.inv_freq")}
+        missing, surplus = expected - may_miss - set(self._files), set(self._files) - expected - redundant
         if missing or surplus:
             raise ConfigError(
                 f"{self._where}: the weights do not belong to this config.json: missing {sorted(missing)[:5]}, not "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vime.backends.megatron_utils.architecture import Architecture
 from vime.backends.megatron_utils.layer_spec import block_spec
+from vime.backends.megatron_utils.value_head import ValueHead
 from vime.config.machine import ParallelConfig
 from vime.types import ConfigError
 
@@ -163,6 +164,8 @@ def build_chunks(architecture: Architecture, config: TransformerConfig, parallel
             vp_stage=number,
             **rope,
         )
+        if architecture.has_value_head and model.post_process:
+            model.output_layer = ValueHead(config)
         chunks.append(model.to(torch.cuda.current_device()))
     return chunks
 

@@ -25,7 +25,7 @@ from vime.types import TrainRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the engine turned logits into probabilities; training must do the same."""
+    """How the engine turned logits into probabilities; training must do the same. None stands for a value head."""
 
     vocab_size: int
     temperature: float
@@ -45,7 +45,7 @@ def pack_rows(
 
 
 def forward_backward(
-    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling, loss_function: PackLoss
+    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling | None, loss_function: PackLoss
 ) -> list[Tensor]:
     """Accumulate the gradients of one optimizer step; answers the statistics of each pack (last stage), else [].
 
@@ -66,10 +66,10 @@ def forward_backward(
 
 
 @torch.no_grad()
-def forward_log_probs(
-    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling
+def forward_values(
+    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling | None
 ) -> list[Tensor]:
-    """log p of every label, [T] fp32 per pack, on the last pipeline stage; [] on the others.
+    """log p of every label, or the return predicted there; [T] fp32 per pack on the last pipeline stage, else [].
 
     Collective over the model-parallel group of this data-parallel index.
     """
@@ -81,9 +81,14 @@ def forward_log_probs(
 
 
 def _token_values(
-    logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None, sampling: Sampling
+    logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None, sampling: Sampling | None
 ) -> tuple[Tensor, Tensor]:
-    """(logp [T], entropy [T]) of the whole pack, from the logits of this rank's L tokens of it."""
+    """(logp [T], entropy [T]) of the whole pack, from the logits of this rank's L tokens of it; (return [T], zeros)
+    from the one column of a value head."""
+    if sampling is None:
+        value_NL = logits_1LV[..., 0].float()
+        value_T = value_NL[0] if cut is None else cut.whole(value_NL)[0]
+        return value_T, torch.zeros_like(value_T)
     values = logprobs_and_entropy(
         logits_1LV[0],
         batch.labels_T if cut is None else cut.part(batch.labels_T),
