@@ -12,7 +12,7 @@ from tests.helpers.megatron_worker import Bench, Case, exported
 from tests.helpers.reference_algorithms import RECIPES
 from vime.config.algo_checks import resolve_algo
 from vime.config.parse import Config
-from vime.types import RoundPlan, TrainRow, VersionSpan
+from vime.types import Role, RoundPlan, TrainRow, VersionSpan
 
 ROUND = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -52,6 +52,8 @@ def algorithm(bench: Bench, **plan: Any) -> dict[str, Any]:
     rows = stale_rows()
     metrics = trainer.train_round(stale_plan(rows, dp_size=trainer.place.dp_size, **plan), dict(enumerate(rows)))
     answer = {"metrics": metrics, "weights": exported(trainer)}
+    if Role.CRITIC in trainer.engines:
+        answer["critic"] = exported(trainer, Role.CRITIC)
     trainer.backend.close()
     return answer
 
@@ -68,6 +70,8 @@ def algorithm_cases(models: Path) -> list[Case]:
     cases = []
     for name, recipe in RECIPES.items():
         algo = resolve_algo(Config().replace(**recipe).algo, max_staleness=0)
+        if "critic_load" in recipe:
+            algo["critic_load"] = str(models / recipe["critic_load"])
         cases += [
             Case(
                 name=f"{name}-{layout}",

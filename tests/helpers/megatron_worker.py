@@ -24,7 +24,7 @@ from vime.ray.backends import make_backend
 from vime.seams import TrainBackend
 from vime.training.export import save_hf, weights_hash
 from vime.training.worker import TrainWorker
-from vime.types import RankInfo, VimeError
+from vime.types import RankInfo, Role, VimeError
 
 TOTAL_STEPS = 8
 
@@ -127,6 +127,8 @@ def resumed(bench: Bench, directory: Path, then: dict[str, Any] | None = None) -
         draws = (random.random(), float(torch.rand(1)))
         metrics = trainer.train_round(plan, rows)
         answer = {"draws": draws, "metrics": metrics, "hash": weights_hash(trainer.actor), "weights": exported(trainer)}
+        if Role.CRITIC in trainer.engines:
+            answer["critic"] = exported(trainer, Role.CRITIC)
         trainer.backend.close()
         return answer
 
@@ -291,6 +293,6 @@ def _made_on_meta() -> torch.device:
         return torch.tensor([1.0]).device
 
 
-def exported(trainer: TrainWorker) -> dict[str, torch.Tensor]:
+def exported(trainer: TrainWorker, role: Role = Role.ACTOR) -> dict[str, torch.Tensor]:
     """The export stream; an order or name that differs from the metadata shows in the test of `imported`."""
-    return {name: tensor.cpu().clone() for name, tensor in trainer.actor.export_weights()}
+    return {name: tensor.cpu().clone() for name, tensor in trainer.engines[role].export_weights()}

@@ -5,6 +5,7 @@ Nothing is imported from vime's formulas. `RECIPES` name the flags; `train_round
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.reference_policy import TEMPERATURE, log_probs, response_values, run_steps
+from tests.helpers.reference_ppo import Critic, advantages_and_returns, update_critic
 from vime.types import RoundPlan, TrainRow
 
 LOW, HIGH, DUAL = 0.002, 0.004, 1.003  # narrow: a second step of this size must meet them
@@ -38,6 +40,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mis": {"off_policy_correction": "mis", "mis_level": "geometric", "mis_mode": "truncate", "tis_clip_low": 0.4},
     "engine-old-opsm": {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 1.0},
     "distilled": {"use_opd": True, "opd_kl_coef": 0.5, "advantage_estimator": "rloo"},
+    "ppo": {
+        "advantage_estimator": "ppo", **CLIPS, "kl_coef": 0.1, "kl_loss_type": "k1", "gamma": 0.9, "lambd": 0.8,
+        "critic_load": "critic", "critic_lr": 2e-4, "value_clip": 0.1,
+    },
+    "ppo-from-policy": {
+        "advantage_estimator": "ppo", "lambd": 0.95, "normalize_advantages": False, "calculate_per_token_loss": True,
+        "critic_load": "qwen2_tied", "critic_lr": 1e-3, "value_clip": math.inf,
+    },
     "sft": {"loss_type": "sft_loss", "calculate_per_token_loss": True},
     "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH},
 }  # fmt: skip
@@ -50,14 +60,27 @@ def example_loss(args: Any, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[
 
 
 def train_round(
-    model: torch.nn.Module, anchor: torch.nn.Module, rows: Sequence[TrainRow], plan: RoundPlan, flags: dict[str, Any]
+    model: torch.nn.Module,
+    anchor: torch.nn.Module,
+    rows: Sequence[TrainRow],
+    plan: RoundPlan,
+    flags: dict[str, Any],
+    critic: Critic | None = None,
 ) -> list[dict[str, float]]:
+    """Loss and norm of the policy's steps, and of the critic's under names that begin with `value_` and `critic_`."""
     old, ref = log_probs(model, rows, TEMPERATURE), log_probs(anchor, rows, TEMPERATURE)
     masks = [torch.tensor(row.loss_mask, dtype=torch.float32) for row in rows]
     engine = [torch.tensor(row.rollout_log_probs, dtype=torch.float32) for row in rows]
+    values = [] if critic is None else [critic(row).detach() for row in rows]
+    judged = [
+        advantages_and_returns(
+            row.reward, _penalty(old[i], ref[i], flags), values[i], masks[i], flags.get("gamma", 1.0), flags["lambd"]
+        )
+        for i, row in enumerate(rows if values else [])
+    ]
 
     def step_loss(numbers: list[int]) -> Tensor:
-        advantages = step_advantages(rows, numbers, old, ref, masks, flags)
+        advantages = step_advantages(rows, numbers, old, ref, masks, judged, flags)
         tokens = sum(float(masks[row].sum()) for row in numbers)
         loss = torch.zeros(())
         for row in numbers:
@@ -68,18 +91,37 @@ def train_round(
             loss = loss + (total / tokens if per_token else total / masks[row].sum() / len(numbers))
         return loss
 
-    return run_steps(model, plan, step_loss)
+    steps = run_steps(model, plan, step_loss)
+    if critic is None:
+        return steps
+    taught = update_critic(critic, rows, plan, values, [target for _, target in judged], flags)
+    return [
+        {**step, "value_loss": more["loss"], "critic_grad_norm": more["grad_norm"]}
+        for step, more in zip(steps, taught, strict=True)
+    ]
+
+
+def _penalty(old: Tensor, ref: Tensor, flags: dict) -> Tensor:
+    difference = (old - ref).double()
+    return flags.get("kl_coef", 0.0) * (difference**2 / 2 if flags.get("kl_loss_type") == "k2" else difference)
 
 
 def step_advantages(
-    rows: Sequence[TrainRow], numbers: list[int], old: list[Tensor], ref: list[Tensor], masks: list[Tensor], flags: dict
+    rows: Sequence[TrainRow],
+    numbers: list[int],
+    old: list[Tensor],
+    ref: list[Tensor],
+    masks: list[Tensor],
+    judged: list[tuple[Tensor, Tensor]],
+    flags: dict,
 ) -> dict[int, Tensor]:
-    estimator, coefficient = flags.get("advantage_estimator", "grpo"), flags.get("kl_coef", 0.0)
+    estimator = flags.get("advantage_estimator", "grpo")
     found = {}
     for row in numbers:
-        difference = (old[row] - ref[row]).double()
-        penalty = coefficient * (difference**2 / 2 if flags.get("kl_loss_type") == "k2" else difference)
-        if estimator == "reinforce_plus_plus":
+        penalty = _penalty(old[row], ref[row], flags)
+        if estimator == "ppo":
+            found[row] = judged[row][0]
+        elif estimator == "reinforce_plus_plus":
             reward = -penalty * masks[row]
             reward[int(masks[row].nonzero()[-1])] += rows[row].reward
             length, gamma = len(reward), flags["gamma"]
@@ -90,7 +132,7 @@ def step_advantages(
         if flags.get("use_opd"):
             teacher = torch.tensor(rows[row].extra["teacher_log_probs"], dtype=torch.float64)
             found[row] = found[row] + flags["opd_kl_coef"] * (teacher - old[row].double())
-    if flags.get("normalize_advantages") or estimator.startswith("reinforce"):
+    if flags.get("normalize_advantages", estimator == "ppo" or estimator.startswith("reinforce")):
         whole = torch.cat([found[row][masks[row] > 0] for row in numbers])
         found = {row: (value - whole.mean()) / whole.std(unbiased=False) for row, value in found.items()}
     return {row: value.float() for row, value in found.items()}

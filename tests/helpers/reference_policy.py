@@ -82,14 +82,14 @@ def train_round(
 
 
 def run_steps(
-    model: torch.nn.Module, plan: RoundPlan, step_loss: Callable[[list[int]], Tensor]
+    model: torch.nn.Module, plan: RoundPlan, step_loss: Callable[[list[int]], Tensor], *, peak: float = PEAK_LR
 ) -> list[dict[str, float]]:
-    """AdamW with gradient clipping and a cosine rate; `step_loss` gets the row numbers of each step."""
+    """AdamW with gradient clipping and a cosine rate from `peak`; `step_loss` gets the row numbers of each step."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=PEAK_LR,
+        lr=peak,
         betas=(0.9, 0.95),
         eps=ADAM_EPS,
     )
@@ -98,7 +98,7 @@ def run_steps(
         loss = step_loss(sorted(row for rank in step.micro_batches for batch in rank for row in batch))
         optimizer.zero_grad()
         loss.backward()
-        rate = FINAL_LR + (PEAK_LR - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * number / TOTAL_STEPS))
+        rate = FINAL_LR + (peak - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * number / TOTAL_STEPS))
         for group in optimizer.param_groups:
             group["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

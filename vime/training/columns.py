@@ -20,11 +20,14 @@ from vime.algo.advantages import (
     whiten,
 )
 from vime.algo.kl import kl_estimate
+from vime.algo.values import generalized_advantages
 from vime.config.training import AlgoConfig
 from vime.types import RankPlace, RoundPlan, StepPlan, TrainRow
 
 OLD_LOGP, REF_LOGP, TEACHER_LOGP = "old_logp", "ref_logp", "teacher_logp"
 ADVANTAGE, STALENESS = "advantage", "staleness"
+VALUE, RETURN = "value", "return"
+"""Of a critic: what it predicted at the start of the round, and what it is taught."""
 
 Columns = dict[str, dict[int, Tensor]]
 """Column name -> row number -> [R] values."""
@@ -47,14 +50,15 @@ def has_token_advantages(algo: AlgoConfig) -> bool:
     """Whether the advantages of a row differ from its one number `TrainRow.reward`."""
     if algo.loss_type == "sft_loss":
         return False
-    is_return = algo.advantage_estimator == "reinforce_plus_plus"
+    is_return = algo.advantage_estimator in ("reinforce_plus_plus", "ppo")
     return is_return or algo.kl_coef > 0 or algo.use_opd or bool(algo.normalize_advantages)
 
 
-def needs_old_log_prob(plan: RoundPlan, algo: AlgoConfig) -> bool:
-    """Whether a forward pass for the old (proximal) policy is due. In a round of one step it is the policy itself, so
-    none is, unless --kl-coef or --use-opd needs it for the advantages before the step begins."""
-    return len(plan.steps) > 1 or algo.kl_coef > 0 or algo.use_opd
+def needs_old_log_prob(plan: RoundPlan, algo: AlgoConfig, *, policy_moves: bool = True) -> bool:
+    """Whether a forward pass for the old (proximal) policy is due. In a round of one step it is the policy itself, and
+    in a round of the critic alone nothing is compared with it, so none is, unless --kl-coef or --use-opd needs it for
+    the advantages before the step begins."""
+    return (policy_moves and len(plan.steps) > 1) or algo.kl_coef > 0 or algo.use_opd
 
 
 def advantage_columns(
@@ -66,10 +70,12 @@ def advantage_columns(
     place: RankPlace,
     device: torch.device,
 ) -> Columns:
-    """{ADVANTAGE: ...} when advantages differ by token, else {}. Collective over all trainer ranks, which agree on
-    `algo`. The tokens of the ranks that speak enter the moments of the whitening."""
+    """{ADVANTAGE: ...} when advantages differ by token, with RETURN when there is a critic, else {}. Collective over
+    all trainer ranks, which agree on `algo`. The tokens of the ranks that speak enter the moments of the whitening."""
     if not has_token_advantages(algo):
         return {}
+    if VALUE in columns:
+        columns = {**columns, **_judged(rows, columns, algo=algo)}
     advantage: dict[int, Tensor] = {}
     for step in plan.steps:
         numbers = [row for batch in step.micro_batches[place.dp_rank] for row in batch] if place.holds_tokens else []
@@ -78,7 +84,8 @@ def advantage_columns(
             masks = {row: torch.as_tensor(rows[row].loss_mask) > 0 for row in numbers}
             of_step = _whitened(of_step, masks, step, speaks=place.speaks, device=device)
         advantage.update(of_step)
-    return {ADVANTAGE: {row: advantage_R.float() for row, advantage_R in advantage.items()}}
+    made = {ADVANTAGE: advantage} | ({RETURN: columns[RETURN]} if RETURN in columns else {})
+    return {name: {row: made_R.float() for row, made_R in column.items()} for name, column in made.items()}
 
 
 def token_advantages(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
@@ -97,15 +104,40 @@ def token_advantages(row: TrainRow, number: int, columns: Columns, *, algo: Algo
 
 def _estimated(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
     """What --advantage-estimator says, with the KL penalty of --kl-coef."""
-    penalty_R = torch.zeros(row.response_length, dtype=torch.float64)
-    if algo.kl_coef > 0:
-        old_logp_R, ref_logp_R = columns[OLD_LOGP][number].double(), columns[REF_LOGP][number].double()
-        penalty_R = algo.kl_coef * kl_estimate(old_logp_R, ref_logp_R, algo.kl_loss_type)
+    if algo.advantage_estimator == "ppo":
+        return columns[ADVANTAGE][number]
+    penalty_R = _penalty(row, number, columns, algo=algo)
     if algo.advantage_estimator == "reinforce_plus_plus":
         mask_R = torch.as_tensor(row.loss_mask)
         return discounted_returns(row.reward, penalty_R, mask_R, gamma=algo.gamma)
     assert algo.kl_coef == 0 or algo.advantage_estimator in TOKEN_REWARD_ESTIMATORS, "check_algo refuses others"
     return penalised_advantages(row.reward, penalty_R)
+
+
+def _judged(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig) -> Columns:
+    """ADVANTAGE before whitening and RETURN of every row that has values, float64."""
+    judged = {
+        number: generalized_advantages(
+            rows[number].reward,
+            _penalty(rows[number], number, columns, algo=algo),
+            value_R,
+            torch.as_tensor(rows[number].loss_mask),
+            gamma=algo.gamma,
+            lambd=algo.lambd,
+        )
+        for number, value_R in columns[VALUE].items()
+    }
+    return {
+        name: {number: pair[index] for number, pair in judged.items()} for index, name in enumerate((ADVANTAGE, RETURN))
+    }
+
+
+def _penalty(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
+    """[R] float64: what --kl-coef takes off the reward of each token."""
+    if algo.kl_coef == 0:
+        return torch.zeros(row.response_length, dtype=torch.float64)
+    old_logp_R, ref_logp_R = columns[OLD_LOGP][number].double(), columns[REF_LOGP][number].double()
+    return algo.kl_coef * kl_estimate(old_logp_R, ref_logp_R, algo.kl_loss_type)
 
 
 def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Sequence[int]) -> Columns:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vime.config.algo_checks import needs_reference, needs_teacher
+from vime.config.algo_checks import needs_critic, needs_reference, needs_teacher
 from vime.config.parse import Config
-from vime.types import EngineSpec, Role
+from vime.types import EngineSpec, Role, RoundPlan
 
 
 def needed_roles(config: Config) -> tuple[Role, ...]:
@@ -12,9 +12,15 @@ def needed_roles(config: Config) -> tuple[Role, ...]:
     is_needed = {
         Role.ACTOR: True,
         Role.REFERENCE: needs_reference(config.algo),
+        Role.CRITIC: needs_critic(config.algo),
         Role.TEACHER: needs_teacher(config.algo),
     }
     return tuple(role for role in Role if is_needed.get(role, False))
+
+
+def policy_moves(plan: RoundPlan, config: Config) -> bool:
+    """Not in the first --num-critic-only-steps rounds."""
+    return plan.rollout_id >= config.critic.num_critic_only_steps
 
 
 def shared_roles(config: Config) -> tuple[Role, ...]:
@@ -23,12 +29,21 @@ def shared_roles(config: Config) -> tuple[Role, ...]:
 
 
 def engine_spec(role: Role, config: Config, *, total_steps: int) -> EngineSpec:
-    """What `TrainBackend.build` needs to know. `total_steps`: optimizer steps of the whole run, for the schedule."""
-    flag, checkpoint = "--hf-checkpoint", config.model.hf_checkpoint
-    if role is Role.REFERENCE and config.model.ref_load:
-        flag, checkpoint = "--ref-load", config.model.ref_load
-    if role is Role.TEACHER:
-        assert config.algo.opd_teacher_load is not None, "needs_teacher says who plays"
-        flag, checkpoint = "--opd-teacher-load", config.algo.opd_teacher_load
-    is_frozen = role in (Role.REFERENCE, Role.TEACHER)
-    return EngineSpec(role=role, checkpoint=checkpoint, flag=flag, total_steps=0 if is_frozen else total_steps)
+    """What `TrainBackend.build` needs to know. `total_steps`: optimizer steps of the whole run, for the schedules; the
+    policy's has none in the rounds of the critic alone."""
+    optimizer, critic = config.optimizer, config.critic
+    waits = critic.num_critic_only_steps * (config.batch.num_steps_per_rollout or 1)
+    lr = optimizer.lr if critic.critic_lr is None else critic.critic_lr
+    steps, lr, warmup = {
+        Role.ACTOR: (max(1, total_steps - waits), optimizer.lr, optimizer.lr_warmup_iters),
+        Role.CRITIC: (total_steps, lr, critic.critic_lr_warmup_iters),
+    }.get(role, (0, 0.0, 0))
+    named = {
+        Role.REFERENCE: ("--ref-load", config.model.ref_load),
+        Role.CRITIC: ("--critic-load", critic.critic_load),
+        Role.TEACHER: ("--opd-teacher-load", config.algo.opd_teacher_load),
+    }
+    flag, checkpoint = named.get(role, ("", None))
+    if not checkpoint:
+        flag, checkpoint = "--hf-checkpoint", config.model.hf_checkpoint
+    return EngineSpec(role=role, checkpoint=checkpoint, flag=flag, total_steps=steps, lr=lr, lr_warmup_iters=warmup)

@@ -59,8 +59,10 @@ def optimizer_step(
     loss: PackLoss,
     statistics: Sequence[str],
     name: str,
+    rate_flag: str = "--lr",
 ) -> StepResult:
-    """Accumulate and apply. `statistics` names the entries that `loss` answers. Collective over all trainer ranks.
+    """Accumulate and apply. `statistics` names the entries that `loss` answers, `rate_flag` is for messages. Collective
+    over all trainer ranks.
 
     A loss or gradient norm that is not finite raises on every rank, before the weights move.
     """
@@ -80,14 +82,14 @@ def optimizer_step(
         raise VimeError(
             f"{name}: the loss is not finite ({dict(zip(statistics, totals, strict=True))}). Rows: "
             f"{_rows_not_finite(numbers, rows, shares)}. Look at these samples' rewards and log-probabilities; "
-            "if they are sound, lower --lr."
+            f"if they are sound, lower {rate_flag}."
         )
     grad_norm = engine.apply_gradients()
     if not math.isfinite(grad_norm):
         every_row = sorted({row for batches in step.micro_batches for batch in batches for row in batch})
         raise VimeError(
             f"{name}: the gradient norm is {grad_norm}, expected a finite number; the weights were not changed. Rows: "
-            f"{every_row}. Lower --lr or --clip-grad, or train in fp32."
+            f"{every_row}. Lower {rate_flag} or --clip-grad, or train in fp32."
         )
     return StepResult(totals=totals, grad_norm=grad_norm, learning_rate=learning_rate)
 

@@ -13,7 +13,9 @@ from vime.seams import LOSS_PARAMETERS, TrainBackend, TrainEngine, load_plugin
 from vime.training.columns import (
     OLD_LOGP,
     REF_LOGP,
+    RETURN,
     TEACHER_LOGP,
+    VALUE,
     Columns,
     advantage_columns,
     needs_old_log_prob,
@@ -21,9 +23,13 @@ from vime.training.columns import (
 )
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import CustomLoss, PolicyLoss
-from vime.training.roles import engine_spec, shared_roles
+from vime.training.roles import engine_spec, policy_moves, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
-from vime.types import Role, RoundPlan, TrainRow
+from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
+from vime.types import CheckpointError, Role, RoundPlan, TrainRow
+
+COLUMN_OF = {Role.REFERENCE: REF_LOGP, Role.CRITIC: VALUE, Role.TEACHER: TEACHER_LOGP}
+"""What each role beside the policy computes for it before the first step of a round."""
 
 
 class TrainWorker:
@@ -59,25 +65,33 @@ class TrainWorker:
         other workers computed."""
         check_delivered(plan, rows, dp_rank=self.place.dp_rank)
         columns = self.compute_columns(plan, rows, given or {})
-        return self.update_actor(plan, rows, columns)
+        metrics = {
+            "train/num_tokens": float(sum(step.num_tokens for step in plan.steps)),
+            "train/num_samples": float(sum(step.num_samples for step in plan.steps)),
+        }
+        if Role.CRITIC in self.engines:
+            metrics |= self.update_critic(plan, rows, columns)
+        if policy_moves(plan, self._config):
+            metrics |= self.update_actor(plan, rows, columns)
+        return metrics
 
     def compute_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns) -> Columns:
         """Every column that the losses read besides those of the rows and those `given`: forward passes of the roles
         played here over the whole round, then what is made of them."""
         algo, place = self._config.algo, self.place
         columns = {**given, **self.forward_columns(plan, rows)}
-        if needs_old_log_prob(plan, algo):
+        if needs_old_log_prob(plan, algo, policy_moves=policy_moves(plan, self._config)):
             columns[OLD_LOGP] = self.compute_log_prob(plan, rows)
         advantages = advantage_columns(plan, rows, columns, algo=algo, place=place, device=self.backend.device)
         return {**columns, **advantages, **staleness_columns(plan.rollout_id, rows, plan.rows_of(place.dp_rank))}
 
     def forward_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> Columns:
         """The column of each role played here beside the policy: what a worker without the policy has to give."""
-        makers = {
-            Role.REFERENCE: (REF_LOGP, self.compute_ref_log_prob),
-            Role.TEACHER: (TEACHER_LOGP, self.compute_teacher_log_prob),
+        return {
+            name: forward_column(self.engines[role], plan, rows, dp_rank=self.place.dp_rank)
+            for role, name in COLUMN_OF.items()
+            if role in self.engines
         }
-        return {name: compute(plan, rows) for role, (name, compute) in makers.items() if role in self.engines}
 
     def compute_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
         """log p of the present policy, [R] by row number; empty where no tokens are held. Collective like `forward`."""
@@ -87,16 +101,35 @@ class TrainWorker:
         """The same of the reference model."""
         return forward_column(self.engines[Role.REFERENCE], plan, rows, dp_rank=self.place.dp_rank)
 
-    def compute_teacher_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
-        """The same of the teacher of --use-opd."""
-        return forward_column(self.engines[Role.TEACHER], plan, rows, dp_rank=self.place.dp_rank)
+    def compute_values(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
+        """The return that the critic predicts before each response token."""
+        return forward_column(self.engines[Role.CRITIC], plan, rows, dp_rank=self.place.dp_rank)
+
+    def update_critic(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
+        """Every optimizer step of the critic, towards the column RETURN; means over the steps, the last step's rate."""
+        engine, per_token = self.engines[Role.CRITIC], self._config.algo.calculate_per_token_loss
+        metrics: list[dict[str, float]] = []
+        for number, step in enumerate(plan.steps):
+            done = optimizer_step(
+                engine,
+                self.backend,
+                step,
+                rows,
+                {name: columns[name] for name in (VALUE, RETURN)},
+                loss=ValueLoss(step, value_clip=self._config.critic.value_clip, per_token=per_token),
+                statistics=VALUE_STATISTICS,
+                name=f"round {plan.rollout_id}, optimizer step {number} of the critic",
+                rate_flag="--critic-lr",
+            )
+            metrics.append({**value_metrics(done.totals), "train/critic_grad_norm": done.grad_norm})
+        engine.finish_round()
+        return {**mean_over_steps(metrics), "train/critic_lr": done.learning_rate}
 
     def update_actor(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
         """Every optimizer step of the policy.
 
-        Loss-like metrics are means over the steps of the round that have them (a bucket of staleness may be empty);
-        counts are sums; the rate is the last step's; the difference to the engine's log-probabilities is the first
-        step's, before a move.
+        Metrics are means over the steps of the round that have them (a bucket of staleness may be empty); the rate is
+        the last step's; the difference to the engine's log-probabilities is the first step's, before a move.
         """
         algo = self._config.algo
         metrics: list[dict[str, float]] = []
@@ -116,18 +149,12 @@ class TrainWorker:
                     **to_metrics(done.totals, with_mismatch=algo.get_mismatch_metrics),
                     "train/grad_norm": done.grad_norm,
                     "train/lr": done.learning_rate,
-                    "train/num_tokens": float(step.num_tokens),
-                    "train/num_samples": float(step.num_samples),
                 }
             )
         self.actor.finish_round()
         difference = "train/train_rollout_logprob_abs_diff"
-        return {
-            **mean_over_steps(metrics),
-            **{key: sum(entry[key] for entry in metrics) for key in ("train/num_tokens", "train/num_samples")},
-            "train/lr": metrics[-1]["train/lr"],
-            difference: metrics[0][difference],
-        }
+        last = {"train/lr": metrics[-1]["train/lr"], difference: metrics[0][difference]}
+        return {**mean_over_steps(metrics), **last}
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """log p of each row's response tokens under the policy, [R] fp32 on the CPU, at the sampling temperature, valid
@@ -140,13 +167,19 @@ class TrainWorker:
 
     def save(self, directory: Path) -> None:
         """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY."""
-        for role, folder in self._folders(directory):
-            self.engines[role].save(folder)
+        for role, engine in self._learning():
+            engine.save(_folder(directory, role))
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, also from another parallel layout."""
-        for role, folder in self._folders(directory):
-            self.engines[role].load(folder)
+        for role, engine in self._learning():
+            folder = _folder(directory, role)
+            if directory.is_dir() and not folder.is_dir():
+                raise CheckpointError(
+                    f"--load {directory}: holds no {role}: it was written with another --advantage-estimator. Load one "
+                    "of this, or start anew from its --save-hf export (--hf-checkpoint)."
+                )
+            engine.load(folder)
 
     def sleep(self) -> None:
         """Give back the device memory of every engine; values and random states stay."""
@@ -158,10 +191,13 @@ class TrainWorker:
         for engine in self.engines.values():
             engine.wake_up()
 
-    def _folders(self, directory: Path) -> list[tuple[Role, Path]]:
-        """The policy lies in DIRECTORY itself, as it did when it was alone; others below it under their role's name."""
-        learning = [role for role in self.engines if role in (Role.ACTOR, Role.CRITIC)]
-        return [(role, directory if role is Role.ACTOR else directory / role) for role in learning]
+    def _learning(self) -> list[tuple[Role, TrainEngine]]:
+        return [(role, engine) for role, engine in self.engines.items() if role in (Role.ACTOR, Role.CRITIC)]
+
+
+def _folder(directory: Path, role: Role) -> Path:
+    """The policy lies in DIRECTORY itself, as it did when it was alone; others below it under their role's name."""
+    return directory if role is Role.ACTOR else directory / role
 
 
 def _load_custom_loss(config: Config) -> CustomLoss | None:

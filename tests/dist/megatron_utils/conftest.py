@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.algorithm_cases import algorithm_cases
 from tests.helpers.dist_launch import launch
 from tests.helpers.megatron_cases import KINDS, all_cases
 from tests.helpers.megatron_models import make_model
+from tests.helpers.ppo_cases import ppo_cases
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         make_model(kind, directory / kind)
     make_model("qwen2", directory / "reference", seed=1)
+    make_model("qwen2_critic", directory / "critic", seed=2)
     shutil.copytree(directory / "qwen2", directory / "mixed")
     shutil.copy(directory / "qwen3" / "config.json", directory / "mixed" / "config.json")
     return directory
@@ -41,5 +44,18 @@ def answers(models: Path, work: Path) -> Callable[[str], list[Any]]:
         directory=work / "launch",
         arguments={"cases": all_cases(models, work)},
         deadline_s=240,
+    )
+    return lambda name: [rank[name] for rank in by_rank if name in rank]
+
+
+@pytest.fixture(scope="session")
+def algorithms(models: Path, work: Path) -> Callable[[str], list[Any]]:
+    """The same of the algorithms' cases, in one launch of two processes."""
+    by_rank = launch(
+        "tests.helpers.megatron_worker:run",
+        world_size=2,
+        directory=work / "launch-algorithms",
+        arguments={"cases": [*algorithm_cases(models), *ppo_cases(models, work)]},
+        deadline_s=300,
     )
     return lambda name: [rank[name] for rank in by_rank if name in rank]

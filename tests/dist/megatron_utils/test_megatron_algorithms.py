@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.helpers import reference_algorithms, reference_policy
-from tests.helpers.algorithm_cases import LAYOUTS, ROUND, algorithm_cases, stale_plan, stale_rows
-from tests.helpers.dist_launch import launch
+from tests.helpers.algorithm_cases import LAYOUTS, ROUND, stale_plan, stale_rows
 from tests.helpers.reference_algorithms import RECIPES
+from tests.helpers.reference_ppo import Critic
 
 Answers = Callable[[str], list[Any]]
 RELATIVE = 1e-5  # loss and gradient norm, fp32
@@ -21,37 +21,29 @@ ABSOLUTE = 1e-6  # sums of terms near 1 that cancel
 WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
 
 
-@pytest.fixture(scope="module")
-def algorithms(models: Path, work: Path) -> Answers:
-    by_rank = launch(
-        "tests.helpers.megatron_worker:run",
-        world_size=2,
-        directory=work / "launch-algorithms",
-        arguments={"cases": algorithm_cases(models)},
-        deadline_s=240,
-    )
-    return lambda name: [rank[name] for rank in by_rank if name in rank]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_round_equals_plain_torch(algorithms: Answers, models: Path, recipe: str) -> None:
     model, rows = reference_policy.load(models / "qwen2"), stale_rows()
+    loaded = RECIPES[recipe].get("critic_load")
+    critic = None if loaded is None else Critic(models / loaded)
     steps = reference_algorithms.train_round(
         model,
         reference_policy.load(models / "reference"),
         rows,
         stale_plan(rows, dp_size=1),
         RECIPES[recipe],
+        critic,
     )
     [answer] = algorithms(f"{recipe}-single")
-    for key in ("loss", "grad_norm"):
+    for key in steps[0].keys() - {"lr"}:
         expected = sum(step[key] for step in steps) / len(steps)
         got = answer["metrics"][f"train/{key}"]
         print(f"{recipe} {key}: {got:.7f}, plain torch {expected:.7f}")  # noqa: T201
         assert got == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE if key == "loss" else 0)
-    state = model.state_dict()
-    for name, tensor in answer["weights"].items():
-        torch.testing.assert_close(tensor, state[name], rtol=0, atol=WEIGHT, msg=name)
+    for part, reference in (("weights", model), ("critic", critic)):
+        state = {} if reference is None else reference.state_dict()
+        for name, tensor in answer.get(part, {}).items():
+            torch.testing.assert_close(tensor, state[name], rtol=0, atol=WEIGHT, msg=name)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
@@ -63,15 +55,17 @@ def test_a_layout_or_packing_changes_no_metric_and_no_weight(algorithms: Answers
     for rank in ranks:
         assert rank["metrics"] == pytest.approx(single["metrics"], rel=RELATIVE, abs=ABSOLUTE)
         assert rank["metrics"] == ranks[0]["metrics"]
-        for name, tensor in single["weights"].items():
-            torch.testing.assert_close(rank["weights"][name], tensor, rtol=0, atol=WEIGHT, msg=name)
+        for part in single.keys() & {"weights", "critic"}:
+            for name, tensor in single[part].items():
+                torch.testing.assert_close(rank[part][name], tensor, rtol=0, atol=WEIGHT, msg=name)
 
 
 def test_the_recipes_reach_what_they_are_about(algorithms: Answers) -> None:
     def metric(recipe: str, name: str) -> float:
         return algorithms(f"{recipe}-single")[0]["metrics"][f"train/{name}"]
 
-    for recipe in ("gspo", "cispo", "rloo-dual-tis", "grpo-normalised-decoupled"):
+    assert 0 < metric("ppo", "value_clipfrac") < 1
+    for recipe in ("gspo", "cispo", "rloo-dual-tis", "grpo-normalised-decoupled", "ppo"):
         assert 0 < metric(recipe, "pg_clipfrac") < 1
     for recipe in ("rloo-dual-tis", "grpo-normalised-decoupled", "icepop-unbiased-kl", "mis"):
         assert 0 < metric(recipe, "tis_clipfrac") < 1
