@@ -19,12 +19,13 @@ from torch import Tensor
 from tests.helpers import reference_policy as reference
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
+from tests.helpers.reference_ppo import Critic
 from vime.batching.pack import PackedBatch
 from vime.seams import TrainBackend, TrainEngine
 from vime.training.export import weights_hash
 from vime.types import EngineSpec, Role, RoundPlan, StepPlan, TrainRow, VimeError
 
-ENTROPY = 0.05
+ENTROPY, CRITIC_LR = 0.05, 2e-4
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron": (1, {}),
     "megatron-dp2-distributed": (2, {"use_distributed_optimizer": True}),
@@ -57,6 +58,32 @@ class WeighedLikelihood:
         return loss, torch.stack([loss.detach().double(), batch.mask_T.double().sum()])
 
 
+@dataclass(frozen=True, slots=True)
+class SquaredError:
+    """`sum((value - weight)^2) / trainable tokens of the step`, for a model with a value head."""
+
+    num_tokens: int
+
+    def __call__(self, value_T: Tensor, entropy_T: Tensor, batch: PackedBatch, /) -> tuple[Tensor, Tensor]:
+        assert not bool(entropy_T.any())
+        error_T = (value_T - batch.extra_T["weight"]).square()
+        loss = torch.where(batch.mask_T > 0, error_T, 0.0).sum() / self.num_tokens
+        return loss, torch.stack([loss.detach().double(), batch.mask_T.double().sum()])
+
+
+def plain_critic_steps(
+    directory: Path, rows: Sequence[TrainRow], plan: RoundPlan
+) -> tuple[list[dict[str, float]], Critic]:
+    """The same as `plain_steps` of a critic and `SquaredError`."""
+    critic, weights = Critic(directory), weights_of(rows)
+
+    def step_loss(numbers: list[int]) -> Tensor:
+        errors = [(critic(rows[row]) - weights[row]) ** 2 * torch.tensor(rows[row].loss_mask) for row in numbers]
+        return sum(error_R.sum() for error_R in errors) / sum(rows[row].num_trainable for row in numbers)
+
+    return reference.run_steps(critic, plan, step_loss, peak=CRITIC_LR), critic
+
+
 def plain_steps(directory: Path, rows: Sequence[TrainRow], plan: RoundPlan) -> tuple[list[dict[str, float]], Any]:
     """(loss, grad_norm and lr of each step; the model after them) of plain torch, one sequence at a time."""
     model, weights = reference.load(directory), weights_of(rows)
@@ -72,14 +99,18 @@ def plain_steps(directory: Path, rows: Sequence[TrainRow], plan: RoundPlan) -> t
     return reference.run_steps(model, plan, step_loss), model
 
 
-def take_step(engine: TrainEngine, backend: TrainBackend, step: StepPlan, rows: Sequence[TrainRow]) -> dict[str, Any]:
+def take_step(
+    engine: TrainEngine,
+    backend: TrainBackend,
+    step: StepPlan,
+    rows: Sequence[TrainRow],
+    loss: type[WeighedLikelihood | SquaredError] = WeighedLikelihood,
+) -> dict[str, Any]:
     """One optimizer step; statistics summed over all replicas."""
     place, weights = backend.place, weights_of(rows)
     numbers = step.micro_batches[place.dp_rank]
     columns = [{"weight": [weights[row] for row in batch]} if place.holds_tokens else {} for batch in numbers]
-    shares = engine.accumulate(
-        [[rows[row] for row in batch] for batch in numbers], columns, WeighedLikelihood(step.num_tokens)
-    )
+    shares = engine.accumulate([[rows[row] for row in batch] for batch in numbers], columns, loss(step.num_tokens))
     total = torch.stack(shares).sum(0) if shares and place.speaks else torch.zeros(2, dtype=torch.float64)
     total = total.to(backend.device)
     dist.all_reduce(total)
@@ -97,8 +128,12 @@ def take_step(engine: TrainEngine, backend: TrainBackend, step: StepPlan, rows: 
 
 def build(bench: Bench, backend: TrainBackend, role: Role = Role.ACTOR, checkpoint: str | None = None) -> TrainEngine:
     directory = checkpoint or bench.case.flags["hf_checkpoint"]
-    total_steps = TOTAL_STEPS if role is Role.ACTOR else 0
-    return backend.build(EngineSpec(role=role, checkpoint=directory, flag="--test", total_steps=total_steps))
+    total_steps, lr = {Role.ACTOR: (TOTAL_STEPS, reference.PEAK_LR), Role.CRITIC: (TOTAL_STEPS, CRITIC_LR)}.get(
+        role, (0, 0.0)
+    )
+    return backend.build(
+        EngineSpec(role=role, checkpoint=directory, flag="--test", total_steps=total_steps, lr=lr, lr_warmup_iters=0)
+    )
 
 
 def exported(engine: TrainEngine) -> dict[str, Tensor]:
@@ -157,6 +192,28 @@ def learned(bench: Bench, **plan: Any) -> dict[str, Any]:
     }
     steps = make_plan(rows, dp_size=backend.place.dp_size, num_steps=2, **plan).steps
     answer = {"before": before, "steps": [take_step(engine, backend, step, rows) for step in steps]}
+    engine.finish_round()
+    answer["weights"] = exported(engine)
+    backend.close()
+    return answer
+
+
+def critic(bench: Bench, headed: str) -> dict[str, Any]:
+    """Values of a critic with its file's head and of one that begins as a language model; two steps of the former."""
+    _, backend = bench.backend()
+    rows = make_rows()
+    plan = make_plan(rows, dp_size=backend.place.dp_size, num_steps=2)
+    numbers = [batch for step in plan.steps for batch in step.micro_batches[backend.place.dp_rank]]
+    answer: dict[str, Any] = {"values": {}}
+    for name, checkpoint in (("headless", None), ("headed", headed)):
+        engine = build(bench, backend, Role.CRITIC, checkpoint)
+        values = engine.forward([[rows[row] for row in batch] for batch in numbers])
+        answer["values"][name] = {
+            row: value_R
+            for batch, found in zip(numbers, values, strict=bool(values))
+            for row, value_R in zip(batch, found, strict=True)
+        }
+    answer["steps"] = [take_step(engine, backend, step, rows, SquaredError) for step in plan.steps]
     engine.finish_round()
     answer["weights"] = exported(engine)
     backend.close()
@@ -224,7 +281,7 @@ def interrupted(bench: Bench, directory: Path) -> dict[str, Any]:
 
 
 def contract_cases(models: Path, work: Path) -> list[Case]:
-    """Every case of every setting; `models` holds `qwen2` and `reference`."""
+    """Every case of every setting; `models` holds `qwen2`, `reference` and `critic`."""
     common = {
         "hf_checkpoint": str(models / "qwen2"),
         "rollout_temperature": reference.TEMPERATURE,
@@ -247,6 +304,7 @@ def contract_cases(models: Path, work: Path) -> list[Case]:
         cases += [
             case("forward", "forward", anchor=str(models / "reference")),
             *(case(f"learned-{packing}", "learned", **arguments) for packing, arguments in PACKINGS.items()),
+            case("critic", "critic", headed=str(models / "critic")),
             case("not-finite", "not_finite"),
             case("interrupted", "interrupted", directory=work / f"contract-{setting}"),
         ]

@@ -19,6 +19,7 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("contract-models")
     make_model("qwen2", directory / "qwen2")
     make_model("qwen2", directory / "reference", seed=1)
+    make_model("qwen2_critic", directory / "critic", seed=2)
     make_model("qwen2", directory / "teacher", seed=2)
     return directory
 

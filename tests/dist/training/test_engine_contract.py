@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import reference_policy
-from tests.helpers.engine_contract import PACKINGS, REPLICAS, SETTINGS, plain_steps
+from tests.helpers.engine_contract import PACKINGS, REPLICAS, SETTINGS, plain_critic_steps, plain_steps
 from tests.helpers.megatron_models import make_plan, make_rows
+from tests.helpers.reference_ppo import Critic
 from vime.weights.hashing import content_hash
 from vime.weights.plan import TensorMeta
 
@@ -79,6 +80,29 @@ def test_two_steps_equal_plain_torch_in_any_packing_with_empty_micro_batches_and
         for name, tensor in rank["weights"].items():
             torch.testing.assert_close(tensor, state[name], rtol=0, atol=WEIGHT, msg=name)
     assert ranks[0]["weights"]
+
+
+@ALL
+def test_a_critic_answers_and_learns_what_plain_torch_does_and_begins_at_zero_without_a_head(
+    contract: Answers, small_models: Path, setting: str
+) -> None:
+    rows = make_rows()
+    with torch.no_grad():
+        values = [Critic(small_models / "critic")(row) for row in rows]
+    steps, critic = plain_critic_steps(small_models / "critic", rows, make_plan(rows, dp_size=1, num_steps=2))
+    found: dict[str, dict[int, torch.Tensor]] = {"headed": {}, "headless": {}}
+    for rank in contract(f"{setting}-critic"):
+        for name, column in rank["values"].items():
+            found[name] |= column
+        for taken, step in zip(rank["steps"], steps, strict=True):
+            assert [taken[key] for key in ("loss", "grad_norm", "lr")] == pytest.approx(
+                [step[key] for key in ("loss", "grad_norm", "lr")], rel=RELATIVE
+            )
+        for name, tensor in rank["weights"].items():
+            torch.testing.assert_close(tensor, critic.state_dict()[name], rtol=0, atol=WEIGHT, msg=name)
+    for row, value_R in enumerate(values):
+        torch.testing.assert_close(found["headed"][row], value_R, rtol=0, atol=LOGP)
+        assert found["headless"][row].tolist() == [0.0] * len(value_R)
 
 
 @ALL
