@@ -79,3 +79,11 @@ def test_bf16_with_the_distributed_optimizer_resumes_bit_equal(tmp_path: Path) -
     assert answer["loaded"] == answer["saved"]
     assert answer["resumed"]["draws"] == answer["never_stopped"]["draws"]
     assert answer["resumed"]["hash"] == answer["never_stopped"]["hash"]
+
+
+def test_sleep_gives_device_memory_back(tmp_path: Path) -> None:
+    model = make_model("qwen3", tmp_path / "model")
+    answer = run_on_gpu(tmp_path / "launch", "asleep", flags={"hf_checkpoint": str(model), "bf16": True})
+    # bf16 weight, fp32 gradient, main weight and moments; small tensors take blocks of 512 bytes
+    assert answer["freed"] == pytest.approx(18, rel=0.2)
+    assert answer["taken"] == pytest.approx(answer["freed"], rel=0.05)

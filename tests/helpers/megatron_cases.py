@@ -115,6 +115,9 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         case("alone-moe-ep2", "trained", 2, {**moe, **EP2}, num_micro_batches=4),
         case("bf16-single", "trained", flags={"bf16": True}, rounds=2),
         case("bf16-tp2-dp2", "trained", 4, {"bf16": True, **TP2, **DISTRIBUTED, "sequence_parallel": True}, rounds=2),
+        case("asleep-single", "asleep"),
+        case("asleep-bf16", "asleep", flags={"bf16": True}),
+        case("asleep-bf16-distributed", "asleep", 2, {"bf16": True, **DISTRIBUTED}),
         case("schedule", "trained", flags={"lr_warmup_iters": 2, "lr_decay_style": "linear", "min_lr": 1e-4}, rounds=5),
         case(
             "vocabulary", "vocabulary_cut", 4, TP2 | {"tensor_model_parallel_size": 4}, vocab_size=97, temperature=0.7

@@ -6,6 +6,7 @@ A case names its world size; ranks beyond it sit it out. Answers are plain numbe
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import logging
 import random
@@ -27,6 +28,7 @@ from vime.training.worker import TrainWorker
 from vime.types import RankInfo, Role, VimeError
 
 TOTAL_STEPS = 8
+TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,34 @@ def saved_hf(bench: Bench, directory: Path) -> dict[str, Any]:
     answer = {"weights": exported(trainer), "log_probs": trainer.log_probs(rows), "in_buckets": in_buckets}
     trainer.backend.close()
     return answer
+
+
+def asleep(bench: Bench) -> dict[str, float]:
+    """Bytes of device memory, per parameter of this rank, that sleep gives back and waking takes again."""
+    trainer, rows = bench.trainer(), make_rows()
+    plan, numbered = make_plan(rows, dp_size=trainer.place.dp_size), dict(enumerate(rows))
+    trainer.train_round(plan, numbered)
+    engine = trainer.actor
+    num_parameters = sum(parameter.numel() for chunk in engine._core for parameter in chunk.parameters())
+    device = trainer.backend.device
+    awake = _allocated_bytes(device)
+    trainer.sleep()
+    # on the CPU the copies are tensors like the others
+    host = sum(copy.nbytes for _, copy in engine._offload._kept) if device.type == "cpu" else 0
+    sleeping = _allocated_bytes(device) - host
+    trainer.wake_up()
+    again = _allocated_bytes(device)
+    trainer.backend.close()
+    return {"freed": (awake - sleeping) / num_parameters, "taken": (again - sleeping) / num_parameters}
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    """On the CPU: of every storage that some tensor of this process holds."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    storages = [found.untyped_storage() for found in gc.get_objects() if type(found) in TENSORS]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def failed(bench: Bench, method: str, argument: Path) -> dict[str, Any]:

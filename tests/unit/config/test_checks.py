@@ -64,6 +64,8 @@ def test_pause_mode_is_keep_when_tokens_may_be_old(model_dir: Path) -> None:
 def test_distillation_asks_for_its_column(model_dir: Path) -> None:
     assert resolved(model_dir).queue.transfer_queue_extra_data_fields == ()
     assert resolved(model_dir, "--use-opd").queue.transfer_queue_extra_data_fields == ("teacher_log_probs",)
+    taught = resolved(model_dir, "--use-opd", "--opd-teacher-load", "teacher")  # by the trainer itself
+    assert taught.queue.transfer_queue_extra_data_fields == ()
 
 
 def test_steps_follow_from_a_global_batch(model_dir: Path) -> None:
@@ -90,6 +92,26 @@ REFUSALS = {
     ),
     "batch that does not divide the round": (["--global-batch-size", "5"], ["--global-batch-size 5", "16"]),
     "steps that do not divide the round": (["--num-steps-per-rollout", "3"], ["--num-steps-per-rollout 3", "16"]),
+    "ranks for a model that the run has not": (
+        ["--separate-roles", "reference"],
+        ["--separate-roles reference", "no reference model", "--use-kl-loss or --kl-coef"],
+    ),
+    "a teacher beside a plug-in's column": (
+        ["--use-opd", "--separate-roles", "teacher"],
+        ["--separate-roles teacher", "--use-opd with --opd-teacher-load"],
+    ),
+    "sleep without engines": (
+        ["--offload-train", "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"],
+        ["--offload-train with --debug-train-only"],
+    ),
+    "sleep without a trainer": (
+        ["--offload-train", "--debug-rollout-only"],
+        ["--offload-train with --debug-rollout-only"],
+    ),
+    "a teacher that is no model": (
+        ["--use-opd", "--opd-teacher-load", "/nowhere"],
+        ["--opd-teacher-load /nowhere", "no *.safetensors"],
+    ),
     "queue on and off": (
         ["--enable-vime-transfer-queue", "--transferqueue-mode", "off"],
         ["--enable-vime-transfer-queue", "--transferqueue-mode off"],

@@ -46,6 +46,8 @@ def test_importing_the_driver_redirects_nothing_and_loads_no_engine() -> None:
             ],
             3.6,
         ),
+        # 0.2 + 0.5 + (2 policy + 2 reference + 2 teacher) x 0.5
+        (["--actor-num-gpus-per-node", "2", "--separate-roles", "reference", "teacher"], 3.7),
         # 0.2 + 0.5: no engine
         (["--debug-train-only"], 0.7),
     ],

@@ -33,6 +33,12 @@ def test_prefetch_within_the_bound_passes(tmp_path: Path) -> None:
     preflight(config(tmp_path, "--update-weights-interval", "2", "--max-staleness", "2"), is_async=True)
 
 
+def test_a_trainer_that_sleeps_while_engines_generate_is_refused_where_it_trains_meanwhile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--offload-train under train_async.py has no effect"):
+        preflight(config(tmp_path, "--offload-train", "--max-staleness", "1"), is_async=True)
+    preflight(config(tmp_path, "--offload-train"), is_async=False)
+
+
 def test_a_router_flag_that_the_run_owns_is_refused_before_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--router-policy: decided by --vllm-router-policy"):
         preflight(config(tmp_path, "--router-policy", "random"), is_async=False)
