@@ -64,7 +64,7 @@ def test_pause_mode_is_keep_when_tokens_may_be_old(model_dir: Path) -> None:
 def test_distillation_asks_for_its_column(model_dir: Path) -> None:
     assert resolved(model_dir).queue.transfer_queue_extra_data_fields == ()
     assert resolved(model_dir, "--use-opd").queue.transfer_queue_extra_data_fields == ("teacher_log_probs",)
-    taught = resolved(model_dir, "--use-opd", "--opd-teacher-load", "teacher")  # by the trainer itself
+    taught = resolved(model_dir, "--use-opd", "--opd-teacher-load", str(model_dir))  # by the trainer itself
     assert taught.queue.transfer_queue_extra_data_fields == ()
 
 
