@@ -159,8 +159,13 @@ def _check_model(config: Config) -> ModelShape:
 def _check_processes(config: Config) -> None:
     """Roles that nobody plays, and sleep where nothing else uses the device."""
     cluster, debug = config.cluster, config.debug
-    is_played = {"reference": needs_reference(config.algo), "teacher": needs_teacher(config.algo)}
-    makers = {"reference": "--use-kl-loss or --kl-coef", "teacher": "--use-opd with --opd-teacher-load"}
+    algo = config.algo
+    is_played = {"reference": needs_reference(algo), "critic": needs_critic(algo), "teacher": needs_teacher(algo)}
+    makers = {
+        "reference": "--use-kl-loss or --kl-coef",
+        "critic": "--advantage-estimator ppo",
+        "teacher": "--use-opd with --opd-teacher-load",
+    }
     for role in cluster.separate_roles:
         if not is_played[role]:
             raise ConfigError(

@@ -39,7 +39,7 @@ class ClusterConfig:
         "models of the trainer that get ranks (processes, GPUs) of their own, as many as the policy and in its layout; "
         "empty: all share the policy's ranks",
         nargs="+",
-        choices=("reference", "teacher"),
+        choices=("reference", "critic", "teacher"),
     )
     offload_train: bool = flag(
         False,

@@ -76,18 +76,31 @@ class TrainerActor:
             columns = self._worker.forward_columns(plan, rows)
         return to_arrays(columns) if self._worker.place.speaks else {}
 
-    def train(self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns) -> dict[str, float]:
-        """Collective over all ranks: one round. `version` is the version of the weights before it; `given`: columns of
-        roles that other ranks play."""
-        from vime.training.columns import from_arrays
+    def train(
+        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns
+    ) -> tuple[dict[str, float], ArrayColumns]:
+        """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
+        columns of roles that other ranks play. Answers metrics, and what a critic on other ranks is taught."""
+        from vime.training.columns import RETURN, from_arrays, to_arrays
 
-        plan, rows = _fetch(self._worker, self._carrier, ticket, self._events, rollout_id)
+        worker = self._worker
+        plan, rows = _fetch(worker, self._carrier, ticket, self._events, rollout_id)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
         staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
         with self._events.span("train_round", rollout_id=rollout_id):
-            metrics = self._worker.train_round(plan, rows, from_arrays(given, rows))
-        return {**metrics, **staleness}
+            columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
+            metrics = worker.update(plan, rows, columns)
+        taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
+        return {**metrics, **staleness}, to_arrays(taught) if worker.place.speaks else {}
+
+    def learn(self, rollout_id: int, ticket: Any, given: ArrayColumns) -> dict[str, float]:
+        """Collective over all ranks of the critic: its steps of a round, by columns of the policy's ranks."""
+        from vime.training.columns import from_arrays
+
+        plan, rows = _fetch(self._worker, self._carrier, ticket, self._events, rollout_id)
+        with self._events.span("train_round", rollout_id=rollout_id):
+            return self._worker.update(plan, rows, from_arrays(given, rows))
 
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
         """Collective over the model-parallel group: log-probabilities of the response tokens of each row."""
@@ -211,13 +224,17 @@ class Trainers:
     def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
         shared = shared_roles(config)
         self._policy = Ranks(config, run_dir, queue_address, shared)
-        self._separate = [
-            Ranks(config, run_dir, queue_address, (role,)) for role in needed_roles(config) if role not in shared
-        ]
+        self._separate = {
+            role: Ranks(config, run_dir, queue_address, (role,)) for role in needed_roles(config) if role not in shared
+        }
 
     @property
     def _all(self) -> list[Ranks]:
-        return [self._policy, *self._separate]
+        return [self._policy, *self._separate.values()]
+
+    @property
+    def _learning(self) -> list[Ranks]:
+        return [self._policy, *(ranks for role, ranks in self._separate.items() if role is Role.CRITIC)]
 
     def __len__(self) -> int:
         return sum(map(len, self._all))
@@ -236,14 +253,19 @@ class Trainers:
     ) -> dict[str, float]:
         """Metrics of the round. Each rank looked at the staleness of its own rows; the mean weighs ranks equally."""
         given: ArrayColumns = {}
-        for ranks in self._separate:
-            for answer in ranks.call("compute", rollout_id, ticket, on_poll=on_poll):
-                for name, column in answer.items():
-                    given.setdefault(name, {}).update(column)
+        for ranks in self._separate.values():
+            given |= _merged(ranks.call("compute", rollout_id, ticket, on_poll=on_poll))
         answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), on_poll=on_poll)
-        return answers[0] | {
-            STALENESS_MEAN: sum(answer[STALENESS_MEAN] for answer in answers) / len(answers),
-            STALENESS_MAX: max(answer[STALENESS_MAX] for answer in answers),
+        metrics = [rank_metrics for rank_metrics, _ in answers]
+        learned: dict[str, float] = {}
+        if Role.CRITIC in self._separate:
+            taught = ray.put(given | _merged([columns for _, columns in answers]))
+            learned = self._separate[Role.CRITIC].call("learn", rollout_id, ticket, taught, on_poll=on_poll)[0]
+        return {
+            **learned,
+            **metrics[0],
+            STALENESS_MEAN: sum(entry[STALENESS_MEAN] for entry in metrics) / len(metrics),
+            STALENESS_MAX: max(entry[STALENESS_MAX] for entry in metrics),
         }
 
     def publish(
@@ -255,13 +277,15 @@ class Trainers:
         return self._policy.call("log_probs", rows)[0]
 
     def save(self, directory: Path) -> None:
-        self._policy.call("save", str(directory))
+        for ranks in self._learning:
+            ranks.call("save", str(directory))
 
     def save_hf(self, directory: Path) -> None:
         self._policy.call("save_hf", str(directory))
 
     def load(self, directory: Path) -> None:
-        self._policy.call("load", str(directory))
+        for ranks in self._learning:
+            ranks.call("load", str(directory))
 
     def weights_hash(self) -> str:
         return self._policy.call("weights_hash")[0]
@@ -274,3 +298,12 @@ class Trainers:
     def stop(self) -> None:
         for ranks in self._all:
             ranks.stop()
+
+
+def _merged(answers: list[ArrayColumns]) -> ArrayColumns:
+    """The columns of all replicas, each of which answered its own rows."""
+    merged: ArrayColumns = {}
+    for answer in answers:
+        for name, column in answer.items():
+            merged.setdefault(name, {}).update(column)
+    return merged

@@ -40,11 +40,13 @@ class TrainWorker:
     gives to this data-parallel index.
     """
 
+    actor: TrainEngine  # the policy: trained, published and exported; absent where it is not played
+
     def __init__(
         self, config: Config, backend: TrainBackend, *, total_steps: int, roles: Sequence[Role] | None = None
     ) -> None:
         """`total_steps`: optimizer steps of the whole run. `roles`: those played here, empty for all that
-        share the policy's ranks; columns of the others are handed to `train_round`."""
+        share the policy's ranks; columns of the others are given to `compute_columns`."""
         self._config = config
         self.backend, self.place = backend, backend.place
         played = shared_roles(config) if roles is None else roles
@@ -52,34 +54,32 @@ class TrainWorker:
         self.engines: dict[Role, TrainEngine] = {
             role: backend.build(engine_spec(role, config, total_steps=total_steps)) for role in Role if role in played
         }
+        if Role.ACTOR in self.engines:
+            self.actor = self.engines[Role.ACTOR]
 
-    @property
-    def actor(self) -> TrainEngine:
-        """The policy: what is trained, published and exported."""
-        return self.engines[Role.ACTOR]
+    def train_round(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[str, float]:
+        """A round of which every role is played here: columns, then every optimizer step of the plan."""
+        return self.update(plan, rows, self.compute_columns(plan, rows))
 
-    def train_round(
-        self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns | None = None
-    ) -> dict[str, float]:
-        """Columns, then every optimizer step of the plan; metrics are the same on every rank. `given`: columns that
-        other workers computed."""
-        check_delivered(plan, rows, dp_rank=self.place.dp_rank)
-        columns = self.compute_columns(plan, rows, given or {})
+    def update(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
+        """Every optimizer step of the models that learn here; metrics are the same on every rank."""
         metrics = {
             "train/num_tokens": float(sum(step.num_tokens for step in plan.steps)),
             "train/num_samples": float(sum(step.num_samples for step in plan.steps)),
         }
         if Role.CRITIC in self.engines:
             metrics |= self.update_critic(plan, rows, columns)
-        if policy_moves(plan, self._config):
+        if Role.ACTOR in self.engines and policy_moves(plan, self._config):
             metrics |= self.update_actor(plan, rows, columns)
         return metrics
 
-    def compute_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns) -> Columns:
-        """Every column that the losses read besides those of the rows and those `given`: forward passes of the roles
-        played here over the whole round, then what is made of them."""
+    def compute_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns | None = None) -> Columns:
+        """Every column that the losses read besides those of the rows: forward passes of the roles played here over the
+        whole round, what other workers computed (`given`), then what is made of them. Where the policy is played."""
         algo, place = self._config.algo, self.place
-        columns = {**given, **self.forward_columns(plan, rows)}
+        check_delivered(plan, rows, dp_rank=place.dp_rank)
+        others = {name: column if place.holds_tokens else {} for name, column in (given or {}).items()}
+        columns = {**others, **self.forward_columns(plan, rows)}
         if needs_old_log_prob(plan, algo, policy_moves=policy_moves(plan, self._config)):
             columns[OLD_LOGP] = self.compute_log_prob(plan, rows)
         advantages = advantage_columns(plan, rows, columns, algo=algo, place=place, device=self.backend.device)
@@ -167,12 +167,12 @@ class TrainWorker:
 
     def save(self, directory: Path) -> None:
         """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY."""
-        for role, engine in self._learning():
+        for role, engine in _learning(self.engines):
             engine.save(_folder(directory, role))
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, also from another parallel layout."""
-        for role, engine in self._learning():
+        for role, engine in _learning(self.engines):
             folder = _folder(directory, role)
             if directory.is_dir() and not folder.is_dir():
                 raise CheckpointError(
@@ -191,8 +191,9 @@ class TrainWorker:
         for engine in self.engines.values():
             engine.wake_up()
 
-    def _learning(self) -> list[tuple[Role, TrainEngine]]:
-        return [(role, engine) for role, engine in self.engines.items() if role in (Role.ACTOR, Role.CRITIC)]
+
+def _learning(engines: Mapping[Role, TrainEngine]) -> list[tuple[Role, TrainEngine]]:
+    return [(role, engine) for role, engine in engines.items() if role in (Role.ACTOR, Role.CRITIC)]
 
 
 def _folder(directory: Path, role: Role) -> Path:

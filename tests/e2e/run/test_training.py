@@ -55,22 +55,26 @@ def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 
-def test_off_and_buffer_with_a_reference_of_its_own_and_a_trainer_that_sleeps_give_bit_equal_weights(
+def test_off_and_buffer_with_models_of_their_own_ranks_and_trainers_that_sleep_give_bit_equal_weights(
     tiny_task: TinyTask, recorded: str, tmp_path: Path
 ) -> None:
+    """PPO: policy, reference and critic in one process, and in three that sleep while the engine generates."""
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--max-staleness", str(ROUNDS)]
     flags += ["--rollout-function-path", replay_function(tmp_path, recorded)]
-    flags += ["--use-kl-loss", "--kl-loss-coef", "1.0"]
-    hashes = {}
-    for mode, more in {"off": [], "buffer": ["--separate-roles", "reference", "--offload-train"]}.items():
+    flags += ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--save-interval", str(ROUNDS)]
+    hashes, losses = {}, {}
+    for mode, more in {"off": [], "buffer": ["--separate-roles", "reference", "critic", "--offload-train"]}.items():
         finished = train([*flags, "--transferqueue-mode", mode, *more], tmp_path / mode)
         assert finished.code == 0, finished.output
         hashes[mode] = finished.confirmed_hashes()
-        assert finished.metrics()[ROUNDS - 1]["train/kl_loss"] > 0
-        assert bool(list((tmp_path / mode / "events").glob("reference-0*"))) == ("reference" in more)
+        losses[mode] = [finished.metrics()[number]["train/value_loss"] for number in range(ROUNDS)]
+        assert list(finished.run_dir.glob("checkpoints/iter_*/model/critic/*.distcp"))
+        ranks = {path.name.split(".")[0] for path in (finished.run_dir / "events").iterdir()}
+        assert ({"reference-0", "critic-0"} <= ranks) == bool(more)
         assert ("perf/offload_time" in finished.metrics()[0]) == ("--offload-train" in more)
     assert len(set(hashes["off"])) == ROUNDS + 1
     assert hashes["off"] == hashes["buffer"]
+    assert losses["off"] == losses["buffer"]
 
 
 def replayed(tiny_task: TinyTask, recorded: str, run_dir: Path, num_rollout: int, *extra: str) -> Finished:
