@@ -137,6 +137,9 @@ class TrainEngine(Protocol):
     Every method but `weight_metadata` and `learning_rate` is collective: over the ranks of this replica for `forward`
     and `export_weights` (over all trainer ranks where experts or shards lie on several replicas), over all trainer
     ranks for the others. R: response tokens of a row.
+
+    A frozen role refuses (VimeError) to learn, save and load; a sleeping engine refuses everything but `wake_up`,
+    `sleep`, which then does nothing, and `weight_metadata`.
     """
 
     @property
