@@ -121,3 +121,6 @@ class EngineConfig:
         choices=("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash", "sticky_least_loaded"),
     )
     engine_health_interval_secs: float = flag(5.0, "seconds between engine health checks", minimum=0.5)
+    engine_health_timeout_secs: float = flag(
+        60.0, "an engine that lives and leaves a health check unanswered for so long hangs: the run ends", minimum=0.5
+    )

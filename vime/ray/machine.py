@@ -229,7 +229,7 @@ class Machine:
                 if done:
                     self.watchers.screen.activity(ray.get(done[0], timeout=1))
             if self.parts.engines is not None:
-                self.parts.engines.check()
+                self.parts.engines.check(is_updating=self.doing is Doing.PUBLISHING)
 
         return poll
 

@@ -53,6 +53,10 @@ class RouterProcess(ServerProcess):
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
+    def check_health(self, deadline_s: float) -> None:
+        """EngineError when it has ended or hangs."""
+        self.probe(f"{self.url}/liveness", deadline_s)
+
 
 def router_command(config: Config, engines: Sequence[EngineAddress], *, host: str, port: int) -> list[str]:
     """Command line of the router; a user flag replaces the default of the same name."""
