@@ -29,9 +29,12 @@ class ClusterConfig:
         None, "torch.distributed backend; empty: nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
-        10.0,
-        "deadline of one collective, and with a minute more of a whole training round, save or weight update, minutes",
-        minimum=0.1,
+        10.0, "deadline of one collective of the trainer ranks, minutes", minimum=0.1
+    )
+    train_timeout_secs: float = flag(
+        14400.0,
+        "deadline of a whole training round, save or load, seconds; a trainer rank that dies ends it at once",
+        minimum=1,
     )
     ray_address: str | None = flag(None, "Ray cluster to join (`auto` or host:port); empty: start a local one")
     separate_roles: tuple[str, ...] = flag(

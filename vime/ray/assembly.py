@@ -107,7 +107,7 @@ def _start_parts(
         )
     num_rollout = _num_rollout(config, info)
     if trainers is not None:
-        trainers.start(total_steps=num_rollout * (config.batch.num_steps_per_rollout or 1))
+        trainers.start(num_rollout * (config.batch.num_steps_per_rollout or 1), starter.poll)
     if engines is not None:
         with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about half a minute"):
             connected = engines.wait_ready(starter.poll)

@@ -56,5 +56,5 @@ def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(monkeypa
     monkeypatch.setattr(engines_module, "GRACE_S", 0.5)
     engines = started(monkeypatch, tmp_path, count=3)
     engines._actors.pop(1)
-    with pytest.raises(WaitTimeoutError, match="engine-1.* to say how it is"):  # the second of the two that are left
+    with pytest.raises(WaitTimeoutError, match=r"engine-1.* to say how it is"):  # the second of the two that are left
         check_until_raised(engines)

@@ -115,7 +115,7 @@ class ServerProcess:
         self.check()  # it may have ended meanwhile, which says more
         raise EngineError(
             f"{self.name} lives (pid {self.pid}) but does not work: GET {url} got {got}, expected status 200 at any "
-            f"time. It was stopped, waits for a device, or its core process died. Its last log lines ({self.log_path}):\n"
+            f"time. It was stopped, waits for a device, or its core died. Last log lines ({self.log_path}):\n"
             f"{self.log_tail()}"
         )
 
