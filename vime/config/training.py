@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.flags import flag
+from vime.config.flags import PathKind, flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class AlgoConfig:
         choices=("policy_loss", "sft_loss", "custom_loss"),
     )
     custom_loss_path: str | None = flag(
-        None, "function (args, logp_T, entropy_T, columns) that answers the loss of every token"
+        None, "function (args, logp_T, entropy_T, columns) that answers the loss of every token", path=PathKind.PLUGIN
     )
     advantage_estimator: str = flag(
         "grpo",
@@ -148,7 +148,9 @@ class WeightsConfig:
         "auto", "auto: shm on one CPU host, nccl on GPUs", choices=("auto", "nccl", "gloo", "shm", "disk")
     )
     update_weight_buffer_size: int = flag(512 << 20, "bytes of one transfer bucket", minimum=1 << 10)
-    update_weight_disk_dir: str | None = flag(None, "directory of transport disk; empty: RUN_DIR/weights")
+    update_weight_disk_dir: str | None = flag(
+        None, "directory of transport disk; empty: RUN_DIR/weights", path=PathKind.FILE
+    )
     update_weight_timeout_secs: float = flag(300.0, "deadline of one weight update, seconds", minimum=1)
     pause_mode: str | None = flag(
         None,

@@ -14,10 +14,10 @@ from vime.config.parse import Config
 from vime.types import ConfigError, EngineAddress
 from vime.utils.network import free_port
 
-OWNED_FLAGS = {
-    "--host": "Vime",
+OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decides it (empty: none does)
+    "--host": "",
     "--port": "--vllm-router-port",
-    "--worker-urls": "Vime",
+    "--worker-urls": "",
     "--policy": "--vllm-router-policy",
 }
 
@@ -79,7 +79,8 @@ def router_command(config: Config, engines: Sequence[EngineAddress], *, host: st
 def validate_router_flags(config: Config) -> None:
     """ConfigError for a --router-* flag that the run owns; before any process starts."""
     for name in sorted(_names(config) & set(OWNED_FLAGS)):
-        raise ConfigError(f"--router-{name.lstrip('-')}: decided by {OWNED_FLAGS[name]}. Leave it out.")
+        action = f"Use {OWNED_FLAGS[name]} instead" if OWNED_FLAGS[name] else "Leave it out"
+        raise ConfigError(f"--router-{name.lstrip('-')}: Vime decides the router's {name} itself. {action}.")
 
 
 def _names(config: Config) -> set[str]:
