@@ -129,6 +129,21 @@ def test_prefetch_trains_tokens_one_version_old(tiny_task: TinyTask, tmp_path: P
     assert staleness == [0, 1, 1]  # round 0 is sampled by the weights it trains, later ones while training ran
 
 
+def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """Its core is stopped, not dead: the API server still answers, no token comes."""
+    flags = [*tiny_task.flags(), "--num-rollout", "1000", "--engine-health-timeout-secs", "3"]
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("round_trained", count=2)
+    training.member("EngineCore").suspend()
+    finished = training.finish(120)
+    assert finished.code == 3, finished.output
+    checkpoints = tmp_path / "run" / "checkpoints"
+    saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == len(finished.events("round_trained")) - 1
+    assert "engine-0 lives" in finished.output
+    assert f"State saved in {checkpoints}/iter_{saved:07d}; go on with --load {checkpoints}" in finished.output
+
+
 def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--transferqueue-mode", "buffer", "--update-weight-transport", "disk"]
     training = Training("train.py", [*flags, "--num-rollout", "1000"], tmp_path / "run")
