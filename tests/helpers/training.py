@@ -117,11 +117,6 @@ class Training:
                 return alive
             time.sleep(0.2)
 
-    def member(self, text: str) -> psutil.Process:
-        """The one process of this run with `text` in its command line or title."""
-        [found] = [process for process in self._members() if text in " ".join(process.cmdline())]
-        return found
-
     def kill(self) -> None:
         """End every process of this run and of no other."""
         for process in self._members():

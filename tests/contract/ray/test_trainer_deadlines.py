@@ -91,7 +91,7 @@ def test_ctrl_c_ends_the_wait_for_a_place(trainers) -> None:
 
 
 def test_a_rank_that_dies_in_a_round_ends_it_at_once(trainers) -> None:
-    with pytest.raises(ClusterError, match="trainer ranks to train: trainer died"):
+    with pytest.raises(ClusterError, match="trainer ranks to train: trainer 1 died"):
         trainers.train(0, None, 0)
 
 
