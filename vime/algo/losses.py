@@ -49,8 +49,8 @@ def sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, row_slices: Sequence
     """The log ratio of a whole answer at each of its tokens: the mean over its trainable tokens; [T], with graph.
 
     GSPO, Zheng et al. 2025, importance ratio s_i = exp(1/|y_i| sum_t (logp_t - old_logp_t)). Then `policy_loss` gives
-    the GSPO objective at every token, whose mean over the row is the row's loss. Positions outside of rows are 0; a row without
-    trainable tokens is 0. Example: log ratios (ln 2, ln 8), both trainable -> (ln 4, ln 4).
+    the GSPO objective at every token, whose mean over the row is the row's loss. Positions outside of rows are 0; a
+    row without trainable tokens is 0. Example: log ratios (ln 2, ln 8), both trainable -> (ln 4, ln 4).
     """
     return row_means(log_ratio_T, mask_T, row_slices)
 
