@@ -96,8 +96,8 @@ def off_policy_sequence_mask(
     """OPSM: True at tokens to leave out: of negative advantage, in an answer that drifted by more than `delta`.
 
     DeepSeek-V3.2 2025, off-policy sequence masking: drift = mean over the answer of log(behaviour / policy), in nats
-    a token. The denominators of the loss stay as they are. Example: behaviour (.5, .5), policy (.25, .5): drift ln 2 / 2 = 0.347;
-    left out at delta 0.1 when A < 0, kept when A > 0.
+    a token. The denominators of the loss stay as they are. Example: behaviour (.5, .5), policy (.25, .5): drift
+    ln 2 / 2 = 0.347; left out at delta 0.1 when A < 0, kept when A > 0.
     """
     drift_T = row_means((behaviour_logp_T - logp_T).detach(), mask_T, row_slices)
     return (drift_T > delta) & (advantage_T < 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vime.config.algo_checks import needs_reference
 from vime.config.flags import flag_name, knobs
 from vime.config.parse import SECTIONS, Config, section_of
 from vime.types import ConfigError
@@ -30,10 +31,6 @@ def _has_records(config: Config) -> bool:
     return bool(config.data.prompt_data or config.eval.eval_prompt_data or is_own_source)
 
 
-def _has_reference(config: Config) -> bool:
-    return config.algo.use_kl_loss or config.algo.kl_coef > 0
-
-
 def _uses_engines_to_train(config: Config) -> bool:
     return not config.rollout.rollout_function_path.startswith("vime.rollout.sft_rollout.")
 
@@ -49,7 +46,9 @@ READ_WHEN = (
         lambda config: config.parallel.recompute_granularity == "full",
         "with --recompute-granularity full",
     ),
-    Condition(("ref_load", "kl_loss_type"), _has_reference, "with --use-kl-loss or --kl-coef"),
+    Condition(
+        ("ref_load", "kl_loss_type"), lambda config: needs_reference(config.algo), "with --use-kl-loss or --kl-coef"
+    ),
     Condition(
         ("input_key", "label_key", "metadata_key", "tool_key"),
         _has_records,

@@ -54,7 +54,9 @@ class AlgoConfig:
         "teacher_log_probs that a plug-in fills",
     )
     opd_teacher_load: str | None = flag(
-        None, "HF directory of the teacher of --use-opd, of the policy's vocabulary; the trainer runs it"
+        None,
+        "HF directory of the teacher of --use-opd, of the policy's vocabulary; the trainer runs it",
+        path=PathKind.FILE,
     )
     opd_kl_coef: float = flag(1.0, "weight of that pull in the advantage of a token", minimum=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", minimum=0)
@@ -83,7 +85,9 @@ class CriticConfig:
     """Critic, of --advantage-estimator ppo. It has the policy's layout, schedule and optimizer flags but for these."""
 
     critic_load: str | None = flag(
-        None, "HF directory the critic begins as, with a value head (score.weight) or without; empty: --hf-checkpoint"
+        None,
+        "HF directory the critic begins as, with a value head (score.weight) or without; empty: --hf-checkpoint",
+        path=PathKind.FILE,
     )
     critic_lr: float | None = flag(None, "peak learning rate of the critic; empty: --lr", minimum=0)
     critic_lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up of the critic from 0", minimum=0)

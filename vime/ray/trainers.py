@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from vime.config.parse import Config
-from vime.handoff.fetch import fetch_round
 from vime.handoff.staleness import STALENESS_MAX, STALENESS_MEAN, check_staleness
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
@@ -144,6 +143,8 @@ def _fetch(
     worker: TrainWorker, carrier: Carrier, ticket: Any, events: EventLog, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
     """The round's plan and the rows of this rank. Collective over the replica."""
+    from vime.handoff.fetch import fetch_round  # brings torch, which the driver can do without
+
     backend, place = worker.backend, worker.place
     with events.span("transferqueue_get_groups", rollout_id=rollout_id):
         return fetch_round(

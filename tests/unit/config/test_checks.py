@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vime.config.hf_config import read_model_shape
-from vime.config.parse import Config, parse_command_line
+from vime.config.parse import Config, iter_flags, parse_command_line
 from vime.config.readers import READ_WHEN
 from vime.types import ConfigError
 
@@ -319,6 +319,14 @@ def test_paths_are_absolute_whatever_directory_a_worker_has(model_dir: Path, mon
     assert config.eval.eval_prompt_data == ("own", f"{model_dir}/train.jsonl")
     assert config.rollout.custom_generate_function_path == f"{model_dir}/plug/in.py:generate"
     assert config.rollout.dynamic_sampling_filter_path == "package.module.name"
+
+
+def test_every_flag_that_names_files_says_so() -> None:
+    """Or a worker would look for it in its own working directory."""
+    ends = ("_path", "_dir", "_load", "_checkpoint", "prompt_data", "_rollout_data")
+    for _, flag, spec in iter_flags():
+        if spec.name.endswith(ends) or spec.name in ("load", "save", "save_hf"):
+            assert spec.metadata["path"] is not None, flag
 
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 32, "num_hidden_layers": 8}
