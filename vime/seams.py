@@ -254,7 +254,9 @@ def import_object(path: str, flag: str) -> Any:
         ) from error
     if not hasattr(module, name):
         public = [entry for entry in dir(module) if not entry.startswith("_")]
-        raise ConfigError(f"{flag} {path}: {module_name} has no {name!r}; it has {', '.join(public[:20])}.")
+        raise ConfigError(
+            f"{flag} {path}: {module_name} has no {name!r}; it has {', '.join(public[:20])}. Name one of them."
+        )
     return getattr(module, name)
 
 

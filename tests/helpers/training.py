@@ -148,9 +148,9 @@ def train(flags: Sequence[str], run_dir: Path, *, script: str = "train.py", dead
     return Training(script, flags, run_dir).finish(deadline_s)
 
 
-def interrupt(training: Training) -> None:
-    """Ctrl-C as a terminal sends it: to the whole foreground process group."""
-    os.killpg(training.process.pid, signal.SIGINT)
+def interrupt(training: Training, number: signal.Signals = signal.SIGINT) -> None:
+    """Ctrl-C (SIGINT) or its end (SIGHUP) as a terminal sends it: to the whole foreground process group."""
+    os.killpg(training.process.pid, number)
 
 
 REWARD = '''"""Reward: the share of response tokens with an even id; a random model earns about half."""

@@ -36,7 +36,7 @@ def group_advantages(reward_N: Tensor, *, divide_by_std: bool) -> Tensor:
     """Reward minus its group's mean; divided by the group's standard deviation when asked.
 
     GRPO, Shao et al. 2024 (DeepSeekMath), section 4.1.2: A_i = (r_i - mean(r)) / (std(r) + 1e-6), std unbiased
-    (denominator N - 1). Without the division it is Dr. GRPO (Liu et al. 2025, equation 2).
+    (denominator N - 1). Without the division it is Dr. GRPO (Liu et al. 2025).
 
     `reward_N` holds the rewards of ONE group, floating point: a group never sees another group's rewards, so groups
     of unequal size need no padding. Computed in float64, answered in the dtype of `reward_N`. A group of one and a

@@ -35,7 +35,7 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
     """KL estimate times the importance ratio exp(logp - old_logp), with the graph of both; [T].
 
-    DeepSeek-V3.2 2025, equation 7: tokens were sampled by the old policy, and the ratio makes the estimate and its
+    DeepSeek-V3.2 2025, unbiased KL estimate: tokens were sampled by the old policy, and the ratio makes it and its
     GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not.
     Example: kl 0.2, ratio 1.5 -> 0.3.
     """

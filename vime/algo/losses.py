@@ -24,9 +24,9 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """Clipped policy-gradient loss of every token, and whether the clip decided it.
 
-    PPO, Schulman et al. 2017, equation 7, with the two-sided range of DAPO (Yu et al. 2025, equation 8, clip-higher):
+    PPO, Schulman et al. 2017, equation 7, with the two-sided range of DAPO (Yu et al. 2025, clip-higher):
     ratio r = exp(log_ratio); loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A). With `eps_clip_c` = c > 1
-    the dual clip of Ye et al. 2020, equation 5, bounds the loss of a bad token that became far likelier: for A < 0
+    the dual clip of Ye et al. 2020 bounds the loss of a bad token that became far likelier: for A < 0
     loss = min(loss, -c A).
 
     Inputs [T] floating point; `advantage_T` is a constant, gradients flow through `log_ratio_T`. Answers (loss [T],
@@ -48,9 +48,9 @@ def policy_loss(
 def sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Tensor:
     """The log ratio of a whole answer at each of its tokens: the mean over its trainable tokens; [T], with graph.
 
-    GSPO, Zheng et al. 2025, equation 7: s_i = exp(1/|y_i| sum_t (logp_t - old_logp_t)). Then `policy_loss` gives
-    equation 5 at every token, whose mean over the row is the row's loss. Positions outside of rows are 0; a row without
-    trainable tokens is 0. Example: log ratios (ln 2, ln 8), both trainable -> (ln 4, ln 4).
+    GSPO, Zheng et al. 2025, importance ratio s_i = exp(1/|y_i| sum_t (logp_t - old_logp_t)). Then `policy_loss` gives
+    the GSPO objective at every token, whose mean over the row is the row's loss. Positions outside of rows are 0; a
+    row without trainable tokens is 0. Example: log ratios (ln 2, ln 8), both trainable -> (ln 4, ln 4).
     """
     return row_means(log_ratio_T, mask_T, row_slices)
 
@@ -60,7 +60,7 @@ def cispo_loss(
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE with a clipped importance weight that carries no gradient: no token is ever without one.
 
-    CISPO, MiniMax-M1 2025, equations 4 and 5: loss = -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A logp.
+    CISPO, MiniMax-M1 2025: loss = -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A logp.
 
     All [T]; gradients flow through `logp_T` only. Answers (loss, is_clipped: the weight was cut). Example: r = 1.5,
     A = 2, logp = -1, range 0.2/0.2 -> -1.2 * 2 * -1 = 2.4, gradient towards logp -2.4, clipped.

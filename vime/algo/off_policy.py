@@ -51,7 +51,7 @@ def decoupled_weight(log_ratio_T: Tensor, *, cap: float) -> tuple[Tensor, Tensor
     """Decoupled PPO: w = proximal / behaviour, and 0 above `cap`.
 
     Hilton et al. 2022, "Batch size-invariance for policy optimization", decoupled objective; AReaL (Fu et al. 2025,
-    arXiv 2505.24298), equation 5, with the cap of its implementation, without which a few tokens own the gradient.
+    arXiv 2505.24298) with the cap of its implementation, without which a few tokens own the gradient.
     Example: cap 2, ratios (.1, 1, 4) -> (.1, 1, 0).
     """
     return kept_weight(log_ratio_T, low=0.0, high=cap)
@@ -95,9 +95,9 @@ def off_policy_sequence_mask(
 ) -> Tensor:
     """OPSM: True at tokens to leave out: of negative advantage, in an answer that drifted by more than `delta`.
 
-    DeepSeek-V3.2 2025, equation 9: drift = mean over the answer of log(behaviour / policy), in nats a token. The
-    denominators of the loss stay as they are. Example: behaviour (.5, .5), policy (.25, .5): drift ln 2 / 2 = 0.347;
-    left out at delta 0.1 when A < 0, kept when A > 0.
+    DeepSeek-V3.2 2025, off-policy sequence masking: drift = mean over the answer of log(behaviour / policy), in nats
+    a token. The denominators of the loss stay as they are. Example: behaviour (.5, .5), policy (.25, .5): drift
+    ln 2 / 2 = 0.347; left out at delta 0.1 when A < 0, kept when A > 0.
     """
     drift_T = row_means((behaviour_logp_T - logp_T).detach(), mask_T, row_slices)
     return (drift_T > delta) & (advantage_T < 0)

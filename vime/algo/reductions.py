@@ -20,8 +20,8 @@ def reduce_loss(
     """This pack's share of the step's mean: a scalar, float32.
 
     Default: for each row the mean over its masked tokens, summed over the rows here, divided by `num_samples`.
-    `per_token`: the sum over masked tokens, divided by `num_tokens`. (The two reductions of Shao et al. 2024, equation
-    3, and of DAPO, Yu et al. 2025, equation 12.)
+    `per_token`: the sum over masked tokens, divided by `num_tokens`. (GRPO, Shao et al. 2024, equation 3, and the
+    token-level loss of DAPO, Yu et al. 2025.)
 
     `value_T` and `mask_T` are [T] (mask 1 = counts; any dtype), `row_slices` are the positions of each row. Both
     denominators count the WHOLE optimizer step, over all ranks and micro-batches, so the sum of the answers over all

@@ -97,7 +97,9 @@ def _check_kl(algo: AlgoConfig) -> None:
     if algo.use_kl_loss and algo.kl_loss_coef == 0:
         raise ConfigError("--use-kl-loss has no effect with --kl-loss-coef 0. Set a coefficient or remove the flag.")
     if algo.kl_loss_coef > 0 and not algo.use_kl_loss:
-        raise ConfigError("--kl-loss-coef has no effect without --use-kl-loss. Add the flag or remove the coefficient.")
+        raise ConfigError(
+            f"--kl-loss-coef {algo.kl_loss_coef} has no effect without --use-kl-loss. Add the flag or remove this."
+        )
     if algo.use_unbiased_kl and not algo.use_kl_loss:
         raise ConfigError("--use-unbiased-kl has no effect without --use-kl-loss. Add the flag or remove this one.")
 
@@ -144,7 +146,9 @@ def _check_correction(algo: AlgoConfig, max_staleness: int) -> None:
                 "it. Remove it, or choose one of these."
             )
     if _is_given(algo, "opsm_delta") and not algo.use_opsm:
-        raise ConfigError("--opsm-delta has no effect without --use-opsm. Add the flag or remove this one.")
+        raise ConfigError(
+            f"--opsm-delta {algo.opsm_delta} has no effect without --use-opsm. Add the flag or remove this one."
+        )
     if max_staleness == 0:
         return
     unclipped = "--tis-clip" if correction != "none" and not math.isfinite(algo.tis_clip) else None

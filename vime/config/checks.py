@@ -20,14 +20,16 @@ from vime.config.algo_checks import (
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.parse import Config
+from vime.config.paths import absolute_paths
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
 TEACHER_COLUMN = "teacher_log_probs"
 
 
-def resolve(config: Config) -> Config:
-    """Derived defaults. Contradictions that make a default impossible are refused here."""
+def resolve(given: Config) -> Config:
+    """Derived defaults, absolute paths. Contradictions that make a default impossible are refused here."""
+    config = absolute_paths(given)
     cluster, rollout, batch, queue = config.cluster, config.rollout, config.batch, config.queue
     device = cluster.device if cluster.device != "auto" else ("cuda" if has_cuda() else "cpu")
     on_cuda = device == "cuda"
@@ -116,7 +118,9 @@ def _resolve_batch(global_batch: int | None, num_steps: int | None, samples: int
 def check(config: Config) -> None:
     """Every refusal that needs no process. Called once, after `resolve`."""
     if config.rollout.rollout_backend != "vllm":
-        raise ConfigError(f"--rollout-backend {config.rollout.rollout_backend}: only vllm is supported.")
+        raise ConfigError(
+            f"--rollout-backend {config.rollout.rollout_backend}: only vllm is supported. Remove the flag."
+        )
     if config.cluster.device == "cuda" and not has_cuda():
         raise ConfigError("--device cuda: this machine shows no CUDA device. Use --device cpu.")
     shape = _check_model(config)
@@ -141,7 +145,7 @@ def check(config: Config) -> None:
 def _check_model(config: Config) -> ModelShape:
     model = config.model
     if not model.hf_checkpoint:
-        raise ConfigError("--hf-checkpoint is required: a Hugging Face model directory.")
+        raise ConfigError("--hf-checkpoint is not given: expected a Hugging Face model directory. Name one.")
     shape = read_model_shape(model.hf_checkpoint)
     for flag, directory in (
         ("--hf-checkpoint", model.hf_checkpoint),
@@ -150,7 +154,9 @@ def _check_model(config: Config) -> ModelShape:
         ("--critic-load", config.critic.critic_load),
     ):
         if directory and not has_weights(directory):
-            raise ConfigError(f"{flag} {directory}: no *.safetensors there. Expected Hugging Face weights.")
+            raise ConfigError(
+                f"{flag} {directory}: no *.safetensors there. Expected Hugging Face weights; check the path."
+            )
     if config.parallel.transformer_impl == "transformer_engine" and config.cluster.device != "cuda":
         raise ConfigError("--transformer-impl transformer_engine needs --device cuda. Use --transformer-impl local.")
     return shape
@@ -190,7 +196,8 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
     context = rollout.rollout_max_context_len or shape.max_position_embeddings
     if context > shape.max_position_embeddings:
         raise ConfigError(
-            f"--rollout-max-context-len {context} is beyond the model's {shape.max_position_embeddings} positions."
+            f"--rollout-max-context-len {context} is beyond the model's {shape.max_position_embeddings} positions. "
+            "Lower it."
         )
     if rollout.rollout_max_response_len >= context:
         raise ConfigError(
@@ -223,7 +230,7 @@ def _check_rounds(config: Config) -> None:
     staleness, interval = config.queue.transferqueue_max_staleness, config.weights.update_weights_interval
     if interval > staleness + 1:
         raise ConfigError(
-            f"--update-weights-interval {interval} makes rollouts up to {interval - 1} versions old, but "
+            f"--update-weights-interval {interval} makes rollouts up to {interval - 1} version(s) old, but "
             f"--transferqueue-max-staleness is {staleness}. Raise it to {interval - 1} or update more often."
         )
 
@@ -254,31 +261,29 @@ def _check_rewards(config: Config) -> None:
     if reward.rm_type and reward.custom_rm_path:
         raise ConfigError("--rm-type and --custom-rm-path are both given. Keep one of the two.")
     if reward.rm_type == "remote_rm" and not reward.rm_url:
-        raise ConfigError("--rm-type remote_rm needs --rm-url.")
+        raise ConfigError("--rm-type remote_rm needs --rm-url, the address of the service. Add it.")
 
 
 def _check_eval(config: Config) -> None:
     pairs = config.eval.eval_prompt_data
     if len(pairs) % 2:
-        raise ConfigError(f"--eval-prompt-data {' '.join(pairs)}: expected NAME PATH pairs.")
+        raise ConfigError(f"--eval-prompt-data {' '.join(pairs)}: expected NAME PATH pairs. Give each file a name.")
     names = pairs[::2]
     if len(set(names)) != len(names):
         raise ConfigError(f"--eval-prompt-data: names must differ, got {', '.join(names)}.")
     for path in pairs[1::2]:
         if not Path(path.split("@[")[0]).expanduser().is_file():
-            raise ConfigError(f"--eval-prompt-data: no such file: {path}.")
-    if config.eval.eval_interval is not None and not pairs:
-        raise ConfigError("--eval-interval needs --eval-prompt-data NAME PATH.")
+            raise ConfigError(f"--eval-prompt-data: no such file: {path}. Expected jsonl or parquet; check the path.")
     data = config.data
     replayed = config.debug.load_debug_rollout_data is not None
     if data.prompt_data is None and data.reasoning_gym is None and not replayed and _default_source(config):
         raise ConfigError("no prompts: give --prompt-data FILE or --reasoning-gym TASKS.")
     if data.prompt_data is not None and not Path(data.prompt_data.split("@[")[0]).expanduser().is_file():
-        raise ConfigError(f"--prompt-data {data.prompt_data}: no such file. Expected jsonl or parquet.")
+        raise ConfigError(f"--prompt-data {data.prompt_data}: no such file. Expected jsonl or parquet; check the path.")
 
 
 def _check_idle(config: Config) -> None:
-    """Flags that would do nothing beside another one."""
+    """Flags that contradict what another one says, or that nothing reads yet. `readers.py` has the rest."""
     cluster = config.cluster
     engines, size = cluster.rollout_num_engines or 1, cluster.rollout_num_gpus_per_engine
     if cluster.rollout_num_gpus not in (None, engines * size):
@@ -290,15 +295,6 @@ def _check_idle(config: Config) -> None:
         raise ConfigError(f"--rollout-num-gpus-per-engine {size}: an engine on the CPU has one worker. Remove it.")
     if config.data.prompt_data is not None and config.data.reasoning_gym is not None:
         raise ConfigError("--prompt-data and --reasoning-gym are both given. Keep one of the two.")
-    if config.batch.max_tokens_per_gpu is not None and not config.batch.use_dynamic_batch_size:
-        raise ConfigError("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size. Add it or remove this.")
-    if config.weights.update_weight_disk_dir is not None and config.weights.update_weight_transport != "disk":
-        raise ConfigError(
-            f"--update-weight-disk-dir with --update-weight-transport {config.weights.update_weight_transport} has no "
-            "effect. Use transport disk, or remove the directory."
-        )
-    if config.reward.rm_url is not None and config.reward.rm_type != "remote_rm":
-        raise ConfigError("--rm-url has no effect without --rm-type remote_rm. Add it or remove the address.")
     if config.engine.vllm_router_ip is not None:
         raise ConfigError(
             f"--vllm-router-ip {config.engine.vllm_router_ip}: a router of your own cannot be used yet; Vime starts "
@@ -336,7 +332,7 @@ def _check_debug(config: Config) -> None:
     if debug.load_debug_rollout_data and config.queue.transferqueue_mode != "off":
         raise ConfigError(
             f"--transferqueue-mode {config.queue.transferqueue_mode} with --load-debug-rollout-data: replayed rounds "
-            "debugged without the queue. Use --transferqueue-mode off."
+            "are trained without the queue. Use --transferqueue-mode off."
         )
 
 
@@ -353,10 +349,11 @@ def _check_templates(config: Config) -> None:
             _ = (value or "").format(rollout_id=0)
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"{flag} {value}: {{rollout_id}} is the only field there is, got another ({error}). Double others."
+                f"{flag} {value}: {{rollout_id}} is the only field there is, got another ({error}). Write "
+                "other braces twice."
             ) from error
     if config.model.save_hf and not config.model.save_interval:
-        raise ConfigError("--save-hf exports with checkpoints and needs --save-interval.")
+        raise ConfigError("--save-hf exports with checkpoints and needs --save-interval ROUNDS. Add it.")
     if config.data.apply_chat_template_kwargs is not None:
         try:
             parsed = json.loads(config.data.apply_chat_template_kwargs)

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 from vime.types import ConfigError
 
 Section = TypeVar("Section")
+
+
+class PathKind(Enum):
+    """What a knob that names files looks like."""
+
+    FILE = auto()  # a file or directory, maybe with a suffix: data.jsonl@[0:64], out/{rollout_id}
+    PLUGIN = auto()  # file.py:name, or a dotted path, which is none
+    PAIRS = auto()  # NAME FILE NAME FILE ...
 
 
 def flag(
@@ -29,8 +39,10 @@ def flag(
     minimum: float | None = None,
     maximum: float | None = None,
     nargs: str | None = None,
+    path: PathKind | None = None,
 ) -> Any:
-    """Declare one knob. `cli` names the flag when it differs from the field; `minimum`/`maximum` are inclusive."""
+    """Declare one knob. `cli` names the flag when it differs from the field; `minimum`/`maximum` are inclusive; `path`
+    says that it names files, which are made absolute."""
     metadata = {
         "help": help,
         "cli": cli,
@@ -39,6 +51,7 @@ def flag(
         "minimum": minimum,
         "maximum": maximum,
         "nargs": nargs,
+        "path": path,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -94,6 +107,8 @@ def _check_range(spec: dataclasses.Field[Any], value: Any) -> None:
     low, high = spec.metadata["minimum"], spec.metadata["maximum"]
     if value is None or isinstance(value, list | tuple | str):
         return
+    if math.isnan(value):
+        raise ConfigError(f"{flag_name(spec)}: got nan, expected a number. Change the flag.")
     if (low is not None and value < low) or (high is not None and value > high):
         expected = (
             f"at least {low:g}" if high is None else f"at most {high:g}" if low is None else f"{low:g} to {high:g}"

@@ -42,7 +42,7 @@ def check_layout(config: Config, shape: ModelShape) -> None:
             f"--global-batch-size {samples} cannot be divided over {dp} data-parallel ranks. Use a multiple of {dp}."
         )
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
-        raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu.")
+        raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu TOKENS. Add it.")
     room, answer = (
         (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size,
         config.rollout.rollout_max_response_len,
@@ -82,10 +82,16 @@ def _check_divisors(parallel: ParallelConfig, shape: ModelShape) -> None:
             "must divide the other."
         )
     if shape.num_layers % pp:
-        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the model's {shape.num_layers} layers.")
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {pp} does not divide the model's {shape.num_layers} layers. Choose "
+            "a divisor."
+        )
     chunks = parallel.virtual_pipeline_model_parallel_size
     if chunks is not None and pp == 1:
-        raise ConfigError("an interleaved pipeline needs --pipeline-model-parallel-size > 1. Raise it, or use none.")
+        raise ConfigError(
+            "an interleaved pipeline needs --pipeline-model-parallel-size > 1. Raise it, or remove "
+            "--virtual-pipeline-model-parallel-size."
+        )
     if chunks is not None and shape.num_layers % (pp * chunks):
         raise ConfigError(
             f"--pipeline-model-parallel-size {pp} x --virtual-pipeline-model-parallel-size {chunks} does not divide "
@@ -131,7 +137,7 @@ def _check_switches(parallel: ParallelConfig) -> None:
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size > 1. Remove it or raise TP.")
     if parallel.recompute_granularity == "full" and not (parallel.recompute_method and parallel.recompute_num_layers):
-        raise ConfigError("--recompute-granularity full needs --recompute-method and --recompute-num-layers.")
+        raise ConfigError("--recompute-granularity full needs --recompute-method and --recompute-num-layers. Add them.")
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         raise ConfigError(
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce. Add them or remove it."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.flags import flag
+from vime.config.flags import PathKind, flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +29,12 @@ class ClusterConfig:
         None, "torch.distributed backend; empty: nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
-        10.0,
-        "deadline of one collective, and with a minute more of a whole training round, save or weight update, minutes",
-        minimum=0.1,
+        10.0, "deadline of one collective of the trainer ranks, minutes", minimum=0.1
+    )
+    train_timeout_secs: float = flag(
+        14400.0,
+        "deadline of a whole training round, save or load, seconds; a trainer rank that dies ends it at once",
+        minimum=1,
     )
     ray_address: str | None = flag(None, "Ray cluster to join (`auto` or host:port); empty: start a local one")
     separate_roles: tuple[str, ...] = flag(
@@ -104,12 +107,21 @@ class ParallelConfig:
 class ModelConfig:
     """Model and checkpoints."""
 
-    hf_checkpoint: str = flag("", "Hugging Face directory with config.json, safetensors and tokenizer (required)")
-    ref_load: str | None = flag(None, "HF directory of the reference model for KL; empty: --hf-checkpoint")
-    load: str | None = flag(
-        None, "checkpoint directory to resume from, or one checkpoint in it; an empty or missing one starts fresh"
+    hf_checkpoint: str = flag(
+        "", "Hugging Face directory with config.json, safetensors and tokenizer (required)", path=PathKind.FILE
     )
-    save: str | None = flag(None, "checkpoint directory; empty: RUN_DIR/checkpoints when --save-interval is set")
+    ref_load: str | None = flag(
+        None, "HF directory of the reference model for KL; empty: --hf-checkpoint", path=PathKind.FILE
+    )
+    load: str | None = flag(
+        None,
+        "checkpoint directory to resume from, or one checkpoint in it; without one there the run starts fresh when "
+        "--save is the same directory, and is refused otherwise",
+        path=PathKind.FILE,
+    )
+    save: str | None = flag(
+        None, "checkpoint directory; empty: RUN_DIR/checkpoints when --save-interval is set", path=PathKind.FILE
+    )
     save_interval: int | None = flag(
         None, "rounds between checkpoints; the last round is always saved when set", minimum=1
     )
@@ -119,7 +131,9 @@ class ModelConfig:
         "empty: all. Exports of --save-hf stay",
         minimum=1,
     )
-    save_hf: str | None = flag(None, "also export HF weights with each checkpoint, for example out/hf_{rollout_id}")
+    save_hf: str | None = flag(
+        None, "also export HF weights with each checkpoint, for example out/hf_{rollout_id}", path=PathKind.FILE
+    )
     no_save_optim: bool = flag(
         False, "leave optimizer, scheduler and RNG state out of checkpoints", cli="--no-save-optim"
     )

@@ -131,7 +131,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def _refuse(message: str) -> None:
-    raise ConfigError(f"{message}. See train.py --help.")
+    raise ConfigError(f"{message.removeprefix('argument ').rstrip('.')}. See train.py --help.")
 
 
 def _split_passthrough(unknown: list[str], parser: argparse.ArgumentParser) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -144,7 +144,7 @@ def _split_passthrough(unknown: list[str], parser: argparse.ArgumentParser) -> t
             current = taken[prefix]
             current.append("--" + argument.removeprefix(prefix))
         elif argument.startswith("--") or current is None:
-            raise ConfigError(f"unknown flag {argument}{_nearest(argument, parser)}. See train.py --help.")
+            raise ConfigError(f"unknown flag {argument}. {_nearest(argument, parser)}See train.py --help.")
         else:
             current.append(argument)
     return tuple(taken["--vllm-"]), tuple(taken["--router-"])
@@ -155,7 +155,7 @@ def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
 
     known = [option for action in parser._actions for option in action.option_strings]
     close = difflib.get_close_matches(argument.split("=")[0], known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"Did you mean {close[0]}? " if close else ""
 
 
 def iter_flags() -> Iterator[tuple[str, str, Any]]:
@@ -173,7 +173,10 @@ def dump(config: Config) -> str:
 def parse_command_line(argv: Sequence[str] | None = None) -> Config:
     """`parse` + every check + derived defaults: what train.py calls."""
     from vime.config.checks import check, resolve
+    from vime.config.readers import check_given
 
-    config = resolve(parse(sys.argv[1:] if argv is None else argv))
+    given = parse(sys.argv[1:] if argv is None else argv)
+    config = resolve(given)
     check(config)
+    check_given(given, config)
     return config

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.flags import flag
+from vime.config.flags import PathKind, flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Prompts: where they come from and how a record is read."""
 
-    prompt_data: str | None = flag(None, "jsonl or parquet file of prompts; `path@[a:b]` takes a slice")
+    prompt_data: str | None = flag(
+        None, "jsonl or parquet file of prompts; `path@[a:b]` takes a slice", path=PathKind.FILE
+    )
     input_key: str = flag("input", "record key of the prompt")
     label_key: str | None = flag(None, "record key of the answer the reward compares with")
     metadata_key: str = flag("metadata", "record key of a dict handed to plug-ins")
@@ -21,7 +23,9 @@ class DataConfig:
     rollout_shuffle: bool = flag(False, "shuffle the prompts anew each epoch")
     rollout_seed: int = flag(42, "seed of the shuffle and of sampling", minimum=0)
     data_source_path: str = flag(
-        "vime.rollout.data_source.RolloutDataSourceWithBuffer", "class of the data source (dotted path or file.py:Name)"
+        "vime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "class of the data source (dotted path or file.py:Name)",
+        path=PathKind.PLUGIN,
     )
     reasoning_gym: str | None = flag(
         None, "generate prompts with reasoning-gym instead of --prompt-data, for example chain_sum,gsm_symbolic"
@@ -34,7 +38,9 @@ class RolloutConfig:
     """Rollout: how many prompts, how answers are sampled."""
 
     rollout_function_path: str = flag(
-        "vime.rollout.vllm_rollout.generate_rollout", "rollout function (dotted path or file.py:name)"
+        "vime.rollout.vllm_rollout.generate_rollout",
+        "rollout function (dotted path or file.py:name)",
+        path=PathKind.PLUGIN,
     )
     num_rollout: int | None = flag(None, "rounds to train; or give --num-epoch", minimum=0)
     num_epoch: int | None = flag(None, "passes over the prompts; used when --num-rollout is empty", minimum=1)
@@ -46,7 +52,9 @@ class RolloutConfig:
         minimum=1,
     )
     dynamic_sampling_filter_path: str | None = flag(
-        None, "keeps or drops a finished group, for example vime.rollout.filter_hub.check_reward_nonzero_std"
+        None,
+        "keeps or drops a finished group, for example vime.rollout.filter_hub.check_reward_nonzero_std",
+        path=PathKind.PLUGIN,
     )
     rollout_max_prompt_len: int | None = flag(
         None, "longest prompt, tokens; a longer one is refused at start", minimum=1
@@ -60,11 +68,13 @@ class RolloutConfig:
     rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all", minimum=-1)
     rollout_stop: tuple[str, ...] = flag((), "strings that end an answer", nargs="+")
     rollout_stop_token_ids: tuple[int, ...] = flag((), "token ids that end an answer", nargs="+")
-    custom_generate_function_path: str | None = flag(None, "async def generate(args, sample, sampling_params)")
+    custom_generate_function_path: str | None = flag(
+        None, "async def generate(args, sample, sampling_params)", path=PathKind.PLUGIN
+    )
     generate_timeout_secs: float = flag(600.0, "deadline of one generation request, seconds", minimum=0.1)
     rollout_timeout_secs: float = flag(3600.0, "deadline of one round of generation, seconds", minimum=1)
     rollout_sample_filter_path: str | None = flag(
-        None, "def mark(args, groups): sets sample.remove_sample to leave samples out of the loss"
+        None, "def mark(args, groups): sets sample.remove_sample to leave samples out of the loss", path=PathKind.PLUGIN
     )
     rollout_backend: str = flag("vllm", "generation engine; only vllm is supported")
 
@@ -77,9 +87,13 @@ class RewardConfig:
     rm_url: str | None = flag(None, "address that --rm-type remote_rm posts samples to")
     reward_key: str | None = flag(None, "entry to train on when the reward is a dict")
     group_rm: bool = flag(False, "call the reward function once per group (a list in, a list out)")
-    custom_rm_path: str | None = flag(None, "async def custom_rm(args, sample, **kwargs) -> float | dict")
+    custom_rm_path: str | None = flag(
+        None, "async def custom_rm(args, sample, **kwargs) -> float | dict", path=PathKind.PLUGIN
+    )
     custom_reward_post_process_path: str | None = flag(
-        None, "def post_process(args, groups) -> list of lists of rewards; replaces the group normalisation"
+        None,
+        "def post_process(args, groups) -> list of lists of rewards; replaces the group normalisation",
+        path=PathKind.PLUGIN,
     )
     rm_timeout_secs: float = flag(60.0, "deadline of one reward call, seconds", minimum=0.01)
 
@@ -89,7 +103,9 @@ class EvalConfig:
     """Evaluation."""
 
     eval_interval: int | None = flag(None, "rounds between evaluations", minimum=1)
-    eval_prompt_data: tuple[str, ...] = flag((), "NAME PATH [NAME PATH ...] of evaluation files", nargs="+")
+    eval_prompt_data: tuple[str, ...] = flag(
+        (), "NAME PATH [NAME PATH ...] of evaluation files", nargs="+", path=PathKind.PAIRS
+    )
     n_samples_per_eval_prompt: int = flag(1, "answers per evaluation prompt", minimum=1)
     eval_temperature: float | None = flag(None, "empty: --rollout-temperature", minimum=0)
     eval_top_p: float | None = flag(None, "empty: --rollout-top-p", minimum=0, maximum=1)
@@ -121,3 +137,6 @@ class EngineConfig:
         choices=("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash", "sticky_least_loaded"),
     )
     engine_health_interval_secs: float = flag(5.0, "seconds between engine health checks", minimum=0.5)
+    engine_health_timeout_secs: float = flag(
+        60.0, "an engine that lives and leaves a health check unanswered for so long hangs: the run ends", minimum=0.5
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.flags import flag
+from vime.config.flags import PathKind, flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingConfig:
     """Tracking."""
 
-    run_dir: str | None = flag(None, "directory of this run; empty: runs/<date>-<time>")
+    run_dir: str | None = flag(None, "directory of this run; empty: runs/<date>-<time>", path=PathKind.FILE)
     use_wandb: bool = flag(False, "log metrics to Weights & Biases (works offline with --wandb-mode offline)")
     wandb_project: str = flag("vime", "wandb project")
     wandb_group: str | None = flag(None, "wandb group")
@@ -28,6 +28,8 @@ class DebugConfig:
         False, "train on recorded rollouts, do not start engines (needs --load-debug-rollout-data)"
     )
     save_debug_rollout_data: str | None = flag(
-        None, "record each round's samples, for example out/rollout_{rollout_id}.jsonl"
+        None, "record each round's samples, for example out/rollout_{rollout_id}.jsonl", path=PathKind.FILE
     )
-    load_debug_rollout_data: str | None = flag(None, "train on recorded samples instead of generating")
+    load_debug_rollout_data: str | None = flag(
+        None, "train on recorded samples instead of generating", path=PathKind.FILE
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.flags import flag
+from vime.config.flags import PathKind, flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class AlgoConfig:
         choices=("policy_loss", "sft_loss", "custom_loss"),
     )
     custom_loss_path: str | None = flag(
-        None, "function (args, logp_T, entropy_T, columns) that answers the loss of every token"
+        None, "function (args, logp_T, entropy_T, columns) that answers the loss of every token", path=PathKind.PLUGIN
     )
     advantage_estimator: str = flag(
         "grpo",
@@ -54,7 +54,9 @@ class AlgoConfig:
         "teacher_log_probs that a plug-in fills",
     )
     opd_teacher_load: str | None = flag(
-        None, "HF directory of the teacher of --use-opd, of the policy's vocabulary; the trainer runs it"
+        None,
+        "HF directory of the teacher of --use-opd, of the policy's vocabulary; the trainer runs it",
+        path=PathKind.FILE,
     )
     opd_kl_coef: float = flag(1.0, "weight of that pull in the advantage of a token", minimum=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", minimum=0)
@@ -83,7 +85,9 @@ class CriticConfig:
     """Critic, of --advantage-estimator ppo. It has the policy's layout, schedule and optimizer flags but for these."""
 
     critic_load: str | None = flag(
-        None, "HF directory the critic begins as, with a value head (score.weight) or without; empty: --hf-checkpoint"
+        None,
+        "HF directory the critic begins as, with a value head (score.weight) or without; empty: --hf-checkpoint",
+        path=PathKind.FILE,
     )
     critic_lr: float | None = flag(None, "peak learning rate of the critic; empty: --lr", minimum=0)
     critic_lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up of the critic from 0", minimum=0)
@@ -148,7 +152,9 @@ class WeightsConfig:
         "auto", "auto: shm on one CPU host, nccl on GPUs", choices=("auto", "nccl", "gloo", "shm", "disk")
     )
     update_weight_buffer_size: int = flag(512 << 20, "bytes of one transfer bucket", minimum=1 << 10)
-    update_weight_disk_dir: str | None = flag(None, "directory of transport disk; empty: RUN_DIR/weights")
+    update_weight_disk_dir: str | None = flag(
+        None, "directory of transport disk; empty: RUN_DIR/weights", path=PathKind.FILE
+    )
     update_weight_timeout_secs: float = flag(300.0, "deadline of one weight update, seconds", minimum=1)
     pause_mode: str | None = flag(
         None,

@@ -1,13 +1,16 @@
 """Numbers of a run: metrics.jsonl always, TensorBoard and Weights & Biases when asked for. Same names everywhere.
 
 Owned by the driver; `step` is the rollout id. A resumed run writes its first rounds again: `read_metrics` lets the
-later line win, and the mark that `Tracker` leaves on start makes it forget rounds that the resumed run trains anew.
+later line win, and the mark that `Tracker` leaves on start makes it forget rounds that the resumed run trains anew, in
+metrics.jsonl and in TensorBoard. wandb goes on in the same run, whose later points of a step are the valid ones.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_DEADLINE_S = 60
+WANDB_FINISH_S = 300
+WANDB_ID_FILE = "wandb_id"
 
 
 class _Sink(Protocol):
@@ -40,7 +45,7 @@ class Tracker:
     ) -> None:
         self._sinks: list[_Sink] = [_JsonLines(run_dir, start_round)]
         if tracking.use_tensorboard:
-            self._sinks.append(_TensorBoard(run_dir))
+            self._sinks.append(_TensorBoard(run_dir, start_round))
         if tracking.use_wandb:
             self._sinks.append(_Wandb(tracking, run_dir, config_dict))
 
@@ -107,10 +112,17 @@ class _JsonLines:
 class _TensorBoard:
     """TensorBoard's own writer: torch.utils.tensorboard would load torch into the driver."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, start_round: int) -> None:
+        """On a resumed run the steps from `start_round` on are taken back: TensorBoard purges what it read of them."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(Path(run_dir) / "tensorboard"), flush_secs=10)
+        directory = Path(run_dir) / "tensorboard"
+        is_resumed = any(directory.glob("events.*"))
+        self._writer = EventFileWriter(str(directory), flush_secs=10)
+        if is_resumed:
+            started = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=start_round, session_log=started))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -136,6 +148,8 @@ class _Wandb:
                 mode=tracking.wandb_mode,  # type: ignore[arg-type]
                 dir=str(run_dir),
                 name=Path(run_dir).name,
+                id=_wandb_id(Path(run_dir)),
+                resume="allow",
                 config=dict(config_dict),
                 settings=wandb.Settings(
                     init_timeout=WANDB_DEADLINE_S, login_timeout=WANDB_DEADLINE_S, silent=True, console="off"
@@ -153,7 +167,20 @@ class _Wandb:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        self._run.finish()
+        """Waits for: the upload of what is left. A daemon thread: a network that is gone does not hold the run."""
+        finishing = threading.Thread(target=self._run.finish, name="wandb-finish", daemon=True)
+        finishing.start()
+        finishing.join(WANDB_FINISH_S)
+        if finishing.is_alive():
+            logger.warning("wandb has not uploaded everything within %g s; `wandb sync` later", WANDB_FINISH_S)
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """One wandb run for one run directory: a run that is resumed there goes on in it."""
+    path = run_dir / WANDB_ID_FILE
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4) + "\n")
+    return path.read_text().strip()
 
 
 def _number(name: str, value: float) -> float:

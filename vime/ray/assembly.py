@@ -23,7 +23,7 @@ from vime.ray.carriers import connect_carrier, start_queue, stop_queue
 from vime.ray.checkpoint import find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.engines import Engines
-from vime.ray.interrupts import Interrupts
+from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.trainers import Trainers
@@ -56,11 +56,12 @@ def open_machine(
     start = find_start(config.model.load)
     starter = Starter(screen, events, interrupts)
     with contextlib.ExitStack() as stack:
-        tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start.rollout_id)
+        with children_outlive_the_terminal():
+            tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start.rollout_id)
         books = RoundBooks(tracker, screen)
         stack.callback(books.close)
         stack.callback(stop_ray)
-        with starter.part("ray", "starting Ray"):
+        with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config)
         address = None
         if config.queue.transferqueue_mode == "buffer":
@@ -106,7 +107,7 @@ def _start_parts(
         )
     num_rollout = _num_rollout(config, info)
     if trainers is not None:
-        trainers.start(total_steps=num_rollout * (config.batch.num_steps_per_rollout or 1))
+        trainers.start(num_rollout * (config.batch.num_steps_per_rollout or 1), starter.poll)
     if engines is not None:
         with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about half a minute"):
             connected = engines.wait_ready(starter.poll)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import ray
 
 from vime.config.parse import Config
+from vime.config.paths import path_flags
 from vime.types import ClusterError
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ def start_ray(config: Config) -> None:
         )
     else:
         _check_reachable(config.cluster.ray_address)
+        named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
+        logger.info("--ray-address: every node must see these files under the same paths: %s", named)
         try:
             ray.init(address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
         except ConnectionError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from vime.config.parse import Config
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import ENGINE_CPUS
 from vime.ray.waits import wait_for
-from vime.types import EngineAddress
+from vime.types import EngineAddress, WaitTimeoutError
+
+GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 
 
 def listen_host(config: Config) -> str:
@@ -37,9 +40,9 @@ class EngineActor:
         self._process.wait_ready(deadline_s)
         return self._process.address
 
-    def check(self) -> None:
-        """EngineError with the last log lines when the child has ended."""
-        self._process.check()
+    def check(self, deadline_s: float, is_updating: bool) -> None:
+        """EngineError with the last log lines when the child has ended, or hangs for `deadline_s`."""
+        self._process.check_health(deadline_s, is_updating=is_updating)
 
     def stop(self) -> None:
         self._process.stop()
@@ -60,9 +63,9 @@ class RouterActor:
         self._process.wait_ready(deadline_s)
         return self._process.host, self._process.port
 
-    def check(self) -> None:
+    def check(self, deadline_s: float, is_updating: bool) -> None:  # noqa: ARG002 - asked like an engine
         if self._process is not None:
-            self._process.check()
+            self._process.check_health(deadline_s)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -81,8 +84,8 @@ class Engines:
         self._router = RouterActor.options(num_cpus=0).remote(config, str(run_dir))
         self._deadline_s = config.cluster.start_timeout_secs
         self._starting = [actor.start.remote(self._deadline_s) for actor in self._actors]
-        self._checks: list[Any] = []
-        self._next_check = 0.0
+        self._checks: dict[Any, str] = {}  # asked and not answered yet, by name
+        self._asked = -math.inf  # when the last check began
         self.addresses: list[EngineAddress] = []
 
     def __len__(self) -> int:
@@ -103,18 +106,26 @@ class Engines:
         engine = dataclasses.replace(self._config.engine, vllm_router_ip=host, vllm_router_port=port)
         return dataclasses.replace(self._config, engine=engine)
 
-    def check(self) -> None:
-        """Called while the driver waits for something else: raises EngineError when an engine or the router has died.
+    def check(self, *, is_updating: bool = False) -> None:
+        """Called while the driver waits for something else: EngineError when an engine or the router died or hangs.
 
-        Never blocks: it looks at answers that have arrived and asks again every --engine-health-interval-secs.
+        Never blocks: it looks at answers that have arrived and asks again every --engine-health-interval-secs. An actor
+        that hangs with its engine is named too, by WaitTimeoutError.
         """
+        engine, elapsed = self._config.engine, time.monotonic() - self._asked
         if self._checks:
-            done, self._checks = ray.wait(self._checks, num_returns=len(self._checks), timeout=0)
+            done, _ = ray.wait(list(self._checks), num_returns=len(self._checks), timeout=0)
             for ref in done:
-                wait_for([ref], name="engine health", owner="vLLM", deadline_s=10)
-        elif time.monotonic() >= self._next_check:
-            self._next_check = time.monotonic() + self._config.engine.engine_health_interval_secs
-            self._checks = [actor.check.remote() for actor in [*self._actors, self._router]]
+                name = self._checks.pop(ref)
+                wait_for([ref], name=f"{name} to say how it is", owner="vLLM", deadline_s=10)
+            if self._checks and elapsed > engine.engine_health_timeout_secs + GRACE_S:
+                silent = ", ".join(self._checks.values())
+                raise WaitTimeoutError(f"{silent} to say how it is", elapsed, "its actor", "See RUN_DIR/logs.")
+        elif elapsed >= engine.engine_health_interval_secs:
+            self._asked = time.monotonic()
+            named = {f"engine-{index}": actor for index, actor in enumerate(self._actors)} | {"router": self._router}
+            deadline_s = engine.engine_health_timeout_secs
+            self._checks = {actor.check.remote(deadline_s, is_updating): name for name, actor in named.items()}
 
     def stop(self) -> None:
         """Router first, then engines; an actor that is gone took its child with it."""

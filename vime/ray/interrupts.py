@@ -1,15 +1,18 @@
-"""Ctrl-C and SIGTERM as a request, not as an exception at a random line.
+"""Ctrl-C, SIGTERM and a closed terminal (SIGHUP) as a request, not as an exception at a random line.
 
 The first signal asks the run to stop at its next waiting point, where the state can be saved; the second one stops at
-once.
+once. `nohup` stays what it is: a signal that was ignored when the run began is still ignored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import stat
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from vime.ray.waits import Interrupted
@@ -25,8 +28,9 @@ class Interrupts:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._former[number] = signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -37,9 +41,35 @@ class Interrupts:
         if self._asked:
             raise Interrupted(name)
 
-    def _on_signal(self, _number: int, _frame: types.FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: types.FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self._asked:
+            if number == signal.SIGHUP:  # a shell and the kernel may both say that the terminal is gone
+                return
             raise KeyboardInterrupt
         self._asked = True
         # Not through the screen: a signal may come in the middle of its drawing.
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, NOTICE)
+        with contextlib.suppress(OSError):
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, NOTICE)
+
+
+@contextlib.contextmanager
+def children_outlive_the_terminal() -> Iterator[None]:
+    """Processes started inside do not get SIGHUP: a closed terminal sends it to the whole process group, and the save
+    needs them. One that arrives meanwhile is delivered to this process at the end of the block."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def _leave_terminal() -> None:
+    """Output goes nowhere from now on: writing to a terminal that is gone is an error."""
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

@@ -1,6 +1,7 @@
 """From a command line to an exit code: what train.py and train_async.py share.
 
-Exit codes: 0 done, 2 refused configuration, 3 run failed, 130 interrupted with the state saved.
+Exit codes: 0 done, 2 refused configuration, 3 run failed (what was trained is saved where the trainers are whole), 130
+interrupted by Ctrl-C, SIGTERM or a closed terminal, with the state saved.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from vime.ray.assembly import open_machine
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
+from vime.ray.rescue import rescue
 from vime.ray.waits import Interrupted
 from vime.types import VimeError
 
 logger = logging.getLogger(__name__)
 
+INTERRUPTED = 130
 Rhythm = Callable[[Machine], None]
 
 
@@ -54,19 +57,16 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
     except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
         events.emit(EventKind.RUN_FAILED, error=f"interrupted during {interruption}")
         screen.failed(f"interrupted during {interruption}: this run has trained nothing, so there is nothing to save.")
-        return 130
+        return INTERRUPTED
     except KeyboardInterrupt:
         events.emit(EventKind.RUN_FAILED, error="stopped at once by a second signal")
         screen.failed(
             "stopped at once by a second signal: rounds trained since the last checkpoint are not saved. --load goes "
             f"on from the last one, if there is one: {config.model.save or path / 'checkpoints'}"
         )
-        return 130
+        return INTERRUPTED
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
-        logger.exception("run failed")
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"
-        return _failed(screen, events, message, path, 3)
+        return _failed(screen, events, _unforeseen(error), path, VimeError.exit_code)
     if code == 0:
         events.emit(EventKind.RUN_FINISHED)
         screen.finish()
@@ -74,21 +74,27 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
 
 
 def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:
-    """The rhythm itself; an interruption books and saves the last trained round before the machine is taken down."""
+    """The rhythm itself; whatever ends it, the last trained round is booked and saved before the machine goes."""
     try:
         rhythm(machine)
     except Interrupted as interruption:
-        if machine.open_round is not None and machine.open_round == machine.trained_round:
-            machine.watchers.books.finish(machine.trained_round, machine.versions.trained)
-        saved = machine.save()
-        events.emit(EventKind.RUN_FAILED, error=f"interrupted during {interruption}")
-        machine.watchers.screen.failed(
-            f"interrupted during {interruption}. State saved in {saved}; go on with --load {saved.parent}"
-            if saved is not None
-            else f"interrupted during {interruption}, before the first round was trained: nothing to save."
-        )
-        return 130
-    return 0
+        message, code = f"interrupted during {interruption}", INTERRUPTED
+    except VimeError as error:
+        message, code = str(error), error.exit_code
+    except Exception as error:  # boundary: an unforeseen failure costs no trained round either
+        message, code = _unforeseen(error), VimeError.exit_code
+    else:
+        return 0
+    is_safe, outcome = rescue(machine)
+    if code == INTERRUPTED and not is_safe:
+        code = VimeError.exit_code  # 130 says that nothing is lost
+    return _failed(machine.watchers.screen, events, f"{message}\n{outcome}", machine.run_dir, code)
+
+
+def _unforeseen(error: Exception) -> str:
+    logger.exception("run failed")
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"
 
 
 def _failed(screen: Screen, events: EventLog, message: str, path: Path, code: int) -> int:

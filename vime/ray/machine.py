@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ from vime.seams import Carrier
 from vime.weights.versions import VersionLedger
 
 GRACE_S = 60  # beyond a station's own deadline, so that its error, which says more, arrives first
+
+
+class Doing(Enum):
+    """What the trainers are in the middle of. Still set when the run failed, it says what they can be asked for."""
+
+    TRAINING = auto()
+    SAVING = auto()
+    PUBLISHING = auto()
 
 
 @dataclass(slots=True)
@@ -60,8 +69,11 @@ class Machine:
         self.config, self.run_dir, self.parts, self.watchers = config, run_dir, parts, watchers
         self.versions = versions
         self._start = start
+        self.loaded = start.checkpoint
+        self.checkpoint_root = Path(config.model.save) if config.model.save else run_dir / "checkpoints"
         self.trained_round = start.rollout_id - 1
         self.open_round: int | None = None  # its line is not written yet
+        self.doing: Doing | None = None
         self._saved_round = start.rollout_id - 1
         self._saved_path: Path | None = None
 
@@ -101,16 +113,20 @@ class Machine:
             self._wait_for_manager(pending, "the prefetched round")
 
     def train(self, generated: GeneratedRound) -> None:
-        """One round of optimiser steps on every rank; then the carrier's copy is cleared."""
+        """One round of optimiser steps on every rank; then the carrier's copy is cleared.
+
+        Nothing but the trainers can end it: an engine that dies meanwhile is noticed by the next wait, when the round
+        is whole and can be saved.
+        """
         if self.parts.trainers is None:
             return
         self.watchers.screen.activity("training")
+        self.doing = Doing.TRAINING
         with self.watchers.books.timed("perf/train_time"):
-            metrics = self.parts.trainers.train(
-                generated.rollout_id, generated.ticket, self.versions.trained, self._poll(interruptible=False)
-            )
+            metrics = self.parts.trainers.train(generated.rollout_id, generated.ticket, self.versions.trained)
         self.versions.advance()
         self.trained_round = generated.rollout_id
+        self.doing = None
         self.parts.carrier.clear(generated.ticket)
         self.watchers.events.emit(
             EventKind.ROUND_TRAINED, rollout_id=generated.rollout_id, version=self.versions.trained
@@ -127,9 +143,11 @@ class Machine:
         if trainers is None or engines is None or not (due or self.versions.serving is None):
             return
         self.watchers.screen.activity("moving weights to the engines")
+        self.doing = Doing.PUBLISHING
         with self.watchers.books.timed("perf/update_weights_time"):
             report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
             self.versions.confirm(report.engine_reports, report.content_hash)
+        self.doing = None
         self.watchers.events.emit(
             EventKind.WEIGHTS_CONFIRMED,
             version=report.version,
@@ -176,14 +194,15 @@ class Machine:
                 deadline_s=30,
             )
             state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=data_source)
-            root = Path(self.config.model.save) if self.config.model.save else self.run_dir / "checkpoints"
+            self.doing = Doing.SAVING
             path = save_checkpoint(
-                root,
+                self.checkpoint_root,
                 state,
                 trainers.save,
                 keep=self.config.model.keep_checkpoints,
                 protected=self._start.checkpoint,
             )
+            self.doing = None
             self._saved_round, self._saved_path = rollout_id, path
             if self.config.model.save_hf:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
@@ -210,7 +229,7 @@ class Machine:
                 if done:
                     self.watchers.screen.activity(ray.get(done[0], timeout=1))
             if self.parts.engines is not None:
-                self.parts.engines.check()
+                self.parts.engines.check(is_updating=self.doing is Doing.PUBLISHING)
 
         return poll
 

@@ -2,29 +2,65 @@
 
 from __future__ import annotations
 
+import difflib
+from pathlib import Path
+
 from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.parse import Config
 from vime.handoff.columns import check_requested
+from vime.ray.checkpoint import find_latest
 from vime.rollout.plugins import check_plugins
 from vime.types import ConfigError
 from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
-    """The rhythm's own demand on staleness, ports, columns, plug-ins, the model's architecture, vLLM flags."""
+    """The rhythm's own demand on staleness, ports, --load, columns, plug-ins, the model's architecture, vLLM flags."""
     if is_async:
         _check_prefetch(config)
     port = config.engine.vllm_router_port
     if port is not None and not port_is_free("127.0.0.1", port):
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
+    _check_load(config)
     check_requested(config.queue.transfer_queue_extra_data_fields)
     check_plugins(config.flat)
     if not config.debug.debug_rollout_only:
         read_architecture(config.model.hf_checkpoint)
     validate_router_flags(config)
     validate_vllm_flags(config)
+
+
+def _check_load(config: Config) -> None:
+    """`--load X` without a checkpoint in X starts fresh only when X is where this run saves: one command line then
+    starts and resumes. Anything else is a slip of the pen, which would train from the beginning in silence."""
+    load, save = config.model.load, config.model.save
+    if load is None or find_latest(Path(load)) is not None:
+        return
+    if save is None and config.tracking.run_dir is not None:
+        save = str(Path(config.tracking.run_dir) / "checkpoints")
+    if save is not None and Path(load).resolve() == Path(save).resolve():
+        return
+    what = "has no checkpoint in it" if Path(load).exists() else "does not exist"
+    raise ConfigError(
+        f"--load {load}: {what}. Expected a directory of checkpoints or one of them; {_nearest_load(Path(load))}. To "
+        "start fresh, remove the flag, or give the same directory to --save (it starts fresh once, then resumes)."
+    )
+
+
+def _nearest_load(load: Path) -> str:
+    """What is there instead: checkpoints below, or the nearest name in the deepest directory that exists."""
+    if find_latest(load / "checkpoints") is not None:
+        return f"did you mean {load / 'checkpoints'}"
+    missing = load
+    while not missing.parent.exists():
+        missing = missing.parent
+    names = sorted(path.name for path in missing.parent.iterdir() if path.is_dir()) if missing.parent.is_dir() else []
+    close = difflib.get_close_matches(missing.name, names, n=1)
+    if close:
+        return f"did you mean {missing.parent / close[0]}"
+    return f"{missing.parent} holds {', '.join(names[:8]) or 'no directory'}"
 
 
 def _check_prefetch(config: Config) -> None:

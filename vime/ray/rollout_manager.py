@@ -15,7 +15,6 @@ from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import num_trainer_ranks
-from vime.rollout.convert import to_train_groups
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
@@ -80,6 +79,8 @@ class RolloutManager:
 
     def generate(self, rollout_id: int) -> GeneratedRound:
         """Generate (or replay) one round, convert it, plan it, put it."""
+        from vime.rollout.convert import to_train_groups  # brings torch, which the driver can do without
+
         with self._events.span("generate_round", rollout_id=rollout_id):
             output = self._samples(rollout_id)
         groups = to_train_groups(self._config.flat, output.samples, rollout_id)

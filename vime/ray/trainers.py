@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from vime.config.parse import Config
-from vime.handoff.fetch import fetch_round
 from vime.handoff.staleness import STALENESS_MAX, STALENESS_MEAN, check_staleness
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
@@ -23,8 +22,10 @@ from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
 from vime.ray.waits import wait_for
 from vime.training.roles import needed_roles, shared_roles
-from vime.types import EngineAddress, RankInfo, Role, RoundPlan, TrainRow, Version
+from vime.types import EngineAddress, RankInfo, Role, RoundPlan, TrainRow, Version, WaitTimeoutError
 from vime.utils.network import free_port
+
+GRACE_S = 60.0  # beyond the weight update's own deadline, so that its error, which says more, arrives first
 
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
@@ -155,6 +156,8 @@ def _fetch(
     worker: TrainWorker, carrier: Carrier, ticket: Any, events: EventLog, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
     """The round's plan and the rows of this rank. Collective over the replica."""
+    from vime.handoff.fetch import fetch_round  # brings torch, which the driver can do without
+
     backend, place = worker.backend, worker.place
     with events.span("transferqueue_get_groups", rollout_id=rollout_id):
         return fetch_round(
@@ -180,19 +183,22 @@ class Ranks:
             for rank in range(num_trainer_ranks(config))
         ]
         self._name = "trainer" if Role.ACTOR in roles else str(roles[0])
-        self._deadline_s = config.cluster.distributed_timeout_minutes * 60 + 60
+        self._config = config
+        self._running: list[Any] = []  # the call that the ranks are in, or that the driver gave up waiting for
         self._is_asleep = False
 
     def __len__(self) -> int:
         return len(self._actors)
 
-    def start(self, total_steps: int) -> None:
+    def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
         """Begin start-up on every rank; `wait_ready` waits for the answers."""
-        [master] = self._wait([self._actors[0].address.remote()], f"{self._name} rank 0 to be placed")
-        self._starting = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
+        deadline_s = self._config.cluster.start_timeout_secs
+        self._running = [self._actors[0].address.remote()]
+        [master] = self._wait(f"{self._name} rank 0 to be placed", deadline_s, on_poll)
+        self._running = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
-        self._wait(self._starting, f"{self._name} ranks to build the model", on_poll)
+        self._wait(f"{self._name} ranks to build the model", self._config.cluster.start_timeout_secs, on_poll)
 
     def sleep(self) -> None:
         """Give device memory back until the next call."""
@@ -200,12 +206,22 @@ class Ranks:
             self.call("set_asleep", True)
             self._is_asleep = True
 
-    def call(self, method: str, *arguments: Any, on_poll: Callable[[], None] | None = None) -> list[Any]:
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+        on_poll: Callable[[], None] | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        """Every rank's answer. The deadline is for the whole call, however many collectives it makes: those have
+        --distributed-timeout-minutes each. A rank that dies ends the wait at once."""
+        self._settle()
         if self._is_asleep:
             self._is_asleep = False
             self.call("set_asleep", False)
-        refs = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-        return self._wait(refs, f"{self._name} ranks to {method}", on_poll)
+        self._running = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        whole_s = self._config.cluster.train_timeout_secs if deadline_s is None else deadline_s
+        return self._wait(f"{self._name} ranks to {method}", whole_s, on_poll)
 
     def stop(self) -> None:
         refs = [actor.close.remote() for actor in self._actors]
@@ -213,8 +229,22 @@ class Ranks:
         for actor in self._actors:
             ray.kill(actor)
 
-    def _wait(self, refs: list[Any], name: str, on_poll: Callable[[], None] | None = None) -> list[Any]:
-        return wait_for(refs, name=name, owner=self._name, deadline_s=self._deadline_s, on_poll=on_poll)
+    def _wait(self, name: str, deadline_s: float, on_poll: Callable[[], None] | None = None) -> list[Any]:
+        answers = wait_for(self._running, name=name, owner=self._name, deadline_s=deadline_s, on_poll=on_poll)
+        self._running = []
+        return answers
+
+    def _settle(self) -> None:
+        """Let the call end that the driver gave up waiting for (an engine died in a publish): the collectives of two
+        calls must not mix."""
+        if not self._running:
+            return
+        deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
+        _, pending = ray.wait(self._running, num_returns=len(self._running), timeout=deadline_s)
+        if pending:
+            name = f"{len(pending)} of {len(self)} {self._name} ranks to end the call before"
+            raise WaitTimeoutError(name, deadline_s, self._name, "See RUN_DIR/logs.")
+        self._running = []
 
 
 class Trainers:
@@ -222,6 +252,7 @@ class Trainers:
     columns it moves."""
 
     def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
+        self._config = config
         shared = shared_roles(config)
         self._policy = Ranks(config, run_dir, queue_address, shared)
         self._separate = {
@@ -239,10 +270,10 @@ class Trainers:
     def __len__(self) -> int:
         return sum(map(len, self._all))
 
-    def start(self, total_steps: int) -> None:
+    def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
         """Begin start-up everywhere; `wait_ready` waits for the answers."""
         for ranks in self._all:
-            ranks.start(total_steps)
+            ranks.start(total_steps, on_poll)
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
         for ranks in self._all:
@@ -271,7 +302,8 @@ class Trainers:
     def publish(
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
     ) -> PublishReport:
-        return self._policy.call("publish", version, engines, on_poll=on_poll)[0]
+        deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
+        return self._policy.call("publish", version, engines, on_poll=on_poll, deadline_s=deadline_s)[0]
 
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
         return self._policy.call("log_probs", rows)[0]

@@ -16,10 +16,15 @@ import ray
 from vime.types import ClusterError, VimeError, WaitTimeoutError
 
 POLL_S = 0.25
+DEATH_GRACE_S = 2.0  # after a failure, for Ray to say that an actor died
 
 
 class Interrupted(Exception):
     """The user asked to stop (Ctrl-C or SIGTERM) while the run waited for `name`."""
+
+
+class _ActorDiedError(ClusterError):
+    """The process of an actor is gone."""
 
 
 def wait_for(
@@ -41,11 +46,31 @@ def wait_for(
         if left <= 0:
             raise WaitTimeoutError(name, deadline_s, owner, f"{len(pending)} of {len(refs)} have not answered.")
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
-        for ref in done:
-            _value(ref, name, owner)
+        _raise_failure(done, pending, list(refs), name, owner)
         if on_poll is not None:
             on_poll()
     return [_value(ref, name, owner) for ref in refs]
+
+
+def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: str, owner: str) -> None:
+    """The failure among `done` that says most: a peer of a dead rank fails in a collective first ("connection reset"),
+    and Ray reports the death a moment later."""
+
+    def failures(of: list[Any]) -> list[ClusterError]:
+        found = []
+        for ref in of:
+            try:
+                _value(ref, name, owner if len(refs) == 1 else f"{owner} {refs.index(ref)}")
+            except ClusterError as error:
+                found.append(error)
+        return sorted(found, key=lambda error: not isinstance(error, _ActorDiedError))
+
+    found = failures(done)
+    if found and pending and not isinstance(found[0], _ActorDiedError):
+        more, _ = ray.wait(pending, num_returns=len(pending), timeout=DEATH_GRACE_S)
+        found = failures([*done, *more])
+    if found:
+        raise found[0]
 
 
 def _value(ref: Any, name: str, owner: str) -> Any:
@@ -57,7 +82,7 @@ def _value(ref: Any, name: str, owner: str) -> Any:
             raise cause from error
         raise ClusterError(f"{name}: {owner} failed with {type(cause).__name__}: {cause}\n{_tail(error)}") from error
     except ray.exceptions.RayActorError as error:
-        raise ClusterError(
+        raise _ActorDiedError(
             f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
         ) from error
     except ray.exceptions.GetTimeoutError as error:

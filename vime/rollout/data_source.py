@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import random
 from typing import Any
 
@@ -59,7 +60,8 @@ class RolloutDataSource:
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"the prompts differ from those of the checkpoint (round {state['rollout_id']}): fingerprint "
-                f"{self._fingerprint}, expected {state['fingerprint']}. Resume with the same data and tokenizer."
+                f"{self._fingerprint}, expected {state['fingerprint']}. Resume with the same prompts, labels, "
+                "metadata and tokenizer."
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
@@ -146,8 +148,11 @@ def _load_prompts(args: Any) -> list[Prompt]:
 
 
 def _fingerprint(prompts: list[Prompt]) -> str:
-    """Hash of the prompts' tokens in order: tells whether a cursor still points at the same data."""
+    """Hash of tokens, labels and metadata in order: tells whether a cursor still points at the same data, and whether
+    its answers are still scored against the same labels."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(",".join(map(str, prompt.token_ids)).encode() + b"\n")
+        record = (prompt.token_ids, prompt.label, dict(prompt.metadata))
+        # parquet brings values that JSON does not know, such as dates and bytes
+        digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()[:16]

@@ -7,6 +7,7 @@ stays small and JSON-ready whatever the generator puts into its own.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from functools import lru_cache
 from typing import Any
@@ -34,7 +35,10 @@ def task_names(args: Any) -> list[str]:
 def make_prompts(args: Any) -> list[Prompt]:
     """`reasoning_gym_size` problems of each task, tasks taken in turn so that an unshuffled run mixes them."""
     names, size, seed = task_names(args), args.reasoning_gym_size, args.rollout_seed
-    tokenizer = load_tokenizer(args.hf_checkpoint)
+    tokenizer, template_arguments = (
+        load_tokenizer(args.hf_checkpoint),
+        json.loads(args.apply_chat_template_kwargs or "{}"),
+    )
     prompts = []
     for number in range(size):
         for name in names:
@@ -42,7 +46,10 @@ def make_prompts(args: Any) -> list[Prompt]:
             text = entry["question"]
             if args.apply_chat_template:
                 text = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                    [{"role": "user", "content": text}],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **template_arguments,
                 )
             token_ids = tokenizer(text, add_special_tokens=not args.apply_chat_template)["input_ids"]
             identity = {"task": name, "seed": seed, "size": size, "number": number}

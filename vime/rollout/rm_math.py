@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
@@ -13,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 NUM_WORKERS = 2
 START_SECONDS = 120.0  # imports sympy: about 2 s on a quiet machine
+KILL_SECONDS = 10.0
 
 
 class MathJudge:
@@ -21,12 +23,13 @@ class MathJudge:
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
         # Last in, first out: a worker that runs already is preferred to one that must start.
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
+        self._num_workers, self._num_waiting = num_workers, 0
         for _ in range(num_workers):
             self._idle.put_nowait(None)
 
     async def score(self, gold: str, answer: str, *, timeout_s: float) -> float:
         """1.0 or 0.0. An answer that cannot be judged in `timeout_s` counts as wrong: it is the policy's doing."""
-        worker = await self._idle.get()
+        worker = await self._free_worker(timeout_s)
         asked: asyncio.subprocess.Process | None = None
         is_late = True
         try:
@@ -41,12 +44,28 @@ class MathJudge:
                 _kill(asked)  # its late verdict would be taken for the next question's
             self._idle.put_nowait(None if is_late else asked)
 
+    async def _free_worker(self, timeout_s: float) -> asyncio.subprocess.Process | None:
+        """A worker, or None for one that is to be started. Waits for: those that asked before, each of whom has a
+        worker for at most its start and `timeout_s`. Unblocked by: `score`'s end."""
+        turns = 1 + self._num_waiting // self._num_workers
+        deadline_s = turns * (START_SECONDS + timeout_s)
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._idle.get()
+        except TimeoutError as error:
+            name = f"one of {self._num_workers} math reward workers to be free"
+            raise WaitTimeoutError(name, deadline_s, "vime.rollout.rm_math", "Lower --rm-timeout-secs.") from error
+        finally:
+            self._num_waiting -= 1
+
     async def close(self) -> None:
         """End the workers that are idle; one that is busy is ended by its caller's cancellation."""
         for worker in [self._idle.get_nowait() for _ in range(self._idle.qsize())]:
             if worker is not None:
                 _kill(worker)
-                await worker.wait()
+                with contextlib.suppress(TimeoutError):  # killed; a zombie costs nothing
+                    await asyncio.wait_for(worker.wait(), KILL_SECONDS)
             self._idle.put_nowait(None)
 
 

@@ -16,14 +16,17 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from vime.seams import EngineControl
 from vime.types import EngineReport, PublishError, Version, WaitTimeoutError
-from vime.weights.plan import TensorMeta
 from vime.weights.versions import check_reports
-from vime.weights.wire import WeightSender
+
+if TYPE_CHECKING:  # the driver reads `PublishReport` and can do without torch
+    import torch
+
+    from vime.weights.plan import TensorMeta
+    from vime.weights.wire import WeightSender
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,10 @@ class Rank:
 
         os._exit(1)
 
+    def die_later(self) -> None:
+        time.sleep(0.5)
+        self.die()
+
 
 @pytest.fixture
 def ranks():
@@ -53,13 +57,19 @@ def test_a_failing_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:
 
 
 def test_an_unforeseen_error_names_the_wait_the_owner_and_the_cause(ranks) -> None:
-    with pytest.raises(ClusterError, match="ranks to train: trainer failed with ZeroDivisionError: no such shard"):
+    with pytest.raises(ClusterError, match="ranks to train: trainer 1 failed with ZeroDivisionError: no such shard"):
         wait([ranks[0].hang.remote(), ranks[1].crash.remote()])
 
 
 def test_a_dead_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:
-    with pytest.raises(ClusterError, match="trainer died"):
+    with pytest.raises(ClusterError, match="trainer 1 died"):
         wait([ranks[0].hang.remote(), ranks[1].die.remote()])
+
+
+def test_a_death_says_more_than_the_broken_connection_of_a_peer(ranks) -> None:
+    """The peer notices first."""
+    with pytest.raises(ClusterError, match="trainer 1 died"):
+        wait([ranks[0].crash.remote(), ranks[1].die_later.remote()])
 
 
 def test_the_deadline_names_wait_and_owner_and_counts_who_is_missing(ranks) -> None:

@@ -1,8 +1,11 @@
 """The math reward with its real worker process."""
 
+import asyncio
+
 import pytest
 
 from tests.helpers.rollout_setup import make_args
+from vime.rollout import rm_math
 from vime.rollout.rm_hub import async_rm, batched_async_rm, close_judges
 from vime.rollout.rm_math import MathJudge
 from vime.types import Sample, SampleStatus
@@ -29,6 +32,18 @@ async def test_equal_expressions_are_found_and_hopeless_ones_survived():
     samples = [Sample(response=response, label=label, status=SampleStatus.COMPLETED) for response, label, _ in CASES]
     first = await async_rm(args, samples[0])  # alone, so that the others find one warm worker
     assert [first, *await batched_async_rm(args, samples[1:])] == [expected for *_, expected in CASES]
+
+
+async def test_waiting_for_a_worker_has_a_deadline_of_its_own(monkeypatch):
+    """Two turns: one for the question that holds the only worker, and one for the question before this one."""
+    monkeypatch.setattr(rm_math, "START_SECONDS", 0.1)
+    judge = MathJudge(num_workers=1)
+    judge._idle.get_nowait()  # the only worker is taken and never comes back
+    first = asyncio.create_task(judge.score("4", "4", timeout_s=0.1))
+    second = asyncio.create_task(judge.score("4", "4", timeout_s=0.1))
+    said = [str(error) for error in await asyncio.gather(first, second, return_exceptions=True)]
+    assert said[0].startswith("waited 0.2 s for one of 1 math reward workers to be free")
+    assert said[1].startswith("waited 0.4 s for one of 1 math reward workers to be free")
 
 
 async def test_a_judge_that_is_late_is_replaced_and_the_answer_counts_as_wrong():

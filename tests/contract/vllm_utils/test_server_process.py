@@ -101,6 +101,27 @@ def test_a_killed_guard_takes_the_server_along_and_stop_clears_the_rest(server):
     assert session_members(session) == []
 
 
+def test_a_stopped_server_is_named_within_the_deadline_of_its_probe(server):
+    url = server._ready_url
+    server.probe(url, DEADLINE_S)
+    api_server = server_and_child(server)[0]
+    api_server.suspend()  # SIGSTOP: it lives, its port accepts, nothing answers
+    with pytest.raises(EngineError, match=rf"small lives \(pid {server.pid}\).*no answer within 0.5 s") as hangs:
+        server.probe(url, 0.5)
+    assert "pids" in str(hangs.value)  # its last log lines
+    api_server.resume()
+    server.probe(url, DEADLINE_S)
+    with pytest.raises(EngineError, match="got status 404"):
+        server.probe(url + "absent", DEADLINE_S)
+
+
+def test_a_stopped_server_is_stopped_for_good_by_its_owner(server):
+    processes = server_and_child(server)
+    processes[0].suspend()
+    server.stop()
+    assert_gone(processes)
+
+
 def test_a_server_that_ends_early_is_reported_at_once_with_its_last_lines(tmp_path):
     code = "import sys; [print('line', number) for number in range(40)]; sys.exit('no such model: x')"
     server = make_server(tmp_path, code=code)

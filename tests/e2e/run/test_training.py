@@ -133,6 +133,36 @@ def test_prefetch_trains_tokens_one_version_old(tiny_task: TinyTask, tmp_path: P
     assert staleness == [0, 1, 1]  # round 0 is sampled by the weights it trains, later ones while training ran
 
 
+STOPS_THE_CORE = '''"""Generate as ever, but from round 2 on stop this run's engine core (SIGSTOP) before asking it."""
+
+import os
+
+import psutil
+
+from tests.helpers.training import MARK
+from vime.rollout.generation import generate
+
+
+async def generate_until_round_2(args, sample, sampling_params):
+    for process in psutil.process_iter() if sample.rollout_id == 2 else ():
+        if "EngineCore" in " ".join(process.cmdline()) and process.environ().get(MARK) == os.environ[MARK]:
+            process.suspend()
+    return await generate(args, sample, sampling_params)
+'''
+
+
+def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """Its core is stopped, not dead: the API server still answers, no token comes."""
+    (tmp_path / "stop.py").write_text(STOPS_THE_CORE)
+    flags = [*tiny_task.flags(), "--num-rollout", "1000", "--engine-health-timeout-secs", "3"]
+    flags += ["--custom-generate-function-path", f"{tmp_path / 'stop.py'}:generate_until_round_2"]
+    finished = train(flags, tmp_path / "run")
+    assert finished.code == 3, finished.output
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert "engine-0 lives" in finished.output
+    assert f"State saved in {checkpoints}/iter_0000001; go on with --load {checkpoints}" in finished.output
+
+
 def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--transferqueue-mode", "buffer", "--update-weight-transport", "disk"]
     training = Training("train.py", [*flags, "--num-rollout", "1000"], tmp_path / "run")

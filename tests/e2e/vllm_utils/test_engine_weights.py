@@ -169,7 +169,7 @@ def test_the_installed_vllm_is_asked_for_its_flags_once(tmp_path, monkeypatch):
     validate_vllm_flags(dataclasses.replace(engine_config(Path("m")), vllm_flags=("--max-num-seqs", "8")))
     [cache] = (tmp_path / "vime").iterdir()
     written = cache.stat().st_mtime_ns
-    with pytest.raises(ConfigError, match=r"did you mean --vllm-max-num-seqs\?"):
+    with pytest.raises(ConfigError, match=r"Did you mean --vllm-max-num-seqs\?"):
         validate_vllm_flags(dataclasses.replace(engine_config(Path("m")), vllm_flags=("--max-num-seq", "8")))
     assert cache.stat().st_mtime_ns == written
 

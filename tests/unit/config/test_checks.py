@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from vime.config.checks import check, resolve
 from vime.config.hf_config import read_model_shape
-from vime.config.parse import Config, parse
+from vime.config.parse import Config, iter_flags, parse_command_line
+from vime.config.readers import READ_WHEN
 from vime.types import ConfigError
 
 SHAPE = {
@@ -37,9 +37,7 @@ def base(model_dir: Path) -> list[str]:
 
 
 def resolved(model_dir: Path, *extra: str) -> Config:
-    config = resolve(parse([*base(model_dir), *extra]))
-    check(config)
-    return config
+    return parse_command_line([*base(model_dir), *extra])
 
 
 def test_a_good_command_line_passes_and_empty_knobs_are_derived(model_dir: Path) -> None:
@@ -196,19 +194,10 @@ REFUSALS = {
         ["--rollout-num-gpus-per-engine 2", "CPU"],
     ),
     "prompts from two places": (["--reasoning-gym", "chain_sum"], ["--prompt-data", "--reasoning-gym"]),
-    "token limit without dynamic batches": (
-        ["--max-tokens-per-gpu", "64"],
-        ["--max-tokens-per-gpu", "--use-dynamic-batch-size"],
-    ),
     "a full answer does not fit a micro-batch": (  # 48 tokens and at least one of the prompt
         ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "48"],
         ["--max-tokens-per-gpu 48", "--rollout-max-response-len 48"],
     ),
-    "disk directory of another transport": (
-        ["--update-weight-disk-dir", "weights"],
-        ["--update-weight-disk-dir", "--update-weight-transport shm"],
-    ),
-    "reward address that nobody asks": (["--rm-url", "http://judge"], ["--rm-url", "remote_rm"]),
     "a router of one's own": (["--vllm-router-ip", "10.0.0.1"], ["--vllm-router-ip 10.0.0.1"]),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
@@ -227,7 +216,117 @@ def test_refused_naming_the_flags(name: str, model_dir: Path, monkeypatch: pytes
 def test_epochs_of_recorded_rounds_are_refused(model_dir: Path) -> None:
     flags = [flag for flag in base(model_dir) if flag not in ("--num-rollout", "3")]
     with pytest.raises(ConfigError, match=r"--num-epoch with --load-debug-rollout-data.*--num-rollout"):
-        check(resolve(parse([*flags, "--num-epoch", "2", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"])))
+        parse_command_line([*flags, "--num-epoch", "2", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"])
+
+
+# knob -> (what to give it, and the flags under which it is read)
+READ = {
+    "min_lr": (["1e-7"], ["--lr-decay-style", "linear"]),
+    "lr_decay_iters": (["2"], ["--lr-decay-style", "cosine"]),
+    "recompute_method": (["uniform"], ["--recompute-granularity", "full", "--recompute-num-layers", "1"]),
+    "recompute_num_layers": (["1"], ["--recompute-granularity", "full", "--recompute-method", "block"]),
+    "ref_load": (["{model}"], ["--use-kl-loss", "--kl-loss-coef", "0.1"]),
+    "kl_loss_type": (["k1"], ["--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "0.1"]),
+    "input_key": (["prompt"], None),
+    "label_key": (["answer"], None),
+    "metadata_key": (["extra"], None),
+    "tool_key": (["tools"], None),
+    "apply_chat_template_kwargs": (["{{}}"], ["--apply-chat-template"]),
+    "reasoning_gym_size": (["5"], None),
+    "over_sampling_batch_size": (["8"], []),
+    "dynamic_sampling_filter_path": (["a.b"], []),
+    "rollout_sample_filter_path": (["a.b"], []),
+    "rm_url": (["http://judge"], ["--no-group-rm", "--rm-type", "remote_rm"]),
+    "custom_reward_post_process_path": (["a.b"], []),
+    "get_mismatch_metrics": ([], []),
+    "disable_grpo_std_normalization": ([], []),
+    "eval_interval": (["2"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
+    "n_samples_per_eval_prompt": (["2"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
+    "eval_temperature": (["0"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
+    "eval_top_p": (["0.5"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
+    "eval_top_k": (["5"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
+    "eval_max_response_len": (["9"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
+    "skip_eval_before_train": ([], ["--eval-prompt-data", "own", "{model}/train.jsonl", "--eval-interval", "2"]),
+    "eval_prompt_data": (["own", "{model}/train.jsonl"], []),
+    "vllm_kv_cache_memory_bytes": (["2000000"], []),
+    "eps_clip_high": (["0.3"], []),
+    "micro_batch_size": (["2"], []),
+    "max_tokens_per_gpu": (["512"], ["--use-dynamic-batch-size"]),
+    "transferqueue_partition": (["mine"], ["--transferqueue-mode", "buffer"]),
+    "num_data_storage_units": (["2"], ["--transferqueue-mode", "buffer"]),
+    "update_weight_disk_dir": (["weights"], ["--update-weight-transport", "disk"]),
+    "wandb_project": (["p"], ["--use-wandb"]),
+    "wandb_group": (["g"], ["--use-wandb"]),
+    "wandb_mode": (["offline"], ["--use-wandb"]),
+}
+SFT = ["--rollout-function-path", "vime.rollout.sft_rollout.generate_rollout", "--loss-type", "sft_loss"]
+UNREAD = {  # where the default already reads it: the flags under which nothing does
+    "over_sampling_batch_size": SFT,
+    "dynamic_sampling_filter_path": SFT,
+    "rollout_sample_filter_path": SFT,
+    "custom_reward_post_process_path": SFT,
+    "get_mismatch_metrics": SFT,
+    "disable_grpo_std_normalization": ["--custom-reward-post-process-path", "a.b"],
+    "eval_prompt_data": ["--skip-eval-before-train"],
+    "eps_clip_high": SFT,
+    "micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"],
+}
+ON_ANOTHER_MACHINE = {"vllm_kv_cache_memory_bytes", "input_key", "label_key", "metadata_key", "tool_key"}
+
+
+def flag_of(name: str, values: list[str]) -> list[str]:
+    return ["--" + name.replace("_", "-"), *values]
+
+
+@pytest.mark.parametrize("name", [name for condition in READ_WHEN for name in condition.knobs])
+def test_a_flag_that_nothing_reads_is_refused_and_passes_where_it_is_read(name: str, model_dir: Path) -> None:
+    values, reader = READ[name]
+    given = [text.format(model=model_dir) for text in flag_of(name, values)]
+    if reader is not None:
+        resolved(model_dir, *given, *(text.format(model=model_dir) for text in reader))
+    if name not in ON_ANOTHER_MACHINE:
+        with pytest.raises(ConfigError, match=rf"{given[0]}.*no effect here. Read only with"):
+            resolved(model_dir, *given, *UNREAD.get(name, []))
+
+
+def test_keys_of_records_are_not_read_without_records(model_dir: Path) -> None:
+    flags = [flag for flag in base(model_dir) if not flag.endswith(("--prompt-data", "train.jsonl"))]
+    with pytest.raises(
+        ConfigError, match=r"--input-key q, --label-key a: no effect here. Read only with --prompt-data"
+    ):
+        parse_command_line([*flags, "--reasoning-gym", "chain_sum", "--input-key", "q", "--label-key", "a"])
+    parse_command_line([*flags, "--reasoning-gym", "chain_sum", "--reasoning-gym-size", "5"])
+
+
+def test_a_cache_size_of_the_cpu_engine_is_not_read_on_a_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vime.config.checks.has_cuda", lambda: True)
+    flags = [*("--device", "cuda", "--actor-num-gpus-per-node", "1"), "--vllm-kv-cache-memory-bytes", "2000000"]
+    with pytest.raises(
+        ConfigError, match=r"--vllm-kv-cache-memory-bytes 2000000: no effect here. Read only with --device cpu"
+    ):
+        resolved(model_dir, *flags)
+
+
+def test_paths_are_absolute_whatever_directory_a_worker_has(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model_dir)
+    flags = ["--prompt-data", "train.jsonl@[0:1]", "--eval-prompt-data", "own", "train.jsonl", "--save", "../saved"]
+    flags += ["--rm-type", "exact_match", "--custom-generate-function-path", "plug/in.py:generate"]
+    flags += ["--hf-checkpoint", ".", "--dynamic-sampling-filter-path", "package.module.name"]
+    config = resolved(model_dir, *flags)
+    assert config.model.hf_checkpoint == str(model_dir)
+    assert config.model.save == str(model_dir.parent / "saved")
+    assert config.data.prompt_data == f"{model_dir}/train.jsonl@[0:1]"
+    assert config.eval.eval_prompt_data == ("own", f"{model_dir}/train.jsonl")
+    assert config.rollout.custom_generate_function_path == f"{model_dir}/plug/in.py:generate"
+    assert config.rollout.dynamic_sampling_filter_path == "package.module.name"
+
+
+def test_every_flag_that_names_files_says_so() -> None:
+    """Or a worker would look for it in its own working directory."""
+    ends = ("_path", "_dir", "_load", "_checkpoint", "prompt_data", "_rollout_data")
+    for _, flag, spec in iter_flags():
+        if spec.name.endswith(ends) or spec.name in ("load", "save", "save_hf"):
+            assert spec.metadata["path"] is not None, flag
 
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 32, "num_hidden_layers": 8}

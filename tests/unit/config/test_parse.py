@@ -11,7 +11,7 @@ from vime.types import ConfigError
 
 
 def test_unknown_flag_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean --rollout-batch-size"):
+    with pytest.raises(ConfigError, match=r"Did you mean --rollout-batch-size\? See"):
         parse(["--rollout-batchsize", "4"])
 
 
@@ -23,6 +23,11 @@ def test_abbreviated_flags_are_refused() -> None:
 def test_a_value_out_of_range_is_refused_naming_the_range() -> None:
     with pytest.raises(ConfigError, match=r"--rollout-top-p: got 1\.5, expected 0 to 1"):
         parse(["--rollout-top-p", "1.5"])
+
+
+def test_a_value_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--lr: got nan, expected a number"):
+        parse(["--lr", "nan"])
 
 
 def test_a_value_of_the_wrong_type_is_refused() -> None:

@@ -6,11 +6,15 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from vime.config.run import TrackingConfig
+from vime.observability import metrics
 from vime.observability.metrics import Tracker, read_metrics, series
 from vime.types import ConfigError, DataError
 
@@ -96,6 +100,51 @@ sys.exit("torch" in sys.modules or "wandb" in sys.modules)
     read.Reload()
     scalars = [(entry.step, entry.value) for entry in read.Scalars("train/loss")]
     assert scalars == [(0, 0.5), (7, 0.25)]
+
+
+def test_tensorboard_forgets_the_rounds_that_a_resumed_run_trains_anew(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracking = TrackingConfig(use_tensorboard=True)
+    first = Tracker(tracking, tmp_path, {})
+    for step in range(4):
+        first.log(step, {"train/loss": float(step)})
+    first.close()
+    (tmp_path / "tensorboard").joinpath(next((tmp_path / "tensorboard").iterdir())).rename(
+        tmp_path / "tensorboard" / "events.out.tfevents.1.first"  # files are read by name, which is a second
+    )
+    resumed = Tracker(tracking, tmp_path, {}, start_round=2)
+    resumed.log(2, {"train/loss": 20.0})
+    resumed.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(entry.step, entry.value) for entry in read.Scalars("train/loss")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+def test_wandb_goes_on_in_the_run_of_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **how: asked.append(how) or Mock())
+    for name in ("one", "one", "other"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        Tracker(TrackingConfig(use_wandb=True), tmp_path / name, {}).close()
+    first, again, other = (how["id"] for how in asked)
+    assert first == again != other
+    assert {how["resume"] for how in asked} == {"allow"}
+
+
+def test_a_network_that_is_gone_does_not_hold_the_end_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import wandb
+
+    never = threading.Event()
+    monkeypatch.setattr(wandb, "init", lambda **_: Mock(finish=never.wait))
+    monkeypatch.setattr(metrics, "WANDB_FINISH_S", 0.05)
+    Tracker(TrackingConfig(use_wandb=True), tmp_path, {}).close()
+    assert "wandb has not uploaded everything" in caplog.text
+    never.set()
 
 
 def test_wandb_works_offline(tmp_path: Path) -> None:

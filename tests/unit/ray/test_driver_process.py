@@ -33,6 +33,12 @@ def test_importing_the_driver_redirects_nothing_and_loads_no_engine() -> None:
     subprocess.run([sys.executable, "-c", PROBE], check=True, timeout=60)
 
 
+def test_the_driver_needs_no_torch() -> None:
+    """400 MB and a second; only TransferQueue's own client brings it. `PublishReport` is what a rank answers with."""
+    probe = "import sys, vime.ray.launch, vime.weights.publish; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("flags", "cpus"),
     [

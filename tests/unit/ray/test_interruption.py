@@ -1,8 +1,10 @@
-"""What a signal costs: nothing at the first one, and no false promise at the second."""
+"""What a signal or a failure costs: nothing that was trained, and no false promise at the second signal."""
 
 import contextlib
 import os
+import pty
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,24 +16,38 @@ from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
 from vime.ray import launch, rollout_manager
+from vime.ray import machine as machine_module
 from vime.ray.books import RoundBooks
-from vime.ray.checkpoint import Start
+from vime.ray.checkpoint import Start, find_latest, read_run_state
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.waits import Interrupted
-from vime.types import EngineReport
+from vime.types import ClusterError, EngineError, EngineReport, RewardError
 from vime.weights.versions import VersionLedger
 
 
 class FakeTrainers:
+    """`faults`: method -> the error that it raises."""
+
     def __init__(self) -> None:
         self.published: list[int] = []
+        self.faults: dict[str, Exception] = {}
 
     def train(self, rollout_id: int, *_: Any) -> dict[str, float]:
+        self._fail("train")
         return {"train/loss": float(rollout_id)}
 
+    def save(self, directory: Path) -> None:
+        self._fail("save")
+        (directory / "weights").write_text("w")
+
+    def _fail(self, method: str) -> None:
+        if method in self.faults:
+            raise self.faults[method]
+
     def publish(self, version: int, *_: Any) -> Any:
+        self._fail("publish")
         self.published.append(version)
         report = EngineReport(engine="engine-0", version=version, content_hash="h", num_tensors=1)
         return SimpleNamespace(engine_reports=[report], content_hash="h", version=version, metrics=dict)
@@ -80,6 +96,143 @@ def test_a_round_that_was_trained_is_booked_when_the_interruption_comes_before_i
 
     assert launch._drive(machine, rhythm, machine.watchers.events) == 130
     assert {step: line["train/loss"] for step, line in read_metrics(tmp_path).items()} == {0: 0.0, 1: 1.0}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Nine rounds, a checkpoint only when something ends them."""
+    monkeypatch.setattr(machine_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
+    monkeypatch.setattr(machine_module, "ray", SimpleNamespace())
+    made = make_machine(parse([]), tmp_path, num_rollout=9)
+    made.parts.manager = SimpleNamespace(state_after=SimpleNamespace(remote=lambda _rollout_id: None))
+    return made
+
+
+def train_then_raise(error: Exception, *, rounds: int) -> launch.Rhythm:
+    """A reward, an engine, the data or Vime itself fails while round number `rounds` is generated."""
+
+    def rhythm(machine: Machine) -> None:
+        for rollout_id in machine.rounds():
+            if rollout_id == rounds:
+                raise error
+            machine.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            machine.save_if_due(rollout_id)
+            machine.publish()
+
+    return rhythm
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RewardError("no such rubric"), "no such rubric"),
+        (EngineError("engine-0 ended with exit code 137"), "engine-0 ended"),
+        (KeyError("surprise"), "KeyError: 'surprise' (at test_interruption.py:"),
+    ],
+)
+def test_a_failure_outside_the_trainers_saves_what_they_trained(
+    machine: Machine, error: Exception, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch._drive(machine, train_then_raise(error, rounds=2), machine.watchers.events) == 3
+    checkpoints = machine.run_dir / "checkpoints"
+    assert read_run_state(find_latest(checkpoints)).rollout_id == 1  # rounds 0 and 1 were trained
+    told = capfd.readouterr().err
+    assert says in told
+    assert f"go on with --load {checkpoints}" in told
+
+
+def test_a_failure_before_the_first_round_is_trained_saves_nothing(
+    machine: Machine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch._drive(machine, train_then_raise(RewardError("no rubric"), rounds=0), machine.watchers.events) == 3
+    assert find_latest(machine.checkpoint_root) is None
+    assert "no rubric\nNo round was trained" in capfd.readouterr().err
+
+
+def test_weights_in_the_middle_of_a_round_are_not_saved(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+    machine.config = machine.config.replace(save_interval=2)  # saves round 1
+    trainers: Any = machine.parts.trainers
+
+    def rhythm(machine: Machine) -> None:
+        for rollout_id in machine.rounds():
+            if rollout_id == 3:
+                trainers.faults["train"] = ClusterError("rank 1 died")
+            machine.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            machine.save_if_due(rollout_id)
+
+    assert launch._drive(machine, rhythm, machine.watchers.events) == 3
+    assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 1
+    told = capfd.readouterr().err
+    assert "rank 1 died\nThis was in the middle of a round of training" in told
+    assert f"iter_0000001; go on with --load {machine.checkpoint_root}" in told
+
+
+def test_when_the_rescue_fails_too_both_errors_are_said(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+    trainers: Any = machine.parts.trainers
+    trainers.faults["save"] = OSError("no space left on device")
+    for error, code in ((RewardError("no such rubric"), 3), (Interrupted("generation"), 3)):
+        machine._start, machine.trained_round = Start(rollout_id=0, checkpoint=None), -1
+        machine.doing = None
+        assert launch._drive(machine, train_then_raise(error, rounds=1), machine.watchers.events) == code
+        told = capfd.readouterr().err
+        assert str(error) in told
+        assert "no space left on device" in told
+        assert "There is no checkpoint" in told
+
+
+def test_a_publish_that_hangs_is_let_go_before_the_save(machine: Machine) -> None:
+    """Rank 0 may be waiting for an engine, and no rank can save meanwhile: the engines end first."""
+    trainers, order = machine.parts.trainers, []
+    trainers.faults["publish"] = EngineError("engine-0 does not answer")  # type: ignore[union-attr]
+    trainers.save = lambda _directory: order.append("save")  # type: ignore[union-attr, method-assign]
+    machine.parts.engines = SimpleNamespace(addresses=[], stop=lambda: order.append("stop"))  # type: ignore[assignment]
+    assert launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9), machine.watchers.events) == 3
+    assert order == ["stop", "save"]
+
+
+ON_A_TERMINAL = """
+import os, signal, time
+from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
+from vime.ray.waits import Interrupted
+with Interrupts() as interrupts:
+    with children_outlive_the_terminal():
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        print("ready", flush=True)
+        while signal.SIGHUP not in signal.sigpending():  # the terminal is gone; the signal waits for the block's end
+            time.sleep(0.01)
+    print("nobody reads this", flush=True)
+    child_is_alive = os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGKILL)
+    try:
+        interrupts.raise_if_asked("a wait")
+    except Interrupted:
+        os._exit(0 if child_is_alive else 2)
+os._exit(1)
+"""
+
+
+def test_a_closed_terminal_is_a_request_that_children_do_not_get() -> None:
+    """A terminal of its own, closed under the process as the kernel does it: SIGHUP to all, writing is an error."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", ON_A_TERMINAL])
+    shown = b""
+    while b"ready\r\n" not in shown:
+        shown += os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_nohup_keeps_its_meaning() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            interrupts.raise_if_asked("a wait")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_does_not_claim_that_nothing_was_lost(

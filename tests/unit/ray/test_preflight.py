@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from vime.config.parse import Config, parse
+from vime.ray.checkpoint import RunState, save_checkpoint
 from vime.ray.preflight import preflight
 from vime.types import ConfigError
 
@@ -40,5 +41,28 @@ def test_a_trainer_that_sleeps_while_engines_generate_is_refused_where_it_trains
 
 
 def test_a_router_flag_that_the_run_owns_is_refused_before_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--router-policy: decided by --vllm-router-policy"):
+    with pytest.raises(ConfigError, match=r"the router's --policy itself. Use --vllm-router-policy instead"):
         preflight(config(tmp_path, "--router-policy", "random"), is_async=False)
+
+
+def test_a_mistyped_load_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    """Starting fresh in silence would throw the first run's training away."""
+    checkpoints = tmp_path / "mine" / "checkpoints"
+    save_checkpoint(checkpoints, RunState(rollout_id=0, version=1, data_source={}), lambda _: None)
+    for wrong, says in (
+        (tmp_path / "mien" / "checkpoints", f"does not exist.*did you mean {tmp_path / 'mine'}"),
+        (tmp_path / "mine" / "checkpoint", f"does not exist.*did you mean {checkpoints}"),
+        (tmp_path / "mine", f"has no checkpoint in it.*did you mean {checkpoints}"),
+        (checkpoints / "iter_0000007", f"does not exist.*did you mean {checkpoints / 'iter_0000000'}"),
+        (tmp_path / "elsewhere", f"does not exist.*{tmp_path} holds mine"),
+    ):
+        with pytest.raises(ConfigError, match=f"--load {wrong}: {says}"):
+            preflight(config(tmp_path, "--load", str(wrong), "--save", str(checkpoints)), is_async=False)
+    preflight(config(tmp_path, "--load", str(checkpoints)), is_async=False)
+
+
+def test_one_command_line_starts_and_resumes(tmp_path: Path) -> None:
+    """`--load X --save X`, and a run directory that holds the checkpoints."""
+    absent = str(tmp_path / "checkpoints")
+    preflight(config(tmp_path, "--load", absent, "--save", absent + "/"), is_async=False)
+    preflight(config(tmp_path, "--load", absent, "--run-dir", str(tmp_path)), is_async=False)

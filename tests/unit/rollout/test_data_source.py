@@ -99,6 +99,17 @@ def test_resuming_on_other_prompts_is_refused(model_dir, five, tmp_path):
         source(model_dir, other).load(state)
 
 
+@pytest.mark.parametrize("change", [{"label": "B"}, {"metadata": {"level": 2}}, {"input": "b="}])
+def test_resuming_on_a_changed_record_is_refused(model_dir, tmp_path, change):
+    record = {"input": "a=", "label": "A", "metadata": {"level": 1}}
+    before = source(model_dir, write_jsonl(tmp_path / "before.jsonl", [record]))
+    same = source(model_dir, write_jsonl(tmp_path / "same.jsonl", [dict(reversed(record.items()))]))
+    same.load(before.save(3))  # the order of keys is not the data
+    after = source(model_dir, write_jsonl(tmp_path / "after.jsonl", [record | change]))
+    with pytest.raises(DataError, match=r"differ from those of the checkpoint \(round 3\).*labels, metadata"):
+        after.load(before.save(3))
+
+
 @pytest.mark.parametrize(("part", "expected"), [("[1:3]", "bc"), ("[:2]", "ab"), ("[3:]", "de"), ("[-2:]", "de")])
 def test_a_slice_takes_those_records(model_dir, five, part, expected):
     data = source(model_dir, f"{five}@{part}")

@@ -114,14 +114,14 @@ def test_known_flags_pass():
 
 @pytest.mark.usefixtures("known_flags")
 def test_a_near_miss_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match=r"--vllm-max-num-seq: .*did you mean --vllm-max-num-seqs\?"):
+    with pytest.raises(ConfigError, match=r"--vllm-max-num-seq: .*Did you mean --vllm-max-num-seqs\? `"):
         validate_vllm_flags(cpu("--vllm-max-num-seq", "8"))
 
 
 @pytest.mark.parametrize(
     ("given", "decided_by"),
     [
-        ("--vllm-port", "the engine's place"),
+        ("--vllm-port", "Leave it out"),
         ("--vllm-model", "--hf-checkpoint"),
         ("--vllm-tensor-parallel-size", "--rollout-num-gpus-per-engine"),
         ("--vllm-dtype", "--bf16"),

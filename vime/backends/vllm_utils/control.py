@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from vime.types import EngineAddress, EngineError, EngineReport, Version
+from vime.types import EngineAddress, EngineError, EngineReport, Version, WaitTimeoutError
 
 CONNECT_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 1.0
@@ -24,6 +24,7 @@ class Fanout:
 
     def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float) -> None:
         self.addresses = tuple(addresses)
+        self._deadline_s = CONNECT_TIMEOUT_S + timeout_s + FAILURE_GRACE_S
         self._client = httpx.Client(
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
             trust_env=False,  # a proxy of the environment must not stand between a host and its own engines
@@ -58,14 +59,19 @@ class Fanout:
     def _on_each(self, route: str, send: Callable[[int], httpx.Response]) -> list[dict[str, Any]]:
         """Answers in the order of the engines. One failure ends the wait: the others may be waiting for that engine."""
         sent = [self._pool.submit(self._checked, send, route, index) for index in range(len(self.addresses))]
-        finished, pending = concurrent.futures.wait(sent, return_when=concurrent.futures.FIRST_EXCEPTION)
-        if pending:
+        finished, pending = concurrent.futures.wait(
+            sent, timeout=self._deadline_s, return_when=concurrent.futures.FIRST_EXCEPTION
+        )
+        if pending and any(future.exception() for future in finished):
             more, pending = concurrent.futures.wait(pending, timeout=FAILURE_GRACE_S)
             finished |= more
         failures = [str(future.exception()) for future in sent if future in finished and future.exception()]
         if failures:
             waiting = f"; {len(pending)} other engines have not answered yet" if pending else ""
             raise EngineError("; ".join(failures) + f"{waiting}. See the engine's log in RUN_DIR/logs.")
+        if pending:  # the client bounds each read, but not an answer that comes byte by byte
+            names = ", ".join(self.addresses[index].name for index in range(len(sent)) if sent[index] in pending)
+            raise WaitTimeoutError(f"{names} to answer {route}", self._deadline_s, "vLLM", "See RUN_DIR/logs.")
         return [future.result() for future in sent]
 
     def _checked(self, send: Callable[[int], httpx.Response], route: str, index: int) -> dict[str, Any]:

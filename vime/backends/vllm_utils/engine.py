@@ -26,6 +26,11 @@ class EngineProcess(ServerProcess):
             ready_url=f"{self.address.url}/health",
         )
 
+    def check_health(self, deadline_s: float, *, is_updating: bool) -> None:
+        """EngineError when it has ended or hangs. The API server answers /health by itself; /is_paused goes to the
+        process with the model and back, which is not asked while an update may hold it (the update has a deadline)."""
+        self.probe(self.url + ("/health" if is_updating else "/is_paused"), deadline_s)
+
     @property
     def url(self) -> str:
         return self.address.url

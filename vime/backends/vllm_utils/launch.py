@@ -28,19 +28,19 @@ SERVED_MODEL = "policy"
 LIST_FLAGS_TIMEOUT_S = 180
 MAX_NUM_SEQS_CPU = 128  # default of vLLM 0.32 for one CPU worker
 
-# Flags that the run itself decides, and the flag of Vime that decides it.
+# Flags that the run itself decides, and the flag of Vime that decides it (empty: none does).
 OWNED_FLAGS = {
     "--model": "--hf-checkpoint",
-    "--host": "the engine's place",
-    "--port": "the engine's place",
-    "--served-model-name": "Vime",
-    "--weight-transfer-config": "Vime (--update-weight-transport chooses how weights travel)",
-    "--worker-extension-cls": "Vime (content hash of the weights)",
+    "--host": "",
+    "--port": "",
+    "--served-model-name": "",
+    "--weight-transfer-config": "--update-weight-transport",
+    "--worker-extension-cls": "",
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
     "--dtype": "--bf16",
     "--max-model-len": "--rollout-max-context-len",
     "--logprobs-mode": "--rollout-temperature",
-    "--enable-scale-out": "Vime (the generate route)",
+    "--enable-scale-out": "",
     "--seed": "--rollout-seed",
 }
 _SHORT_NAMES = {"-tp": "--tensor-parallel-size"}
@@ -113,16 +113,15 @@ def validate_vllm_flags(config: Config) -> None:
     for name in given:
         owned = _SHORT_NAMES.get(name, name)
         if owned in OWNED_FLAGS:
-            raise ConfigError(
-                f"--vllm-{name.lstrip('-')}: the engine's {owned} is decided by {OWNED_FLAGS[owned]}. Use that instead."
-            )
+            action = f"Use {OWNED_FLAGS[owned]} instead" if OWNED_FLAGS[owned] else "Leave it out"
+            raise ConfigError(f"--vllm-{name.lstrip('-')}: Vime decides the engine's {owned} itself. {action}.")
     known = _installed_flags()
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean --vllm-{close[0].lstrip('-')}?" if close else ""
+            hint = f"Did you mean --vllm-{close[0].lstrip('-')}? " if close else ""
             raise ConfigError(
-                f"--vllm-{name.lstrip('-')}: vLLM {_vllm_version()} has no flag {name}{hint} "
+                f"--vllm-{name.lstrip('-')}: vLLM {_vllm_version()} has no flag {name}. {hint}"
                 f"`python -m {SERVER_MODULE} --help` lists them."
             )
 

@@ -100,6 +100,25 @@ class ServerProcess:
                 f"({self.log_path}):\n{self.log_tail()}"
             )
 
+    def probe(self, url: str, deadline_s: float) -> None:
+        """EngineError when the child has ended, or lives and does not answer `url` within `deadline_s`: it hangs."""
+        self.check()
+        try:
+            # verify: nothing is encrypted on the way to an own child, and reading certificates costs 20 ms a time
+            got = f"status {httpx.get(url, timeout=deadline_s, trust_env=False, verify=False).status_code}"
+        except httpx.TimeoutException:
+            got = f"no answer within {deadline_s:g} s (--engine-health-timeout-secs)"
+        except httpx.TransportError as error:
+            got = f"{type(error).__name__}: {error}"
+        if got == "status 200":
+            return
+        self.check()  # it may have ended meanwhile, which says more
+        raise EngineError(
+            f"{self.name} lives (pid {self.pid}) but does not work: GET {url} got {got}, expected status 200 at any "
+            f"time. It was stopped, waits for a device, or its core died. Last log lines ({self.log_path}):\n"
+            f"{self.log_tail()}"
+        )
+
     def is_alive(self) -> bool:
         return self._child is not None and self._child.poll() is None
 

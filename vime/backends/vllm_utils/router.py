@@ -14,10 +14,10 @@ from vime.config.parse import Config
 from vime.types import ConfigError, EngineAddress
 from vime.utils.network import free_port
 
-OWNED_FLAGS = {
-    "--host": "Vime",
+OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decides it (empty: none does)
+    "--host": "",
     "--port": "--vllm-router-port",
-    "--worker-urls": "Vime",
+    "--worker-urls": "",
     "--policy": "--vllm-router-policy",
 }
 
@@ -53,6 +53,10 @@ class RouterProcess(ServerProcess):
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
+    def check_health(self, deadline_s: float) -> None:
+        """EngineError when it has ended or hangs."""
+        self.probe(f"{self.url}/liveness", deadline_s)
+
 
 def router_command(config: Config, engines: Sequence[EngineAddress], *, host: str, port: int) -> list[str]:
     """Command line of the router; a user flag replaces the default of the same name."""
@@ -75,7 +79,8 @@ def router_command(config: Config, engines: Sequence[EngineAddress], *, host: st
 def validate_router_flags(config: Config) -> None:
     """ConfigError for a --router-* flag that the run owns; before any process starts."""
     for name in sorted(_names(config) & set(OWNED_FLAGS)):
-        raise ConfigError(f"--router-{name.lstrip('-')}: decided by {OWNED_FLAGS[name]}. Leave it out.")
+        action = f"Use {OWNED_FLAGS[name]} instead" if OWNED_FLAGS[name] else "Leave it out"
+        raise ConfigError(f"--router-{name.lstrip('-')}: Vime decides the router's {name} itself. {action}.")
 
 
 def _names(config: Config) -> set[str]:

@@ -1,0 +1,60 @@
+"""The driver's look at engines while it waits for something else, with actors that stand in for engines."""
+
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from vime.config.parse import parse
+from vime.ray import engines as engines_module
+from vime.ray.engines import Engines
+from vime.types import EngineError, WaitTimeoutError
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class Stub:
+    """Both an engine's and the router's actor. The index says what is wrong with it."""
+
+    def __init__(self, _config, index_or_dir, _run_dir=None) -> None:
+        self._index = index_or_dir
+
+    def start(self, _deadline_s) -> None:
+        return None
+
+    def check(self, deadline_s: float, is_updating: bool) -> None:
+        if self._index == 1:
+            raise EngineError(f"engine-1 asked with {deadline_s:g} s, is_updating {is_updating}")
+        if self._index == 2:
+            time.sleep(600)
+
+
+def started(monkeypatch, tmp_path: Path, count: int) -> Engines:
+    monkeypatch.setattr(engines_module, "EngineActor", Stub)
+    monkeypatch.setattr(engines_module, "RouterActor", Stub)
+    flags = ["--engine-health-interval-secs", "0.5", "--engine-health-timeout-secs", "0.5"]
+    return Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags]), tmp_path)
+
+
+def check_until_raised(engines: Engines, deadline_s: float = 60, **how: bool) -> None:
+    ends = time.monotonic() + deadline_s
+    while time.monotonic() < ends:
+        engines.check(**how)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("is_updating", [False, True])
+def test_an_engine_that_is_not_well_ends_the_wait_by_its_own_words(monkeypatch, tmp_path, is_updating) -> None:
+    engines = started(monkeypatch, tmp_path, count=2)
+    with pytest.raises(EngineError, match=f"engine-1 asked with 0.5 s, is_updating {is_updating}"):
+        check_until_raised(engines, is_updating=is_updating)
+
+
+def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(engines_module, "GRACE_S", 0.5)
+    engines = started(monkeypatch, tmp_path, count=3)
+    engines._actors.pop(1)
+    with pytest.raises(WaitTimeoutError, match=r"engine-1.* to say how it is"):  # the second of the two that are left
+        check_until_raised(engines)

@@ -1,0 +1,39 @@
+"""Paths of the command line made absolute: workers, and their nodes, have working directories of their own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vime.config.flags import PathKind, knobs
+from vime.config.parse import SECTIONS, Config
+
+
+def absolute_paths(config: Config) -> Config:
+    """Every flag that names a file or directory, relative to where the run was started."""
+    changes = {}
+    for section, kind in SECTIONS.items():
+        for _, spec in knobs(kind):
+            value = getattr(getattr(config, section), spec.name)
+            if value and spec.metadata["path"] is not None:
+                changes[spec.name] = _absolute(value, spec.metadata["path"])
+    return config.replace(**changes)
+
+
+def path_flags(config: Config) -> dict[str, Any]:
+    """Knob -> value of every path that was given: what each node of a cluster must see."""
+    return {
+        spec.name: value
+        for section, kind in SECTIONS.items()
+        for _, spec in knobs(kind)
+        if spec.metadata["path"] is not None and (value := getattr(getattr(config, section), spec.name))
+    }
+
+
+def _absolute(value: Any, kind: PathKind) -> Any:
+    match kind:
+        case PathKind.PAIRS:
+            return tuple(_absolute(text, PathKind.FILE) if place % 2 else text for place, text in enumerate(value))
+        case PathKind.PLUGIN if ".py:" not in value:
+            return value  # package.module.name
+    return os.path.abspath(os.path.expanduser(value))

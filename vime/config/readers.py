@@ -1,0 +1,142 @@
+"""Which flag is read under which condition. A flag that was given and that nothing would read is refused.
+
+"Given" means that the command line says something else than the default. Not counted: the debug modes, which run half
+of a machine that the same command line describes whole; plug-ins, which see every flag; and what depends on the size
+of the run alone (`--balance-data` on one rank), so that one script serves every size. Flags of the algorithm that only
+some estimators or corrections read are in `algo_checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vime.config.algo_checks import needs_reference
+from vime.config.flags import flag_name, knobs
+from vime.config.parse import SECTIONS, Config, section_of
+from vime.types import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """`knobs` are read when `holds`; `says` is how the user brings that about."""
+
+    knobs: tuple[str, ...]
+    holds: Callable[[Config], bool]
+    says: str
+
+
+def _has_records(config: Config) -> bool:
+    is_own_source = not config.data.data_source_path.startswith("vime.")
+    return bool(config.data.prompt_data or config.eval.eval_prompt_data or is_own_source)
+
+
+def _uses_engines_to_train(config: Config) -> bool:
+    return not config.rollout.rollout_function_path.startswith("vime.rollout.sft_rollout.")
+
+
+READ_WHEN = (
+    Condition(
+        ("min_lr", "lr_decay_iters"),
+        lambda config: config.optimizer.lr_decay_style != "constant",
+        "with --lr-decay-style linear or cosine",
+    ),
+    Condition(
+        ("recompute_method", "recompute_num_layers"),
+        lambda config: config.parallel.recompute_granularity == "full",
+        "with --recompute-granularity full",
+    ),
+    Condition(
+        ("ref_load", "kl_loss_type"), lambda config: needs_reference(config.algo), "with --use-kl-loss or --kl-coef"
+    ),
+    Condition(
+        ("input_key", "label_key", "metadata_key", "tool_key"),
+        _has_records,
+        "with --prompt-data, --eval-prompt-data or a --data-source-path of your own",
+    ),
+    Condition(
+        ("apply_chat_template_kwargs",), lambda config: config.data.apply_chat_template, "with --apply-chat-template"
+    ),
+    Condition(("reasoning_gym_size",), lambda config: config.data.reasoning_gym is not None, "with --reasoning-gym"),
+    Condition(
+        ("over_sampling_batch_size", "dynamic_sampling_filter_path", "rollout_sample_filter_path"),
+        _uses_engines_to_train,
+        "with another --rollout-function-path than sft_rollout",
+    ),
+    Condition(("rm_url",), lambda config: config.reward.rm_type == "remote_rm", "with --rm-type remote_rm"),
+    Condition(
+        ("custom_reward_post_process_path", "get_mismatch_metrics"),
+        lambda config: config.algo.loss_type != "sft_loss",
+        "with another --loss-type than sft_loss",
+    ),
+    Condition(
+        ("disable_grpo_std_normalization",),
+        lambda config: config.reward.custom_reward_post_process_path is None,
+        "without --custom-reward-post-process-path, which replaces the normalisation",
+    ),
+    Condition(
+        (
+            *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k"),
+            *("eval_max_response_len", "skip_eval_before_train"),
+        ),
+        lambda config: bool(config.eval.eval_prompt_data),
+        "with --eval-prompt-data NAME PATH",
+    ),
+    Condition(
+        ("eval_prompt_data",),
+        lambda config: config.eval.eval_interval is not None or not config.eval.skip_eval_before_train,
+        "with --eval-interval, or without --skip-eval-before-train",
+    ),
+    Condition(("vllm_kv_cache_memory_bytes",), lambda config: config.cluster.device == "cpu", "with --device cpu"),
+    Condition(
+        ("eps_clip_high",), lambda config: config.algo.loss_type == "policy_loss", "with --loss-type policy_loss"
+    ),
+    Condition(
+        ("micro_batch_size",),
+        lambda config: not config.batch.use_dynamic_batch_size,
+        "without --use-dynamic-batch-size, where --max-tokens-per-gpu says how much is in a micro-batch",
+    ),
+    Condition(
+        ("max_tokens_per_gpu",), lambda config: config.batch.use_dynamic_batch_size, "with --use-dynamic-batch-size"
+    ),
+    Condition(
+        ("transferqueue_partition", "num_data_storage_units"),
+        lambda config: config.queue.transferqueue_mode == "buffer",
+        "with --transferqueue-mode buffer",
+    ),
+    Condition(
+        ("update_weight_disk_dir",),
+        lambda config: config.weights.update_weight_transport == "disk",
+        "with --update-weight-transport disk",
+    ),
+    Condition(
+        ("wandb_project", "wandb_group", "wandb_mode"), lambda config: config.tracking.use_wandb, "with --use-wandb"
+    ),
+)
+
+
+def check_given(given: Config, config: Config) -> None:
+    """`given` is what the command line says, `config` the same after `checks.resolve`."""
+    for condition in READ_WHEN:
+        idle = [name for name in condition.knobs if is_given(given, name)]
+        if idle and not condition.holds(config):
+            flags = ", ".join(_as_given(given, name) for name in idle)
+            raise ConfigError(
+                f"{flags}: no effect here. Read only {condition.says}. Remove {'it' if len(idle) == 1 else 'them'}, or "
+                "change that."
+            )
+
+
+def is_given(config: Config, name: str) -> bool:
+    """Whether the knob was set to something else than its default."""
+    section = section_of(name)
+    return bool(getattr(getattr(config, section), name) != getattr(getattr(Config(), section), name))
+
+
+def _as_given(given: Config, name: str) -> str:
+    value = getattr(given.flat, name)
+    shown = "" if isinstance(value, bool) else " " + (" ".join(value) if isinstance(value, tuple) else str(value))
+    return _FLAGS[name] + shown
+
+
+_FLAGS = {spec.name: flag_name(spec) for section in SECTIONS.values() for _, spec in knobs(section)}
