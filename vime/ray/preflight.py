@@ -27,9 +27,19 @@ def preflight(config: Config, *, is_async: bool) -> None:
     check_requested(config.queue.transfer_queue_extra_data_fields)
     check_plugins(config.flat)
     if not config.debug.debug_rollout_only:
-        read_architecture(config.model.hf_checkpoint)
+        _check_architecture(config)
     validate_router_flags(config)
     validate_vllm_flags(config)
+
+
+def _check_architecture(config: Config) -> None:
+    """The model is one that the training backend knows."""
+    if config.cluster.train_backend == "megatron":
+        read_architecture(config.model.hf_checkpoint)
+        return
+    from vime.backends.fsdp_utils.hf_config import read_config  # loads transformers, which the driver needs for no more
+
+    read_config(config.model.hf_checkpoint)
 
 
 def _check_load(config: Config) -> None:
