@@ -78,7 +78,8 @@ class TrainWorker:
         whole round, what other workers computed (`given`), then what is made of them. Where the policy is played."""
         algo, place = self._config.algo, self.place
         check_delivered(plan, rows, dp_rank=place.dp_rank)
-        others = {name: column if place.holds_tokens else {} for name, column in (given or {}).items()}
+        mine = plan.rows_of(place.dp_rank) if place.holds_tokens else ()
+        others = {name: {row: column[row] for row in mine} for name, column in (given or {}).items()}
         columns = {**others, **self.forward_columns(plan, rows)}
         if needs_old_log_prob(plan, algo, policy_moves=policy_moves(plan, self._config)):
             columns[OLD_LOGP] = self.compute_log_prob(plan, rows)
