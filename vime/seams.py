@@ -85,7 +85,7 @@ class LossFunction(Protocol):
     denominators, so that no layout or packing changes it.
 
     T: packed tokens of a micro-batch. `logp_T` and `entropy_T` carry the graph; `columns` are constants by name:
-    advantage, old_logp, rollout_logp, mask, and ref_logp under --use-kl-loss or --kl-coef.
+    advantage, old_logp, rollout_logp, mask; ref_logp under --use-kl-loss or --kl-coef; value and return under ppo.
     """
 
     def __call__(self, args: Any, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor: ...

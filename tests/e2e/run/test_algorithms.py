@@ -34,10 +34,13 @@ def test_imitation_lowers_its_loss_without_starting_an_engine(tiny_task: TinyTas
 @pytest.mark.parametrize(
     "more",
     [
-        ["--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "0.05", "--gamma", "0.99", "--use-opd"],
+        [
+            *("--advantage-estimator", "ppo", "--kl-coef", "0.05", "--gamma", "0.99", "--lambd", "0.95", "--use-opd"),
+            *("--critic-lr", "3e-3", "--save-interval", "4"),
+        ],
         ["--advantage-estimator", "gspo", "--off-policy-correction", "mis", "--get-mismatch-metrics"],
     ],
-    ids=["reinforce-plus-plus-distilled", "gspo-mis"],
+    ids=["ppo-distilled", "gspo-mis"],
 )
 def test_tokens_one_version_old_are_weighed(tiny_task: TinyTask, tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "reward.py").write_text(TAUGHT_REWARD)
@@ -53,3 +56,8 @@ def test_tokens_one_version_old_are_weighed(tiny_task: TinyTask, tmp_path: Path,
         assert metrics[rollout_id]["train/token_share/staleness_1"] == 1
         assert 0 < metrics[rollout_id]["train/ess/staleness_1"] <= 1
         assert metrics[rollout_id]["train/grad_norm"] > 0
+    if "ppo" in more:
+        assert metrics[0]["train/value_mean"] == 0
+        assert metrics[ROUNDS - 1]["train/value_loss"] < metrics[0]["train/value_loss"]
+        [checkpoint] = (tmp_path / "run" / "checkpoints").glob("iter_*")
+        assert any(path.name == "critic" for path in checkpoint.rglob("*"))
