@@ -98,7 +98,9 @@ class CriticConfig:
         minimum=0,
     )
     value_clip: float = flag(
-        0.2, "a value is worth moving this far from what it was at the start of the round; inf: no bound", minimum=0
+        0.2,
+        "how far from its prediction at the start of the round a value may move in the critic's loss; inf: no bound",
+        minimum=0,
     )
 
 
