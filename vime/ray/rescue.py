@@ -27,9 +27,12 @@ def rescue(machine: Machine) -> tuple[bool, str]:
         return False, f"This was in the middle of a round of training: its weights are not saved. {_newest(machine)}"
     if machine.doing is Doing.SAVING:
         return False, f"Round {trained} is trained, but not saved. {_newest(machine)}"
-    try:
-        if machine.open_round is not None and machine.open_round == trained:
+    if machine.open_round is not None and machine.open_round == trained:
+        try:
             books.finish(trained, machine.versions.trained)
+        except Exception:  # boundary: a line of metrics is worth less than the round, and its sink may be what failed
+            logger.exception("the metrics of round %d could not be written", trained)
+    try:
         if machine.doing is Doing.PUBLISHING and machine.parts.engines is not None:
             machine.parts.engines.stop()  # rank 0 may wait for one that hangs, and no rank can save meanwhile
         saved = machine.save()

@@ -180,6 +180,17 @@ def test_when_the_rescue_fails_too_both_errors_are_said(machine: Machine, capfd:
         assert "There is no checkpoint" in told
 
 
+def test_metrics_that_cannot_be_written_do_not_cost_the_round(machine: Machine) -> None:
+    """The sink of the metrics is what failed; it fails again when the rescue books the round."""
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    machine.watchers.books.finish = full  # type: ignore[method-assign]
+    assert launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9), machine.watchers.events) == 3
+    assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 0
+
+
 def test_a_publish_that_hangs_is_let_go_before_the_save(machine: Machine) -> None:
     """Rank 0 may be waiting for an engine, and no rank can save meanwhile: the engines end first."""
     trainers, order = machine.parts.trainers, []
