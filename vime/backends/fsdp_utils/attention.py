@@ -1,0 +1,102 @@
+"""Causal attention within each sequence of a pack, for every model that asks transformers' attention interface.
+
+transformers would tell the sequences of a pack apart by a T x T mask. No mask is made here: each sequence is attended
+on its own, so cost and memory grow with the tokens of a pack, not with their square, and no token sees another
+sequence.
+
+Shapes: T packed tokens, L tokens of one sequence, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+NAME = "vime_packed"
+NOT_COMPUTED = ("s_aux", "position_bias", "head_mask")
+"""What some models hand to their attention and this one does not compute."""
+
+
+def register() -> None:
+    """Make `attn_implementation=NAME` known to transformers in this process."""
+    AttentionInterface.register(NAME, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,  # noqa: ARG001  transformers passes it
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, G, T, D]
+    value: Tensor,  # [1, G, T, D]
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    pack_starts: Sequence[int] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """([1, T, H, D], None). `pack_starts`: where each sequence starts, and T; the engine hands it to the model.
+
+    Dropout is left out whatever the model's configuration says: the probability ratio must compare like with like.
+    """
+    given = [name for name in NOT_COMPUTED if others.get(name) is not None]
+    if attention_mask is not None or pack_starts is None or given:
+        raise NotImplementedError(
+            f"packed attention got a mask: {attention_mask is not None}, pack boundaries: {pack_starts is not None}, "
+            f"and {given}; expected boundaries alone"
+        )
+    outputs = [
+        _attend(
+            query[:, :, start:end],
+            key[:, :, start:end],
+            value[:, :, start:end],
+            scale=scaling,
+            window=sliding_window,
+            softcap=softcap,
+        )
+        for start, end in itertools.pairwise(pack_starts)
+    ]
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """[1, H, L, D] of one sequence. Position i sees the positions (i - window, i], or all up to i without a window."""
+    length = query.size(2)
+    is_grouped = query.size(1) != key.size(1)
+    if softcap is None and (window is None or window >= length):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    block = min(window or length, length)  # a block of queries sees at most two blocks of keys: linear in the length
+    outputs = []
+    for first in range(0, length, block):
+        last, seen = min(first + block, length), max(0, first - block + 1) if window else 0
+        row = torch.arange(first, last, device=query.device).unsqueeze(1)
+        column = torch.arange(seen, last, device=query.device)
+        mask = column <= row
+        if window:
+            mask &= column > row - window
+        part = query[:, :, first:last], key[:, :, seen:last], value[:, :, seen:last]
+        if softcap is None:
+            outputs.append(F.scaled_dot_product_attention(*part, attn_mask=mask, scale=scale, enable_gqa=is_grouped))
+        else:
+            outputs.append(_softcapped(*part, mask, scale=scale, softcap=softcap))
+    return torch.cat(outputs, 2)
+
+
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None, softcap: float
+) -> Tensor:
+    """Scores pressed into (-softcap, softcap) by tanh, as Gemma 2 has them; no fused kernel computes that here."""
+    groups = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    score = query @ key.transpose(2, 3) * (scale if scale is not None else query.size(-1) ** -0.5)
+    score = torch.tanh(score / softcap) * softcap
+    weight = score.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
+    return weight.to(value.dtype) @ value

@@ -1,0 +1,183 @@
+"""`FsdpEngine`: one model cut over all trainer ranks, with what it needs to learn when it does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from vime.backends.fsdp_utils import checkpoint
+from vime.backends.fsdp_utils.hf_weights import HFWeights
+from vime.backends.fsdp_utils.model import (
+    ValueModel,
+    attention_for,
+    bare_model,
+    fill,
+    model_inputs,
+    read_config,
+    read_weights,
+    shard,
+)
+from vime.backends.fsdp_utils.optimizer import ShardOptimizer
+from vime.backends.fsdp_utils.parking import Parking
+from vime.backends.fsdp_utils.probe import check_packing
+from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
+from vime.batching.pack import PackedBatch, pack
+from vime.config.parse import Config
+from vime.seams import PackLoss
+from vime.types import ConfigError, EngineSpec, TrainRow, VimeError
+from vime.weights.plan import TensorMeta
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpEngine:
+    """`seams.TrainEngine` on FSDP2. Every rank is a replica with rows of its own, and a part of every parameter: so all
+    ranks run the same number of forward and backward passes, whether a micro-batch of theirs is empty or not.
+
+    Gradients are reduced after each micro-batch: holding them whole until the last would cost what cutting them saves.
+    """
+
+    takes_part_in_export = True  # parts of every tensor lie on every rank
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        config: Config,
+        *,
+        model: nn.Module,
+        hf: HFWeights,
+        implementation: str,
+        device: torch.device,
+    ) -> None:
+        self._spec, self._config = spec, config
+        self._model, self._hf = model, hf
+        self._implementation, self._device = implementation, device
+        self._parking = Parking()
+        self._optimizer = None
+        if spec.is_trainable:
+            parameters = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
+            self._optimizer = ShardOptimizer(parameters, config.optimizer, total_steps=spec.total_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        return self._learning.learning_rate
+
+    @property
+    def _learning(self) -> ShardOptimizer:
+        if self._optimizer is None:
+            raise VimeError(
+                f"the engine of role {self._spec.role} is frozen: it has nothing to learn, save or load with."
+            )
+        return self._optimizer
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
+        """See `TrainEngine.forward`. Collective over all trainer ranks, which pass equally many micro-batches."""
+        answers = []
+        for rows in batches:
+            batch = pack(rows, device=self._device)
+            value_T, _ = self._token_values(batch)
+            answers.append([value_T[positions].cpu() for positions in batch.row_slices])
+        return answers
+
+    def accumulate(
+        self,
+        batches: Sequence[Sequence[TrainRow]],
+        columns: Sequence[Mapping[str, Sequence[Tensor]]],
+        loss: PackLoss,
+    ) -> list[Tensor]:
+        """See `TrainEngine.accumulate`. Collective over all trainer ranks.
+
+        Scale: the loss is a share of the step's loss and gradients are summed over micro-batches and ranks (`shard`),
+        so nobody divides again.
+        """
+        self._learning.zero_grad()
+        statistics = []
+        for rows, extra in zip(batches, columns, strict=True):
+            batch = pack(rows, device=self._device, extra=extra)
+            value_T, entropy_T = self._token_values(batch)
+            share, statistics_S = loss(value_T, entropy_T, batch)
+            if not share.requires_grad:  # the peers wait in the reductions of this pass
+                share = share + 0.0 * value_T.sum()
+            share.backward()  # type: ignore[no-untyped-call]
+            statistics.append(statistics_S.detach())
+        return statistics
+
+    def _token_values(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """(log p of the labels [T], entropies [T]), or with a value head (predicted returns [T], zeros); fp32."""
+        inputs = model_inputs(batch, self._implementation)
+        if self._spec.has_value_head:
+            value_T = self._model(**inputs)[0, :, 0].float()
+            return value_T, torch.zeros_like(value_T)
+        logits_TV = self._model(**inputs).logits[0]
+        return logprobs_and_entropy(logits_TV, batch.labels_T, temperature=self._config.rollout.rollout_temperature)
+
+    def apply_gradients(self) -> float:
+        return self._learning.step()
+
+    def finish_round(self) -> None:
+        """Nothing to do: parameters are gathered anew for each pass."""
+
+    def save(self, directory: Path) -> None:
+        with_optimizer = not self._config.model.no_save_optim
+        checkpoint.save(directory, self._model, self._learning, with_optimizer=with_optimizer)
+
+    def load(self, directory: Path) -> None:
+        checkpoint.load(directory, self._model, self._learning)
+
+    def sleep(self) -> None:
+        if not self._parking.is_empty:
+            return
+        parameters = [part for part in self._model.parameters() if isinstance(part, DTensor)]
+        for parameter in parameters:
+            parameter.grad = None
+        moments = [] if self._optimizer is None else self._optimizer.tensors()
+        self._parking.park([*(parameter.to_local() for parameter in parameters), *moments])
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        self._parking.fetch()
+
+    def weight_metadata(self) -> list[TensorMeta]:
+        return self._hf.metadata()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective over all trainer ranks."""
+        return self._hf.export()
+
+
+def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: torch.device) -> FsdpEngine:
+    """Read the HF directory and cut it over `mesh`. Collective over all trainer ranks; what rank 0 finds wrong in the
+    weights is raised on all."""
+    parallel = config.parallel
+    settings = read_config(spec)
+    implementation = attention_for(device, parallel)
+    family = bare_model(spec, settings, implementation=implementation)
+    model: nn.Module = ValueModel(family) if spec.has_value_head else family
+    hf = HFWeights(family, model, torch.bfloat16 if parallel.bf16 else torch.float32)
+    if parallel.recompute_granularity is not None:
+        family.gradient_checkpointing_enable({"use_reentrant": False})
+    model.eval()
+    model.requires_grad_(spec.is_trainable)
+    root = shard(model, mesh, parallel)
+    weights: dict[str, Tensor] | None = None
+    failure: list[str | None] = [None]
+    if mesh.get_rank() == 0:
+        try:
+            weights = read_weights(spec, settings)
+        except ConfigError as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise ConfigError(failure[0])
+    fill(root, weights, mesh, device)
+    check_packing(spec, family, model, implementation=implementation, device=device)
+    return FsdpEngine(spec, config, model=model, hf=hf, implementation=implementation, device=device)

@@ -1,0 +1,63 @@
+"""The weights of a cut model by the names of its Hugging Face files.
+
+transformers holds some tensors otherwise than its files do (all experts of a layer in one); its own inverse of loading,
+applied to one tensor at a time, gives the files' tensors back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from vime.weights.plan import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the module, and the tensors of the files that it holds."""
+
+    name: str
+    metas: tuple[TensorMeta, ...]
+
+
+class HFWeights:
+    """Made of the model before it is cut; yields its values afterwards."""
+
+    def __init__(self, family: PreTrainedModel, model: nn.Module, dtype: torch.dtype) -> None:
+        """`model`: `family` itself or a critic on its decoder. `dtype`: what floating-point tensors are exported as."""
+        self._family, self._model, self._dtype = family, model, dtype
+        self._entries = [
+            Entry(name, tuple(TensorMeta.of(hf_name, part) for hf_name, part in self._split(name, tensor)))
+            for name, tensor in distinct_tensors(model).items()
+        ]
+
+    def metadata(self) -> list[TensorMeta]:
+        return [meta for entry in self._entries for meta in entry.metas]
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the files, whole tensor), one after the other. Collective over all ranks: each exhausts it."""
+        held = distinct_tensors(self._model)
+        for entry in self._entries:
+            tensor = held[entry.name]
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield from self._split(entry.name, whole)
+
+    def _split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        yield from revert_weight_conversion(self._family, {name: tensor}).items()
+
+
+def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of the model holds: a tied head is the embedding under a second name, and is left out."""
+    by_identity: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_identity.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(by_identity.values())

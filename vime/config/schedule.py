@@ -1,0 +1,37 @@
+"""The learning rate of each optimizer step. Step 0 is the first; both trainers follow it."""
+
+from __future__ import annotations
+
+import math
+
+from vime.config.machine import OptimizerConfig
+from vime.types import ConfigError
+
+
+def decay_steps(settings: OptimizerConfig, total_steps: int) -> int:
+    """The step at which a decaying rate has reached --min-lr; contradictions are refused."""
+    steps = settings.lr_decay_iters or max(total_steps, 1)
+    if settings.lr_decay_style == "constant":
+        return steps
+    if settings.lr_warmup_iters >= steps:
+        raise ConfigError(
+            f"--lr-warmup-iters {settings.lr_warmup_iters} leaves nothing of the {steps} steps over which "
+            "the rate decays (--lr-decay-iters, or the whole run). Warm up for fewer steps or decay over more."
+        )
+    if settings.min_lr > settings.lr:
+        raise ConfigError(f"--min-lr {settings.min_lr} is above --lr {settings.lr}. Lower it.")
+    return steps
+
+
+def learning_rate_at(settings: OptimizerConfig, step: int, decay_steps: int) -> float:
+    """Linear warm-up from 0 over --lr-warmup-iters, then constant, linear or cosine down to --min-lr."""
+    warmup = settings.lr_warmup_iters
+    if warmup and step <= warmup:
+        return settings.lr * step / warmup
+    if settings.lr_decay_style == "constant":
+        return settings.lr
+    if step > decay_steps:
+        return settings.min_lr
+    done = (step - warmup) / (decay_steps - warmup)
+    left = 1.0 - done if settings.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+    return settings.min_lr + left * (settings.lr - settings.min_lr)
