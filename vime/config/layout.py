@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+
+from vime.config.flags import flag_name, knobs
 from vime.config.hf_config import ModelShape
 from vime.config.machine import ParallelConfig
 from vime.config.parse import Config
 from vime.types import ConfigError
+
+FSDP_KNOBS = ("bf16", "recompute_granularity")
+"""The knobs of `ParallelConfig` that --train-backend fsdp reads."""
 
 
 def virtual_pipeline_size(parallel: ParallelConfig, num_layers: int) -> int | None:
@@ -32,10 +38,13 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     """Every refusal about the layout. Called after the empty knobs were derived."""
     parallel, batch = config.parallel, config.batch
     world = config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
-    _check_ranks(parallel, world)
-    _check_divisors(parallel, shape)
-    _check_experts(parallel, shape, world)
-    _check_switches(parallel)
+    if config.cluster.train_backend == "fsdp":
+        _check_fsdp(parallel)
+    else:
+        _check_ranks(parallel, world)
+        _check_divisors(parallel, shape)
+        _check_experts(parallel, shape, world)
+        _check_switches(parallel)
     dp, samples = world // parallel.ranks_per_replica, batch.global_batch_size or 1
     if samples % dp:
         raise ConfigError(
@@ -53,6 +62,23 @@ def check_layout(config: Config, shape: ModelShape) -> None:
             f"{parallel.context_parallel_size} holds {room} tokens: the first full answer of "
             f"--rollout-max-response-len {answer} tokens with its prompt would not "
             "fit and end the run. Raise it, or allow shorter answers."
+        )
+
+
+def _check_fsdp(parallel: ParallelConfig) -> None:
+    """FSDP cuts parameters, gradients and optimizer state over all ranks, and nothing else."""
+    defaults = ParallelConfig()
+    for _, spec in knobs(ParallelConfig):
+        got = operator.attrgetter(spec.name)(parallel)
+        if spec.name not in FSDP_KNOBS and got != operator.attrgetter(spec.name)(defaults):
+            raise ConfigError(
+                f"{flag_name(spec)} {got} with --train-backend fsdp has no effect: every rank trains on rows of its own "
+                "and holds a part of each tensor. Remove it, or use --train-backend megatron."
+            )
+    if parallel.recompute_granularity == "selective":
+        raise ConfigError(
+            "--recompute-granularity selective with --train-backend fsdp: only full is there, which recomputes each "
+            "decoder layer. Use full, or --train-backend megatron."
         )
 
 

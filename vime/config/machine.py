@@ -11,6 +11,12 @@ from vime.config.flags import flag
 class ClusterConfig:
     """Cluster: how many processes, on which device."""
 
+    train_backend: str = flag(
+        "megatron",
+        "what trains: megatron (every parallel layout, known model families), or fsdp (any Hugging Face causal language "
+        "model, cut over all trainer ranks)",
+        choices=("megatron", "fsdp"),
+    )
     actor_num_nodes: int = flag(1, "nodes for training", minimum=1)
     actor_num_gpus_per_node: int | None = flag(
         None,
