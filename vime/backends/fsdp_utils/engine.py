@@ -75,11 +75,18 @@ class FsdpEngine:
             raise VimeError(
                 f"the engine of role {self._spec.role} is frozen: it has nothing to learn, save or load with."
             )
+        self._require_awake()
         return self._optimizer
+
+    def _require_awake(self) -> None:
+        if self._parking.is_parked:
+            role = self._spec.role
+            raise VimeError(f"the engine of role {role} sleeps: its weights are not on the device. Wake it up.")
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
         """See `TrainEngine.forward`. Collective over all trainer ranks, which pass equally many micro-batches."""
+        self._require_awake()
         answers = []
         for rows in batches:
             batch = pack(rows, device=self._device)
@@ -133,7 +140,7 @@ class FsdpEngine:
         checkpoint.load(directory, self._model, self._learning)
 
     def sleep(self) -> None:
-        if not self._parking.is_empty:
+        if self._parking.is_parked:
             return
         parameters = [part for part in self._model.parameters() if isinstance(part, DTensor)]
         for parameter in parameters:
@@ -151,6 +158,7 @@ class FsdpEngine:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over all trainer ranks."""
+        self._require_awake()
         return self._hf.export()
 
 

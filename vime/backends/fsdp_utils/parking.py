@@ -14,27 +14,24 @@ class Parking:
     def __init__(self) -> None:
         self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._parked
+        self.is_parked = False
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy every storage behind `tensors` to the host and empty it."""
-        for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
-            is_on_host = storage.device.type == "cpu"
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=not is_on_host)
-            host.copy_(_bytes(storage))
+        """Copy every storage behind `tensors` to the host and empty it. A shard without elements has none."""
+        found = (tensor.untyped_storage() for tensor in tensors)
+        for storage in {storage.data_ptr(): storage for storage in found if storage.nbytes()}.values():
+            self._parked.append((storage, _bytes_of(storage).to("cpu", copy=True)))
             storage.resize_(0)
-            self._parked.append((storage, host))
+        self.is_parked = True
 
     def fetch(self) -> None:
         """Fill every storage again."""
         for storage, host in self._parked:
             storage.resize_(host.numel())
-            _bytes(storage).copy_(host)
-        self._parked.clear()
+            _bytes_of(storage).copy_(host)
+        self._parked, self.is_parked = [], False
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """The whole storage as a flat tensor that shares it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
