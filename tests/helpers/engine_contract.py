@@ -30,9 +30,11 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron": (1, {}),
     "megatron-dp2-distributed": (2, {"use_distributed_optimizer": True}),
     "megatron-pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "fsdp": (1, {"train_backend": "fsdp"}),
+    "fsdp-dp2": (2, {"train_backend": "fsdp"}),
 }
 """Name -> (processes, flags). A backend joins the contract by a line here."""
-REPLICAS = {"megatron": 1, "megatron-dp2-distributed": 2, "megatron-pp2": 1}
+REPLICAS = {"megatron": 1, "megatron-dp2-distributed": 2, "megatron-pp2": 1, "fsdp": 1, "fsdp-dp2": 2}
 PACKINGS: dict[str, dict[str, Any]] = {
     "two": {},
     "one": {"num_micro_batches": 1},
