@@ -170,7 +170,8 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
     implementation = attention_for(device, parallel)
     family = bare_model(spec, settings, implementation=implementation)
     model: nn.Module = ValueModel(family) if spec.has_value_head else family
-    hf = HFWeights(family, model, torch.bfloat16 if parallel.bf16 else torch.float32)
+    twin = bare_model(spec, settings, implementation=implementation)
+    hf = HFWeights(twin, model, torch.bfloat16 if parallel.bf16 else torch.float32)
     if parallel.recompute_granularity is not None:
         family.gradient_checkpointing_enable({"use_reentrant": False})
     model.eval()

@@ -30,7 +30,8 @@ class HFWeights:
     """Made of the model before it is cut; yields its values afterwards."""
 
     def __init__(self, family: PreTrainedModel, model: nn.Module, dtype: torch.dtype) -> None:
-        """`model`: `family` itself or a critic on its decoder. `dtype`: what floating-point tensors are exported as."""
+        """`model`: what is exported. `family`: a twin of it without storage that is never cut, because transformers
+        finds names by class, and cutting changes the class. `dtype`: what floating-point tensors are exported as."""
         self._family, self._model, self._dtype = family, model, dtype
         self._entries = [
             Entry(name, tuple(TensorMeta.of(hf_name, part) for hf_name, part in self._split(name, tensor)))

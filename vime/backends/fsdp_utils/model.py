@@ -116,7 +116,12 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            spec.checkpoint, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            spec.checkpoint,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported like the others
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {_line(error)}.") from error
