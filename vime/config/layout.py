@@ -72,8 +72,8 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
         got = operator.attrgetter(spec.name)(parallel)
         if spec.name not in FSDP_KNOBS and got != operator.attrgetter(spec.name)(defaults):
             raise ConfigError(
-                f"{flag_name(spec)} {got} with --train-backend fsdp has no effect: every rank trains on rows of its own "
-                "and holds a part of each tensor. Remove it, or use --train-backend megatron."
+                f"{flag_name(spec)} {got} with --train-backend fsdp has no effect: every rank trains on rows of its "
+                "own and holds a part of each tensor. Remove it, or use --train-backend megatron."
             )
     if parallel.recompute_granularity == "selective":
         raise ConfigError(

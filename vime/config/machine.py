@@ -13,8 +13,8 @@ class ClusterConfig:
 
     train_backend: str = flag(
         "megatron",
-        "what trains: megatron (every parallel layout, known model families), or fsdp (any Hugging Face causal language "
-        "model, cut over all trainer ranks)",
+        "what trains: megatron (every parallel layout, known model families), or fsdp (any Hugging Face causal "
+        "language model, cut over all trainer ranks)",
         choices=("megatron", "fsdp"),
     )
     actor_num_nodes: int = flag(1, "nodes for training", minimum=1)

@@ -280,6 +280,38 @@ def test_context_parallel_ranks_are_one_data_parallel_index(model_dir: Path) -> 
         resolved(model_dir, *layout, "--actor-num-gpus-per-node", "12")
 
 
+FSDP = ("--train-backend", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--tensor-model-parallel-size", "2"), "--tensor-model-parallel-size 2"),
+        (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size 2"),
+        (("--context-parallel-size", "2"), "--context-parallel-size 2"),
+        (("--expert-model-parallel-size", "2"), "--expert-model-parallel-size 2"),
+        (("--sequence-parallel",), "--sequence-parallel True"),
+        (("--use-distributed-optimizer",), "--use-distributed-optimizer True"),
+        (("--overlap-grad-reduce",), "--overlap-grad-reduce True"),
+        (("--recompute-granularity", "full", "--recompute-method", "uniform"), "--recompute-method uniform"),
+        (("--recompute-granularity", "selective"), "--recompute-granularity selective"),
+    ],
+)
+def test_what_fsdp_does_not_read_is_refused_by_both_flags(model_dir: Path, flags: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"{named} with --train-backend fsdp"):
+        resolved(model_dir, *FSDP, *flags, "--actor-num-gpus-per-node", "2")
+
+
+def test_fsdp_takes_bf16_full_recomputation_and_any_number_of_ranks_that_divides_the_samples(model_dir: Path) -> None:
+    # 16 samples: 8 ranks take 2 each, and 3 cannot
+    parallel = resolved(
+        model_dir, *FSDP, "--bf16", "--recompute-granularity", "full", "--actor-num-gpus-per-node", "8"
+    ).parallel
+    assert parallel.bf16
+    with pytest.raises(ConfigError, match="3 data-parallel"):
+        resolved(model_dir, *FSDP, "--actor-num-gpus-per-node", "3")
+
+
 def test_missing_model_directory_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json there"):
         resolved(model_dir, "--hf-checkpoint", str(model_dir / "absent"))

@@ -51,17 +51,10 @@ def packed_attention(
             f"packed attention got a mask: {attention_mask is not None}, pack boundaries: {pack_starts is not None}, "
             f"and {given}; expected boundaries alone"
         )
-    outputs = [
-        _attend(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            scale=scaling,
-            window=sliding_window,
-            softcap=softcap,
-        )
-        for start, end in itertools.pairwise(pack_starts)
-    ]
+    # split, not slices: the gradient of a slice is as long as the pack, of a split as long as its sequence
+    lengths = [end - start for start, end in itertools.pairwise(pack_starts)]
+    sequences = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+    outputs = [_attend(*parts, scale=scaling, window=sliding_window, softcap=softcap) for parts in sequences]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
@@ -73,20 +66,26 @@ def _attend(
     is_grouped = query.size(1) != key.size(1)
     if softcap is None and (window is None or window >= length):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
-    block = min(window or length, length)  # a block of queries sees at most two blocks of keys: linear in the length
-    outputs = []
-    for first in range(0, length, block):
-        last, seen = min(first + block, length), max(0, first - block + 1) if window else 0
-        row = torch.arange(first, last, device=query.device).unsqueeze(1)
-        column = torch.arange(seen, last, device=query.device)
+    block = min(window or length, length)  # a block of queries sees its own keys and those of the block before: linear
+    outputs, first = [], 0
+    before: tuple[Tensor, Tensor] | None = None
+    for queries, own_keys, own_values in zip(*(x.split(block, 2) for x in (query, key, value)), strict=True):
+        seen, keys, values = first, own_keys, own_values
+        if before is not None:
+            seen, keys, values = first - block, torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        row = torch.arange(first, first + queries.size(2), device=query.device).unsqueeze(1)
+        column = torch.arange(seen, seen + keys.size(2), device=query.device)
         mask = column <= row
         if window:
             mask &= column > row - window
-        part = query[:, :, first:last], key[:, :, seen:last], value[:, :, seen:last]
         if softcap is None:
-            outputs.append(F.scaled_dot_product_attention(*part, attn_mask=mask, scale=scale, enable_gqa=is_grouped))
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+            )
         else:
-            outputs.append(_softcapped(*part, mask, scale=scale, softcap=softcap))
+            out = _softcapped(queries, keys, values, mask, scale=scale, softcap=softcap)
+        outputs.append(out)
+        first, before = first + block, (own_keys, own_values)
     return torch.cat(outputs, 2)
 
 

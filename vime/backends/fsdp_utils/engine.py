@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from vime.backends.fsdp_utils import checkpoint
 from vime.backends.fsdp_utils.hf_weights import HFWeights
 from vime.backends.fsdp_utils.model import (
     ValueModel,
+    answer_positions,
     attention_for,
     bare_model,
     fill,
@@ -59,6 +61,7 @@ class FsdpEngine:
         self._spec, self._config = spec, config
         self._model, self._hf = model, hf
         self._implementation, self._device = implementation, device
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._parking = Parking()
         self._optimizer = None
         if spec.is_trainable:
@@ -118,13 +121,23 @@ class FsdpEngine:
         return statistics
 
     def _token_values(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(log p of the labels [T], entropies [T]), or with a value head (predicted returns [T], zeros); fp32."""
+        """(log p of response tokens [T], entropies [T]), 0 elsewhere; or with a value head (predicted returns [T],
+        zeros). fp32. Prompts have no logits: that saves their share of the largest tensor of a step."""
         inputs = model_inputs(batch, self._implementation)
         if self._spec.has_value_head:
             value_T = self._model(**inputs)[0, :, 0].float()
             return value_T, torch.zeros_like(value_T)
-        logits_TV = self._model(**inputs).logits[0]
-        return logprobs_and_entropy(logits_TV, batch.labels_T, temperature=self._config.rollout.rollout_temperature)
+        answer_A = answer_positions(batch)
+        if self._keeps_logits:
+            logits_AV = self._model(**inputs, logits_to_keep=answer_A).logits.squeeze(0)
+        else:
+            logits_AV = self._model(**inputs).logits.squeeze(0).index_select(0, answer_A)
+        values = logprobs_and_entropy(
+            logits_AV, batch.labels_T[answer_A], temperature=self._config.rollout.rollout_temperature
+        )
+        # one by one: without an entropy term in the loss no gradient of the entropy is asked for
+        logp_T, entropy_T = (value_A.new_zeros(batch.num_tokens).index_copy(0, answer_A, value_A) for value_A in values)
+        return logp_T, entropy_T
 
     def apply_gradients(self) -> float:
         return self._learning.step()

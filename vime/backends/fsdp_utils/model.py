@@ -178,5 +178,12 @@ def model_inputs(batch: PackedBatch, implementation: str) -> dict[str, Any]:
     return {**inputs, **lengths, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
 
 
+def answer_positions(batch: PackedBatch) -> Tensor:
+    """[A] where a response token is predicted; at least one position, so that nothing is empty."""
+    positions = [torch.arange(positions.start, positions.stop) for positions in batch.row_slices]
+    answer_A = torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
+    return (answer_A if len(answer_A) else torch.zeros(1, dtype=torch.int64)).to(batch.tokens_T.device)
+
+
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__} {error}".replace("\n", " ")[:300]

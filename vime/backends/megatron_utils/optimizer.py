@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from vime.config.machine import OptimizerConfig, ParallelConfig
-from vime.types import ConfigError
+from vime.config.schedule import decay_steps
 
 
 class PolicyOptimizer:
@@ -75,23 +75,16 @@ class PolicyOptimizer:
     def _make_scheduler(self, total_steps: int) -> OptimizerParamScheduler:
         """Linear warm-up from 0, then constant, linear or cosine. The flags of this command win over a checkpoint's."""
         settings = self._settings
-        decay_steps = settings.lr_decay_iters or max(total_steps, 1)
+        steps = decay_steps(settings, total_steps)
         if settings.lr_decay_style == "constant":
-            decay_steps = max(decay_steps, settings.lr_warmup_iters + 1)  # has no meaning here, but megatron checks it
-        elif settings.lr_warmup_iters >= decay_steps:
-            raise ConfigError(
-                f"--lr-warmup-iters {settings.lr_warmup_iters} leaves nothing of the {decay_steps} steps over which "
-                "the rate decays (--lr-decay-iters, or the whole run). Warm up for fewer steps or decay over more."
-            )
-        if settings.min_lr > settings.lr and settings.lr_decay_style != "constant":
-            raise ConfigError(f"--min-lr {settings.min_lr} is above --lr {settings.lr}. Lower it.")
+            steps = max(steps, settings.lr_warmup_iters + 1)  # has no meaning here, but megatron checks it
         return OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
             max_lr=settings.lr,
             min_lr=self._min_lr,
             lr_warmup_steps=settings.lr_warmup_iters,
-            lr_decay_steps=decay_steps,
+            lr_decay_steps=steps,
             lr_decay_style=settings.lr_decay_style,
             start_wd=settings.weight_decay,
             end_wd=settings.weight_decay,
