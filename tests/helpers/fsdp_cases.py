@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tests.helpers.engine_contract import build, exported, take_step
+from tests.helpers.engine_contract import build, take_step
 from tests.helpers.megatron_cases import grpo_flags
 from tests.helpers.megatron_models import EXPERTS, SHAPE, make_plan, make_rows
 from tests.helpers.megatron_worker import Bench, Case
-from vime.types import Role, VimeError
+from vime.types import VimeError
 
 WINDOW = 6  # most rows are longer
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -88,28 +88,6 @@ def _error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-def valued(bench: Bench) -> dict[str, Any]:
-    """A critic before and after one step of squared error to a return of 1 at each trainable token."""
-    _, backend = bench.backend()
-    engine, rows = build(bench, backend, Role.CRITIC), make_rows()
-    [step] = make_plan(rows, dp_size=backend.place.dp_size).steps
-    numbers = step.micro_batches[backend.place.dp_rank]
-    batches = [[rows[row] for row in batch] for batch in numbers]
-
-    def squared_error(value_T: torch.Tensor, entropy_T: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = (batch.mask_T * (value_T - 1.0).square()).sum() / step.num_tokens
-        return loss, torch.stack([loss.detach().double(), entropy_T.abs().sum().double()])
-
-    def learn() -> dict[str, Any]:
-        shares = engine.accumulate(batches, [{} for _ in batches], squared_error)
-        return {"values": engine.forward(batches), "shares": shares, "grad_norm": engine.apply_gradients()}
-
-    answer = {"first": learn(), "second": learn(), "values": engine.forward(batches), "weights": exported(engine)}
-    answer["names"] = [meta.name for meta in engine.weight_metadata()]
-    backend.close()
-    return answer
-
-
 def fsdp_cases(models: Path, work: Path) -> list[Case]:
     def case(name: str, do: str, world: int = 1, flags: dict[str, Any] | None = None, **arguments: Any) -> Case:
         chosen = {**FSDP, "hf_checkpoint": str(models / "qwen3_moe"), **(flags or {})}
@@ -136,8 +114,6 @@ def fsdp_cases(models: Path, work: Path) -> list[Case]:
         case("recomputed", f"{contract}:learned", 2, {**steady, **RECOMPUTE}),
         case("bf16", "trained", 2, {**dense, "bf16": True}, rounds=2),
         case("fp32", "trained", 2, dense, rounds=2),
-        case("critic", f"{here}:valued", 2, dense),
-        case("critic-alone", f"{here}:valued", 1, dense),
         case("two-ranks-save", f"{here}:saved", 2, directory=work / "two"),
         case("one-rank-continues", f"{here}:continued", 1, directory=work / "two"),
         case("one-rank-saves", f"{here}:saved", 1, directory=work / "one"),

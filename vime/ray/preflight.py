@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vime.backends.fsdp_utils.hf_config import read_config
 from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
@@ -22,7 +23,8 @@ def preflight(config: Config, *, is_async: bool) -> None:
     check_requested(config.queue.transfer_queue_extra_data_fields)
     check_plugins(config.flat)
     if not config.debug.debug_rollout_only:
-        read_architecture(config.model.hf_checkpoint)
+        read_model = read_architecture if config.cluster.train_backend == "megatron" else read_config
+        read_model(config.model.hf_checkpoint)
     validate_router_flags(config)
     validate_vllm_flags(config)
 

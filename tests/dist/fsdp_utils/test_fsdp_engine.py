@@ -1,4 +1,4 @@
-"""The FSDP2 engine beyond the contract: model families, precision, checkpoints over rank counts, refusals; and that both
+"""The FSDP2 engine beyond the contract: families, precision, checkpoints over rank counts, refusals, and that both
 backends learn the same."""
 
 from __future__ import annotations
@@ -91,25 +91,9 @@ def test_bfloat16_follows_fp32_and_is_exported_as_it_computes(fsdp: Answers) -> 
             torch.testing.assert_close(tensor.float(), single["weights"][name], rtol=2**-7, atol=1e-3, msg=name)
 
 
-def test_a_critic_begins_at_zero_learns_and_is_the_same_on_one_rank_and_two(fsdp: Answers) -> None:
-    [alone] = fsdp("critic-alone")
-    two = fsdp("critic")
-    assert all(float(value_R.abs().sum()) == 0 for batch in alone["first"]["values"] for value_R in batch)
-    assert alone["names"][-1] == "score.weight"
-    assert "lm_head.weight" not in alone["names"]
-    for step in ("first", "second"):
-        # the mean over trainable tokens of (0 - 1)^2 is 1 before anything was learned
-        losses = [sum(float(share[0]) for rank in ranks for share in rank[step]["shares"]) for ranks in ([alone], two)]
-        assert losses[0] == pytest.approx(losses[1], rel=RELATIVE)
-        assert losses[0] == pytest.approx(1.0) if step == "first" else losses[0] < 1.0
-        for rank in two:
-            assert rank[step]["grad_norm"] == pytest.approx(alone[step]["grad_norm"], rel=RELATIVE)
-    for rank in two:
-        for name, tensor in rank["weights"].items():
-            torch.testing.assert_close(tensor, alone["weights"][name], rtol=0, atol=WEIGHT, msg=name)
-
-
-@pytest.mark.parametrize(("first", "second"), [("two-ranks-save", "one-rank-continues"), ("one-rank-saves", "two-ranks-continue")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("two-ranks-save", "one-rank-continues"), ("one-rank-saves", "two-ranks-continue")]
+)
 def test_a_checkpoint_continues_on_another_number_of_ranks(fsdp: Answers, first: str, second: str) -> None:
     for continued in fsdp(second):
         for found, expected in zip(continued, fsdp(first)[0], strict=True):
@@ -131,7 +115,7 @@ def test_weights_alone_start_the_schedule_and_moments_anew(fsdp: Answers) -> Non
         ("no-checkpoint", "CheckpointError: --load .*nowhere"),
         ("recurrent", "ConfigError: .*mamba.*does not keep packed sequences apart"),
         ("mixed", "ConfigError: .*the weights do not belong to this config.json"),
-        ("encoder", "ConfigError: .*t5.*cannot be trained"),
+        ("encoder", "ConfigError: .*t5.*no causal language model"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(fsdp: Answers, case: str, says: str) -> None:

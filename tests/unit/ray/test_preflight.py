@@ -39,6 +39,19 @@ def test_a_trainer_that_sleeps_while_engines_generate_is_refused_where_it_trains
     preflight(config(tmp_path, "--offload-train"), is_async=False)
 
 
+def test_a_family_that_megatron_does_not_know_is_refused_without_fsdp(tmp_path: Path) -> None:
+    of_both = {"hidden_act": "gelu", "rotary_pct": 0.25}
+    flags = ["--no-debug-rollout-only"]
+    chosen = config(tmp_path, *flags)
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **of_both, "model_type": "gpt_neox"}))
+    with pytest.raises(ConfigError, match="'gpt_neox' is not supported by the trainer"):
+        preflight(chosen, is_async=False)
+    preflight(chosen.replace(train_backend="fsdp"), is_async=False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ConfigError, match="'t5' is no causal language model"):
+        preflight(chosen.replace(train_backend="fsdp"), is_async=False)
+
+
 def test_a_router_flag_that_the_run_owns_is_refused_before_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--router-policy: decided by --vllm-router-policy"):
         preflight(config(tmp_path, "--router-policy", "random"), is_async=False)

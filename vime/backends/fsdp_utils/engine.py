@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
 from vime.backends.fsdp_utils import checkpoint
+from vime.backends.fsdp_utils.hf_config import read_config
 from vime.backends.fsdp_utils.hf_weights import HFWeights
 from vime.backends.fsdp_utils.model import (
     ValueModel,
@@ -22,7 +25,6 @@ from vime.backends.fsdp_utils.model import (
     bare_model,
     fill,
     model_inputs,
-    read_config,
     read_weights,
     shard,
 )
@@ -33,7 +35,7 @@ from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.seams import PackLoss
-from vime.types import ConfigError, EngineSpec, TrainRow, VimeError
+from vime.types import ConfigError, EngineSpec, Role, TrainRow, VimeError
 from vime.weights.plan import TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,8 @@ class FsdpEngine:
         self._optimizer = None
         if spec.is_trainable:
             parameters = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
-            self._optimizer = ShardOptimizer(parameters, config.optimizer, total_steps=spec.total_steps)
+            settings = replace(config.optimizer, lr=spec.lr, lr_warmup_iters=spec.lr_warmup_iters)
+            self._optimizer = ShardOptimizer(parameters, settings, total_steps=spec.total_steps)
 
     @property
     def learning_rate(self) -> float:
@@ -179,7 +182,9 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
     """Read the HF directory and cut it over `mesh`. Collective over all trainer ranks; what rank 0 finds wrong in the
     weights is raised on all."""
     parallel = config.parallel
-    settings = read_config(spec)
+    settings = read_config(spec.checkpoint, flag=spec.flag)
+    if spec.role is not Role.ACTOR:
+        _check_vocabulary(spec, config, settings)
     implementation = attention_for(device, parallel)
     family = bare_model(spec, settings, implementation=implementation)
     model: nn.Module = ValueModel(family) if spec.has_value_head else family
@@ -203,3 +208,13 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
     fill(root, weights, mesh, device)
     check_packing(spec, family, model, implementation=implementation, device=device)
     return FsdpEngine(spec, config, model=model, hf=hf, implementation=implementation, device=device)
+
+
+def _check_vocabulary(spec: EngineSpec, config: Config, settings: PretrainedConfig) -> None:
+    policy = read_config(config.model.hf_checkpoint).get_text_config().vocab_size
+    found = settings.get_text_config().vocab_size
+    if found != policy:
+        raise ConfigError(
+            f"{spec.flag} {spec.checkpoint}: the {spec.role} model has {found} tokens, the policy {policy}; "
+            f"expected the same vocabulary. Choose a {spec.role} of the same family."
+        )

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from vime.backends.fsdp_utils import attention
+from vime.backends.fsdp_utils.hf_config import one_line
 from vime.batching.pack import PackedBatch
 from vime.config.machine import ParallelConfig
 from vime.types import ConfigError, EngineSpec
@@ -50,19 +51,6 @@ class ValueModel(nn.Module):
         return self.score(getattr(self, self._prefix)(**inputs).last_hidden_state)
 
 
-def read_config(spec: EngineSpec) -> PretrainedConfig:
-    """config.json with every dropout off: the probability ratio must compare like with like."""
-    try:
-        config = AutoConfig.from_pretrained(spec.checkpoint, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{spec.flag} {spec.checkpoint}: config.json cannot be read: {_line(error)}.") from error
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for name, value in part.to_dict().items():
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-                setattr(part, name, 0.0)
-    return config
-
-
 def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: str) -> PreTrainedModel:
     """The model in fp32 without storage."""
     attention.register()
@@ -72,7 +60,7 @@ def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: st
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"{spec.flag} {spec.checkpoint}: model_type {config.model_type!r} cannot be trained on packed sequences: "
-            f"{_line(error)}. Use a causal language model whose attention transformers lets one replace."
+            f"{one_line(error)}. Use a causal language model whose attention transformers lets one replace."
         ) from error
 
 
@@ -124,7 +112,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
             ignore_mismatched_sizes=True,  # they are reported like the others
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {_line(error)}.") from error
+        raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {one_line(error)}.") from error
     allowed = {VALUE_HEAD, "lm_head.weight"} if spec.has_value_head else set()
     faults = {
         kind: sorted(map(str, set(found) - allowed))[:5] for kind, found in report.items() if set(found) - allowed
@@ -183,7 +171,3 @@ def answer_positions(batch: PackedBatch) -> Tensor:
     positions = [torch.arange(positions.start, positions.stop) for positions in batch.row_slices]
     answer_A = torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
     return (answer_A if len(answer_A) else torch.zeros(1, dtype=torch.int64)).to(batch.tokens_T.device)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]

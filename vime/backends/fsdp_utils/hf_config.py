@@ -1,0 +1,32 @@
+"""config.json of a Hugging Face directory, or why this backend cannot train it. Needs no trainer process."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, PretrainedConfig
+
+from vime.types import ConfigError
+
+
+def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedConfig:
+    """The configuration of a causal language model, with every dropout off: the probability ratio must compare like
+    with like."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{flag} {directory}: config.json cannot be read: {one_line(error)}.") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"{flag} {directory}: model_type {config.model_type!r} is no causal language model of the installed "
+            "transformers. Choose another model."
+        )
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
