@@ -55,6 +55,19 @@ def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 
+def test_fsdp_ranks_train_and_publish_what_the_engine_then_samples_with(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), "--num-rollout", "2", "--train-backend", "fsdp", "--actor-num-gpus-per-node", "2"]
+    flags += ["--check-weight-update-equal", "--use-kl-loss", "--kl-loss-coef", "0.01", "--save-interval", "2"]
+    finished = train(flags, tmp_path / "run")
+    assert finished.code == 0, finished.output
+    metrics = finished.metrics()
+    for rollout_id in range(2):
+        assert metrics[rollout_id]["train/train_rollout_logprob_abs_diff"] < 1e-4
+        assert metrics[rollout_id]["train/grad_norm"] > 0
+    assert len(set(finished.confirmed_hashes())) == 3  # the initial weights, then one version a round
+    assert list((tmp_path / "run" / "checkpoints").glob("iter_*/model/*.distcp"))
+
+
 def test_off_and_buffer_with_models_of_their_own_ranks_and_trainers_that_sleep_give_bit_equal_weights(
     tiny_task: TinyTask, recorded: str, tmp_path: Path
 ) -> None:
