@@ -194,10 +194,16 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
         family.gradient_checkpointing_enable({"use_reentrant": False})
     model.eval()
     model.requires_grad_(spec.is_trainable)
-    root = shard(model, mesh, parallel)
+    fill(shard(model, mesh, parallel), _read_on_rank_0(spec, settings), mesh, device)
+    check_packing(spec, family, model, implementation=implementation, device=device)
+    return FsdpEngine(spec, config, model=model, hf=hf, implementation=implementation, device=device)
+
+
+def _read_on_rank_0(spec: EngineSpec, settings: PretrainedConfig) -> dict[str, Tensor] | None:
+    """The weights on rank 0, None on the others; what is wrong with them is raised on all. Collective."""
     weights: dict[str, Tensor] | None = None
     failure: list[str | None] = [None]
-    if mesh.get_rank() == 0:
+    if dist.get_rank() == 0:
         try:
             weights = read_weights(spec, settings)
         except ConfigError as error:
@@ -205,9 +211,7 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise ConfigError(failure[0])
-    fill(root, weights, mesh, device)
-    check_packing(spec, family, model, implementation=implementation, device=device)
-    return FsdpEngine(spec, config, model=model, hf=hf, implementation=implementation, device=device)
+    return weights
 
 
 def _check_vocabulary(spec: EngineSpec, config: Config, settings: PretrainedConfig) -> None:

@@ -19,10 +19,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-IMPLEMENTATIONS = [
-    "local",
+ENGINES = [
+    pytest.param({"transformer_impl": "local"}, id="megatron-local"),
+    pytest.param({"train_backend": "fsdp"}, id="fsdp"),
     pytest.param(
-        "transformer_engine",
+        {"transformer_impl": "transformer_engine"},
+        id="megatron-transformer_engine",
         marks=pytest.mark.skipif(
             importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
         ),
@@ -44,22 +46,22 @@ def run_on_gpu(directory: Path, do: str, *, flags: dict[str, Any], **arguments: 
     return answer["gpu"]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama_tied"])
-def test_log_probs_on_the_gpu_equal_transformers(tmp_path: Path, kind: str, implementation: str) -> None:
+def test_log_probs_on_the_gpu_equal_transformers(tmp_path: Path, kind: str, engine: dict[str, str]) -> None:
     model = make_model(kind, tmp_path / kind)
-    flags = {"hf_checkpoint": str(model), "transformer_impl": implementation}
+    flags = {"hf_checkpoint": str(model), **engine}
     answer = run_on_gpu(tmp_path / "launch", "imported", flags=flags)
     expected = reference.log_probs(reference.load(model), make_rows(), temperature=1.0)
     difference = max(float((a - b).abs().max()) for a, b in zip(answer["log_probs"], expected, strict=True))
-    print(f"{kind} {implementation}: max abs difference {difference:.2e}")  # noqa: T201  the figure belongs in the log
+    print(f"{kind} {engine}: max abs difference {difference:.2e}")  # noqa: T201  the figure belongs in the log
     assert difference < 1e-3
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_grpo_round_on_the_gpu_equals_plain_torch(tmp_path: Path, implementation: str) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_grpo_round_on_the_gpu_equals_plain_torch(tmp_path: Path, engine: dict[str, str]) -> None:
     model, anchor = make_model("qwen2", tmp_path / "model"), make_model("qwen2", tmp_path / "anchor", seed=1)
-    flags = {**grpo_flags(anchor), "hf_checkpoint": str(model), "transformer_impl": implementation}
+    flags = {**grpo_flags(anchor), "hf_checkpoint": str(model), **engine}
     answer = run_on_gpu(tmp_path / "launch", "trained", flags=flags, num_steps=2)
     policy, rows = reference.load(model), make_rows()
     plan = make_plan(rows, dp_size=1, num_steps=2)
@@ -72,9 +74,10 @@ def test_a_grpo_round_on_the_gpu_equals_plain_torch(tmp_path: Path, implementati
         torch.testing.assert_close(tensor.cpu(), state[name], rtol=0, atol=5e-5, msg=name)
 
 
-def test_bf16_with_the_distributed_optimizer_resumes_bit_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [{"use_distributed_optimizer": True}, {"train_backend": "fsdp"}])
+def test_bf16_with_cut_optimizer_state_resumes_bit_equal(tmp_path: Path, engine: dict[str, Any]) -> None:
     model = make_model("qwen3", tmp_path / "model")
-    flags = {"hf_checkpoint": str(model), "bf16": True, "use_distributed_optimizer": True}
+    flags = {"hf_checkpoint": str(model), "bf16": True, **engine}
     answer = run_on_gpu(tmp_path / "launch", "resumed", flags=flags, directory=tmp_path / "checkpoint")
     assert answer["loaded"] == answer["saved"]
     assert answer["resumed"]["draws"] == answer["never_stopped"]["draws"]
