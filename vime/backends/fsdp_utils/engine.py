@@ -158,11 +158,11 @@ class FsdpEngine:
     def sleep(self) -> None:
         if self._parking.is_parked:
             return
-        parameters = [part for part in self._model.parameters() if isinstance(part, DTensor)]
-        for parameter in parameters:
-            parameter.grad = None
-        moments = [] if self._optimizer is None else self._optimizer.tensors()
-        self._parking.park([*(parameter.to_local() for parameter in parameters), *moments])
+        kept = [part.to_local() for part in self._model.parameters() if isinstance(part, DTensor)]
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+            kept += self._optimizer.tensors()
+        self._parking.park(kept)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

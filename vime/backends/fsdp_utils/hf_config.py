@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import AutoConfig, PretrainedConfig
 
 from vime.types import ConfigError
@@ -13,7 +15,7 @@ def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedC
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(str(Path(directory).expanduser()), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{flag} {directory}: config.json cannot be read: {one_line(error)}.") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -104,7 +104,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            spec.checkpoint,
+            str(Path(spec.checkpoint).expanduser()),
             config=config,
             dtype=torch.float32,
             local_files_only=True,
