@@ -1,6 +1,6 @@
 """Seconds and memory of one training pass of the FSDP2 engine by tokens of a pack: linear, or the pack has a mask.
 
-    .venv/bin/python benchmarks/fsdp_scaling.py [--tokens 2048 4096 8192 16384] [--sequence 256] [--repeats 3]
+    .venv/bin/python benchmarks/fsdp_scaling.py [--tokens 2048 4096 8192 16384] [--sequence 256] [--mask-up-to 4096]
 
 One rank, a random Qwen2 (hidden 256, 4 layers, vocabulary 4096), fp32, one thread; sequences of equal length, half of
 each the response. Beside it transformers' own way of packing: the same model under attention `sdpa`, which tells
@@ -23,13 +23,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--sequence", type=int, default=256, help="tokens of one sequence (default: 256)")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mask-up-to", type=int, default=4096, help="tokens above which the mask is left out (4096)")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     print(f"{'tokens':>8}" + "".join(f"{way:>16} s {'us/token':>10} {'MiB':>7}" for way in WAYS))
     with tempfile.TemporaryDirectory() as directory:
         for tokens in options.tokens:
             line = f"{tokens:>8}"
-            for way in WAYS:
+            for way in WAYS if tokens <= options.mask_up_to else WAYS[:1]:
                 arguments = (directory, way, tokens, options.sequence, options.repeats)
                 with spawn.Pool(1) as pool:
                     seconds, mebibytes = pool.apply(measure, arguments)
