@@ -1,4 +1,4 @@
-"""Seconds and memory of one pass of the FSDP2 engine by tokens of a pack: does a pack cost what its tokens cost?
+"""Seconds and memory of one pass of the FSDP2 engine by tokens of a pack: does it cost what its tokens cost?
 
     .venv/bin/python benchmarks/fsdp_scaling.py [--tokens 2048 4096 8192 16384] [--sequence 256] [--mask-up-to 4096]
 

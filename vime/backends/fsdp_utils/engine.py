@@ -146,7 +146,8 @@ class FsdpEngine:
         return self._learning.step()
 
     def finish_round(self) -> None:
-        """Nothing to do: parameters are gathered anew for each pass."""
+        """Nothing to do where there is something to learn: parameters are gathered anew for each pass."""
+        _ = self._learning
 
     def save(self, directory: Path) -> None:
         with_optimizer = not self._config.model.no_save_optim

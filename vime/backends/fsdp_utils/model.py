@@ -73,8 +73,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> FSDPM
     """Cut every parameter over the mesh: one unit a decoder layer, one for the rest. Local.
 
     Gradients are summed over the ranks, not averaged: losses are shares of global denominators already. The sum is a
-    plain one because gloo knows neither of the two reductions that FSDP would ask for (AVG is emulated, PREMUL_SUM
-    missing).
+    plain one, because for a divisor that is not the number of ranks FSDP asks for PREMUL_SUM, which gloo does not have.
     """
     dtype = torch.bfloat16 if parallel.bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
