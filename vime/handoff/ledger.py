@@ -1,0 +1,123 @@
+"""The ledger: the only truth about which prompt groups exist, where each stands, and which round trained it.
+
+A pure class over one sqlite file: no thread, no clock of its own, one writer. Every call is one transaction, so a kill
+at any moment leaves the file before or after it, never between. Every call may be repeated after a lost answer. What
+is not allowed raises a HandoffError by name and changes nothing. docs/ledger.md has the states and the guarantee.
+
+    ledger.prompts   producers: issue, admit, commit, drop, retry, heartbeat, abandon     (ledger_prompts.py)
+    ledger.rounds    trainers: lease, heartbeat, trained, release, durable, restore       (ledger_rounds.py)
+
+Payload bytes are not here: they lie in TransferQueue and in the spool, written before `commit`. A crash between the two
+leaves an orphan payload, never a visible group without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.handoff.ledger_book import Book
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_rounds import RoundDesk
+from vime.handoff.ledger_types import LedgerRules, Task
+
+_NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
+    from prompt_group g join partition p on p.id = g.partition where g.state in ('issued', 'retry', 'ready')"""
+_NEEDED_BY_ROUNDS = """select grp, attempt, checksum from prompt_group where round in
+    (select id from round where state in ('leased', 'replay', 'trained'))"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerStatus:
+    """A glance at the ledger, for metrics and for who waits on whom."""
+
+    active: int  # groups that hold a slot
+    retry: int
+    held_groups: int
+    held_tokens: int
+    held_bytes: int
+    producers: dict[str, int]  # attempts in flight by producer
+    trainers: dict[int, str]  # holder by leased round
+    waiting_for_room: tuple[Task, ...]
+
+
+class Ledger:
+    """Open it once per run, in one process; a second writer is refused."""
+
+    def __init__(
+        self, path: Path, rules: LedgerRules, *, clock: Callable[[], float], synchronous: str = "NORMAL"
+    ) -> None:
+        """`clock` counts seconds and never needs to tell the date: `time.monotonic`. For `synchronous` (what a power
+        cut may lose) see ledger_schema.py."""
+        self._book = Book(path, rules, clock, synchronous)
+        self._synchronous = synchronous
+        self._prompts, self._rounds = PromptDesk(self._book), RoundDesk(self._book)
+
+    @property
+    def prompts(self) -> PromptDesk:
+        """The producers' calls. What is overdue is taken back first."""
+        self.expire()
+        return self._prompts
+
+    @property
+    def rounds(self) -> RoundDesk:
+        """The trainers' calls. What is overdue is taken back first."""
+        self.expire()
+        return self._rounds
+
+    def expire(self) -> None:
+        """Take back attempts and rounds whose holders missed their deadline. Call it now and then when nobody calls."""
+        memory, now = self._book.memory, self._book.clock.now()
+        if now < memory.soonest:
+            return
+        self._prompts.expire(now)
+        self._rounds.expire(now)
+        deadlines = [flight.deadline for flight in memory.flights.values()]
+        deadlines += [holding.deadline for holding in memory.holdings.values()]
+        memory.soonest = min(deadlines, default=float("inf"))
+
+    def sync(self) -> None:
+        """Everything answered so far is on disk when this returns. Call it before a checkpoint is made visible."""
+        book = self._book
+        book.connection.execute("pragma synchronous = FULL")
+        try:
+            with book.transaction():
+                book.set_meta("synced", book.meta("synced", 0) + 1)
+        finally:
+            book.connection.execute(f"pragma synchronous = {self._synchronous}")
+
+    def status(self) -> LedgerStatus:
+        self.expire()
+        memory = self._book.memory
+        producers: dict[str, int] = {}
+        for flight in memory.flights.values():
+            producers[flight.producer] = producers.get(flight.producer, 0) + 1
+        usage = memory.usage
+        return LedgerStatus(
+            active=usage.active,
+            retry=usage.retry,
+            held_groups=usage.groups,
+            held_tokens=usage.tokens,
+            held_bytes=usage.num_bytes,
+            producers=producers,
+            trainers={round_id: holding.holder for round_id, holding in memory.holdings.items()},
+            waiting_for_room=tuple(memory.waiting),
+        )
+
+    def needed_payloads(self) -> dict[Task, int | None]:
+        """Payloads that the spool must keep, with their checksum; None: whatever the attempt under way stores."""
+        book = self._book
+        needed: dict[Task, int | None] = {}
+        for name, group, attempt, checksum, partial_attempt, partial_checksum, state in book.query(_NEEDED):
+            if state != "retry":
+                needed[Task(name, group, attempt)] = checksum if state == "ready" else None
+            if partial_attempt is not None:
+                needed[Task(name, group, partial_attempt)] = partial_checksum
+        for group, attempt, checksum in book.query(_NEEDED_BY_ROUNDS):
+            needed[Task(book.rules.partition, group, attempt)] = checksum
+        return needed
+
+    def close(self) -> None:
+        """Give the file up. Calling it again does nothing."""
+        self._book.close()

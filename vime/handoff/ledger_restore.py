@@ -1,0 +1,167 @@
+"""Steps that move whole rounds back or to their end, and the restart from a checkpoint that is made of them.
+
+Each function runs inside a transaction of the caller and leaves the counts in memory to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vime.handoff.ledger_book import Book
+from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, Payload, RestoreReport, Task
+from vime.types import Version
+
+_READY = """select p.name, g.grp, g.attempt, g.checksum, g.max_version from prompt_group g join partition p
+    on p.id = g.partition where g.state = 'ready' and g.round is null"""
+_PARTIAL = """select p.id, p.name, g.grp, g.partial_attempt, g.partial_checksum from prompt_group g
+    join partition p on p.id = g.partition where g.state = 'retry' and g.partial_attempt is not null"""
+_SEND_BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0,
+    round = null, position = null, reason = ? where partition = ? and grp = ?"""
+_FORGET_PARTIAL = """update prompt_group set partial_attempt = null, partial_checksum = null
+    where partition = ? and grp = ?"""
+
+HasPayload = Callable[[Task, int], bool]
+"""Whether the spool holds the payload with this checksum."""
+
+
+class RoundRow(NamedTuple):
+    id: int
+    state: str
+    fence: int
+    holder: str
+    version: int
+    num_groups: int
+    is_final: int  # it was trained: its groups may not change any more, whatever is restored
+
+
+PAYLOAD = "grp, attempt, checksum, num_bytes, num_tokens, num_rows, min_version, max_version"
+OF_ROUND = f"select {PAYLOAD} from prompt_group where round = ? order by position"
+
+
+def find_round(book: Book, round_id: int) -> RoundRow | None:
+    row = book.one(f"select {', '.join(RoundRow._fields)} from round where id = ?", round_id)
+    return None if row is None else RoundRow(*row)
+
+
+def leased_group(partition: str, line: tuple[int, ...]) -> LeasedGroup:
+    """From the columns of PAYLOAD."""
+    group, attempt, *numbers = line
+    names = ("checksum", "num_bytes", "num_tokens", "num_rows", "min_version", "max_version")
+    return LeasedGroup(task=Task(partition, group, attempt), payload=Payload(**dict(zip(names, numbers, strict=True))))
+
+
+def settle(book: Book, checkpoint_round: int) -> None:
+    """Rounds up to the checkpoint's are durable."""
+    rounds = book.query(
+        "select id from round where state in ('leased', 'replay', 'trained') and id <= ?", checkpoint_round
+    )
+    for [round_id] in rounds:
+        book.change("update prompt_group set state = 'durable' where round = ?", round_id)
+        book.change("update round set state = 'durable' where id = ?", round_id)
+    book.write("durable", partition=book.train_id, round_id=checkpoint_round)
+
+
+def pin(book: Book, round_id: int) -> None:
+    """The round is to be leased again with the same groups in the same order."""
+    book.change("update prompt_group set state = 'ready', admitted = 1 where round = ?", round_id)
+    book.change("update round set state = 'replay' where id = ?", round_id)
+    book.write("replay", partition=book.train_id, round_id=round_id)
+
+
+def loosen(book: Book, round_id: int) -> None:
+    """The round is undone: its groups are ready for any round, in their old place."""
+    sql = "update prompt_group set state = 'ready', admitted = 1, round = null, position = null where round = ?"
+    book.change(sql, round_id)
+    book.change("delete from round where id = ?", round_id)
+    book.write("loosened", partition=book.train_id, round_id=round_id)
+
+
+def send_back(book: Book, task: Task, reason: str) -> None:
+    """The group is to be generated again."""
+    partition = book.known_partition(task.partition)
+    book.change(_SEND_BACK, reason, partition, task.group)
+    book.write("retry", partition=partition, group=task.group, attempt=task.attempt, note=reason)
+
+
+def restore(book: Book, checkpoint_round: int | None, has_payload: HasPayload) -> RestoreReport:
+    """Go on from the checkpoint of `checkpoint_round` (None: from the initial weights), whatever was under way.
+
+    Rounds after it are leased again with the same groups in the same order. The first round that lacks a payload ends
+    this: the weights after it will be others than those that sampled later groups, so what those weights sampled is
+    generated again, and so is every lost payload. Prompts in flight are issued again. Whoever held a lease from before
+    must have ended; its fence or attempt is not accepted any more.
+    """
+    last = -1 if checkpoint_round is None else checkpoint_round
+    _refuse_behind(book, last)
+    in_flight = [flight.task for flight in book.memory.flights.values()]
+    with book.transaction():
+        book.write("restored", partition=book.train_id, round_id=last)
+        settle(book, last)
+        start = _version_after(book, last)
+        replayed, reached, is_exact = _replay_rounds(book, last, start, has_payload)
+        for task in in_flight:
+            send_back(book, task, "in flight at a restart")
+        lost = _find_lost(book, reached, has_payload)
+        for task, reason in lost:
+            send_back(book, task, reason)
+        for number, name, group, attempt, checksum in book.query(_PARTIAL):
+            if not is_exact or not has_payload(Task(name, group, attempt), checksum):
+                book.change(_FORGET_PARTIAL, number, group)
+        if start is not None:
+            book.set_meta("serving", min(book.meta("serving", 0), start))
+    book.memory = book.recall()
+    return RestoreReport(
+        replayed_rounds=tuple(replayed), reissued=tuple(in_flight), regenerated=tuple(task for task, _ in lost)
+    )
+
+
+def _replay_rounds(
+    book: Book, last: int, start: Version | None, has_payload: HasPayload
+) -> tuple[list[int], Version | None, bool]:
+    """Pin the rounds after `last` until one lacks a payload, and undo the others.
+
+    Answers the pinned rounds, the version that their replay reaches, and whether none had to be undone.
+    """
+    replayed, reached, is_exact = [], start, True
+    for round_id, version in book.query("select id, version from round where id > ? order by id", last):
+        groups = [leased_group(book.rules.partition, line) for line in book.query(OF_ROUND, round_id)]
+        is_exact = is_exact and all(has_payload(group.task, group.payload.checksum) for group in groups)
+        if is_exact:
+            pin(book, round_id)
+            replayed.append(round_id)
+            reached = version + 1
+        else:
+            loosen(book, round_id)
+    return replayed, reached, is_exact
+
+
+def _find_lost(book: Book, reached: Version | None, has_payload: HasPayload) -> list[tuple[Task, str]]:
+    """Ready groups that cannot be trained in the history that goes on, with the reason."""
+    lost = []
+    for name, group, attempt, checksum, max_version in book.query(_READY):
+        task, is_train = Task(name, group, attempt), name == book.rules.partition
+        if not has_payload(task, checksum):
+            lost.append((task, "payload lost"))
+        elif is_train and reached is not None and max_version > reached:
+            lost.append((task, "sampled by weights that will not come again"))
+    return lost
+
+
+def _refuse_behind(book: Book, last: int) -> None:
+    """A checkpoint of a round that this ledger does not know as trained would train its groups a second time."""
+    [newest] = book.one("select max(id) from round where state in ('trained', 'durable')")
+    [untrained] = book.one("select min(id) from round where state in ('leased', 'replay')")
+    is_known = newest is None or newest >= last
+    if last >= 0 and not (is_known and (untrained is None or untrained > last)):
+        raise LedgerFileError(
+            f"{book.path}: the checkpoint is of round {last}, but the ledger's newest trained round is {newest}: its "
+            "last lines are lost (a power cut before `sync`?). Load a checkpoint that is not newer."
+        )
+
+
+def _version_after(book: Book, last: int) -> Version | None:
+    """Version of the weights in the checkpoint of round `last`, when the ledger has seen that round or the next."""
+    row = book.one("select version + 1 from round where id = ?", last)
+    row = row or book.one("select version from round where id = ?", last + 1)
+    return None if row is None else int(row[0])

@@ -1,0 +1,269 @@
+"""The trainer's side of the ledger: which groups a round takes, that it trained them, and what a restart repeats.
+
+    lease(r) -> trained(r) -> release(version) -> durable(checkpoint >= r)
+
+`lease` fixes the round's groups and their order; `trained` follows the optimizer step; `release` follows the engines'
+confirmation of the new weights and frees the slots (publish -> confirm -> release); `durable` follows a complete
+checkpoint. `restore` is what a restart calls: rounds after the checkpoint are leased again as they were.
+"""
+
+from __future__ import annotations
+
+from vime.handoff.ledger_book import Book, Holding
+from vime.handoff.ledger_restore import (
+    OF_ROUND,
+    PAYLOAD,
+    HasPayload,
+    RoundRow,
+    find_round,
+    leased_group,
+    loosen,
+    pin,
+    restore,
+    send_back,
+    settle,
+)
+from vime.handoff.ledger_types import (
+    EVAL_PREFIX,
+    LeaseAnswer,
+    LeasedGroup,
+    LeaseLostError,
+    PartitionError,
+    RestoreReport,
+    RoundLease,
+    RoundOrder,
+    RoundState,
+    StalePolicy,
+    State,
+    TransitionError,
+)
+from vime.types import HandoffError, StaleError, Version
+
+_CANDIDATES = {
+    RoundOrder.COMMIT: f"select state, {PAYLOAD} from prompt_group where partition = ? and state = 'ready' "
+    "and round is null order by ready_sequence limit ?",
+    RoundOrder.INDEX: f"select state, {PAYLOAD} from prompt_group where partition = ? "
+    "and state in ('issued', 'retry', 'ready') and round is null order by grp limit ?",
+}
+_TAKE = "update prompt_group set state = 'leased', round = ?, position = ? where partition = ? and grp = ?"
+_PUT_ROUND = """insert into round(id, state, fence, holder, version, num_groups) values (?, 'leased', ?, ?, ?, ?)
+    on conflict(id) do update set state = 'leased', fence = excluded.fence, holder = excluded.holder,
+    num_groups = excluded.num_groups"""
+_UNDER_WAY = """select count(*) from prompt_group where partition = ? and state in ('issued', 'retry', 'ready')
+    and state != 'ready'"""
+_UNTRAINED = "select min(id) from round where state in ('leased', 'replay', 'trained') and state != 'trained'"
+_STALE = "too old at lease"
+
+
+class RoundDesk:
+    """Lease, training and durability. Pure: no thread, no clock of its own, one call is one transaction."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
+    def lease(
+        self,
+        round_id: int,
+        *,
+        version: Version,
+        holder: str,
+        count: int,
+        minimum: int | None = None,
+        drain: bool = False,
+        partition: str = "train",
+    ) -> LeaseAnswer:
+        """The groups of round `round_id`, which trains the weights `version`.
+
+        Granted when `count` groups are ready; or `minimum` of them (then asking again adds what came since, up to
+        `count`); or, with `drain`, whatever is left once nothing is in flight. Asking again gives the same groups in
+        the same order under a new fence, and older fences of the round end. Groups older than the staleness bound are
+        dropped or retried, by policy, and never leased.
+        """
+        book = self._book
+        self._check_partition(partition)
+        least = count if minimum is None else minimum
+        if not 1 <= least <= count or not holder:
+            raise HandoffError(f"round {round_id}: count {count}, minimum {least}, holder {holder!r}; 1 <= minimum.")
+        row = find_round(book, round_id)
+        self._check_lease(round_id, row, holder, version)
+        have = row.num_groups if row else 0
+        with book.transaction():
+            fresh: list[LeasedGroup] = []
+            if have < count and not (row and row.is_final):
+                fresh = self._choose(version, count - have)
+            if not have and not self._suffices(len(fresh), least, drain):
+                return self._no_groups(len(fresh), least, drain)
+            fence = book.meta("fence", 0) + 1
+            book.set_meta("fence", fence)
+            for position, group in enumerate(fresh, start=have):
+                task = group.task
+                book.change(_TAKE, round_id, position, book.train_id, task.group)
+                book.write("leased", partition=book.train_id, group=task.group, attempt=task.attempt, round_id=round_id)
+            book.change(_PUT_ROUND, round_id, fence, holder, version, have + len(fresh))
+            is_replay = row is not None and row.state == RoundState.REPLAY
+            if is_replay:
+                book.change("update prompt_group set state = 'leased' where round = ? and state = 'ready'", round_id)
+                book.write("leased_again", partition=book.train_id, round_id=round_id)
+        book.memory.hold(round_id, Holding(holder, fence, book.deadline()))
+        groups = tuple(leased_group(partition, line) for line in book.query(OF_ROUND, round_id))
+        return LeaseAnswer(
+            lease=RoundLease(round_id=round_id, fence=fence, version=version, groups=groups, is_replay=is_replay)
+        )
+
+    def heartbeat(self, round_id: int, fence: int) -> None:
+        """The holder lives: its lease gets a full timeout from now."""
+        holding = self._book.memory.holdings.get(round_id)
+        if holding is None or holding.fence != fence:
+            raise self._lost(round_id, fence)
+        self._book.memory.hold(round_id, Holding(holding.holder, fence, self._book.deadline()))
+
+    def trained(self, round_id: int, fence: int) -> bool:
+        """The optimizer has stepped on the round. Answers False when the same lease said so before."""
+        book, row = self._book, find_round(self._book, round_id)
+        if row is not None and row.fence == fence and row.state in (RoundState.TRAINED, RoundState.DURABLE):
+            return False
+        if row is None or row.fence != fence or row.state != RoundState.LEASED:
+            raise self._lost(round_id, fence)
+        [earlier] = book.one(_UNTRAINED)
+        if earlier < round_id:
+            raise TransitionError(f"round {round_id}: round {earlier} is not trained yet; rounds are trained in order.")
+        with book.transaction():
+            tokens, num_bytes = book.one(
+                "select sum(num_tokens), sum(num_bytes) from prompt_group where round = ?", round_id
+            )
+            book.change("update prompt_group set state = 'trained', admitted = 0 where round = ?", round_id)
+            book.change("update round set state = 'trained', is_final = 1 where id = ?", round_id)
+            book.write("trained", partition=book.train_id, round_id=round_id, tokens=tokens, num_bytes=num_bytes)
+            book.memory.usage.hold(-tokens, -num_bytes, groups=-row.num_groups)
+            if row.version < book.meta("serving", 0):
+                book.memory.usage.active -= row.num_groups
+        del book.memory.holdings[round_id]
+        return True
+
+    def release(self, version: Version) -> None:
+        """Every engine confirmed `version`: the slots of the rounds behind it are free."""
+        book = self._book
+        serving = book.meta("serving", 0)
+        [untrained] = book.one("select min(version) from round where state in ('leased', 'replay', 'trained') "
+                               "and state != 'trained'")  # fmt: skip
+        if version < serving or (untrained is not None and untrained < version):
+            raise TransitionError(
+                f"release of version {version}: {serving} is served and the round on version {untrained} is not "
+                "trained. Publish, confirm, then release, version by version."
+            )
+        with book.transaction():
+            [freed] = book.one(
+                "select coalesce(sum(num_groups), 0) from round where version >= ? and version < ? "
+                "and state in ('trained', 'durable')", serving, version)  # fmt: skip
+            book.set_meta("serving", version)
+            book.write("released", partition=book.train_id, round_id=version)
+            book.memory.usage.active -= freed
+
+    def durable(self, checkpoint_round: int) -> None:
+        """A complete checkpoint carries every round up to this one: their payloads are not needed any more."""
+        book = self._book
+        [untrained], [newest] = book.one(_UNTRAINED), book.one("select max(id) from round")
+        if newest is None or newest < checkpoint_round or (untrained is not None and untrained <= checkpoint_round):
+            raise TransitionError(
+                f"checkpoint of round {checkpoint_round}: the newest round is {newest}, the first untrained one "
+                f"{untrained}. Mark rounds as trained before a checkpoint of them is written."
+            )
+        with book.transaction():
+            settle(book, checkpoint_round)
+
+    def restore(self, checkpoint_round: int | None, has_payload: HasPayload) -> RestoreReport:
+        """What a restart calls first; see `ledger_restore.restore`."""
+        return restore(self._book, checkpoint_round, has_payload)
+
+    def expire(self, now: float) -> None:
+        """Take back rounds whose holder missed its deadline. One that was trained before a restore keeps its groups."""
+        book = self._book
+        for round_id in [key for key, holding in book.memory.holdings.items() if holding.deadline <= now]:
+            row = find_round(book, round_id)
+            with book.transaction():
+                if row is not None and row.is_final:
+                    pin(book, round_id)
+                else:
+                    loosen(book, round_id)
+            del book.memory.holdings[round_id]
+
+    def _check_partition(self, partition: str) -> None:
+        name = self._book.rules.partition
+        if partition.startswith(EVAL_PREFIX) or partition != name:
+            raise PartitionError(f"lease of partition {partition!r}: a trainer may lease {name!r} only.")
+
+    def _check_lease(self, round_id: int, row: RoundRow | None, holder: str, version: Version) -> None:
+        if row is None:
+            later = self._book.one(
+                "select id from round where id > ? and state in ('trained', 'durable') limit 1", round_id
+            )
+            [newest] = self._book.one("select max(id) from round where id < ?", round_id)
+            if later is not None or (newest is not None and newest != round_id - 1):
+                raise TransitionError(
+                    f"round {round_id}: the round before it is {newest}, {'a later one was trained' if later else ''}; "
+                    "rounds are leased one after the other."
+                )
+        elif row.state in (RoundState.TRAINED, RoundState.DURABLE):
+            raise TransitionError(f"round {round_id}: was {row.state} already, and is never trained twice.")
+        elif row.state == RoundState.LEASED and row.holder != holder:
+            raise LeaseLostError(f"round {round_id}: {row.holder} holds it. Wait until it is trained or expires.")
+        elif row.version != version:
+            raise TransitionError(f"round {round_id}: it trains version {row.version}, not {version}.")
+
+    def _choose(self, version: Version, want: int) -> list[LeasedGroup]:
+        """The next `want` groups in the order of the run, fewer when fewer are ready. Deals with those too old."""
+        book, rules = self._book, self._book.rules
+        while True:
+            lines = book.query(_CANDIDATES[rules.round_order], book.train_id, want)
+            ready = [line for line in lines if line[0] == State.READY]
+            if rules.round_order is RoundOrder.INDEX:  # a group in flight holds up those behind it
+                ready = ready[: next((at for at, line in enumerate(lines) if line[0] != State.READY), len(lines))]
+            groups = [leased_group(rules.partition, line[1:]) for line in ready]
+            stale = [group for group in groups if group.payload.min_version < version - rules.max_staleness]
+            for group in groups:
+                if group.payload.max_version > version:
+                    raise StaleError(
+                        f"group {group.task}: sampled by version {group.payload.max_version}, newer than the weights "
+                        f"{version} that are to train on it. Lease with the version that the trainer has."
+                    )
+            if not stale:
+                return groups
+            for group in stale:
+                self._refuse_stale(group)
+
+    def _refuse_stale(self, group: LeasedGroup) -> None:
+        book, task, usage = self._book, group.task, self._book.memory.usage
+        place = {"partition": book.train_id, "group": task.group, "attempt": task.attempt}
+        if book.rules.stale_policy is StalePolicy.RETRY:
+            send_back(book, task, _STALE)
+            usage.retry += 1
+        else:
+            book.change(
+                "update prompt_group set state = 'dropped', admitted = 0, reason = ? where partition = ? and grp = ?",
+                _STALE, book.train_id, task.group)  # fmt: skip
+            book.write("dropped", **place, note=_STALE)
+        usage.active -= 1
+        usage.hold(-group.payload.num_tokens, -group.payload.num_bytes, groups=-1)
+
+    def _suffices(self, num_ready: int, least: int, drain: bool) -> bool:
+        return num_ready >= least or (drain and num_ready > 0 and count_in_flight(self._book) == 0)
+
+    def _no_groups(self, num_ready: int, least: int, drain: bool) -> LeaseAnswer:
+        if drain and not num_ready and not count_in_flight(self._book):
+            return LeaseAnswer(lease=None, is_drained=True)
+        names = sorted({flight.producer for flight in self._book.memory.flights.values()})
+        line = f"; {len(self._book.memory.waiting)} payloads wait for room" if self._book.memory.waiting else ""
+        return LeaseAnswer(
+            lease=None,
+            waits_for=f"ready groups: {num_ready} of {least}; {count_in_flight(self._book)} in flight at "
+            f"{', '.join(names) or 'no producer'}{line}",
+        )
+
+    def _lost(self, round_id: int, fence: int) -> LeaseLostError:
+        row = find_round(self._book, round_id)
+        now = f"it is {row.state} under fence {row.fence}" if row else "its groups went back"
+        return LeaseLostError(f"round {round_id}, fence {fence}: the lease ended; {now}. Do not train it.")
+
+
+def count_in_flight(book: Book) -> int:
+    return int(book.one(_UNDER_WAY, book.train_id)[0])

@@ -1,0 +1,129 @@
+"""The ledger's file: tables, schema versions, and how it is opened by its one writer and by readers.
+
+One row per group in `prompt_group`, one per round in `round`, one per transition in `history`; the partial indices hold
+only groups that are still moving, so that no query grows with the length of the run. `pragma user_version` is the
+schema's version: each entry of MIGRATIONS takes a file one version further, in one transaction; the first makes it.
+
+What may be lost: kill -9 of any process loses nothing (every transition is a committed transaction in the write-ahead
+log). A power cut loses with `synchronous` FULL nothing that was answered; with NORMAL, the default, the last
+transitions, never the file's consistency. A lost commit is generated again, a lost lease is leased again. Only a lost
+`trained` would train a group twice, which is why `Ledger.sync` comes before a checkpoint is made visible.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.handoff.ledger_types import LedgerFileError
+
+APPLICATION_ID = 0x56494D45  # "VIME"
+BUSY_TIMEOUT_S = 10.0  # a reader that copies the file may hold the writer up for a moment
+
+CREATE = """
+create table meta(name text primary key, value integer not null) without rowid;
+create table partition(id integer primary key, name text not null unique, next_group integer not null default 0);
+create table prompt_group(
+    partition integer not null, grp integer not null, attempt integer not null, state text not null,
+    producer text, request text, admitted integer not null default 0,
+    round integer, position integer, ready_sequence integer,
+    checksum integer, num_bytes integer not null default 0, num_tokens integer not null default 0,
+    num_rows integer not null default 0, min_version integer, max_version integer,
+    partial_attempt integer, partial_checksum integer, reason text,
+    primary key(partition, grp)) without rowid;
+create index open_group on prompt_group(partition, grp) where state in ('issued', 'retry', 'ready');
+create index retry_group on prompt_group(partition, grp) where state = 'retry';
+create index ready_group on prompt_group(partition, ready_sequence) where state = 'ready';
+create index round_group on prompt_group(round, position) where round is not null;
+create table round(
+    id integer primary key, state text not null, fence integer not null, holder text not null,
+    version integer not null, num_groups integer not null, is_final integer not null default 0);
+create index round_version on round(version);
+create index moving_round on round(id) where state in ('leased', 'replay', 'trained');
+create table history(
+    sequence integer primary key, event text not null, partition integer, grp integer, attempt integer, round integer,
+    num_tokens integer, num_bytes integer, note text)
+"""
+MIGRATIONS: tuple[str, ...] = (CREATE,)
+
+
+def open_for_writing(
+    path: Path, *, synchronous: str = "NORMAL", migrations: Sequence[str] = MIGRATIONS
+) -> tuple[sqlite3.Connection, int]:
+    """The connection of the one writer and the lock it holds while it lives (a file lock: it ends with the process)."""
+    if synchronous not in ("NORMAL", "FULL"):
+        raise LedgerFileError(f"{path}: synchronous {synchronous!r}; expected NORMAL or FULL.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    connection = None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        connection = _connect(path)
+        _check_identity(connection, path, len(migrations))
+        connection.execute("pragma journal_mode = wal")
+        connection.execute(f"pragma synchronous = {synchronous}")
+        _migrate(connection, migrations)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise LedgerFileError(f"{path}: another process writes it. A ledger has one writer; end that run.") from error
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        os.close(lock)
+        if isinstance(error, sqlite3.Error | OSError):
+            raise LedgerFileError(f"{path}: cannot be opened as a ledger: {error}") from error
+        raise
+    return connection, lock
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """A consistent view for the audit and the command line, also beside a living writer. Never changes the file."""
+    if not path.is_file():
+        raise LedgerFileError(f"{path}: there is no ledger; only runs in mode streaming or external keep one.")
+    try:
+        connection = _connect(path, "?mode=ro")
+        _check_identity(connection, path, len(MIGRATIONS))
+        version = connection.execute("pragma user_version").fetchone()[0]
+    except sqlite3.Error as error:
+        raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}") from error
+    if version != len(MIGRATIONS):
+        connection.close()
+        raise LedgerFileError(
+            f"{path}: schema {version}, this Vime reads {len(MIGRATIONS)}. Resuming the run migrates it."
+        )
+    connection.execute("begin")
+    return connection
+
+
+def _connect(path: Path, mode: str = "") -> sqlite3.Connection:
+    uri = path.resolve().as_uri() + mode
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+
+
+def _check_identity(connection: sqlite3.Connection, path: Path, newest: int) -> None:
+    """Refuse another program's database and a schema from the future, before anything is written."""
+    version = connection.execute("pragma user_version").fetchone()[0]
+    application = connection.execute("pragma application_id").fetchone()[0]
+    is_empty = connection.execute("select count(*) from sqlite_master").fetchone()[0] == 0
+    if application != APPLICATION_ID and not is_empty:
+        raise LedgerFileError(f"{path}: is a database of another program. Choose another run directory.")
+    if version > newest:
+        raise LedgerFileError(f"{path}: schema {version}, this Vime knows up to {newest}. Use the Vime that wrote it.")
+
+
+def _migrate(connection: sqlite3.Connection, migrations: Sequence[str]) -> None:
+    version = connection.execute("pragma user_version").fetchone()[0]
+    for number, script in enumerate(migrations[version:], start=version + 1):
+        connection.execute("begin immediate")
+        try:
+            for statement in filter(str.strip, script.split(";")):
+                connection.execute(statement)
+            connection.execute(f"pragma application_id = {APPLICATION_ID}")
+            connection.execute(f"pragma user_version = {number}")
+            connection.execute("commit")
+        except BaseException:
+            connection.execute("rollback")
+            raise

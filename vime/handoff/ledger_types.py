@@ -1,0 +1,178 @@
+"""What the ledger speaks of: states of a group, rules of a run, tasks, payloads, answers, and how a call is refused.
+
+Standard library only: producers, consumers, the audit and the command line share these names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from vime.types import HandoffError, Version
+
+EVAL_PREFIX = "eval/"
+
+
+class State(StrEnum):
+    """Where a group stands. `durable` and `dropped` are terminal; docs/ledger.md has the diagram."""
+
+    ISSUED = "issued"  # a producer works on it
+    READY = "ready"  # whole, scored, its payload is stored
+    LEASED = "leased"  # in a round that a trainer works on
+    TRAINED = "trained"  # the optimizer has stepped on it
+    DURABLE = "durable"  # a complete checkpoint carries that step
+    RETRY = "retry"  # to be issued again, before any new prompt
+    DROPPED = "dropped"  # will never be trained, for a reason that is kept
+
+
+class RoundState(StrEnum):
+    LEASED = "leased"
+    REPLAY = "replay"  # its groups are known from before a restore and wait to be leased again
+    TRAINED = "trained"
+    DURABLE = "durable"
+
+
+class StalePolicy(StrEnum):
+    """What happens at lease to a group that is too old."""
+
+    DROP = "drop"
+    RETRY = "retry"
+
+
+class RoundOrder(StrEnum):
+    """Which groups a round takes, and in which order."""
+
+    INDEX = "index"  # the lowest open group indices: independent of timing, a slow group holds the round up
+    COMMIT = "commit"  # first ready, first trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRules:
+    """The bounds of a run. `max_slots` is (max staleness + 1) * groups a round; None: no such bound."""
+
+    max_slots: int
+    max_staleness: int
+    lease_timeout_s: float
+    stale_policy: StalePolicy = StalePolicy.DROP
+    round_order: RoundOrder = RoundOrder.COMMIT
+    max_groups: int | None = None  # groups, tokens and bytes of payloads between admission and `trained`
+    max_tokens: int | None = None
+    max_bytes: int | None = None
+    partition: str = "train"
+
+    @property
+    def has_capacity(self) -> bool:
+        return (self.max_groups, self.max_tokens, self.max_bytes) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One attempt at one group. An attempt belongs to one producer and its number is never used again."""
+
+    partition: str
+    group: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}/{self.group}#{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """What the ledger keeps about stored bytes; `checksum` (CRC-32) tells two payloads of one task apart."""
+
+    checksum: int
+    num_bytes: int
+    num_tokens: int
+    num_rows: int
+    min_version: Version  # oldest among trainable tokens of the group
+    max_version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IssuedPrompt:
+    """A prompt to answer: the group index names it. `partial` holds tokens of an earlier attempt to go on from."""
+
+    task: Task
+    partial: tuple[Task, int] | None = None  # (task, checksum) in the spool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGrant:
+    """Prompts for a producer; when empty, `waits_for` says what has to happen first."""
+
+    prompts: tuple[IssuedPrompt, ...]
+    waits_for: str = ""
+    is_exhausted: bool = False  # no prompt is left and none can come back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Whether a payload may be stored now."""
+
+    granted: bool
+    waits_for: str = ""
+
+
+class CommitOutcome(StrEnum):
+    COMMITTED = "committed"
+    DUPLICATE = "duplicate"  # this attempt is in the ledger already; nothing changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedGroup:
+    task: Task
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLease:
+    """Groups of one round in the order in which they are trained. Only the newest `fence` of a round is valid."""
+
+    round_id: int
+    fence: int
+    version: Version
+    groups: tuple[LeasedGroup, ...]
+    is_replay: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAnswer:
+    """A lease, or what it waits for; `is_drained`: nothing is left and nothing is under way."""
+
+    lease: RoundLease | None
+    waits_for: str = ""
+    is_drained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restart from a checkpoint found."""
+
+    replayed_rounds: tuple[int, ...]  # will be leased again with the same groups in the same order
+    reissued: tuple[Task, ...]  # were in flight: issued again
+    regenerated: tuple[Task, ...]  # payload lost, or sampled by weights that the replay does not reach
+
+
+class TransitionError(HandoffError):
+    """The group or round is not in a state that allows this; nothing changed."""
+
+
+class LateAttemptError(TransitionError):
+    """The attempt expired, or was replaced by a newer one; what it made is not used."""
+
+
+class LeaseLostError(TransitionError):
+    """The round's lease expired or was given to someone else; this holder must not train it."""
+
+
+class PartitionError(HandoffError):
+    """A partition that this call may not name."""
+
+
+class CapacityError(HandoffError):
+    """A payload that was not admitted, or that no amount of waiting makes room for."""
+
+
+class LedgerFileError(HandoffError):
+    """The ledger's file cannot be used: newer schema, another program's file, a second writer, damage."""
