@@ -172,10 +172,10 @@ class Book:
     def write(
         self,
         event: str,
-        *,
         partition: int | None = None,
         group: int | None = None,
         attempt: int | None = None,
+        *,
         round_id: int | None = None,
         tokens: int | None = None,
         num_bytes: int | None = None,

@@ -68,7 +68,7 @@ class PromptDesk:
             number = book.partition_id(partition)
             tasks, is_at_end = self._take(producer, count, request, partition, number, end)
             for task in tasks:
-                book.write("issued", partition=number, group=task.group, attempt=task.attempt, note=producer)
+                book.write("issued", number, task.group, task.attempt, note=producer)
         deadline = book.deadline()
         for task in tasks:
             memory.fly(Flight(task, producer, request, deadline))
@@ -237,8 +237,8 @@ class PromptDesk:
         num_bytes: int | None = None,
         note: str | None = None,
     ) -> int:
-        place = {"partition": row.partition, "group": task.group, "attempt": task.attempt}
-        return self._book.write(event, **place, tokens=tokens, num_bytes=num_bytes, note=note)
+        place = (row.partition, task.group, task.attempt)
+        return self._book.write(event, *place, tokens=tokens, num_bytes=num_bytes, note=note)
 
     def _prompt(self, task: Task) -> IssuedPrompt:
         row = find_group(self._book, task) if task.attempt > 1 else None

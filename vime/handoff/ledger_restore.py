@@ -81,7 +81,7 @@ def send_back(book: Book, task: Task, reason: str) -> None:
     """The group is to be generated again."""
     partition = book.known_partition(task.partition)
     book.change(_SEND_BACK, reason, partition, task.group)
-    book.write("retry", partition=partition, group=task.group, attempt=task.attempt, note=reason)
+    book.write("retry", partition, task.group, task.attempt, note=reason)
 
 
 def restore(book: Book, checkpoint_round: int | None, has_payload: HasPayload) -> RestoreReport:
@@ -96,9 +96,10 @@ def restore(book: Book, checkpoint_round: int | None, has_payload: HasPayload) -
     _refuse_behind(book, last)
     in_flight = [flight.task for flight in book.memory.flights.values()]
     with book.transaction():
-        book.write("restored", partition=book.train_id, round_id=last)
-        settle(book, last)
         start = _version_after(book, last)
+        note = None if start is None else str(start)
+        book.write("restored", partition=book.train_id, round_id=last, note=note)
+        settle(book, last)
         replayed, reached, is_exact = _replay_rounds(book, last, start, has_payload)
         for task in in_flight:
             send_back(book, task, "in flight at a restart")

@@ -98,7 +98,8 @@ class RoundDesk:
             for position, group in enumerate(fresh, start=have):
                 task = group.task
                 book.change(_TAKE, round_id, position, book.train_id, task.group)
-                book.write("leased", partition=book.train_id, group=task.group, attempt=task.attempt, round_id=round_id)
+                place = (book.train_id, task.group, task.attempt)
+                book.write("leased", *place, round_id=round_id, note=str(version))
             book.change(_PUT_ROUND, round_id, fence, holder, version, have + len(fresh))
             is_replay = row is not None and row.state == RoundState.REPLAY
             if is_replay:
@@ -233,7 +234,6 @@ class RoundDesk:
 
     def _refuse_stale(self, group: LeasedGroup) -> None:
         book, task, usage = self._book, group.task, self._book.memory.usage
-        place = {"partition": book.train_id, "group": task.group, "attempt": task.attempt}
         if book.rules.stale_policy is StalePolicy.RETRY:
             send_back(book, task, _STALE)
             usage.retry += 1
@@ -241,7 +241,7 @@ class RoundDesk:
             book.change(
                 "update prompt_group set state = 'dropped', admitted = 0, reason = ? where partition = ? and grp = ?",
                 _STALE, book.train_id, task.group)  # fmt: skip
-            book.write("dropped", **place, note=_STALE)
+            book.write("dropped", book.train_id, task.group, task.attempt, note=_STALE)
         usage.active -= 1
         usage.hold(-group.payload.num_tokens, -group.payload.num_bytes, groups=-1)
 

@@ -1,0 +1,226 @@
+"""The audit of a run: from the ledger's file, the spool and the newest checkpoint, is every promise kept?
+
+Checks, by the name that a finding carries:
+    cursor      every group from 0 to the cursor was issued, none twice
+    terminal    each group has one state, reached by legal steps; none is trained twice or both trained and dropped
+    rounds      no group in two rounds; rounds have no gap and are trained in order
+    checkpoint  what is durable is in a checkpoint that survives, and what the checkpoint carries is trained
+    staleness   no round holds a token older than the bound or newer than its weights
+    bound       slots, groups, tokens and bytes stayed within their bounds at every step
+    tokens      what was committed is what was trained, dropped, sent back or is still held
+    spool       every payload that may be needed again is there, whole and with its checksum
+    eval        no group of an evaluation was ever in a round
+    history     the history tells of the same states as the tables
+
+It reads and never writes, so it may look at a run that is alive.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.handoff.audit_history import Finding, History, Line
+from vime.handoff.ledger_schema import open_for_reading
+from vime.handoff.ledger_types import State, Task
+from vime.types import HandoffError
+
+ReadPayload = Callable[[Task, int], tuple[int, int]]
+"""(bytes, tokens) of the stored payload with this checksum; raises HandoffError when it is missing or damaged."""
+
+_LINES = """select h.sequence, h.event, coalesce(p.name, ''), coalesce(h.grp, -1), coalesce(h.attempt, 0),
+    coalesce(h.round, 0), coalesce(h.num_tokens, 0), coalesce(h.num_bytes, 0), coalesce(h.note, '')
+    from history h left join partition p on p.id = h.partition order by h.sequence"""
+_GROUPS = """select p.name, g.grp, g.attempt, g.state, g.round, g.position, g.checksum, g.num_bytes, g.num_tokens,
+    g.min_version, g.max_version from prompt_group g join partition p on p.id = g.partition
+    order by g.partition, g.grp"""
+SIZED = (State.READY, State.LEASED, State.TRAINED, State.DURABLE)
+IN_ROUND = (State.LEASED, State.TRAINED, State.DURABLE)
+NEEDED = (State.READY, State.LEASED, State.TRAINED)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    partition: str
+    group: int
+    attempt: int
+    state: str
+    round_id: int | None
+    position: int | None
+    checksum: int
+    num_bytes: int
+    num_tokens: int
+    min_version: int
+    max_version: int
+
+    @property
+    def task(self) -> Task:
+        return Task(self.partition, self.group, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """`findings` is empty when every promise is kept. `groups` and `tokens` count by partition kind and state."""
+
+    findings: tuple[Finding, ...]
+    groups: dict[str, int]
+    tokens: dict[str, int]
+    num_rounds: int
+    num_lines: int
+
+
+def audit(ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPayload | None) -> AuditReport:
+    """Check everything. `checkpoint_round`: round of the newest complete checkpoint, None without one.
+
+    `read_payload` None: the run keeps no spool, and nothing is said about payloads.
+    """
+    connection = open_for_reading(ledger)
+    try:
+        history = History()
+        history.read(_lines(connection))
+        facts = [GroupFacts(*row) for row in connection.execute(_GROUPS)]
+        rounds = {
+            int(round_id): (str(state), int(version), int(num_groups))
+            for round_id, state, version, num_groups in connection.execute(
+                "select id, state, version, num_groups from round order by id"
+            )
+        }
+        cursors = dict(connection.execute("select name, next_group from partition"))
+        [num_lines] = connection.execute("select count(*) from history").fetchone()
+    except sqlite3.Error as error:
+        raise HandoffError(f"{ledger}: cannot be read: {error}. Copy the run directory and recover a copy.") from error
+    finally:
+        connection.close()
+    findings = list(history.findings)
+    findings += _check_cursor(facts, cursors)
+    findings += _check_history(facts, history)
+    findings += _check_rounds(facts, rounds, history)
+    findings += _check_checkpoint(rounds, checkpoint_round)
+    findings += _check_partitions(facts, history.train)
+    if read_payload is not None:
+        findings += _check_spool(facts, read_payload)
+    groups: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for fact in facts:
+        name = fact.state if fact.partition == history.train else f"{fact.partition} {fact.state}"
+        groups[name] += 1
+        tokens[name] += fact.num_tokens if fact.state in SIZED else 0
+    return AuditReport(
+        findings=tuple(findings),
+        groups=dict(groups),
+        tokens=dict(tokens),
+        num_rounds=len(rounds),
+        num_lines=num_lines,
+    )
+
+
+def _lines(connection: sqlite3.Connection) -> Iterator[Line]:
+    for row in connection.execute(_LINES):
+        yield Line(*row)
+
+
+def _check_cursor(facts: list[GroupFacts], cursors: dict[str, int]) -> Iterator[Finding]:
+    """Rows are 0 .. cursor - 1 of each partition."""
+    seen: dict[str, list[int]] = {name: [] for name in cursors}
+    for fact in facts:
+        seen[fact.partition].append(fact.group)
+    for name, groups in seen.items():
+        missing = sorted(set(range(cursors[name])) - set(groups))
+        beyond = [group for group in groups if group >= cursors[name]]
+        for what, found in (("never issued", missing), ("beyond the cursor", beyond)):
+            if found:
+                yield Finding(
+                    "cursor", name, f"groups {found[:5]} {what} ({len(found)} in all, cursor {cursors[name]})"
+                )
+
+
+def _check_history(facts: list[GroupFacts], history: History) -> Iterator[Finding]:
+    """The tables say what the history says, group by group."""
+    for fact in facts:
+        story = history.groups.get((fact.partition, fact.group))
+        if story is None:
+            yield Finding("history", str(fact.task), "is in the ledger, but was never issued")
+            continue
+        told, shown = (story.state, story.attempt, story.round_id), (fact.state, fact.attempt, fact.round_id)
+        if told != shown:
+            yield Finding("history", str(fact.task), f"(state, attempt, round) {shown}, the history says {told}")
+        if fact.state in SIZED and (story.tokens, story.num_bytes) != (fact.num_tokens, fact.num_bytes):
+            sizes = f"{fact.num_tokens} tokens, {fact.num_bytes} bytes; committed: {story.tokens}, {story.num_bytes}"
+            yield Finding("tokens", str(fact.task), sizes)
+    known = {(fact.partition, fact.group) for fact in facts}
+    for partition, group in history.groups.keys() - known:
+        yield Finding("cursor", f"{partition}/{group}", "was issued, and is not in the ledger any more")
+
+
+def _check_rounds(
+    facts: list[GroupFacts], rounds: dict[int, tuple[str, int, int]], history: History
+) -> Iterator[Finding]:
+    members: dict[int, list[GroupFacts]] = {round_id: [] for round_id in rounds}
+    for fact in facts:
+        if fact.round_id is not None:
+            members.setdefault(fact.round_id, []).append(fact)
+        elif fact.state in IN_ROUND:
+            yield Finding("rounds", str(fact.task), f"{fact.state}, but in no round")
+    for round_id, groups in sorted(members.items()):
+        if round_id in rounds:
+            yield from _check_members(round_id, groups, rounds[round_id], history)
+        else:
+            yield Finding("rounds", f"round {round_id}", f"holds {len(groups)} groups, but is no round")
+    gaps = [round_id for round_id in rounds if round_id != min(rounds) and round_id - 1 not in rounds]
+    for round_id in gaps:
+        yield Finding("rounds", f"round {round_id}", "the round before it is gone")
+    trained = [round_id for round_id, (state, _, _) in rounds.items() if state in ("trained", "durable")]
+    untrained = [round_id for round_id, (state, _, _) in rounds.items() if state in ("leased", "replay")]
+    if trained and untrained and min(untrained) < max(trained):
+        yield Finding("rounds", f"round {max(trained)}", f"trained before round {min(untrained)}")
+
+
+def _check_members(
+    round_id: int, groups: list[GroupFacts], row: tuple[str, int, int], history: History
+) -> Iterator[Finding]:
+    state, version, num_groups = row
+    order = [fact.group for fact in sorted(groups, key=lambda fact: (fact.position is None, fact.position))]
+    told = [group for _, group in history.rounds.get(round_id, [])]
+    if order != told or len(groups) != num_groups:
+        yield Finding("rounds", f"round {round_id}", f"groups {order} of {num_groups}; the history says {told}")
+    bound = history.rules.get("max_staleness")
+    for fact in groups:
+        if fact.state != (State.READY if state == "replay" else state):
+            yield Finding("terminal", str(fact.task), f"{fact.state} in round {round_id}, which is {state}")
+        if fact.max_version > version or (bound is not None and version - fact.min_version > bound):
+            versions = f"versions {fact.min_version} to {fact.max_version} in round {round_id} on version {version}"
+            yield Finding("staleness", str(fact.task), f"{versions}; the bound is {bound}")
+
+
+def _check_checkpoint(rounds: dict[int, tuple[str, int, int]], checkpoint_round: int | None) -> Iterator[Finding]:
+    last = -1 if checkpoint_round is None else checkpoint_round
+    for round_id, (state, _, _) in rounds.items():
+        if state == "durable" and round_id > last:
+            yield Finding("checkpoint", f"round {round_id}", f"durable, but the newest checkpoint is of round {last}")
+        if round_id <= last and state not in ("trained", "durable"):
+            yield Finding("checkpoint", f"round {round_id}", f"{state}, but the checkpoint of round {last} carries it")
+    if rounds and last > max(rounds):
+        yield Finding("checkpoint", f"round {last}", f"in a checkpoint, but the ledger ends at round {max(rounds)}")
+
+
+def _check_partitions(facts: list[GroupFacts], train: str) -> Iterator[Finding]:
+    for fact in facts:
+        if fact.partition != train and (fact.state in IN_ROUND or fact.round_id is not None):
+            yield Finding("eval", str(fact.task), f"{fact.state} in round {fact.round_id}; only {train} is trained")
+
+
+def _check_spool(facts: list[GroupFacts], read_payload: ReadPayload) -> Iterator[Finding]:
+    for fact in facts:
+        if fact.state not in NEEDED:
+            continue
+        try:
+            size = read_payload(fact.task, fact.checksum)
+        except HandoffError as error:
+            yield Finding("spool", str(fact.task), f"{fact.state}, but its payload cannot be read: {error}")
+            continue
+        if size != (fact.num_bytes, fact.num_tokens):
+            wanted = f"{fact.num_bytes} bytes, {fact.num_tokens} tokens"
+            yield Finding("spool", str(fact.task), f"payload of {size[0]} bytes, {size[1]} tokens; committed: {wanted}")
