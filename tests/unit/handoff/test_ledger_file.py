@@ -1,0 +1,145 @@
+import sqlite3
+
+import pytest
+
+from tests.helpers.ledger_cases import RULES, Clock, checked, issue, lease, make_ready, open_ledger, train
+from vime.handoff import ledger_prompts, ledger_restore, ledger_rounds
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_book import count_usage
+from vime.handoff.ledger_schema import CREATE, MIGRATIONS, open_for_reading, open_for_writing
+from vime.handoff.ledger_types import LedgerFileError
+
+
+def close(connection, lock):
+    import os
+
+    connection.close()
+    os.close(lock)
+
+
+def test_a_newer_schema_is_refused_and_an_older_one_is_migrated(tmp_path):
+    path = tmp_path / "ledger.db"
+    open_ledger(tmp_path).close()
+    newer = (*MIGRATIONS, "alter table prompt_group add column note text; create table extra(a)")
+    close(*open_for_writing(path, migrations=newer))
+    connection = sqlite3.connect(path)
+    assert connection.execute("pragma user_version").fetchone() == (len(MIGRATIONS) + 1,)
+    assert connection.execute("select count(note) from prompt_group").fetchone() == (0,)
+    connection.close()
+    with pytest.raises(LedgerFileError, match="schema 2, this Vime knows up to 1"):
+        open_ledger(tmp_path)
+    with pytest.raises(LedgerFileError, match="schema 2"):
+        open_for_reading(path)
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "ledger.db"
+    open_ledger(tmp_path).close()
+    with pytest.raises(LedgerFileError, match="no such table: nowhere"):
+        open_for_writing(path, migrations=(CREATE, "create table extra(a); insert into nowhere values (1)"))
+    open_ledger(tmp_path).close()
+    connection = sqlite3.connect(path)
+    assert connection.execute("select 1 from sqlite_master where name = 'extra'").fetchone() is None
+    connection.close()
+
+
+def test_another_programs_file_and_no_file_are_refused(tmp_path):
+    path = tmp_path / "ledger.db"
+    with pytest.raises(LedgerFileError, match="there is no ledger"):
+        open_for_reading(path)
+    connection = sqlite3.connect(path)
+    connection.execute("create table other(a)")
+    connection.close()
+    for opening in (lambda: open_ledger(tmp_path), lambda: open_for_reading(path)):
+        with pytest.raises(LedgerFileError, match="another program"):
+            opening()
+    path.write_bytes(b"no database at all, but long enough to be looked at as one" * 20)
+    for opening in (lambda: open_ledger(tmp_path), lambda: open_for_reading(path)):
+        with pytest.raises(LedgerFileError, match="not a database"):
+            opening()
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path):
+    ledger = open_ledger(tmp_path)
+    issue(ledger, 3)
+    with pytest.raises(LedgerFileError, match="another process writes it"):
+        open_ledger(tmp_path)
+    assert checked(tmp_path).groups == {"issued": 3}
+    issue(ledger, 1)
+    ledger.close()
+    ledger.close()
+    open_ledger(tmp_path).close()
+
+
+def test_a_reader_sees_one_moment_while_the_writer_goes_on(tmp_path):
+    ledger = open_ledger(tmp_path)
+    make_ready(ledger, 4)
+    connection = open_for_reading(tmp_path / "ledger.db")
+    before = connection.execute("select count(*) from prompt_group where state = 'ready'").fetchone()
+    lease(ledger, 0, 4)
+    assert connection.execute("select count(*) from prompt_group where state = 'ready'").fetchone() == before == (4,)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        connection.execute("delete from prompt_group")
+    connection.close()
+    ledger.close()
+
+
+def test_a_full_disk_is_refused_and_changes_nothing(tmp_path):
+    ledger = open_ledger(tmp_path)
+    train(ledger, 0)
+    before = ledger.status()
+    book = ledger._book
+    [pages] = book.one("pragma page_count")
+    book.connection.execute(f"pragma max_page_count = {pages}")  # sqlite then answers as for a full disk
+    with pytest.raises(LedgerFileError, match="nothing was changed.*full"):
+        for number in range(2000):
+            ledger.prompts.issue(f"a producer with a long name {'x' * 500}", 1, request=str(number), partition="eval/x")
+    assert ledger.status().active == before.active
+    told = len(ledger.prompts.heartbeat(f"a producer with a long name {'x' * 500}"))
+    assert book.one("select count(*) from prompt_group where state = 'issued'") == (told,)
+    book.connection.execute(f"pragma max_page_count = {pages + 10000}")
+    train(ledger, 1)
+    ledger.close()
+    checked(tmp_path)
+
+
+def test_the_running_counts_equal_a_count_of_the_rows(tmp_path):
+    ledger = open_ledger(tmp_path, max_tokens=1000)
+    train(ledger, 0)
+    make_ready(ledger, 3, version=1)
+    lease(ledger, 1)
+    [task, *_] = issue(ledger, 2)
+    ledger.prompts.admit(task, num_tokens=7, num_bytes=9)
+    book = ledger._book
+    assert book.memory.usage == count_usage(book.connection, book.train_id)
+    assert (ledger.status().active, ledger.status().held_tokens, ledger.status().held_groups) == (5, 37, 4)
+    ledger.close()
+
+
+def test_both_levels_of_synchronous_keep_what_was_answered(tmp_path):
+    for level in ("NORMAL", "FULL"):
+        ledger = Ledger(tmp_path / level / "ledger.db", RULES, clock=Clock(), synchronous=level)
+        make_ready(ledger, 2)
+        ledger.sync()
+        ledger.close()
+        assert checked(tmp_path / level).groups == {"ready": 2}
+    with pytest.raises(LedgerFileError, match="expected NORMAL or FULL"):
+        Ledger(tmp_path / "x.db", RULES, clock=Clock(), synchronous="OFF")
+
+
+@pytest.mark.parametrize("module", [ledger_prompts, ledger_rounds, ledger_restore])
+def test_no_statement_reads_the_whole_table_of_groups(tmp_path, module):
+    """Flat to any number of groups: each statement on prompt_group uses its key or a partial index."""
+    ledger = open_ledger(tmp_path)
+    statements = [text for name, value in vars(module).items() if name.isupper() for text in _texts(value)]
+    assert len(statements) > 3
+    for sql in statements:
+        plan = ledger._book.query(f"explain query plan {sql}", *[1] * sql.count("?"))
+        scans = [row[3] for row in plan if row[3].startswith("SCAN") and "USING" not in row[3]]
+        assert not [scan for scan in scans if "prompt_group" in scan or scan.startswith("SCAN g")], (sql, plan)
+    ledger.close()
+
+
+def _texts(value):
+    texts = value.values() if isinstance(value, dict) else [value]
+    return [text for text in texts if isinstance(text, str) and text.split(" ")[0] in ("select", "update", "insert")]
