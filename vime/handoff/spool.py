@@ -211,12 +211,13 @@ class Spool(SpoolReader):
             self._torn = None
 
     def _cut_tail(self) -> None:
-        segments = self.segments()
-        if segments and segments[-1].stat().st_size > self._ends[segments[-1]]:
-            if self._ends[segments[-1]] == 0:
-                segments[-1].unlink()  # not even its header was written
-            else:
-                os.truncate(segments[-1], self._ends[segments[-1]])
+        """Remove what a kill left half-written; a segment without one whole record goes altogether."""
+        for path in self.segments()[-1:]:
+            if self._ends[path] == 0:
+                path.unlink()
+                del self._ends[path]
+            elif path.stat().st_size > self._ends[path]:
+                os.truncate(path, self._ends[path])
 
     def _end_segment(self) -> None:
         if self._file >= 0:

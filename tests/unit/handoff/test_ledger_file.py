@@ -1,3 +1,4 @@
+import os
 import sqlite3
 
 import pytest
@@ -11,8 +12,6 @@ from vime.handoff.ledger_types import LedgerFileError
 
 
 def close(connection, lock):
-    import os
-
     connection.close()
     os.close(lock)
 
@@ -91,11 +90,16 @@ def test_a_full_disk_is_refused_and_changes_nothing(tmp_path):
     book = ledger._book
     [pages] = book.one("pragma page_count")
     book.connection.execute(f"pragma max_page_count = {pages}")  # sqlite then answers as for a full disk
-    with pytest.raises(LedgerFileError, match="nothing was changed.*full"):
+    producer = f"a producer with a long name {'x' * 500}"
+
+    def fill_up():
         for number in range(2000):
-            ledger.prompts.issue(f"a producer with a long name {'x' * 500}", 1, request=str(number), partition="eval/x")
+            ledger.prompts.issue(producer, 1, request=str(number), partition="eval/x")
+
+    with pytest.raises(LedgerFileError, match=r"nothing was changed.*full"):
+        fill_up()
     assert ledger.status().active == before.active
-    told = len(ledger.prompts.heartbeat(f"a producer with a long name {'x' * 500}"))
+    told = len(ledger.prompts.heartbeat(producer))
     assert book.one("select count(*) from prompt_group where state = 'issued'") == (told,)
     book.connection.execute(f"pragma max_page_count = {pages + 10000}")
     train(ledger, 1)
