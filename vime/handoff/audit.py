@@ -26,6 +26,8 @@ from pathlib import Path
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import State, Task
+from vime.handoff.payload import payload_size
+from vime.handoff.spool import SpoolReader
 from vime.types import HandoffError
 
 ReadPayload = Callable[[Task, int], tuple[int, int]]
@@ -70,6 +72,16 @@ class AuditReport:
     tokens: dict[str, int]
     num_rounds: int
     num_lines: int
+
+
+def spool_payloads(spool: SpoolReader) -> ReadPayload:
+    """How the audit reads payloads from a spool."""
+
+    def read(task: Task, checksum: int) -> tuple[int, int]:
+        data = spool.read(task, checksum)
+        return len(data), payload_size(data)[1]
+
+    return read
 
 
 def audit(ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPayload | None) -> AuditReport:
@@ -144,7 +156,7 @@ def _check_history(facts: list[GroupFacts], history: History) -> Iterator[Findin
         if story is None:
             yield Finding("history", str(fact.task), "is in the ledger, but was never issued")
             continue
-        told, shown = (story.state, story.attempt, story.round_id), (fact.state, fact.attempt, fact.round_id)
+        told, shown = (str(story.state), story.attempt, story.round_id), (fact.state, fact.attempt, fact.round_id)
         if told != shown:
             yield Finding("history", str(fact.task), f"(state, attempt, round) {shown}, the history says {told}")
         if fact.state in SIZED and (story.tokens, story.num_bytes) != (fact.num_tokens, fact.num_bytes):

@@ -31,7 +31,7 @@ def outcome(call):
 
 class LedgerMachine(RuleBasedStateMachine):
     @initialize(order=st.sampled_from(RoundOrder), policy=st.sampled_from(StalePolicy), staleness=st.integers(0, 2),
-                max_tokens=st.sampled_from([40, 10**6]))  # fmt: skip
+                max_tokens=st.sampled_from([15, 40, 10**6]))  # fmt: skip
     def begin(self, order, policy, staleness, max_tokens):
         self.directory = Path(tempfile.mkdtemp(prefix="ledger-model-"))
         self.rules = replace(
@@ -58,6 +58,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(producer=PRODUCERS, count=st.integers(1, 4), partition=PARTITIONS)
     def issue(self, producer, count, partition):
+        self.take(producer, count, partition)
+
+    def take(self, producer, count, partition):
         self.requests += 1
         request = str(self.requests)
         got, expected = self.both(
@@ -73,7 +76,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(producer=PRODUCERS, count=st.integers(1, 4), tokens=st.sampled_from([5, 10]), backwards=st.booleans())
     def work(self, producer, count, tokens, backwards):
         """A producer that does all of its work at once."""
-        for task in self.issue(producer, count, "train")[:: -1 if backwards else 1]:
+        for task in self.take(producer, count, "train")[:: -1 if backwards else 1]:
             self.commit_one(task, self.model.serving, tokens)
 
     def pick(self, pick):
