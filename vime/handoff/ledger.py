@@ -23,8 +23,9 @@ from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerRules, Task
 
 _NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
-    from prompt_group g join partition p on p.id = g.partition where g.state in ('issued', 'retry', 'ready')"""
-_NEEDED_BY_ROUNDS = """select grp, attempt, checksum from prompt_group where round in
+    from prompt_group g indexed by open_group join partition p on p.id = g.partition
+    where g.state in ('issued', 'retry', 'ready')"""
+_NEEDED_BY_ROUNDS = """select grp, attempt, checksum from prompt_group indexed by round_group where round in
     (select id from round where state in ('leased', 'replay', 'trained'))"""
 
 

@@ -218,8 +218,8 @@ class Book:
         """Memory as the file implies it, every deadline a full timeout from now."""
         memory, deadline = Memory(), self.deadline()
         flights = self.query(
-            "select p.name, g.grp, g.attempt, g.producer, g.request from prompt_group g join partition p "
-            "on p.id = g.partition where g.state in ('issued', 'retry', 'ready') and g.state = 'issued'"
+            "select p.name, g.grp, g.attempt, g.producer, g.request from prompt_group g indexed by open_group join "
+            "partition p on p.id = g.partition where g.state in ('issued', 'retry', 'ready') and g.state = 'issued'"
         )
         for name, group, attempt, producer, request in flights:
             memory.fly(Flight(Task(name, group, attempt), producer, request, deadline))
@@ -233,12 +233,12 @@ def count_usage(connection: sqlite3.Connection, train_id: int) -> Usage:
     """Usage of the train partition by counting rows; the running counts must always equal it."""
     usage, total = Usage(), "count(*), coalesce(sum(admitted * num_tokens), 0), coalesce(sum(admitted * num_bytes), 0)"
     states = connection.execute(
-        f"select state, coalesce(sum(admitted), 0), {total} from prompt_group where partition = ? "
-        "and state in ('issued', 'retry', 'ready') group by state",
+        f"select state, coalesce(sum(admitted), 0), {total} from prompt_group indexed by open_group "
+        "where partition = ? and state in ('issued', 'retry', 'ready') group by state",
         (train_id,),
     ).fetchall()
     leased = connection.execute(
-        f"select 'leased', coalesce(sum(admitted), 0), {total} from prompt_group where round in "
+        f"select 'leased', coalesce(sum(admitted), 0), {total} from prompt_group indexed by round_group where round in "
         "(select id from round where state = 'leased')"
     ).fetchall()
     for state, admitted, count, tokens, num_bytes in states + leased:

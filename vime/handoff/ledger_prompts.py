@@ -27,10 +27,10 @@ from vime.handoff.ledger_types import (
 )
 from vime.types import HandoffError
 
-_RETRIES = """select grp, attempt from prompt_group
+_RETRIES = """select grp, attempt from prompt_group indexed by retry_group
     where partition = ? and state = 'retry' order by grp limit ?"""
-_UNDER_WAY = """select 1 from prompt_group where partition = ? and state in ('issued', 'retry', 'ready')
-    and state != 'ready' limit 1"""
+_UNDER_WAY = """select 1 from prompt_group indexed by open_group
+    where partition = ? and state in ('issued', 'retry', 'ready') and state != 'ready' limit 1"""
 _ISSUE_NEW = """insert into prompt_group(partition, grp, attempt, state, producer, request)
     values (?, ?, 1, 'issued', ?, ?)"""
 _ISSUE_AGAIN = """update prompt_group set state = 'issued', attempt = attempt + 1, producer = ?, request = ?,

@@ -12,10 +12,10 @@ from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, Payload, RestoreReport, Task
 from vime.types import Version
 
-_READY = """select p.name, g.grp, g.attempt, g.checksum, g.max_version from prompt_group g join partition p
-    on p.id = g.partition where g.state = 'ready' and g.round is null"""
+_READY = """select p.name, g.grp, g.attempt, g.checksum, g.max_version from prompt_group g indexed by ready_group
+    join partition p on p.id = g.partition where g.state = 'ready' and g.round is null"""
 _PARTIAL = """select p.id, p.name, g.grp, g.partial_attempt, g.partial_checksum from prompt_group g
-    join partition p on p.id = g.partition where g.state = 'retry' and g.partial_attempt is not null"""
+    indexed by retry_group join partition p on p.id = g.partition where g.state = 'retry' and g.partial_attempt is not null"""
 _SEND_BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0,
     round = null, position = null, reason = ? where partition = ? and grp = ?"""
 _FORGET_PARTIAL = """update prompt_group set partial_attempt = null, partial_checksum = null
@@ -36,7 +36,7 @@ class RoundRow(NamedTuple):
 
 
 PAYLOAD = "grp, attempt, checksum, num_bytes, num_tokens, num_rows, min_version, max_version"
-OF_ROUND = f"select {PAYLOAD} from prompt_group where round = ? order by position"
+OF_ROUND = f"select {PAYLOAD} from prompt_group indexed by round_group where round = ? order by position"
 
 
 def find_round(book: Book, round_id: int) -> RoundRow | None:

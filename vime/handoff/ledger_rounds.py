@@ -40,17 +40,17 @@ from vime.handoff.ledger_types import (
 from vime.types import HandoffError, StaleError, Version
 
 _CANDIDATES = {
-    RoundOrder.COMMIT: f"select state, {PAYLOAD} from prompt_group where partition = ? and state = 'ready' "
-    "and round is null order by ready_sequence limit ?",
-    RoundOrder.INDEX: f"select state, {PAYLOAD} from prompt_group where partition = ? "
+    RoundOrder.COMMIT: f"select state, {PAYLOAD} from prompt_group indexed by ready_group where partition = ? "
+    "and state = 'ready' and round is null order by ready_sequence limit ?",
+    RoundOrder.INDEX: f"select state, {PAYLOAD} from prompt_group indexed by open_group where partition = ? "
     "and state in ('issued', 'retry', 'ready') and round is null order by grp limit ?",
 }
 _TAKE = "update prompt_group set state = 'leased', round = ?, position = ? where partition = ? and grp = ?"
 _PUT_ROUND = """insert into round(id, state, fence, holder, version, num_groups) values (?, 'leased', ?, ?, ?, ?)
     on conflict(id) do update set state = 'leased', fence = excluded.fence, holder = excluded.holder,
     num_groups = excluded.num_groups"""
-_UNDER_WAY = """select count(*) from prompt_group where partition = ? and state in ('issued', 'retry', 'ready')
-    and state != 'ready'"""
+_UNDER_WAY = """select count(*) from prompt_group indexed by open_group
+    where partition = ? and state in ('issued', 'retry', 'ready') and state != 'ready'"""
 _UNTRAINED = "select min(id) from round where state in ('leased', 'replay', 'trained') and state != 'trained'"
 _STALE = "too old at lease"
 

@@ -1,7 +1,8 @@
 """The ledger's file: tables, schema versions, and how it is opened by its one writer and by readers.
 
 One row per group in `prompt_group`, one per round in `round`, one per transition in `history`; the partial indices hold
-only groups that are still moving, so that no query grows with the length of the run. `pragma user_version` is the
+only groups that are still moving, and statements name the one they use (`indexed by`: left alone, sqlite walks the
+whole partition instead), so that no query grows with the length of the run. `pragma user_version` is the
 schema's version: each entry of MIGRATIONS takes a file one version further, in one transaction; the first makes it.
 
 What may be lost: kill -9 of any process loses nothing (every transition is a committed transaction in the write-ahead
