@@ -30,9 +30,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="rounds that are measured (default: 200)")
     parser.add_argument("--synchronous", default="NORMAL", choices=["NORMAL", "FULL"])
     options = parser.parse_args()
-    print(
-        "| groups before | per CPU second | per wall second | issue 8 | commit p50, p99 | lease 32 | trained | open | file |"
-    )
+    print("| groups before | per CPU s | per wall s | issue 8 | commit p50, p99 | lease 32 | trained | open | file |")
     print("|---|---|---|---|---|---|---|---|---|")
     for num_groups in options.groups:
         with tempfile.TemporaryDirectory(prefix="vime-ledger-") as directory:

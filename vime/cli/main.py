@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vime.cli import queue
 from vime.observability.report import show_report
 from vime.observability.run_dir import is_run_dir
 from vime.observability.summary import summarise
@@ -23,9 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report", help="summary, reward curve and answers of a run; draws its PNG again"
     )
     report_parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    report_parser.set_defaults(run_command=lambda arguments: report(arguments.run))
+    queue.add_parsers(commands)
     arguments = parser.parse_args(argv)
     try:
-        report(arguments.run)
+        arguments.run_command(arguments)
     except VimeError as error:
         sys.stderr.write(f"vime {arguments.command}: {error}\n")
         return error.exit_code

@@ -13,6 +13,7 @@ leaves an orphan payload, never a visible group without data.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk
-from vime.handoff.ledger_types import LedgerRules, Task
+from vime.handoff.ledger_types import LedgerRules, State, Task
 
 _NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
     from prompt_group g indexed by open_group join partition p on p.id = g.partition
@@ -108,17 +109,21 @@ class Ledger:
 
     def needed_payloads(self) -> dict[Task, int | None]:
         """Payloads that the spool must keep, with their checksum; None: whatever the attempt under way stores."""
-        book = self._book
-        needed: dict[Task, int | None] = {}
-        for name, group, attempt, checksum, partial_attempt, partial_checksum, state in book.query(_NEEDED):
-            if state != "retry":
-                needed[Task(name, group, attempt)] = checksum if state == "ready" else None
-            if partial_attempt is not None:
-                needed[Task(name, group, partial_attempt)] = partial_checksum
-        for group, attempt, checksum in book.query(_NEEDED_BY_ROUNDS):
-            needed[Task(book.rules.partition, group, attempt)] = checksum
-        return needed
+        return needed_payloads(self._book.connection, self._book.rules.partition)
 
     def close(self) -> None:
         """Give the file up. Calling it again does nothing."""
         self._book.close()
+
+
+def needed_payloads(connection: sqlite3.Connection, train: str) -> dict[Task, int | None]:
+    """See `Ledger.needed_payloads`; also for readers of the file."""
+    needed: dict[Task, int | None] = {}
+    for name, group, attempt, checksum, partial_attempt, partial_checksum, state in connection.execute(_NEEDED):
+        if state != State.RETRY:
+            needed[Task(name, group, attempt)] = checksum if state == State.READY else None
+        if partial_attempt is not None:
+            needed[Task(name, group, partial_attempt)] = partial_checksum
+    for group, attempt, checksum in connection.execute(_NEEDED_BY_ROUNDS):
+        needed[Task(train, group, attempt)] = checksum
+    return needed

@@ -15,7 +15,8 @@ from vime.types import Version
 _READY = """select p.name, g.grp, g.attempt, g.checksum, g.max_version from prompt_group g indexed by ready_group
     join partition p on p.id = g.partition where g.state = 'ready' and g.round is null"""
 _PARTIAL = """select p.id, p.name, g.grp, g.partial_attempt, g.partial_checksum from prompt_group g
-    indexed by retry_group join partition p on p.id = g.partition where g.state = 'retry' and g.partial_attempt is not null"""
+    indexed by retry_group join partition p on p.id = g.partition
+    where g.state = 'retry' and g.partial_attempt is not null"""
 _SEND_BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0,
     round = null, position = null, reason = ? where partition = ? and grp = ?"""
 _FORGET_PARTIAL = """update prompt_group set partial_attempt = null, partial_checksum = null

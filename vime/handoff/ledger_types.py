@@ -11,6 +11,7 @@ from enum import StrEnum
 from vime.types import HandoffError, Version
 
 EVAL_PREFIX = "eval/"
+LEDGER_NAME, SPOOL_NAME = "ledger.db", "spool"  # in a run directory
 
 
 class State(StrEnum):

@@ -1,0 +1,132 @@
+"""`vime queue ls|show|export|import RUN` and `vime audit RUN`: the ledger and the spool of a run, live or dead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vime.handoff.audit import audit, spool_payloads
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, Task
+from vime.handoff.payload import payload_size
+from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
+from vime.handoff.spool import SpoolReader
+from vime.types import HandoffError, VimeError
+
+MAX_SHOWN = 50
+
+
+class AuditFailedError(VimeError):
+    """The audit found breaches."""
+
+
+def add_parsers(commands: Any) -> None:
+    """Add `audit` and `queue` to the command line; each names its function as `run_command`."""
+    parser = commands.add_parser("audit", help="check that a run kept every promise; exit 3 when one was broken")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    parser.set_defaults(run_command=run_audit)
+    queue = commands.add_parser("queue", help="look at the queue of a run, or copy it")
+    actions = queue.add_subparsers(dest="action", required=True)
+    for name, text, call in (
+        ("ls", "groups by state, rounds that are not durable, who works on what", run_ls),
+        ("show", "one group: its row, its history, its payload", run_show),
+        ("export", "write ledger and needed payloads to a file", run_export),
+        ("import", "make the queue of a run directory from such a file", run_import),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+        if name == "show":
+            action.add_argument("group", type=int, help="index of the group")
+            action.add_argument("--partition", default="train", help="its partition (default: train)")
+        elif name != "ls":
+            action.add_argument("file", type=Path, help="the exported file")
+        action.set_defaults(run_command=call)
+
+
+def run_audit(arguments: argparse.Namespace) -> None:
+    """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
+    run: Path = arguments.run
+    read_payload = spool_payloads(SpoolReader(run / SPOOL_NAME)) if (run / SPOOL_NAME).is_dir() else None
+    checkpoint = checkpoint_round(run)
+    report = audit(run / LEDGER_NAME, checkpoint_round=checkpoint, read_payload=read_payload)
+    for state, total in sorted(report.groups.items()):
+        say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
+    say(
+        f"{report.num_rounds:,} rounds, {report.num_lines:,} lines of history, "
+        f"{'no checkpoint' if checkpoint is None else f'checkpoint of round {checkpoint}'}, "
+        f"{'no spool' if read_payload is None else 'spool read'}"
+    )
+    if report.findings:
+        shown = [f"  {finding}" for finding in report.findings[:MAX_SHOWN]]
+        more = f"\n  ... {len(report.findings) - MAX_SHOWN} more" if len(report.findings) > MAX_SHOWN else ""
+        raise AuditFailedError(f"{len(report.findings)} breaches in {run}:\n" + "\n".join(shown) + more)
+    say("every promise kept")
+
+
+def run_ls(arguments: argparse.Namespace) -> None:
+    overview = read_overview(arguments.run)
+    for (partition, state), (total, tokens) in overview.groups.items():
+        say(f"{partition:<16} {state:<8} {total:>9,} groups {tokens:>14,} tokens")
+    for reason, count in overview.dropped.items():
+        say(f"dropped: {count:,} groups, {reason}")
+    for producer, count in overview.in_flight.items():
+        say(f"in flight: {count:,} groups at {producer}")
+    for round_id, state, num_groups, holder in overview.rounds[-MAX_SHOWN:]:
+        say(f"round {round_id}: {state}, {num_groups} groups, {holder}")
+    say(f"version served: {overview.serving}; spool: {overview.spool_bytes:,} bytes")
+
+
+def run_show(arguments: argparse.Namespace) -> None:
+    view = read_group(arguments.run, arguments.partition, arguments.group)
+    say(f"group {arguments.partition}/{arguments.group}")
+    for name, value in view.fields.items():
+        if value is not None:
+            say(f"  {name}: {value}")
+    for sequence, event, attempt, round_id, note in view.history:
+        place = "" if round_id is None else f", round {round_id}"
+        number = "" if attempt is None else f" attempt {attempt}"
+        say(f"  line {sequence}: {event}{number}{place} {note}".rstrip())
+    newest, checksum = view.fields["attempt"], view.fields["checksum"]
+    if not isinstance(newest, int) or not isinstance(checksum, int):
+        return
+    task = Task(arguments.partition, arguments.group, newest)
+    try:
+        data = SpoolReader(arguments.run / SPOOL_NAME).read(task, checksum)
+        num_rows, num_tokens = payload_size(data)
+        say(f"  payload: {len(data):,} bytes, {num_rows} rows, {num_tokens:,} tokens")
+    except HandoffError as error:
+        say(f"  payload: {error}")
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    count = export_queue(arguments.run, arguments.file)
+    say(f"{arguments.file}: the ledger and {count:,} payloads")
+
+
+def run_import(arguments: argparse.Namespace) -> None:
+    count = import_queue(arguments.run, arguments.file)
+    say(f"{arguments.run}: the ledger and {count:,} payloads")
+
+
+def say(text: str) -> None:
+    """One line, never wrapped or coloured: reasons and names are not ours to interpret."""
+    Console(highlight=False, markup=False, soft_wrap=True).print(text)
+
+
+def checkpoint_round(run: Path) -> int | None:
+    """Round of the checkpoint that the marker names, in --save or RUN/checkpoints; None without one."""
+    root = run / "checkpoints"
+    try:
+        if (run / "config.json").is_file():
+            save = json.loads((run / "config.json").read_text()).get("model", {}).get("save")
+            root = Path(save) if save else root
+        marker = root / "latest_checkpointed_iteration.txt"
+        if not marker.is_file() or (text := marker.read_text().strip()) == "none":
+            return None
+        name = f"iter_{int(text):07d}" if text.isdigit() else text
+        return int(json.loads((root / name / "run_state.json").read_text())["rollout_id"])
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise HandoffError(f"{root}: which checkpoint is the newest cannot be read: {error}") from error

@@ -1,0 +1,176 @@
+"""What the ledger's file says to a reader: an overview, one group's story, and a copy of the whole queue.
+
+Reads beside a living run. The copy (`export_queue`) is a tar file of the ledger at one moment and of the payloads it
+may still need; `import_queue` makes a run directory's queue of it, on another machine or after a lost disk.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.handoff.ledger import needed_payloads
+from vime.handoff.ledger_schema import open_for_reading
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerFileError, Task
+from vime.handoff.spool import Spool, SpoolReader
+from vime.types import HandoffError
+
+MARK = "vime-queue-1"  # first member of an exported file: its format
+SEGMENT = "segment-00000001.vsp"
+GROUP_FIELDS = (
+    "attempt", "state", "producer", "round", "position", "num_rows", "num_tokens", "num_bytes", "min_version",
+    "max_version", "checksum", "partial_attempt", "reason",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOverview:
+    """`groups` counts by (partition, state); `rounds` are those that are not durable: (id, state, groups, holder)."""
+
+    groups: dict[tuple[str, str], tuple[int, int]]  # -> groups, tokens
+    dropped: dict[str, int]  # reason -> groups
+    rounds: tuple[tuple[int, str, int, str], ...]
+    in_flight: dict[str, int]  # producer -> groups
+    serving: int
+    spool_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """One group: its row, and its lines of history as (sequence, event, attempt, round, note)."""
+
+    fields: dict[str, object]
+    history: tuple[tuple[int, str, int, int | None, str], ...]
+
+
+def read_overview(run: Path) -> QueueOverview:
+    with _reading(run) as connection:
+        counts = connection.execute(
+            "select p.name, state, count(*), sum(num_tokens) from prompt_group g "
+            "join partition p on p.id = g.partition group by p.id, state order by p.id, state"
+        ).fetchall()
+        dropped = connection.execute(
+            "select reason, count(*) from prompt_group where state = 'dropped' group by reason order by reason"
+        ).fetchall()
+        rounds = connection.execute(
+            "select id, state, num_groups, holder from round where state in ('leased', 'replay', 'trained') order by id"
+        ).fetchall()
+        flights = connection.execute(
+            "select producer, count(*) from prompt_group where state = 'issued' group by producer order by producer"
+        ).fetchall()
+        serving = connection.execute("select value from meta where name = 'serving'").fetchone()
+    return QueueOverview(
+        groups={(name, state): (count, tokens) for name, state, count, tokens in counts},
+        dropped=dict(dropped),
+        rounds=tuple(rounds),
+        in_flight=dict(flights),
+        serving=serving[0] if serving else 0,
+        spool_bytes=sum(path.stat().st_size for path in (run / SPOOL_NAME).glob("segment-*")),
+    )
+
+
+def read_group(run: Path, partition: str, group: int) -> GroupView:
+    place = "partition = (select id from partition where name = ?) and grp = ?"
+    with _reading(run) as connection:
+        sql = f"select {', '.join(GROUP_FIELDS)} from prompt_group where {place}"
+        row = connection.execute(sql, (partition, group)).fetchone()
+        if row is None:
+            raise HandoffError(f"{run}: no group {partition}/{group} was issued; see `vime queue ls {run}`.")
+        lines = connection.execute(
+            f"select sequence, event, attempt, round, coalesce(note, '') from history where {place} "
+            "or (grp is null and round = ? and event != 'released') order by sequence",
+            (partition, group, row[GROUP_FIELDS.index("round")]),
+        ).fetchall()
+    return GroupView(fields=dict(zip(GROUP_FIELDS, row, strict=True)), history=tuple(lines))
+
+
+def export_queue(run: Path, target: Path) -> int:
+    """Write the queue of `run` to the file `target`; answers how many payloads it holds. The run may be alive."""
+    if target.exists():
+        raise HandoffError(f"{target}: is there already. Choose another name.")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".vime-queue-") as name:
+        directory = Path(name)
+        with _reading(run) as connection, closing(sqlite3.connect(directory / LEDGER_NAME)) as copy:
+            connection.backup(copy)
+            copy.execute("pragma journal_mode = delete")
+            train = json.loads(connection.execute(_RULES).fetchone()[0])["partition"]
+            needed = {
+                task: checksum for task, checksum in needed_payloads(connection, train).items() if checksum is not None
+            }
+        source, spool = SpoolReader(run / SPOOL_NAME), Spool(directory / SPOOL_NAME, segment_bytes=1 << 62)
+        stored = [(task, checksum) for task, checksum in needed.items() if checksum is not None]
+        for task, checksum in stored:
+            spool.append([(task, source.read(task, checksum))])
+        spool.close()
+        partial = directory / "queue.tar"
+        with tarfile.open(partial, "w") as archive:
+            archive.addfile(tarfile.TarInfo(MARK), io.BytesIO())
+            archive.add(directory / LEDGER_NAME, LEDGER_NAME)
+            if stored:
+                archive.add(directory / SPOOL_NAME / SEGMENT, SEGMENT)
+        os.replace(partial, target)
+    return len(stored)
+
+
+def import_queue(run: Path, source: Path) -> int:
+    """Make the queue of the run directory `run` from an exported file; answers how many payloads came. `run` must have
+    none yet; the ledger's own checkpoints and metrics are not part of it."""
+    if (run / LEDGER_NAME).exists() or any((run / SPOOL_NAME).glob("segment-*")):
+        raise HandoffError(f"{run}: has a queue already, which an import would overwrite. Import into a new directory.")
+    run.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(source) as archive, tempfile.TemporaryDirectory(dir=run, prefix=".import-") as name:
+            if archive.getnames()[:2] != [MARK, LEDGER_NAME]:
+                raise HandoffError(f"{source}: is no exported queue of this format ({MARK}).")
+            directory = Path(name)
+            for member, place in ((LEDGER_NAME, directory / LEDGER_NAME), (SEGMENT, directory / SPOOL_NAME / SEGMENT)):
+                if member in archive.getnames():
+                    place.parent.mkdir(exist_ok=True)
+                    file = archive.extractfile(member)
+                    if file is None:
+                        raise HandoffError(f"{source}: {member} is no file in it.")
+                    place.write_bytes(file.read())
+            entries = _check_complete(directory)
+            (directory / SPOOL_NAME).mkdir(exist_ok=True)
+            for path in (directory / SPOOL_NAME).glob("segment-*"):
+                (run / SPOOL_NAME).mkdir(exist_ok=True)
+                os.replace(path, run / SPOOL_NAME / path.name)
+            os.replace(directory / LEDGER_NAME, run / LEDGER_NAME)  # last: from here on the run has a queue
+    except (OSError, tarfile.TarError) as error:
+        raise HandoffError(f"{source}: cannot be imported into {run}: {error}") from error
+    return entries
+
+
+_RULES = "select note from history where event = 'opened' order by sequence desc limit 1"
+
+
+def _check_complete(directory: Path) -> int:
+    """Every payload that the ledger needs is in the spool beside it, whole."""
+    spool = SpoolReader(directory / SPOOL_NAME)
+    with _reading(directory) as connection:
+        train = json.loads(connection.execute(_RULES).fetchone()[0])["partition"]
+        needed: dict[Task, int | None] = needed_payloads(connection, train)
+    for task, checksum in needed.items():
+        if checksum is not None:
+            spool.read(task, checksum)
+    return sum(1 for _ in spool.entries())
+
+
+@contextmanager
+def _reading(run: Path) -> Iterator[sqlite3.Connection]:
+    path = run / LEDGER_NAME
+    connection = open_for_reading(path)
+    try:
+        yield connection
+    except sqlite3.Error as error:
+        raise LedgerFileError(f"{path}: cannot be read: {error}") from error
+    finally:
+        connection.close()
