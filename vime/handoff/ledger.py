@@ -21,13 +21,16 @@ from pathlib import Path
 from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk
+from vime.handoff.ledger_schema import MOVING_ROUNDS
 from vime.handoff.ledger_types import LedgerRules, State, Task
 
 _NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
     from prompt_group g indexed by open_group join partition p on p.id = g.partition
     where g.state in ('issued', 'retry', 'ready')"""
-_NEEDED_BY_ROUNDS = """select grp, attempt, checksum from prompt_group indexed by round_group where round in
-    (select id from round where state in ('leased', 'replay', 'trained'))"""
+_NEEDED_BY_ROUNDS = (
+    "select grp, attempt, checksum from prompt_group indexed by round_group "
+    f"where round in (select id from {MOVING_ROUNDS})"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vime.handoff.ledger_schema import open_for_writing
+from vime.handoff.ledger_schema import MOVING_ROUNDS, open_for_writing
 from vime.handoff.ledger_types import LedgerFileError, LedgerRules, PartitionError, State, Task, TransitionError
 
 _EVENT = """insert into history(sequence, event, partition, grp, attempt, round, num_tokens, num_bytes, note)
@@ -223,7 +223,9 @@ class Book:
         )
         for name, group, attempt, producer, request in flights:
             memory.fly(Flight(Task(name, group, attempt), producer, request, deadline))
-        for round_id, holder, fence in self.query("select id, holder, fence from round where state = 'leased'"):
+        for round_id, holder, fence in self.query(
+            f"select id, holder, fence from {MOVING_ROUNDS} and state = 'leased'"
+        ):
             memory.hold(round_id, Holding(holder, fence, deadline))
         memory.usage = count_usage(self.connection, self.train_id)
         return memory
@@ -239,7 +241,7 @@ def count_usage(connection: sqlite3.Connection, train_id: int) -> Usage:
     ).fetchall()
     leased = connection.execute(
         f"select 'leased', coalesce(sum(admitted), 0), {total} from prompt_group indexed by round_group where round in "
-        "(select id from round where state = 'leased')"
+        f"(select id from {MOVING_ROUNDS} and state = 'leased')"
     ).fetchall()
     for state, admitted, count, tokens, num_bytes in states + leased:
         if state == State.RETRY:
@@ -249,7 +251,8 @@ def count_usage(connection: sqlite3.Connection, train_id: int) -> Usage:
             usage.hold(tokens, num_bytes, admitted)
     serving = connection.execute("select value from meta where name = 'serving'").fetchone()
     usage.active += connection.execute(
-        "select coalesce(sum(num_groups), 0) from round where version >= ? and state in ('trained', 'durable')",
+        "select coalesce(sum(num_groups), 0) from round indexed by round_version "
+        "where version >= ? and state in ('trained', 'durable')",
         (serving[0] if serving else 0,),
     ).fetchone()[0]
     return usage

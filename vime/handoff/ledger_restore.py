@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vime.handoff.ledger_book import Book
+from vime.handoff.ledger_schema import MOVING_ROUNDS
 from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, Payload, RestoreReport, Task
 from vime.types import Version
 
@@ -54,9 +55,7 @@ def leased_group(partition: str, line: tuple[int, ...]) -> LeasedGroup:
 
 def settle(book: Book, checkpoint_round: int) -> None:
     """Rounds up to the checkpoint's are durable."""
-    rounds = book.query(
-        "select id from round where state in ('leased', 'replay', 'trained') and id <= ?", checkpoint_round
-    )
+    rounds = book.query(f"select id from {MOVING_ROUNDS} and id <= ?", checkpoint_round)
     for [round_id] in rounds:
         book.change("update prompt_group set state = 'durable' where round = ?", round_id)
         book.change("update round set state = 'durable' where id = ?", round_id)

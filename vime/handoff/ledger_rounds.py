@@ -23,6 +23,7 @@ from vime.handoff.ledger_restore import (
     send_back,
     settle,
 )
+from vime.handoff.ledger_schema import MOVING_ROUNDS
 from vime.handoff.ledger_types import (
     EVAL_PREFIX,
     LeaseAnswer,
@@ -51,7 +52,7 @@ _PUT_ROUND = """insert into round(id, state, fence, holder, version, num_groups)
     num_groups = excluded.num_groups"""
 _UNDER_WAY = """select count(*) from prompt_group indexed by open_group
     where partition = ? and state in ('issued', 'retry', 'ready') and state != 'ready'"""
-_UNTRAINED = "select min(id) from round where state in ('leased', 'replay', 'trained') and state != 'trained'"
+_UNTRAINED = f"select min(id) from {MOVING_ROUNDS} and state != 'trained'"
 _STALE = "too old at lease"
 
 
@@ -145,8 +146,7 @@ class RoundDesk:
         """Every engine confirmed `version`: the slots of the rounds behind it are free."""
         book = self._book
         serving = book.meta("serving", 0)
-        [untrained] = book.one("select min(version) from round where state in ('leased', 'replay', 'trained') "
-                               "and state != 'trained'")  # fmt: skip
+        [untrained] = book.one(f"select min(version) from {MOVING_ROUNDS} and state != 'trained'")
         if version < serving or (untrained is not None and untrained < version):
             raise TransitionError(
                 f"release of version {version}: {serving} is served and the round on version {untrained} is not "
@@ -154,8 +154,8 @@ class RoundDesk:
             )
         with book.transaction():
             [freed] = book.one(
-                "select coalesce(sum(num_groups), 0) from round where version >= ? and version < ? "
-                "and state in ('trained', 'durable')", serving, version)  # fmt: skip
+                "select coalesce(sum(num_groups), 0) from round indexed by round_version "
+                "where version >= ? and version < ? and state in ('trained', 'durable')", serving, version)  # fmt: skip
             book.set_meta("serving", version)
             book.write("released", partition=book.train_id, round_id=version)
             book.memory.usage.active -= freed

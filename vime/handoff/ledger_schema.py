@@ -48,6 +48,8 @@ create table history(
     sequence integer primary key, event text not null, partition integer, grp integer, attempt integer, round integer,
     num_tokens integer, num_bytes integer, note text)
 """
+MOVING_ROUNDS = "round indexed by moving_round where state in ('leased', 'replay', 'trained')"
+"""Rounds that are not durable, to be followed by further conditions: few, however long the run is."""
 MIGRATIONS: tuple[str, ...] = (CREATE,)
 
 
