@@ -189,6 +189,17 @@ def test_payloads_wait_for_room_in_the_order_in_which_they_asked(tmp_path, bound
     checked(tmp_path)
 
 
+def test_a_late_attempt_gets_no_room(tmp_path):
+    ledger = open_ledger(tmp_path, max_groups=1)
+    [old] = issue(ledger, 1)
+    ledger.prompts.abandon("p")
+    issue(ledger, 1)
+    with pytest.raises(LateAttemptError, match="issued at attempt 2"):
+        ledger.prompts.admit(old, num_tokens=1, num_bytes=1)
+    assert ledger.status().held_groups == 0
+    ledger.close()
+
+
 def test_a_payload_larger_than_the_queue_is_refused_at_once(tmp_path):
     ledger = open_ledger(tmp_path, max_tokens=100)
     [task] = issue(ledger, 1)

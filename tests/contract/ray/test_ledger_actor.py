@@ -1,0 +1,69 @@
+"""The ledger behind Ray is the ledger: same answers, same refusals, and kill -9 of its process changes neither."""
+
+import os
+import signal
+
+import pytest
+
+from tests.helpers.ledger_cases import RULES, checked, groups_of, issue, lease, make_ready, open_ledger, payload, train
+from vime.handoff.ledger_types import CommitOutcome, LateAttemptError, LeaseLostError, LedgerFileError, Task
+from vime.ray.ledger_actor import LedgerClient
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def client(ray_cluster, tmp_path):
+    import ray
+
+    client = LedgerClient.start(tmp_path, RULES, run_id=tmp_path.name, deadline_s=DEADLINE_S)
+    yield client
+    ray.kill(client._handle)
+
+
+def kill(client):
+    """kill -9 of the ledger's process; nothing waits for the restart."""
+    os.kill(client.pid(), signal.SIGKILL)
+
+
+def test_a_killed_ledger_goes_on_where_it_was(client, tmp_path):
+    first = client.pid()
+    train(client, 0)
+    answered = client.prompts.issue("p", 3, request="x")
+    kill(client)
+    assert client.prompts.issue("p", 3, request="x") == answered
+    assert client.pid() != first
+    tasks = [prompt.task for prompt in answered.prompts]
+    assert [client.prompts.commit(task, payload(task.group, version=1)) for task in tasks] == [
+        CommitOutcome.COMMITTED
+    ] * 3
+    kill(client)
+    assert client.prompts.commit(tasks[0], payload(tasks[0].group)) is CommitOutcome.DUPLICATE
+    found = lease(client, 1)
+    kill(client)
+    assert client.rounds.trained(1, found.fence)
+    kill(client)
+    assert not client.rounds.trained(1, found.fence)
+    client.call("", "sync")
+    client.rounds.durable(1)
+    assert client.call("", "status").active == 3  # one ready, and round 1, whose weights are not served
+    assert checked(tmp_path, checkpoint_round=1).groups == {"durable": 4, "ready": 1}
+
+
+def test_refusals_keep_their_type(client, tmp_path):
+    [task] = issue(client, 1)
+    client.prompts.abandon("p")
+    with pytest.raises(LateAttemptError, match="came too late"):
+        client.prompts.commit(task, payload())
+    with pytest.raises(LeaseLostError):
+        client.rounds.trained(0, 1)
+    with pytest.raises(LedgerFileError, match="another process writes it"):
+        open_ledger(tmp_path)
+
+
+def test_a_restore_asks_the_spool_of_the_run(client, tmp_path):
+    make_ready(client, 2)
+    assert groups_of(lease(client, 0)) == [0, 1]
+    report = client.restore(None)  # no spool: every payload counts as lost
+    assert report.regenerated == (Task("train", 0, 1), Task("train", 1, 1))
+    assert report.replayed_rounds == ()

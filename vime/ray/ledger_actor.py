@@ -1,0 +1,116 @@
+"""The ledger as a named Ray actor: one process that writes the file. When it dies Ray starts it again on the same file.
+
+A restart loses nothing that was answered, because every transition is in the file before it is answered; and Ray sends
+a call again whose answer was lost, because every call of the ledger may be repeated. So callers notice a restart as a
+slow answer, within the deadline of their call. Leases get a full timeout from the restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerRules, RestoreReport, Task
+from vime.handoff.spool import SpoolReader
+from vime.ray.waits import wait_for
+from vime.types import VimeError
+
+logger = logging.getLogger(__name__)
+EXPIRE_INTERVAL_S = 1.0
+
+
+class LedgerActor:
+    """Owns the ledger's file. Its calls run one after the other: none of them waits for anything."""
+
+    def __init__(self, run_dir: str, rules: LedgerRules, synchronous: str) -> None:
+        self._run_dir = Path(run_dir)
+        self._ledger = Ledger(self._run_dir / LEDGER_NAME, rules, clock=time.monotonic, synchronous=synchronous)
+        self._expiring: asyncio.Task[None] | None = None
+
+    async def call(self, desk: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """One call of `ledger.<desk>.<name>`; a refusal comes back as the error that it is."""
+        if self._expiring is None:
+            self._expiring = asyncio.create_task(self._expire())
+        target = getattr(self._ledger, desk) if desk else self._ledger
+        return getattr(target, name)(*arguments, **options)
+
+    async def restore(self, checkpoint_round: int | None) -> RestoreReport:
+        """`ledger.rounds.restore` with the spool of this run; without one every payload counts as lost."""
+        spool = self._run_dir / SPOOL_NAME
+        has_payload = SpoolReader(spool).has if spool.is_dir() else _has_none
+        return self._ledger.rounds.restore(checkpoint_round, has_payload)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def _expire(self) -> None:
+        """Time passes also while nobody calls. Waits for: the clock. Ends with the actor."""
+        while True:
+            await asyncio.sleep(EXPIRE_INTERVAL_S)
+            try:
+                self._ledger.expire()
+            except VimeError as error:  # a full disk: said, and tried again
+                logger.error("overdue leases could not be taken back: %s", error)
+
+
+def _has_none(task: Task, checksum: int) -> bool:  # noqa: ARG001
+    return False
+
+
+class LedgerClient:
+    """The ledger as callers in other processes see it: `client.prompts`, `client.rounds` and their calls as in
+    vime/handoff/ledger.py, each with a deadline. Picklable."""
+
+    def __init__(self, handle: Any, deadline_s: float) -> None:
+        self._handle, self._deadline_s = handle, deadline_s
+        self.prompts, self.rounds = RemoteDesk(self, "prompts"), RemoteDesk(self, "rounds")
+
+    @classmethod
+    def start(
+        cls, run_dir: Path, rules: LedgerRules, *, run_id: str, deadline_s: float, synchronous: str = "NORMAL"
+    ) -> LedgerClient:
+        """Start the actor `vime-<run_id>-ledger` and wait until it answers. The driver calls it once, before any other
+        actor; the ledger lives while anyone holds a client of it."""
+        actor = ray.remote(LedgerActor).options(
+            name=f"vime-{run_id}-ledger", num_cpus=0.1, max_restarts=-1, max_task_retries=-1
+        )
+        client = cls(actor.remote(str(run_dir), rules, synchronous), deadline_s)
+        client.pid()
+        return client
+
+    def restore(self, checkpoint_round: int | None) -> RestoreReport:
+        """A restart of the run from this checkpoint; the first call after `start`."""
+        report: RestoreReport = self._wait(self._handle.restore.remote(checkpoint_round), "the ledger to restore")
+        return report
+
+    def pid(self) -> int:
+        """Process of the actor now; another one after a restart."""
+        return int(self._wait(self._handle.pid.remote(), "the ledger to start"))
+
+    def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
+        """`ledger.<desk>.<name>(...)`; desk "" for the ledger itself (`status`, `sync`, `needed_payloads`)."""
+        return self._wait(self._handle.call.remote(desk, name, arguments, options), f"the ledger's answer to {name}")
+
+    def _wait(self, ref: Any, name: str) -> Any:
+        [answer] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
+        return answer
+
+
+class RemoteDesk:
+    """`client.prompts` or `client.rounds`: every public call of the desk, in the ledger's process."""
+
+    def __init__(self, client: LedgerClient, desk: str) -> None:
+        self._client, self._desk = client, desk
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments, **options: self._client.call(self._desk, name, *arguments, **options)
