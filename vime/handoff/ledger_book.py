@@ -192,8 +192,6 @@ class Book:
         row = self.one("select id from partition where name = ?", name)
         if row is not None:
             return int(row[0])
-        if not name or name.strip() != name:
-            raise PartitionError(f"partition {name!r}: expected a name without surrounding blanks.")
         self.change("insert into partition(name) values (?)", name)
         return int(self.one("select last_insert_rowid()")[0])
 

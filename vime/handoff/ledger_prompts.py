@@ -19,6 +19,7 @@ from vime.handoff.ledger_types import (
     CommitOutcome,
     IssuedPrompt,
     LateAttemptError,
+    PartitionError,
     Payload,
     PromptGrant,
     State,
@@ -50,17 +51,23 @@ class PromptDesk:
         self._book = book
 
     def issue(
-        self, producer: str, count: int, *, request: str, partition: str = "train", end: int | None = None
+        self, producer: str, count: int, *, request: str, partition: str | None = None, end: int | None = None
     ) -> PromptGrant:
         """Up to `count` prompts for `producer`: groups to be retried first, then new ones; none at or beyond `end`.
 
         A call that is repeated with the same `request` (its answer was lost) gets the same prompts. In the train
         partition at most `max_slots` groups are under way; after a restore even a retry waits until the replayed
-        rounds before it are served, or its tokens would be too old when its turn comes.
+        rounds before it are served, or its tokens would be too old when its turn comes. No partition: the train one.
         """
         if count < 1 or not producer or not request:
             raise HandoffError(f"issue of {count} prompts to {producer!r}, request {request!r}; expected 1 and names.")
         book, memory = self._book, self._book.memory
+        partition = partition or book.rules.partition
+        if partition != book.rules.partition and not partition.startswith(EVAL_PREFIX):
+            raise PartitionError(
+                f"partition {partition!r}: expected {book.rules.partition!r} (--transferqueue-partition) or a name "
+                f"that begins with {EVAL_PREFIX!r}."
+            )
         repeated = memory.requests.get((producer, request))
         if repeated:
             return PromptGrant(prompts=tuple(self._prompt(task) for task in repeated))

@@ -26,6 +26,7 @@ from vime.handoff.ledger_restore import (
 from vime.handoff.ledger_schema import MOVING_ROUNDS
 from vime.handoff.ledger_types import (
     EVAL_PREFIX,
+    CapacityError,
     LeaseAnswer,
     LeasedGroup,
     LeaseLostError,
@@ -71,7 +72,7 @@ class RoundDesk:
         count: int,
         minimum: int | None = None,
         drain: bool = False,
-        partition: str = "train",
+        partition: str | None = None,
     ) -> LeaseAnswer:
         """The groups of round `round_id`, which trains the weights `version`.
 
@@ -81,10 +82,17 @@ class RoundDesk:
         dropped or retried, by policy, and never leased.
         """
         book = self._book
+        partition = partition or book.rules.partition
         self._check_partition(partition)
         least = count if minimum is None else minimum
         if not 1 <= least <= count or not holder:
             raise HandoffError(f"round {round_id}: count {count}, minimum {least}, holder {holder!r}; 1 <= minimum.")
+        most = min(book.rules.max_slots, book.rules.max_groups or count)
+        if count > most:
+            raise CapacityError(
+                f"round {round_id}: {count} groups, but at most {most} may be under way or held at once: it would wait "
+                "for ever. Raise --transferqueue-max-groups, or make rounds smaller."
+            )
         row = find_round(book, round_id)
         self._check_lease(round_id, row, holder, version)
         have = row.num_groups if row else 0
@@ -102,10 +110,10 @@ class RoundDesk:
                 place = (book.train_id, task.group, task.attempt)
                 book.write("leased", *place, round_id=round_id, note=str(version))
             book.change(_PUT_ROUND, round_id, fence, holder, version, have + len(fresh))
-            is_replay = row is not None and row.state == RoundState.REPLAY
-            if is_replay:
+            if row is not None and row.state == RoundState.REPLAY:
                 book.change("update prompt_group set state = 'leased' where round = ? and state = 'ready'", round_id)
                 book.write("leased_again", partition=book.train_id, round_id=round_id)
+        is_replay = row is not None and (bool(row.is_final) or row.state == RoundState.REPLAY)
         book.memory.hold(round_id, Holding(holder, fence, book.deadline()))
         groups = tuple(leased_group(partition, line) for line in book.query(OF_ROUND, round_id))
         return LeaseAnswer(

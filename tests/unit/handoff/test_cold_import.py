@@ -5,7 +5,7 @@ import sys
 PROGRAM = """
 import sys
 import vime.handoff.object_refs, vime.handoff.fetch, vime.handoff.staleness, vime.handoff.columns
-import vime.handoff.memory, vime.handoff.bridge
+import vime.handoff.memory, vime.handoff.bridge, vime.handoff.ledger, vime.handoff.audit, vime.handoff.queue_view
 loaded = {name.partition(".")[0] for name in sys.modules} & {"transfer_queue", "ray", "tensordict"}
 sys.exit(f"loaded: {sorted(loaded)}" if loaded else 0)
 """

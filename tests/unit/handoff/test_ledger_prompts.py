@@ -208,6 +208,14 @@ def test_a_payload_larger_than_the_queue_is_refused_at_once(tmp_path):
     ledger.close()
 
 
+def test_a_round_larger_than_what_may_be_under_way_is_refused_at_once(tmp_path):
+    ledger = open_ledger(tmp_path, max_groups=4)  # and 8 slots
+    for count in (5, 9):
+        with pytest.raises(CapacityError, match=rf"{count} groups, but at most 4"):
+            lease(ledger, 0, count)
+    ledger.close()
+
+
 def test_a_producer_that_dies_while_it_waits_leaves_the_line(tmp_path):
     ledger = open_ledger(tmp_path, max_groups=1)
     held, dead, alive = issue(ledger, 1, "a") + issue(ledger, 1, "dead") + issue(ledger, 1, "b")
