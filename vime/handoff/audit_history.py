@@ -249,8 +249,10 @@ def on_restored(history: History, line: Line) -> None:
     history.restored_to = line.round_id
     if line.note:  # version of the weights that are loaded
         start = int(line.note)
-        again = [round_id for round_id, version in history.versions.items() if start <= version < history.serving]
-        history.num_active += sum(len(history.rounds[round_id]) for round_id in again)
+        for round_id, version in history.versions.items():
+            if start <= version < history.serving:  # their slots had been freed, and are taken again
+                states = [history.groups[key].state for key in history.rounds[round_id]]
+                history.num_active += sum(state in TRAINED for state in states)
         history.serving = min(history.serving, start)
 
 
