@@ -131,6 +131,15 @@ class PackLoss(Protocol):
     def __call__(self, value_T: Tensor, entropy_T: Tensor, batch: PackedBatch, /) -> tuple[Tensor, Tensor]: ...
 
 
+class PendingSave(Protocol):
+    """A checkpoint whose state was copied and whose bytes are on their way."""
+
+    def wait(self, deadline_s: float) -> None:
+        """Until it is complete on every rank. Local. Raises CheckpointError on every rank when one could not write, and
+        WaitTimeoutError."""
+        ...
+
+
 class TrainEngine(Protocol):
     """One model on this rank: forward, learn, save, load, sleep, export. Roles are engines; `vime/training` plays them.
 
@@ -180,8 +189,12 @@ class TrainEngine(Protocol):
         """Make the parameters those of the last step on every rank, for whoever reads them next."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Model, optimizer, schedule and random states into a new directory."""
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
+        """Model, optimizer, schedule and random states of this call into a new directory.
+
+        In the background: answers when the state is copied to host memory, and the bytes are written while training
+        goes on; this save has ended before the next one begins. Otherwise all is written when this answers.
+        """
         ...
 
     def load(self, directory: Path) -> None:

@@ -16,6 +16,10 @@ Version = int
 """A policy version: the number of optimiser rounds behind the weights. 0 is the initial weights."""
 
 
+NOT_RECORDED = -1
+"""In the place of an expert's number: the token goes where the trainer's own router sends it."""
+
+
 class SampleStatus(StrEnum):
     """How generation of one answer ended."""
 
@@ -72,7 +76,8 @@ class Sample:
     rollout_log_probs: list[float] = field(default_factory=list)
     policy_version: Version | None = None
     token_policy_versions: list[VersionSpan] = field(default_factory=list)
-    rollout_routed_experts: list[list[int]] | None = None
+    # expert numbers [tokens, layers, top_k] of prompt + response, nested or a numpy array; the last may be missing
+    rollout_routed_experts: Sequence[Sequence[Sequence[int]]] | None = None
     teacher_log_probs: list[float] | None = None
 
     @property
@@ -132,6 +137,9 @@ class Sample:
         """A JSON-ready dict; `from_dict` is its inverse."""
         record = dataclasses.asdict(self)
         record["status"] = str(self.status)
+        to_list = getattr(self.rollout_routed_experts, "tolist", None)
+        if to_list is not None:
+            record["rollout_routed_experts"] = to_list()
         record["token_policy_versions"] = [[span.version, span.start, span.end] for span in self.token_policy_versions]
         return record
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -56,9 +57,16 @@ class Ranks:
 
 
 def launch(
-    target: str, *, world_size: int, directory: Path, arguments: Mapping[str, Any], deadline_s: float
+    target: str,
+    *,
+    world_size: int,
+    directory: Path,
+    arguments: Mapping[str, Any],
+    deadline_s: float,
+    killed: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    """Answers of `function(Ranks, **arguments)`, by rank. `target` is "package.module:function"."""
+    """Answers of `function(Ranks, **arguments)`, by rank. `target` is "package.module:function". Ranks in `killed` must
+    end by SIGKILL; their answer is None."""
     directory.mkdir(parents=True, exist_ok=True)
     job = directory / "job.pkl"
     deadline = time.time() + deadline_s
@@ -78,22 +86,26 @@ def launch(
                 )
             )
             log.close()
-        _wait(children, directory, deadline)
+        _wait(children, directory, deadline, killed)
     finally:
         for child in children:
             if child.poll() is None:
                 child.kill()
             child.wait()
-    return [pickle.loads((directory / f"result-{rank}.pkl").read_bytes()) for rank in range(world_size)]
+    return [
+        None if rank in killed else pickle.loads((directory / f"result-{rank}.pkl").read_bytes())
+        for rank in range(world_size)
+    ]
 
 
-def _wait(children: list[subprocess.Popen[bytes]], directory: Path, deadline: float) -> None:
+def _wait(children: list[subprocess.Popen[bytes]], directory: Path, deadline: float, killed: frozenset[int]) -> None:
+    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(len(children))]
     while True:
         codes = [child.poll() for child in children]
-        if any(code for code in codes):
+        if any(code not in (None, good) for code, good in zip(codes, expected, strict=True)):
             time.sleep(1.0)  # let the rank that failed first finish writing why; its peers may fail after it
             raise AssertionError(_report(directory, codes))
-        if all(code == 0 for code in codes):
+        if codes == expected:
             return
         if time.time() > deadline:
             raise AssertionError("deadline reached\n" + _report(directory, codes))

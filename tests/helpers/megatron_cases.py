@@ -54,6 +54,13 @@ MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-distributed": (4, {"expert_model_parallel_size": 4, **DISTRIBUTED}),
     "ep2-dp4-overlap": (4, {**EP2, **OVERLAP}),
 }
+REPLAY_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "recompute": (1, RECOMPUTE),
+    "tp2-sequence": (2, SP2),
+    "ep2-cp2": (2, {**EP2, **CP2}),
+    "ep2-pp2-recompute": (4, {**EP2, **PP2, **RECOMPUTE}),
+    "vpp2-cp2": (4, {**VPP2, **CP2}),
+}
 TIED_MOE_LAYOUTS = {"moe-tied-ep2-vpp2": (4, {**EP2, **VPP2})}
 
 
@@ -100,6 +107,7 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         case(f"grpo-{name}", "trained", world, {**grpo, **moe_tied, **flags}, num_steps=2)
         for name, (world, flags) in TIED_MOE_LAYOUTS.items()
     ]
+    cases += _replay_cases(case, {**grpo, **moe}, {**grpo, **moe_tied})
     cases += [
         case("per-token-single", "trained", flags={**grpo, "calculate_per_token_loss": True}, num_steps=2),
         case("per-token-dp2", "trained", 2, {**grpo, "calculate_per_token_loss": True}, num_steps=2),
@@ -182,6 +190,24 @@ def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> li
             directory=work / "vpp2-as-cp2",
             then={**CP2, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
         ),
+        case(
+            "resume-tp2-dp2-as-pp2-dp2",
+            "resumed",
+            4,
+            {**decay, **TP2, **DISTRIBUTED},
+            directory=work / "tp2-as-pp2-dp2",
+            then={**PP2, "tensor_model_parallel_size": 1},
+        ),
+        *(
+            case(f"background-{name}", "resumed", world, {**decay, **flags}, directory=work / name, in_background=True)
+            for name, world, flags in (
+                ("single", 1, {}),
+                ("bf16-tp2", 2, {**TP2, "bf16": True}),
+                ("dp2-overlap", 2, OVERLAP),
+                ("pp2", 2, PP2),
+            )
+        ),
+        case("background-failure", "failed_in_background", 2, directory=work / "failure"),
         case("resume-cp2-overlap", "resumed", 2, {**decay, **CP2, **OVERLAP}, directory=work / "resume-cp2"),
         case("missing-checkpoint", "failed", 2, method="load", argument=work / "nowhere"),
         case("save-below-a-file", "failed", 2, method="save", argument=models / "qwen2" / "config.json" / "below"),
@@ -195,6 +221,25 @@ def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> li
             hf_checkpoint=str(models / "qwen3"),
         ),
         case("resume-without-optimizer", "resumed", flags={"no_save_optim": True}, directory=work / "weights-only"),
+    ]
+
+
+def _replay_cases(case: Callable[..., Case], moe: dict[str, Any], moe_tied: dict[str, Any]) -> list[Case]:
+    """Foreign experts in layouts; own ones with and without replay; those of a model with other routers."""
+    replay = {"use_rollout_routing_replay": True}
+    plain = {"hf_checkpoint": moe["hf_checkpoint"], **EP2}
+    alone = {"hf_checkpoint": moe["hf_checkpoint"]}
+    return [
+        case("replay-moe-single", "trained", flags={**moe, **replay}, num_steps=2, experts="foreign"),
+        case("replay-moe-tied-single", "trained", flags={**moe_tied, **replay}, num_steps=2, experts="foreign"),
+        *(
+            case(f"replay-moe-{name}", "trained", world, {**moe, **replay, **flags}, num_steps=2, experts="foreign")
+            for name, (world, flags) in REPLAY_LAYOUTS.items()
+        ),
+        case("own-experts-ignored", "trained", 2, plain, experts="own"),
+        case("own-experts-replayed", "trained", 2, {**plain, **replay}, experts="own"),
+        case("other-routers-ignored", "trained", flags=alone, experts="of other routers"),
+        case("other-routers-replayed", "trained", flags={**alone, **replay}, experts="of other routers"),
     ]
 
 

@@ -5,12 +5,18 @@ A case names its world size; ranks beyond it sit it out. Answers are plain numbe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib
 import logging
+import os
 import random
-from collections.abc import Callable
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +24,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers import reference_policy
 from tests.helpers.dist_launch import Ranks
 from tests.helpers.megatron_models import make_plan, make_rows
+from tests.helpers.routing import perturbed, with_foreign_experts, with_own_experts
 from vime.config.parse import Config
 from vime.ray.backends import make_backend
 from vime.seams import TrainBackend
 from vime.training.export import save_hf, weights_hash
 from vime.training.worker import TrainWorker
-from vime.types import RankInfo, Role, VimeError
+from vime.types import RankInfo, Role, TrainRow, VimeError
 
 TOTAL_STEPS = 8
 TENSORS = (torch.Tensor, torch.nn.Parameter)
+OVERLAPPING = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +111,10 @@ def imported(bench: Bench) -> dict[str, Any]:
     return answer
 
 
-def trained(bench: Bench, rounds: int = 1, **plan: Any) -> dict[str, Any]:
-    """Metrics of each round, and the weights after the last."""
+def trained(bench: Bench, rounds: int = 1, experts: str | None = None, **plan: Any) -> dict[str, Any]:
+    """Metrics of each round, and the weights after the last. `experts`: what the rows say of routing, see `routed`."""
+    rows = make_rows() if experts is None else routed(experts, bench.case.flags["hf_checkpoint"])
     trainer = bench.trainer()
-    rows = make_rows()
     metrics = [
         trainer.train_round(make_plan(rows, dp_size=trainer.place.dp_size, **plan), dict(enumerate(rows)))
         for _ in range(rounds)
@@ -120,30 +129,118 @@ def trained(bench: Bench, rounds: int = 1, **plan: Any) -> dict[str, Any]:
     return answer
 
 
-def resumed(bench: Bench, directory: Path, then: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train two rounds with a checkpoint between them; load it in a new trainer (flags `then`) and train the second."""
+def routed(experts: str, model: str) -> list[TrainRow]:
+    """Rows with foreign experts, with those of the model itself, or of the model with other routers; the latter two
+    with the log-probabilities that belong to them."""
+    if experts == "foreign":
+        return with_foreign_experts(make_rows())
+    engine = reference_policy.load(Path(model))
+    return with_own_experts(engine if experts == "own" else perturbed(engine, scale=0.1), make_rows())
+
+
+def resumed(
+    bench: Bench, directory: Path, then: dict[str, Any] | None = None, in_background: bool = False
+) -> dict[str, Any]:
+    """Train two rounds with a checkpoint between them; load it in a new trainer (flags `then`) and train the second.
+
+    `in_background`: the first byte is written when the second round is over.
+    """
     rows = dict(enumerate(make_rows()))
 
-    def second_round(trainer: TrainWorker) -> dict[str, Any]:
+    def second_round(trainer: TrainWorker, before_close: Callable[[], Any] = lambda: None) -> dict[str, Any]:
         plan = make_plan(list(rows.values()), dp_size=trainer.place.dp_size, num_steps=2)
         draws = (random.random(), float(torch.rand(1)))
         metrics = trainer.train_round(plan, rows)
         answer = {"draws": draws, "metrics": metrics, "hash": weights_hash(trainer.actor), "weights": exported(trainer)}
         if Role.CRITIC in trainer.engines:
             answer["critic"] = exported(trainer, Role.CRITIC)
+        before_close()
         trainer.backend.close()
         return answer
 
     trainer = bench.trainer()
     trainer.train_round(make_plan(list(rows.values()), dp_size=trainer.place.dp_size, num_steps=2), rows)
     random.random(), torch.rand(1)  # the random states are not those of the seed
-    trainer.save(directory)
     saved = weights_hash(trainer.actor)
-    never_stopped = second_round(trainer)
+    if in_background:
+        with held_writing() as release:
+            written = trainer.save(directory, in_background=True)
+            never_stopped = second_round(trainer, before_close=lambda: (release(), [one.wait(60) for one in written]))
+    else:
+        trainer.save(directory)
+        never_stopped = second_round(trainer)
     trainer = bench.trainer(**(then or {}))
     trainer.load(directory)
     loaded = weights_hash(trainer.actor)
     return {"saved": saved, "loaded": loaded, "never_stopped": never_stopped, "resumed": second_round(trainer)}
+
+
+@contextlib.contextmanager
+def held_writing() -> Iterator[Callable[[], None]]:
+    """No checkpoint file is begun on this rank until the yielded function is called."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    opened, original = threading.Event(), FileSystemWriterAsync.write_preloaded_data
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        assert opened.wait(60)
+        original(*args, **kwargs)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(held)
+    try:
+        yield opened.set
+    finally:
+        opened.set()
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(original)
+
+
+def failed_in_background(bench: Bench, directory: Path) -> dict[str, Any]:
+    """The disk of rank 1 is full while a round is trained; the round's metrics, the error of every rank, and that the
+    next save works."""
+    trainer = bench.trainer()
+    rows = dict(enumerate(make_rows()))
+    plan = make_plan(list(rows.values()), dp_size=trainer.place.dp_size)
+    trainer.train_round(plan, rows)
+    trainer.save(directory / "before")
+    with held_writing() as release:
+        [pending] = trainer.save(directory / "full", in_background=True)
+        metrics = trainer.train_round(plan, rows)
+        if trainer.place.rank == 1:
+            shutil.rmtree(directory / "full")  # stands for any OSError of one rank: its file cannot be made
+        dist.barrier()
+        release()
+        error = _error_of(lambda: pending.wait(60))
+    trainer.save(directory / "after", in_background=True)[0].wait(60)
+    trainer.load(directory / "before")
+    trainer.load(directory / "after")
+    trainer.backend.close()
+    return {"metrics": metrics, "error": error}
+
+
+def killed_while_writing(ranks: Ranks, model: Path, directory: Path) -> dict[str, Any]:
+    """Rank 1 is killed before it wrote a byte of the second checkpoint; rank 0 hears it, and the first still loads."""
+    rows = dict(enumerate(make_rows()))
+    case = Case(name="killed", do="", world=ranks.world_size, flags={"hf_checkpoint": str(model), **OVERLAPPING})
+    trainer = Bench(ranks, case).trainer()
+    plan = make_plan(list(rows.values()), dp_size=trainer.place.dp_size)
+    trainer.train_round(plan, rows)
+    trainer.save(directory / "first")
+    saved = weights_hash(trainer.actor)
+    with held_writing() as release:
+        [pending] = trainer.save(directory / "second", in_background=True)
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        release()
+        started = time.monotonic()
+        error = _error_of(lambda: pending.wait(60))
+    answer = {"error": error, "heard_after_s": time.monotonic() - started}
+    trainer.backend.close()
+    alone = Bench(dataclasses.replace(ranks, world_size=1), dataclasses.replace(case, world=1)).trainer()
+    alone.load(directory / "first")
+    second = _error_of(lambda: alone.load(directory / "second"))
+    answer |= {"saved": saved, "loaded": weights_hash(alone.actor), "second": second}
+    alone.backend.close()
+    return answer
 
 
 def saved_hf(bench: Bench, directory: Path) -> dict[str, Any]:
@@ -183,6 +280,19 @@ def _allocated_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     storages = [found.untyped_storage() for found in gc.get_objects() if type(found) in TENSORS]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def trained_exports(ranks: Ranks, models: dict[str, Path], directory: Path) -> dict[str, list[torch.Tensor]]:
+    """Each model trained for a round and exported to DIRECTORY/<name>; its log-probabilities of the rows."""
+    answers, rows = {}, make_rows()
+    for name, model in models.items():
+        case = Case(name=name, do="", world=ranks.world_size, flags={"hf_checkpoint": str(model)})
+        trainer = Bench(ranks, case).trainer()
+        trainer.train_round(make_plan(rows, dp_size=trainer.place.dp_size), dict(enumerate(rows)))
+        save_hf(trainer.actor, directory / name, source=model)
+        answers[name] = trainer.log_probs(rows)
+        trainer.backend.close()
+    return answers
 
 
 def failed(bench: Bench, method: str, argument: Path) -> dict[str, Any]:

@@ -63,7 +63,14 @@ def ppo_cases(models: Path, work: Path) -> list[Case]:
         case("moe-single", mine, 1, moe, count=2),
         case("moe-ep2", mine, 2, {**moe, **EP2}, count=2),
         case("alone", mine, more=alone, count=WARM_UP + 1),
-        case("resume-dp2-distributed", resumed, 2, {**DISTRIBUTED, **own_schedule}, directory=work / "critic-dp2"),
+        case(
+            "resume-dp2-distributed",
+            resumed,
+            2,
+            {**DISTRIBUTED, **own_schedule},
+            directory=work / "critic-dp2",
+            in_background=True,
+        ),
         case("resume-tp2-as-pp2", resumed, 2, TP2, directory=work / "critic-tp2", then={**PP2, **_without(TP2)}),
         case("missing", "failed_load", more=no_critic, directory=work / "no-critic", advantage_estimator="ppo"),
     ]

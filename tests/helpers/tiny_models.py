@@ -54,6 +54,31 @@ def make_llama(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
     return _save(LlamaForCausalLM(config), directory)
 
 
+def make_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
+    """Four experts, two a token, head apart from the embedding."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _save(Qwen3MoeForCausalLM(config), directory)
+
+
 def load(directory: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 

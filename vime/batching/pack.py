@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vime.types import HandoffError, TrainRow
+from vime.types import NOT_RECORDED, HandoffError, TrainRow
 
 MIN_DUMMY_TOKENS = 2
+ROUTED_EXPERTS = "rollout_routed_experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """One micro-batch as the model takes it. All tensors have T entries.
+    """One micro-batch as the model takes it. All tensors have T entries; W: layers x top-k.
 
     Padding (token 0, mask 0) is the tail of a sequence: `cu_seqlens[-1] == T` always, and causal attention keeps it
     from reaching real tokens. A batch without rows is one dummy sequence with mask 0 and `row_slices == []`.
@@ -36,6 +37,7 @@ class PackedBatch:
     advantage_T: Tensor  # float32, the row's reward on its response positions, else 0
     rollout_logp_T: Tensor  # float32, the engine's log-probabilities on response positions, else 0
     extra_T: dict[str, Tensor] = field(default_factory=dict)  # further response columns by name, else 0
+    routed_experts_TW: Tensor | None = None  # int16, when the rows carry them; NOT_RECORDED in padding
     cu_seqlens: list[int]  # where each sequence starts, and T
     max_seqlen: int  # longest sequence, padding included
     row_slices: list[slice]  # the prediction positions of each row's response, R long
@@ -89,6 +91,7 @@ def pack(
         extra_T={
             name: _place(columns, row_slices, num_tokens, name).to(device) for name, columns in (extra or {}).items()
         },
+        routed_experts_TW=_place_experts(rows, starts, num_tokens, device),
         cu_seqlens=cu_seqlens,
         max_seqlen=max(lengths),
         row_slices=row_slices,
@@ -126,3 +129,21 @@ def _place(columns: Sequence[Tensor], row_slices: Sequence[slice], num_tokens: i
             )
         placed_T[positions] = column_R.detach().cpu()
     return placed_T
+
+
+def _place_experts(
+    rows: Sequence[TrainRow], starts: Sequence[int], num_tokens: int, device: str | torch.device
+) -> Tensor | None:
+    """[T, W] when a row carries the column. A row's entry for a token is where that token itself was sent."""
+    held = {
+        start: torch.tensor(row.extra[ROUTED_EXPERTS], dtype=torch.int16)
+        for row, start in zip(rows, starts, strict=True)
+        if ROUTED_EXPERTS in row.extra
+    }
+    if not held:
+        return None
+    width = next(iter(held.values())).shape[1]
+    placed_TW = torch.full((num_tokens, width), NOT_RECORDED, dtype=torch.int16)
+    for start, experts in held.items():
+        placed_TW[start : start + len(experts)] = experts
+    return placed_TW.to(device)

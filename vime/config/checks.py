@@ -24,7 +24,7 @@ from vime.config.paths import absolute_paths
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
-TEACHER_COLUMN = "teacher_log_probs"
+TEACHER_COLUMN, ROUTING_COLUMN = "teacher_log_probs", "rollout_routed_experts"
 
 
 def resolve(given: Config) -> Config:
@@ -80,11 +80,13 @@ def _resolve_mode(config: Config) -> str:
 
 
 def _resolve_columns(config: Config) -> tuple[str, ...]:
-    """The optional columns asked for, and the one that --use-opd reads without a teacher of its own."""
-    names = config.queue.transfer_queue_extra_data_fields
-    is_read = config.algo.use_opd and not needs_teacher(config.algo)
-    needed = (TEACHER_COLUMN,) if is_read and TEACHER_COLUMN not in names else ()
-    return (*names, *needed)
+    """The optional columns asked for, and those that --use-opd without a teacher of its own and routing replay read."""
+    names, algo = config.queue.transfer_queue_extra_data_fields, config.algo
+    read = {
+        TEACHER_COLUMN: algo.use_opd and not needs_teacher(algo),
+        ROUTING_COLUMN: algo.use_rollout_routing_replay,
+    }
+    return (*names, *(name for name, is_read in read.items() if is_read and name not in names))
 
 
 def _resolve_transport(config: Config, device: str) -> str:
@@ -125,6 +127,7 @@ def check(config: Config) -> None:
         raise ConfigError("--device cuda: this machine shows no CUDA device. Use --device cpu.")
     shape = _check_model(config)
     check_layout(config, shape)
+    _check_routing_replay(config, shape)
     _check_lengths(config, shape)
     _check_rounds(config)
     _check_schedule(config)
@@ -188,6 +191,27 @@ def _check_processes(config: Config) -> None:
         raise ConfigError(
             "--offload-train with --debug-train-only has no effect: no engine starts, so the trainer never rests. "
             "Remove one of the two."
+        )
+
+
+def _check_routing_replay(config: Config, shape: ModelShape) -> None:
+    if not config.algo.use_rollout_routing_replay:
+        return
+    if shape.num_experts == 0:
+        raise ConfigError("--use-rollout-routing-replay: the model of --hf-checkpoint has no experts. Remove the flag.")
+    if config.cluster.train_backend == "fsdp":
+        raise ConfigError("--use-rollout-routing-replay needs --train-backend megatron. Change it, or remove the flag.")
+    rollout = config.rollout
+    is_told_by_plugin = (
+        rollout.custom_generate_function_path
+        or not rollout.rollout_function_path.startswith("vime.rollout.vllm_rollout.")
+        or config.debug.load_debug_rollout_data
+    )
+    if config.cluster.device == "cpu" and not is_told_by_plugin:
+        raise ConfigError(
+            "--use-rollout-routing-replay with --device cpu: vLLM on the CPU does not tell which experts it chose "
+            "(that needs its model runner V2, which needs Triton). Remove the flag, or give a "
+            "--custom-generate-function-path that sets sample.rollout_routed_experts."
         )
 
 
@@ -354,6 +378,8 @@ def _check_templates(config: Config) -> None:
             ) from error
     if config.model.save_hf and not config.model.save_interval:
         raise ConfigError("--save-hf exports with checkpoints and needs --save-interval ROUNDS. Add it.")
+    if config.model.async_save and config.cluster.train_backend == "fsdp":
+        raise ConfigError("--async-save with --train-backend fsdp has no effect: it writes at once. Remove the flag.")
     if config.data.apply_chat_template_kwargs is not None:
         try:
             parsed = json.loads(config.data.apply_chat_template_kwargs)

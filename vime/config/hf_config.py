@@ -19,6 +19,7 @@ class ModelShape:
     num_key_value_heads: int
     intermediate_size: int
     num_experts: int  # 0: every layer is dense
+    num_experts_per_token: int
     moe_intermediate_size: int
     max_position_embeddings: int
 
@@ -41,6 +42,7 @@ def read_model_shape(directory: str) -> ModelShape:
             num_key_value_heads=int(record.get("num_key_value_heads") or heads),
             intermediate_size=int(record["intermediate_size"]),
             num_experts=int(record.get("num_experts") or record.get("num_local_experts") or 0),
+            num_experts_per_token=int(record.get("num_experts_per_tok") or 0),
             moe_intermediate_size=int(record.get("moe_intermediate_size") or 0),
             max_position_embeddings=int(record["max_position_embeddings"]),
         )

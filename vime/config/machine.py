@@ -131,6 +131,11 @@ class ModelConfig:
     save_interval: int | None = flag(
         None, "rounds between checkpoints; the last round is always saved when set", minimum=1
     )
+    async_save: bool = flag(
+        False,
+        "copy the state to host memory and write the checkpoint while training goes on; it is visible when every rank "
+        "has written. Needs memory for one more copy of model and optimizer",
+    )
     keep_checkpoints: int | None = flag(
         None,
         "checkpoints to keep in the --save directory: the newest ones, and always the one this run was loaded from; "

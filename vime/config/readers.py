@@ -57,6 +57,7 @@ READ_WHEN = (
     Condition(
         ("apply_chat_template_kwargs",), lambda config: config.data.apply_chat_template, "with --apply-chat-template"
     ),
+    Condition(("async_save",), lambda config: config.model.save_interval is not None, "with --save-interval"),
     Condition(("reasoning_gym_size",), lambda config: config.data.reasoning_gym is not None, "with --reasoning-gym"),
     Condition(
         ("over_sampling_batch_size", "dynamic_sampling_filter_path", "rollout_sample_filter_path"),

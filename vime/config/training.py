@@ -63,6 +63,11 @@ class AlgoConfig:
     calculate_per_token_loss: bool = flag(
         False, "divide by the trainable tokens of the step instead of averaging per sample first"
     )
+    use_rollout_routing_replay: bool = flag(
+        False,
+        "a model with experts: in training each token goes to the experts that generation sent it to; engines on the "
+        "CPU cannot tell, there a plug-in sets sample.rollout_routed_experts",
+    )
     off_policy_correction: str | None = flag(
         None,
         "weight of a token by trainer / engine probability; empty: decoupled when max staleness > 0, else none",

@@ -64,6 +64,7 @@ def decode_rows(columns: Mapping[str, NDArray[Any]]) -> tuple[TrainRow, ...]:
     lengths = {
         Shape.ROW: [1] * num_rows,
         Shape.TOKEN: columns["total_lengths"].tolist(),
+        Shape.WIDE: columns["total_lengths"].tolist(),
         Shape.RESPONSE: columns["response_lengths"].tolist(),
         Shape.SPAN: (columns["span_counts"] * 3).tolist(),
     }
@@ -106,6 +107,8 @@ def _optional_column(name: str) -> Column:
 
 
 def _encode_column(column: Column, rows: Sequence[TrainRow]) -> NDArray[Any]:
+    if column.shape is Shape.WIDE:
+        return _encode_wide(column, rows)
     flat: list[Any] = []
     add: Callable[[Any], None] = flat.append if column.shape is Shape.ROW else flat.extend
     for row in rows:
@@ -116,6 +119,17 @@ def _encode_column(column: Column, rows: Sequence[TrainRow]) -> NDArray[Any]:
         raise HandoffError(f"column {column.name}: a value does not fit {column.dtype}: {error}") from error
 
 
+def _encode_wide(column: Column, rows: Sequence[TrainRow]) -> NDArray[Any]:
+    cells = [np.asarray(_cell(column, row)) for row in rows]
+    shapes = {cell.shape[1:] for cell in cells}
+    if len(shapes) > 1 or any(cell.ndim != 2 for cell in cells):
+        raise HandoffError(
+            f"column {column.name}: cells of shapes {[cell.shape for cell in cells[:4]]}; expected one "
+            "width, [tokens, number]."
+        )
+    return np.concatenate([cell.astype(column.dtype).reshape(-1) for cell in cells])
+
+
 def _cell(column: Column, row: TrainRow) -> Any:
     if column.is_optional:
         if column.name not in row.extra:
@@ -124,7 +138,11 @@ def _cell(column: Column, row: TrainRow) -> Any:
                 "but the rollout did not write it. Write it for every sample, or do not request it."
             )
         value = row.extra[column.name]
-        expected = {Shape.TOKEN: row.total_length, Shape.RESPONSE: row.response_length}.get(column.shape)
+        expected = {
+            Shape.TOKEN: row.total_length,
+            Shape.WIDE: row.total_length,
+            Shape.RESPONSE: row.response_length,
+        }.get(column.shape)
         if expected is not None and len(value) != expected:
             raise HandoffError(
                 f"sample {row.sample_index}: column {column.name!r} has {len(value)} entries, expected {expected}."
@@ -141,7 +159,16 @@ def _cell(column: Column, row: TrainRow) -> Any:
 
 
 def _split(column: Column, array: NDArray[Any], lengths: Sequence[int]) -> list[Any]:
-    """Cut a column into one cell per row: a number, or a tuple of numbers."""
+    """Cut a column into one cell per row: a number, a tuple of numbers, or the rows of a wide array."""
+    if column.shape is Shape.WIDE:
+        width, rest = divmod(len(array), sum(lengths))
+        if array.ndim != 1 or array.dtype != np.dtype(column.dtype) or rest:
+            raise HandoffError(
+                f"column {column.name}: got {array.dtype} of shape {array.shape}, expected {column.dtype} and a "
+                f"multiple of {sum(lengths)} tokens. The payload is torn."
+            )
+        ends = np.cumsum(lengths)[:-1]
+        return list(np.split(array.reshape(-1, width), ends))
     if array.ndim != 1 or array.dtype != np.dtype(column.dtype) or len(array) != sum(lengths):
         raise HandoffError(
             f"column {column.name}: got {array.dtype} of shape {array.shape}, expected {column.dtype} of shape "

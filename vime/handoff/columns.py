@@ -20,6 +20,7 @@ class Shape(StrEnum):
     TOKEN = "one per token, prompt and response"
     RESPONSE = "one per response token"
     SPAN = "three per version span: version, start, end"
+    WIDE = "a fixed number per token, prompt and response; a cell is an array [tokens, number]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ COLUMNS: tuple[Column, ...] = (
     _row("truncated", "uint8", Shape.ROW, "truncated", ("observability",), required=False),
     # Carried only when --transfer-queue-extra-data-fields names them.
     _optional("teacher_log_probs", "float32", Shape.RESPONSE, writer="rollout", readers=("training",)),
-    _optional("rollout_routed_experts", "int32", Shape.TOKEN, writer=None, readers=()),
+    # layers x top-k expert numbers; -1 where the engine did not say
+    _optional("rollout_routed_experts", "int16", Shape.WIDE, writer="rollout", readers=("batching",)),
     _optional("multimodal_train_inputs", "uint8", Shape.ROW, writer=None, readers=()),
 )
 BY_NAME = {column.name: column for column in COLUMNS}

@@ -14,19 +14,20 @@ One run writes a directory at a time; any number may read it.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import itertools
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vime.types import CheckpointError, Version
+from vime.utils.files import sync, sync_tree
 
 logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
@@ -59,38 +60,69 @@ def find_start(load: str | None) -> Start:
     return Start(rollout_id=rollout_id, checkpoint=checkpoint)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A checkpoint that is being written: nobody sees it before `publish`, and nothing is lost with it.
+
+    One at a time in a directory: beginning one removes what other drafts left.
+    """
+
+    root: Path
+    state: RunState
+
+    @property
+    def _directory(self) -> Path:
+        return self.root / f"{PARTIAL}{_name(self.state.rollout_id)}"
+
+    @property
+    def model(self) -> Path:
+        """The directory that the trainer fills."""
+        return self._directory / "model"
+
+    def begin(self) -> None:
+        with self._explained():
+            _prepare(self.root)
+            self.model.mkdir(parents=True)
+
+    def publish(self, *, keep: int | None = None, protected: Path | None = None) -> Path:
+        """Make it the latest; `model` is complete. Then all but the newest `keep` (None: all) are removed, never
+        `protected`. Until then the disk holds `keep` + 1 of them."""
+        with self._explained():
+            (self._directory / "run_state.json").write_text(json.dumps(asdict(self.state)))
+            sync_tree(self._directory)
+            final = _free_place(self.root, self.state.rollout_id)
+            self._directory.rename(final)
+            sync(self.root)
+            is_first_of_round = final.name == _name(self.state.rollout_id)
+            _write_marker(self.root, str(self.state.rollout_id) if is_first_of_round else final.name)
+        _retire(self.root, final, keep=keep, protected=protected)
+        return final
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of round {self.state.rollout_id} in {self.root}: {error}. The previous checkpoint is "
+                "intact; free space or fix permissions, then resume with --load."
+            ) from error
+
+
 def save_checkpoint(
     root: Path,
     state: RunState,
-    save_model: Callable[[Path], None],
+    save_model: Callable[[Path], object],
     *,
     keep: int | None = None,
     protected: Path | None = None,
 ) -> Path:
-    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given.
-
-    Then all but the newest `keep` (None: all) are removed, never `protected`. While a checkpoint is written the disk
-    holds `keep` + 1 of them.
-    """
-    partial = root / f"{PARTIAL}{_name(state.rollout_id)}"
-    try:
-        _prepare(root)
-        (partial / "model").mkdir(parents=True)
-        save_model(partial / "model")
-        (partial / "run_state.json").write_text(json.dumps(asdict(state)))
-        _sync_tree(partial)
-        final = _free_place(root, state.rollout_id)
-        partial.rename(final)
-        _sync(root)
-        is_first_of_round = final.name == _name(state.rollout_id)
-        _write_marker(root, str(state.rollout_id) if is_first_of_round else final.name)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint of round {state.rollout_id} in {root}: {error}. The previous checkpoint is intact; free space "
-            "or fix permissions, then resume with --load."
-        ) from error
-    _retire(root, final, keep=keep, protected=protected)
-    return final
+    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given."""
+    draft = Draft(root=root, state=state)
+    draft.begin()
+    with draft._explained():
+        save_model(draft.model)
+    return draft.publish(keep=keep, protected=protected)
 
 
 def find_latest(root: Path) -> Path | None:
@@ -153,7 +185,7 @@ def _prepare(root: Path) -> None:
     _sweep(root)
     if not (root / LATEST).exists() and not _complete(root):
         _write_marker(root, NO_CHECKPOINT)
-        _sync(root.parent)
+        sync(root.parent)
 
 
 def _retire(root: Path, latest: Path, *, keep: int | None, protected: Path | None) -> None:
@@ -170,7 +202,7 @@ def _retire(root: Path, latest: Path, *, keep: int | None, protected: Path | Non
         for path in doomed:
             path.rename(root / f"{PARTIAL}{path.name}")
         if doomed:
-            _sync(root)  # before the first file goes: no power cut may bring the name back without its files
+            sync(root)  # before the first file goes: no power cut may bring the name back without its files
             _sweep(root)
             logger.info("removed checkpoints %s: %s is the latest", [path.name for path in doomed], latest.name)
     except OSError as error:
@@ -197,26 +229,6 @@ def _write_marker(root: Path, text: str) -> None:
     """On disk when this returns; the marker is the old or the new one at every moment."""
     partial = root / f"{PARTIAL}{LATEST}"
     partial.write_text(f"{text}\n")
-    _sync(partial)
+    sync(partial)
     partial.rename(root / LATEST)
-    _sync(root)
-
-
-def _sync_tree(directory: Path) -> None:
-    """Every file and directory below, whoever wrote it: a rename must not reach the disk before what it names."""
-    for folder, _, files in os.walk(directory):
-        for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # some network and user-space file systems have no fsync of directories
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)):
-            raise
-    finally:
-        os.close(descriptor)
+    sync(root)

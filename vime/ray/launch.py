@@ -77,6 +77,8 @@ def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:
     """The rhythm itself; whatever ends it, the last trained round is booked and saved before the machine goes."""
     try:
         rhythm(machine)
+        machine.watchers.screen.activity("finishing the last checkpoint")
+        machine.saver.finish()
     except Interrupted as interruption:
         message, code = f"interrupted during {interruption}", INTERRUPTED
     except VimeError as error:

@@ -18,11 +18,12 @@ from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
-from vime.ray.checkpoint import RunState, Start, save_checkpoint
+from vime.ray.checkpoint import RunState, Start
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
 from vime.ray.probe import check_engines_agree
 from vime.ray.rollout_manager import GeneratedRound
+from vime.ray.saver import Saver
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.seams import Carrier
@@ -74,8 +75,16 @@ class Machine:
         self.trained_round = start.rollout_id - 1
         self.open_round: int | None = None  # its line is not written yet
         self.doing: Doing | None = None
-        self._saved_round = start.rollout_id - 1
-        self._saved_path: Path | None = None
+        self.saver = Saver(
+            self.checkpoint_root,
+            is_async=config.model.async_save,
+            keep=config.model.keep_checkpoints,
+            protected=start.checkpoint,
+            deadline_s=config.cluster.train_timeout_secs + GRACE_S,
+            on_saved=lambda rollout_id, path: watchers.events.emit(
+                EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path)
+            ),
+        )
 
     @property
     def last_round(self) -> int:
@@ -86,6 +95,7 @@ class Machine:
         self.watchers.books.begin()
         for rollout_id in range(self._start.rollout_id, self.parts.num_rollout):
             self.watchers.interrupts.raise_if_asked("the pause between rounds")
+            self.saver.poll()
             self.open_round = rollout_id
             yield rollout_id
             self.watchers.books.finish(rollout_id, self.versions.trained)
@@ -177,14 +187,14 @@ class Machine:
         if is_due(self.config.model.save_interval, rollout_id, self.last_round):
             self.save()
 
-    def save(self) -> Path | None:
-        """Checkpoint the last trained round: model, optimizer, random states, data cursor, version.
+    def save(self) -> None:
+        """Checkpoint the last trained round, if not done: model, optimizer, random states, data cursor, version.
 
-        Answers where the newest checkpoint of this run is, or None when nothing was trained.
+        With --async-save this returns when the state is copied; `saver.finish` waits for the rest.
         """
         trainers, rollout_id = self.parts.trainers, self.trained_round
-        if trainers is None or rollout_id == self._saved_round:
-            return self._saved_path
+        if trainers is None or rollout_id in (self._start.rollout_id - 1, self.saver.newest_round):
+            return
         self.watchers.screen.activity("saving a checkpoint")
         with self.watchers.books.timed("perf/save_time"):
             [data_source] = wait_for(
@@ -195,19 +205,10 @@ class Machine:
             )
             state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=data_source)
             self.doing = Doing.SAVING
-            path = save_checkpoint(
-                self.checkpoint_root,
-                state,
-                trainers.save,
-                keep=self.config.model.keep_checkpoints,
-                protected=self._start.checkpoint,
-            )
+            self.saver.save(state, trainers)
             self.doing = None
-            self._saved_round, self._saved_path = rollout_id, path
             if self.config.model.save_hf:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
-        self.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
-        return path
 
     def _wait_for_manager(self, ref: Any, name: str) -> Any:
         [answer] = wait_for(
@@ -223,6 +224,7 @@ class Machine:
         """What runs while the driver waits: the user's Ctrl-C, progress on the screen, the engines' health."""
 
         def poll() -> None:
+            self.saver.poll()
             if interruptible:
                 self.watchers.interrupts.raise_if_asked("generation")
                 done, _ = ray.wait([self.parts.manager.progress.remote()], timeout=0.2)

@@ -23,6 +23,10 @@ def rescue(machine: Machine) -> tuple[bool, str]:
     caller has an error to report that matters more.
     """
     books, trained = machine.watchers.books, machine.trained_round
+    try:
+        machine.saver.finish()
+    except Exception as error:  # boundary: the round it holds is saved anew below, if it can be
+        logger.warning("the checkpoint that was being written is lost with the run: %s", error)
     if machine.doing is Doing.TRAINING:
         return False, f"This was in the middle of a round of training: its weights are not saved. {_newest(machine)}"
     if machine.doing is Doing.SAVING:
@@ -35,11 +39,13 @@ def rescue(machine: Machine) -> tuple[bool, str]:
     try:
         if machine.doing is Doing.PUBLISHING and machine.parts.engines is not None:
             machine.parts.engines.stop()  # rank 0 may wait for one that hangs, and no rank can save meanwhile
-        saved = machine.save()
+        machine.save()
+        machine.saver.finish()
     except Exception as error:  # boundary: told together with the error that ended the run
         if not isinstance(error, VimeError):
             logger.exception("saving at the end of a failed run")
         return False, f"Saving round {trained} failed too: {type(error).__name__}: {error}\n{_newest(machine)}"
+    saved = machine.saver.latest
     if saved is None:
         return True, f"No round was trained, so there is nothing to save. {_newest(machine)}"
     return True, f"State saved in {saved}; go on with --load {saved.parent}"

@@ -29,13 +29,13 @@ GRACE_S = 60.0  # beyond the weight update's own deadline, so that its error, wh
 
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
-    from vime.seams import Carrier
+    from vime.seams import Carrier, PendingSave
     from vime.training.columns import ArrayColumns
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
 
-@ray.remote(max_concurrency=2)
+@ray.remote(max_concurrency=3)  # a round, a checkpoint being written, and `close`
 class TrainerActor:
     """One trainer rank, playing `roles`."""
 
@@ -48,6 +48,7 @@ class TrainerActor:
         self._carrier = connect_carrier(config, queue_address)
         self._worker: TrainWorker
         self._publisher: Publisher | None = None
+        self._pending_saves: list[PendingSave] = []
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 lets the others meet."""
@@ -125,8 +126,13 @@ class TrainerActor:
                 pass
         return None
 
-    def save(self, directory: str) -> None:
-        self._worker.save(Path(directory))
+    def save(self, directory: str, in_background: bool) -> None:
+        self._pending_saves = self._worker.save(Path(directory), in_background=in_background)
+
+    def finish_save(self, deadline_s: float) -> None:
+        """Waits beside other calls for the bytes that `save` left to write."""
+        for pending in self._pending_saves:
+            pending.wait(deadline_s)
 
     def save_hf(self, directory: str) -> None:
         from vime.training.export import save_hf
@@ -169,6 +175,29 @@ def _fetch(
             group=backend.replica_group,
             device=backend.device,
         )
+
+
+class RanksSave:
+    """A checkpoint that the ranks are writing: one answer owed by each."""
+
+    def __init__(self, refs: list[Any]) -> None:
+        self._refs = refs
+
+    def is_over(self) -> bool:
+        """All have answered, or one failed: the others may then never answer."""
+        done, pending = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
+        return not pending or any(_has_failed(ref) for ref in done)
+
+    def wait(self, name: str, deadline_s: float) -> None:
+        wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s)
+
+
+def _has_failed(ref: Any) -> bool:
+    try:
+        ray.get(ref, timeout=10)
+    except ray.exceptions.RayError:
+        return True
+    return False
 
 
 class Ranks:
@@ -222,6 +251,13 @@ class Ranks:
         self._running = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         whole_s = self._config.cluster.train_timeout_secs if deadline_s is None else deadline_s
         return self._wait(f"{self._name} ranks to {method}", whole_s, on_poll)
+
+    def save(self, directory: Path, *, in_background: bool) -> list[Any]:
+        """Returns when every rank has written, or in the background copied, its state; each owes the answer that its
+        bytes are on the disk."""
+        self.call("save", str(directory), in_background)
+        deadline_s = self._config.cluster.train_timeout_secs
+        return [actor.finish_save.remote(deadline_s) for actor in self._actors]
 
     def stop(self) -> None:
         refs = [actor.close.remote() for actor in self._actors]
@@ -308,9 +344,10 @@ class Trainers:
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
         return self._policy.call("log_probs", rows)[0]
 
-    def save(self, directory: Path) -> None:
-        for ranks in self._learning:
-            ranks.call("save", str(directory))
+    def save(self, directory: Path, *, in_background: bool = False) -> RanksSave:
+        return RanksSave(
+            [owed for ranks in self._learning for owed in ranks.save(directory, in_background=in_background)]
+        )
 
     def save_hf(self, directory: Path) -> None:
         self._policy.call("save_hf", str(directory))

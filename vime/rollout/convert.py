@@ -12,6 +12,7 @@ import torch
 
 from vime.algo.advantages import group_signal
 from vime.rollout.plugins import plugin
+from vime.rollout.routed_experts import routed_experts_column
 from vime.types import HandoffError, PluginError, Sample, SampleStatus, StaleError, TrainGroup, TrainRow, tiling_fault
 
 _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
@@ -63,16 +64,24 @@ def _row(args: Any, sample: Sample, reward: float, rollout_id: int) -> TrainRow:
 
 def _extra_columns(args: Any, sample: Sample) -> dict[str, Any]:
     """Optional columns that were asked for (--transfer-queue-extra-data-fields) and that this room writes."""
-    if "teacher_log_probs" not in args.transfer_queue_extra_data_fields:
-        return {}
-    where, values = f"sample {sample.index} of group {sample.group_index}", sample.teacher_log_probs
+    writers = {"teacher_log_probs": _teacher_log_probs, "rollout_routed_experts": routed_experts_column}
+    where = f"sample {sample.index} of group {sample.group_index}"
+    return {
+        name: write(args, sample, where)
+        for name, write in writers.items()
+        if name in args.transfer_queue_extra_data_fields
+    }
+
+
+def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> tuple[float, ...]:
+    values = sample.teacher_log_probs
     if values is None or len(values) != sample.response_length or not all(map(math.isfinite, values)):
         got = "none" if values is None else f"{len(values)} values"
         raise HandoffError(
             f"{where}: teacher_log_probs holds {got}, expected {sample.response_length} finite numbers, one per "
             "response token. The reward or generate plug-in must set sample.teacher_log_probs (--use-opd)."
         )
-    return {"teacher_log_probs": tuple(float(value) for value in values)}
+    return tuple(float(value) for value in values)
 
 
 def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:

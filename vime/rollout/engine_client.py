@@ -8,6 +8,8 @@ per-request seed is never sent: on vLLM's CPU build it kills the engine when a p
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from vime.types import EngineError, VersionSpan, WaitTimeoutError
 
@@ -29,12 +33,17 @@ REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the engine sampled for one of the n: parallel lists, spans tile them."""
+    """What the engine sampled for one of the n: parallel lists, spans tile them.
+
+    `routed_experts` [prompt + answer - 1, layers, top_k]: where the engine sent each token that it computed (the last
+    one it only sampled); None from an engine that does not say.
+    """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     versions: Sequence[VersionSpan]
     finish_reason: str  # stop, length or abort
+    routed_experts: NDArray[Any] | None = None
 
 
 class EngineClient:
@@ -139,8 +148,13 @@ def _read_choice(choice: Mapping[str, Any]) -> Answer:
     covered = versions[-1].end if versions else 0
     if covered != len(token_ids):
         raise ValueError(f"weight_versions cover {covered} of {len(token_ids)} tokens")
+    encoded = choice.get("routed_experts")
     return Answer(
-        token_ids=token_ids, log_probs=log_probs, versions=versions, finish_reason=str(choice["finish_reason"])
+        token_ids=token_ids,
+        log_probs=log_probs,
+        versions=versions,
+        finish_reason=str(choice["finish_reason"]),
+        routed_experts=np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False) if encoded else None,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from vime.rollout.engine_client import Answer, EngineClient
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.rollout.routed_experts import join_routed_experts
 from vime.types import ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
 
 _STATUS = {
@@ -129,6 +130,8 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
         raise WaitTimeoutError(
             f"sample {sample.index} to be finished after an abort", deadline_s, "vLLM", "Raise --generate-timeout-secs."
         ) from error
+    if args.use_rollout_routing_replay:
+        sample.rollout_routed_experts = join_routed_experts(parts)
     for part in parts:
         if part.token_ids:
             sample.append_response_tokens(part.token_ids, part.log_probs, versions=part.versions)

@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vime.types import CheckpointError
+from vime.utils.files import sync, sync_tree
 from vime.weights.plan import TensorMeta
 
 SHARD_BYTES = 4 << 30
@@ -22,23 +24,38 @@ def write_hf(
 ) -> None:
     """Consume `stream` into DIRECTORY, in files of at most 4 GiB, with everything but the weights copied from `source`.
 
-    The directory appears complete or not at all: files are written beside it and renamed. On an error the stream is
-    still consumed to its end before CheckpointError is raised, so that peers inside its collectives do not wait.
+    The directory appears complete or not at all: files are written beside it and renamed. A kill at any moment leaves
+    the export before, the new one, or, between two renames, both under other names; the next call puts the old one back
+    before it writes. On an error the stream is still consumed to its end before CheckpointError is raised, so that
+    peers inside its collectives do not wait.
     """
-    partial = directory.with_name(directory.name + ".partial")
+    partial, former = directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".former")
     try:
+        _recover(directory, former)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_tensors(partial, stream, metadata)
         _copy_companions(partial, source, dtype=metadata[0].dtype)
-        shutil.rmtree(directory, ignore_errors=True)
+        sync_tree(partial)
+        if directory.exists():
+            directory.rename(former)
         partial.rename(directory)
-    except OSError as error:
+        sync(directory.parent)
+        shutil.rmtree(former, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
         for _ in stream:
             pass
         raise CheckpointError(
-            f"--save-hf {directory}: could not be written: {error}. Check free space and permissions."
+            f"--save-hf {directory}: could not be written: {error}. Check free space and permissions; an earlier "
+            "export of this name stays."
         ) from error
+
+
+def _recover(directory: Path, former: Path) -> None:
+    """What a kill between the two renames, or before the last removal, left behind."""
+    if former.exists() and not directory.exists():
+        former.rename(directory)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _write_tensors(directory: Path, stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vime.config.parse import Config
-from vime.seams import LOSS_PARAMETERS, TrainBackend, TrainEngine, load_plugin
+from vime.seams import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
 from vime.training.columns import (
     OLD_LOGP,
     REF_LOGP,
@@ -166,10 +166,13 @@ class TrainWorker:
         """
         return row_log_probs(self.actor, self.backend, rows, batch=self._config.batch)
 
-    def save(self, directory: Path) -> None:
-        """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY."""
-        for role, engine in _learning(self.engines):
-            engine.save(_folder(directory, role))
+    def save(self, directory: Path, *, in_background: bool = False) -> list[PendingSave]:
+        """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY; one handle each
+        for the bytes that are still on their way."""
+        return [
+            engine.save(_folder(directory, role), in_background=in_background)
+            for role, engine in _learning(self.engines)
+        ]
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, also from another parallel layout."""

@@ -13,7 +13,7 @@ from vime.config.training import QueueConfig
 from vime.handoff.memory import MemoryCarrier
 from vime.handoff.object_refs import ObjectRefCarrier
 
-EXTRA = ("teacher_log_probs",)
+EXTRA, WIDE = ("teacher_log_probs",), ("rollout_routed_experts",)
 BACK_PRESSURE_S = 2.0
 
 
@@ -58,11 +58,20 @@ def queue_address(ray_cluster: None) -> Iterator[Any]:  # noqa: F811
 
 @pytest.fixture
 def transfer_queue(queue_address: Any, request: pytest.FixtureRequest) -> Iterator[Case]:
+    yield from _transfer_queue(EXTRA, queue_address, request)
+
+
+@pytest.fixture
+def wide_transfer_queue(queue_address: Any, request: pytest.FixtureRequest) -> Iterator[Case]:
+    yield from _transfer_queue(WIDE, queue_address, request)
+
+
+def _transfer_queue(extra: tuple[str, ...], queue_address: Any, request: pytest.FixtureRequest) -> Iterator[Case]:
     from vime.handoff.bridge import TransferQueueBridge
 
     prefix = f"test{abs(hash(request.node.name))}"  # a namespace of its own for each test
     config = QueueConfig(
-        transferqueue_partition=prefix, transferqueue_timeout_secs=60.0, transfer_queue_extra_data_fields=EXTRA
+        transferqueue_partition=prefix, transferqueue_timeout_secs=60.0, transfer_queue_extra_data_fields=extra
     )
     writer = TransferQueueBridge.connect(queue_address, config)
     reader = TransferQueueBridge.connect(queue_address, config)
@@ -91,6 +100,14 @@ def case(request: pytest.FixtureRequest) -> Case:
     if request.param == "object_refs":
         return _object_refs(EXTRA)
     return request.getfixturevalue("transfer_queue")
+
+
+@pytest.fixture(params=["memory", "object_refs", "transfer_queue"])
+def wide_case(request: pytest.FixtureRequest) -> Case:
+    """Carriers of a column with several numbers a token."""
+    if request.param == "transfer_queue":
+        return request.getfixturevalue("wide_transfer_queue")
+    return _memory(WIDE) if request.param == "memory" else _object_refs(WIDE)
 
 
 @pytest.fixture(params=["memory", "transfer_queue"])

@@ -52,6 +52,20 @@ def test_log_probabilities_arrive_as_the_same_float32_whatever_the_carrier(case)
     assert {row.extra["teacher_log_probs"] for row in found.values()} == {(float(np.float32(-0.3)),)}
 
 
+def test_a_column_of_several_numbers_a_token_arrives(wide_case):
+    rows = [make_row(at, response=tuple(range(2 + at))) for at in range(2)]
+    experts = [np.full((row.total_length, 6), at - 1, dtype=np.int16) for at, row in enumerate(rows)]
+    held = [
+        dataclasses.replace(row, extra={"rollout_routed_experts": array})
+        for row, array in zip(rows, experts, strict=True)
+    ]
+    group = TrainGroup(group_index=0, rows=tuple(held))
+    ticket = wide_case.writer.put(plan_for([group]), [group])
+    found = _fetch_all(wide_case.reader, ticket)
+    for number, array in enumerate(experts):
+        np.testing.assert_array_equal(found[number].extra["rollout_routed_experts"], array)
+
+
 def test_a_round_of_empty_responses_arrives(case):
     row = make_row(response=(), versions=())
     rows = tuple(dataclasses.replace(row, sample_index=at, extra={"teacher_log_probs": ()}) for at in range(2))

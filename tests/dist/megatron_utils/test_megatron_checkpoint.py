@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.dist_launch import launch
+
 Answers = Callable[[str], list[Any]]
 BIT_EQUAL = [
     *("resume-single", "resume-tp2", "resume-dp2-distributed", "resume-bf16"),
     *("resume-cp2-overlap", "resume-moe-ep2", "resume-moe-ep2-distributed"),
+    # written after the round that follows had changed every weight and moment
+    *("background-single", "background-bf16-tp2", "background-dp2-overlap", "background-pp2"),
 ]
 
 
@@ -31,7 +36,13 @@ def test_random_states_and_schedule_are_restored(answers: Answers, case: str) ->
         assert rank["resumed"]["metrics"]["train/lr"] == pytest.approx(1e-3 * 5 / 7, rel=1e-9)
 
 
-@pytest.mark.parametrize("case", ["resume-tp2-as-pp2", "resume-dp2-distributed-as-tp2", "resume-vpp2-as-cp2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("resume-tp2-as-pp2", "resume-dp2-distributed-as-tp2", "resume-vpp2-as-cp2"),
+        "resume-tp2-dp2-as-pp2-dp2",  # TP2 x PP1 x DP2 on four ranks, loaded as TP1 x PP2 x DP2
+    ],
+)
 def test_a_checkpoint_loads_in_another_layout(answers: Answers, case: str) -> None:
     for rank in answers(case):
         assert rank["loaded"] == rank["saved"]
@@ -39,6 +50,33 @@ def test_a_checkpoint_loads_in_another_layout(answers: Answers, case: str) -> No
         assert resumed["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
         for name, tensor in expected["weights"].items():
             torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+def test_a_rank_that_cannot_write_is_heard_on_all_ranks_and_training_goes_on(answers: Answers) -> None:
+    ranks = answers("background-failure")
+    for rank in ranks:
+        kind, message = rank["error"]
+        assert kind == "CheckpointError"
+        assert "rank 1: FileNotFoundError" in message or "rank 0: FileNotFoundError" in message
+        assert "the previous checkpoint is untouched" in message
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+
+
+def test_a_rank_killed_while_the_bytes_are_written_costs_that_checkpoint_only(models: Path, tmp_path: Path) -> None:
+    [rank, gone] = launch(
+        "tests.helpers.megatron_worker:killed_while_writing",
+        world_size=2,
+        directory=tmp_path / "launch",
+        arguments={"model": models / "qwen2", "directory": tmp_path},
+        deadline_s=240,
+        killed=frozenset({1}),
+    )
+    assert gone is None
+    kind, message = rank["error"]
+    assert kind == "CheckpointError"
+    assert "the previous checkpoint is untouched" in message
+    assert rank["loaded"] == rank["saved"]
+    assert rank["second"][0] == "CheckpointError"  # what the killed save left is not taken for a checkpoint
 
 
 def test_without_optimizer_state_the_weights_come_back_and_the_moments_do_not(answers: Answers) -> None:

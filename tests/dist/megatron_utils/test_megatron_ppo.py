@@ -73,7 +73,7 @@ def test_the_rate_of_the_policy_waits_for_its_own_first_step(algorithms: Answers
 
 
 def test_a_critic_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(algorithms: Answers) -> None:
-    for rank in algorithms("critic-resume-dp2-distributed"):
+    for rank in algorithms("critic-resume-dp2-distributed"):  # both models written in the background
         assert rank["resumed"]["metrics"] == rank["never_stopped"]["metrics"]
         assert rank["resumed"]["hash"] == rank["never_stopped"]["hash"]
         for name, tensor in rank["never_stopped"]["critic"].items():

@@ -103,7 +103,8 @@ def replayed(tiny_task: TinyTask, recorded: str, run_dir: Path, num_rollout: int
 def test_resumed_run_equals_the_run_that_never_stopped(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
     whole = replayed(tiny_task, recorded, tmp_path / "whole", 4, "--save-hf", f"{tmp_path}/whole_{{rollout_id}}")
     checkpoints = str(tmp_path / "checkpoints")
-    replayed(tiny_task, recorded, tmp_path / "first", 2, "--save", checkpoints)
+    # its one checkpoint is written in the background, and the end of the run waits for it
+    replayed(tiny_task, recorded, tmp_path / "first", 2, "--save", checkpoints, "--async-save")
     second = replayed(
         tiny_task,
         recorded,
@@ -178,7 +179,8 @@ def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: 
 
 def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--transferqueue-mode", "buffer", "--update-weight-transport", "disk"]
-    training = Training("train.py", [*flags, "--num-rollout", "1000"], tmp_path / "run")
+    background = ["--save-interval", "1", "--keep-checkpoints", "2", "--async-save"]
+    training = Training("train.py", [*flags, *background, "--num-rollout", "1000"], tmp_path / "run")
     training.wait_for_event("round_trained", count=2)
     interrupt(training)
     finished = training.finish(90)

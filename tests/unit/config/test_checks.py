@@ -221,6 +221,7 @@ def test_epochs_of_recorded_rounds_are_refused(model_dir: Path) -> None:
 
 # knob -> (what to give it, and the flags under which it is read)
 READ = {
+    "async_save": ([], ["--save-interval", "2"]),
     "min_lr": (["1e-7"], ["--lr-decay-style", "linear"]),
     "lr_decay_iters": (["2"], ["--lr-decay-style", "cosine"]),
     "recompute_method": (["uniform"], ["--recompute-granularity", "full", "--recompute-num-layers", "1"]),
@@ -433,3 +434,28 @@ def test_the_number_of_experts_is_read_in_both_spellings(name: str, model_dir: P
     record = {**SHAPE, "model_type": "qwen3_moe", name: 4}
     (model_dir / "config.json").write_text(json.dumps(record))
     assert read_model_shape(str(model_dir)).num_experts == 4
+
+
+def test_routing_replay_asks_for_its_column_and_for_someone_who_tells(model_dir: Path) -> None:
+    replay = "--use-rollout-routing-replay"
+    plugin = model_dir / "generate.py"
+    plugin.write_text("async def generate(args, sample, sampling_params):\n    return sample\n")
+    generate = ("--custom-generate-function-path", f"{plugin}:generate")
+    with pytest.raises(ConfigError, match="has no experts"):
+        resolved(model_dir, replay)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    (model_dir / "config.json").write_text(json.dumps({**SHAPE, **experts}))
+    with pytest.raises(ConfigError, match=r"vLLM on the CPU does not tell.*--custom-generate-function-path"):
+        resolved(model_dir, replay)
+    with pytest.raises(ConfigError, match="needs --train-backend megatron"):
+        resolved(model_dir, replay, *generate, "--train-backend", "fsdp")
+    columns = resolved(model_dir, replay, *generate).queue.transfer_queue_extra_data_fields
+    assert columns == ("rollout_routed_experts",)
+
+
+def test_saving_in_the_background_needs_an_interval_and_megatron(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--async-save.*--save-interval"):
+        resolved(model_dir, "--async-save")
+    with pytest.raises(ConfigError, match="--async-save with --train-backend fsdp has no effect"):
+        resolved(model_dir, "--async-save", "--save-interval", "2", "--train-backend", "fsdp")
+    resolved(model_dir, "--async-save", "--save-interval", "2")

@@ -20,7 +20,7 @@ from vime.handoff.codec import (
     from_buffer,
     to_buffer,
 )
-from vime.types import HandoffError, TrainGroup, VersionSpan
+from vime.types import HandoffError, TrainGroup, TrainRow, VersionSpan
 
 EXTRA = ("teacher_log_probs",)
 
@@ -100,6 +100,30 @@ def test_an_illegal_group_is_refused(rows, message):
 def test_a_requested_column_that_the_rollout_did_not_write_is_refused():
     with pytest.raises(HandoffError, match=r"'teacher_log_probs' was requested.*did not write"):
         encode_rows([make_row()], EXTRA)
+
+
+def with_experts(row: TrainRow, width: int) -> TrainRow:
+    experts = np.arange(row.total_length * width, dtype=np.int16).reshape(row.total_length, width) - 1
+    return replace(row, extra={"rollout_routed_experts": experts})
+
+
+def test_a_wide_column_comes_back_as_one_array_a_row():
+    rows = [with_experts(make_row(0), 6), with_experts(make_row(1, response=(4, 5, 6, 7)), 6)]
+    decoded = decode_rows(encode_rows(rows, ("rollout_routed_experts",)))
+    for row, back in zip(rows, decoded, strict=True):
+        np.testing.assert_array_equal(back.extra["rollout_routed_experts"], row.extra["rollout_routed_experts"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([with_experts(make_row(0), 6), with_experts(make_row(1), 4)], "expected one width"),
+        ([replace(make_row(0), extra={"rollout_routed_experts": np.zeros((1, 6))})], "has 1 entries"),
+    ],
+)
+def test_a_wide_column_that_does_not_line_up_is_refused(rows, message):
+    with pytest.raises(HandoffError, match=message):
+        encode_rows(rows, ("rollout_routed_experts",))
 
 
 @pytest.mark.parametrize("name", ["tokens", "loss_masks", "rewards"])

@@ -16,7 +16,7 @@ def test_every_optional_column_that_has_a_writer_may_be_requested():
     ("name", "reason"),
     [
         ("no_such_column", "not a known column"),
-        ("rollout_routed_experts", "no part of Vime writes it"),
+        ("multimodal_train_inputs", "no part of Vime writes it"),
         ("tokens", "always carried"),
     ],
 )

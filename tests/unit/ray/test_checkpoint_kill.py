@@ -68,15 +68,16 @@ def leftovers(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("saved_before", "rollout_id"),
+    ("saved_before", "rollout_id", "is_async"),
     [
-        pytest.param([], 0, id="first save"),
-        pytest.param([1, 2], 3, id="new round, one to remove"),
-        pytest.param([1, 2], 2, id="the latest round again"),
+        pytest.param([], 0, False, id="first save"),
+        pytest.param([1, 2], 3, False, id="new round, one to remove"),
+        pytest.param([1, 2], 2, False, id="the latest round again"),
+        pytest.param([1, 2], 3, True, id="in the background"),
     ],
 )
 def test_before_every_step_of_a_save_a_kill_leaves_the_old_or_the_new_one(
-    saved_before: list[int], rollout_id: int, writer: Writer, tmp_path: Path
+    saved_before: list[int], rollout_id: int, is_async: bool, writer: Writer, tmp_path: Path
 ) -> None:
     template, root = tmp_path / "template", tmp_path / "root"
     template.mkdir()
@@ -87,7 +88,7 @@ def test_before_every_step_of_a_save_a_kill_leaves_the_old_or_the_new_one(
     while was_killed:
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(template, root)
-        writer.ask(root=str(root), rollout_id=rollout_id, kill_at=len(is_new) + 1)
+        writer.ask(root=str(root), rollout_id=rollout_id, kill_at=len(is_new) + 1, is_async=is_async)
         reply = writer.answer()
         assert reply["code"] in (0, -signal.SIGKILL)
         was_killed = reply["was_killed"]

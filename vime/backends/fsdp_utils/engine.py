@@ -34,11 +34,17 @@ from vime.backends.fsdp_utils.probe import check_packing
 from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
-from vime.seams import PackLoss
+from vime.seams import PackLoss, PendingSave
 from vime.types import ConfigError, EngineSpec, Role, TrainRow, VimeError
 from vime.weights.plan import TensorMeta
 
 logger = logging.getLogger(__name__)
+
+
+class Written:
+    """`PendingSave` of a checkpoint that is complete."""
+
+    def wait(self, deadline_s: float) -> None: ...
 
 
 class FsdpEngine:
@@ -149,9 +155,10 @@ class FsdpEngine:
         """Nothing to do where there is something to learn: parameters are gathered anew for each pass."""
         _ = self._learning
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002  always at once
         with_optimizer = not self._config.model.no_save_optim
         checkpoint.save(directory, self._model, self._learning, with_optimizer=with_optimizer)
+        return Written()
 
     def load(self, directory: Path) -> None:
         checkpoint.load(directory, self._model, self._learning)

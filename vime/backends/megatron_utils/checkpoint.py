@@ -29,6 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
+from vime.backends.megatron_utils.checkpoint_writer import PendingSave, PlannedStrategy, describe, unwritable
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.types import CheckpointError
 
@@ -36,21 +37,39 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 
 
-def save(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer, *, with_optimizer: bool) -> None:
-    """Write DIRECTORY, which must be new or empty; complete on return. Collective over all trainer ranks."""
+def save(
+    directory: Path,
+    core: list[GPTModel],
+    optimizer: PolicyOptimizer,
+    *,
+    with_optimizer: bool,
+    group: dist.ProcessGroup,
+    in_background: bool,
+) -> PendingSave:
+    """Write DIRECTORY, which must be new or empty. Collective over all trainer ranks; `group` holds them all too.
+
+    In the background: the state is that of this call whatever is trained afterwards, the answer comes when it is
+    copied, and `PendingSave.wait` says when it is written. Otherwise it is written when this returns.
+    """
+    strategy = PlannedStrategy()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # REPAIR: a synchronous save needs no multiprocessing.Manager; megatron would start one, which imports the main
-        # module again (12 s, and an endless loop in a script without a __main__ guard).
+        # REPAIR: the queue of megatron's writer processes, which are not started here; without it megatron would start
+        # a multiprocessing.Manager, which imports the main module again.
         if filesystem_async._results_queue is None:
             filesystem_async._results_queue = queue.Queue()
         state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
-        dist_checkpointing.save(state, str(directory), content_metadata=_metadata())
+        dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, content_metadata=_metadata())
     except (OSError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(
-            f"the checkpoint {directory} could not be written: {_reason(error)}. Check free space and permissions; the "
-            "previous checkpoint is untouched."
-        ) from error
+        raise unwritable(directory, _reason(error)) from error
+    pending = PendingSave(directory, strategy, group)
+    if in_background:
+        pending.copy()
+        pending.start()
+    else:
+        pending.run()
+        pending.wait(0)
+    return pending
 
 
 @torch.no_grad()
@@ -211,7 +230,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_reason(cause)}"
-    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
+    return describe(error)
 
 
 def _rng_state() -> dict[str, Any]:

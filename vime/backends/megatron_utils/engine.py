@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
@@ -15,12 +16,13 @@ from vime.backends.megatron_utils import checkpoint
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
 from vime.backends.megatron_utils.context_parallel import sequence_multiple
 from vime.backends.megatron_utils.hf_weights import HFWeights
+from vime.backends.megatron_utils.initialize import checkpoint_group
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
 from vime.backends.megatron_utils.offload import Offload, learning_tensors
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
 from vime.config.parse import Config
-from vime.seams import PackLoss
+from vime.seams import PackLoss, PendingSave
 from vime.types import ConfigError, EngineSpec, Role, TrainRow, VimeError
 from vime.weights.plan import TensorMeta
 
@@ -55,6 +57,7 @@ class MegatronEngine:
         self._core, self._chunks, self._hf, self._optimizer = core, chunks, hf, optimizer
         self._metadata = hf.metadata()
         self._offload = Offload()
+        self._checkpoint_group: dist.ProcessGroup | None = None  # made by the first save
         self._sampling = sampling
         self._packing = Packing(
             pad_multiple=sequence_multiple()
@@ -118,10 +121,18 @@ class MegatronEngine:
     def finish_round(self) -> None:
         self._learning.finish_round()
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         self._require_awake()
-        with_optimizer = not self._config.model.no_save_optim
-        checkpoint.save(directory, self._core, self._learning, with_optimizer=with_optimizer)
+        if self._checkpoint_group is None:
+            self._checkpoint_group = checkpoint_group(self._config.cluster.distributed_timeout_minutes)
+        return checkpoint.save(
+            directory,
+            self._core,
+            self._learning,
+            with_optimizer=not self._config.model.no_save_optim,
+            group=self._checkpoint_group,
+            in_background=in_background,
+        )
 
     def load(self, directory: Path) -> None:
         self._require_awake()
@@ -159,7 +170,9 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
     if spec.has_value_head:
         architecture = as_critic(architecture)
     model_config = transformer_config(architecture, parallel)
-    core = build_chunks(architecture, model_config, parallel)
+    # only the policy answered with these experts; another model has a router of its own
+    replays_routing = config.algo.use_rollout_routing_replay and spec.role is Role.ACTOR
+    core = build_chunks(architecture, model_config, parallel, replays_routing=replays_routing)
     hf = HFWeights(core, architecture)
     hf.load(spec.checkpoint, flag=spec.flag)
     wrapped = with_precision(core, model_config)

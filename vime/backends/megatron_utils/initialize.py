@@ -128,6 +128,11 @@ def rank_place(replica: dist.ProcessGroup) -> RankPlace:
     )
 
 
+def checkpoint_group(timeout_minutes: float) -> dist.ProcessGroup:
+    """All trainer ranks once more, for the threads that write checkpoints beside the training. Collective over them."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+
+
 def shut_down() -> None:
     """Leave the process groups. Not a collective: a rank may leave after a peer died."""
     from megatron.core import parallel_state

@@ -32,14 +32,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from vime.backends.megatron_utils.context_parallel import ContextCut
+from vime.backends.megatron_utils.routing_replay import ReplayLayer
 from vime.types import ConfigError
 
 
 def block_spec(
-    config: TransformerConfig, implementation: str, *, chunk: int | None = None
+    config: TransformerConfig, implementation: str, *, chunk: int | None = None, replays_routing: bool = False
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, or of one `chunk` of it in an interleaved pipeline. `implementation` is
-    --transformer-impl."""
+    --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # megatron-core 0.16.1 reads this name in the router of a MoE layer, and defines it with Transformer Engine only
         moe_utils.te_general_gemm = None
@@ -47,6 +48,8 @@ def block_spec(
         layer, norm = _transformer_engine_layer(config)
     else:
         layer, norm = _local_layer(config), RMSNorm
+    if replays_routing:
+        layer.module = ReplayLayer
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
 
 

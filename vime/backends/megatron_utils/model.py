@@ -140,7 +140,9 @@ def padded_vocab_size(architecture: Architecture, parallel: ParallelConfig) -> i
     return -(-architecture.vocab_size // size) * size
 
 
-def build_chunks(architecture: Architecture, config: TransformerConfig, parallel: ParallelConfig) -> list[GPTModel]:
+def build_chunks(
+    architecture: Architecture, config: TransformerConfig, parallel: ParallelConfig, *, replays_routing: bool = False
+) -> list[GPTModel]:
     """Uninitialised fp32 or bf16 model of this pipeline stage, in the order its chunks run. Load weights before use.
 
     Local construction, except that a tied model with several stages makes its two copies equal (collective over the
@@ -154,7 +156,7 @@ def build_chunks(architecture: Architecture, config: TransformerConfig, parallel
     for number in [None] if count is None else range(count):
         model = GPTModel(
             config,
-            block_spec(config, parallel.transformer_impl, chunk=number),
+            block_spec(config, parallel.transformer_impl, chunk=number, replays_routing=replays_routing),
             padded_vocab_size(architecture, parallel),
             architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),

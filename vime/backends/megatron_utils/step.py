@@ -148,4 +148,6 @@ def packed_params(batch: PackedBatch, cut: ContextCut | None) -> PackedSeqParams
     )
     params.cu_seqlens_host = batch.cu_seqlens  # type: ignore[attr-defined] # python ints for PackedAttention
     params.context_cut = cut  # type: ignore[attr-defined]
+    experts_TW = batch.routed_experts_TW
+    params.routed_experts = experts_TW if experts_TW is None or cut is None else cut.part(experts_TW)  # type: ignore[attr-defined] # for ReplayLayer
     return params

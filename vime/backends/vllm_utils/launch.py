@@ -42,6 +42,7 @@ OWNED_FLAGS = {
     "--logprobs-mode": "--rollout-temperature",
     "--enable-scale-out": "",
     "--seed": "--rollout-seed",
+    "--enable-return-routed-experts": "--use-rollout-routing-replay",
 }
 _SHORT_NAMES = {"-tp": "--tensor-parallel-size"}
 
@@ -87,6 +88,8 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
             command += ["--max-num-seqs", str(rollout.n_samples_per_prompt)]
     else:
         command += ["--tensor-parallel-size", str(cluster.rollout_num_gpus_per_engine)]
+        if config.algo.use_rollout_routing_replay:  # on the CPU the engine refuses it: it needs model runner V2, Triton
+            command += ["--enable-return-routed-experts"]
     return [*command, *config.vllm_flags]
 
 

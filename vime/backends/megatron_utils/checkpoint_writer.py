@@ -1,0 +1,154 @@
+"""The bytes of a checkpoint on disk: megatron plans who writes what, this rank writes its part, then all ranks agree.
+
+Two ways to call it. At once: the live tensors are written and the caller waits. In the background: the tensors are
+copied to host memory, the caller goes on training, and a thread of this rank writes the copies. Both write the same
+files with the same code.
+
+megatron's own asynchronous callers are not used (docs/decisions/0007): they fork a process that is full of the threads
+of Ray, gloo and OpenMP, share CPU tensors with the training until the fork, and finish by collectives on the training's
+own process groups. Here nothing is forked, and what ranks say to each other goes over a gloo group of its own, so it
+may happen beside any collective of the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.storage import WriteResult
+
+from vime.types import CheckpointError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+BACKEND, VERSION = "torch_dist", 1
+
+
+class PlannedStrategy(TorchDistSaveShardedStrategy):
+    """megatron's strategy up to the plan; `writer` and `metadata` are what is left to do."""
+
+    def __init__(self) -> None:
+        super().__init__(BACKEND, VERSION, thread_count=1)  # one file a rank
+        self.writer: FileSystemWriterAsync
+        self.metadata: Any  # of all ranks together; on rank 0 only
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+        self.writer, self.metadata = writer, save_state_dict_ret[1]
+        return AsyncRequest(None, (), [])
+
+
+class PendingSave:
+    """This rank's part of one checkpoint that is being written.
+
+    The thread *consumes* the buckets of the plan, *waits for* the other ranks over `group`, and is *unblocked by* their
+    results or by the end of their processes.
+    """
+
+    def __init__(self, directory: Path, planned: PlannedStrategy, group: dist.ProcessGroup) -> None:
+        self.directory = directory
+        self._writer, self._metadata, self._group = planned.writer, planned.metadata, group
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def copy(self) -> None:
+        """From now on the training may change its tensors. Objects (random states) are bytes already."""
+        for index, (file, key, (objects, tensors)) in enumerate(self._writer.write_buckets or []):
+            copies = []
+            while tensors:  # one after the other, so that a copy made by the plan is freed before the next is made
+                item, tensor = tensors.pop(0)
+                copies.append((item, tensor.detach().to("cpu", copy=True)))
+            self._writer.write_buckets[index] = (file, key, (objects, copies))
+
+    def start(self) -> None:
+        """Write in the background. Call `copy` before."""
+        self._thread = threading.Thread(target=self.run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Write, and hear whether every rank did. Collective over the group of checkpoints."""
+        started = time.monotonic()
+        try:
+            mine: list[WriteResult] | str = [
+                result for bucket in self._writer.write_buckets or [] for result in _write(self._writer, bucket)
+            ]
+        except Exception as error:  # boundary: a failure of this rank goes to all ranks as data
+            mine = f"rank {dist.get_rank()}: {describe(error)}"
+        finally:
+            self._writer.write_buckets = None  # gives the copies back
+        try:
+            self._failure = self._agree(mine)
+        except Exception as error:  # boundary: a rank that is gone ends the wait of the others
+            self._failure = f"the trainer ranks could not agree: {describe(error)}"
+        logger.info("%s: written in %.1f s, failure: %s", self.directory, time.monotonic() - started, self._failure)
+
+    def wait(self, deadline_s: float) -> None:
+        """Until the checkpoint is complete on every rank; raises CheckpointError when it will not be."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+            if self._thread.is_alive():
+                raise WaitTimeoutError(
+                    f"the checkpoint {self.directory} to be written",
+                    deadline_s,
+                    "checkpoint-writer",
+                    "The disk is slow or a trainer rank hangs; the previous checkpoint is untouched.",
+                )
+        if self._failure is not None:
+            raise unwritable(self.directory, self._failure)
+
+    def _agree(self, mine: list[WriteResult] | str) -> str | None:
+        """What went wrong on any rank, the same answer on all. Rank 0 writes the table of contents last."""
+        is_first = dist.get_rank() == 0
+        everyone: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(mine, everyone, dst=0, group=self._group)
+        failure: list[str | None] = [None]
+        if everyone is not None:
+            failures = [answer for answer in everyone if isinstance(answer, str)]
+            failure = ["; ".join(failures)[:600] or self._write_contents(everyone)]
+        dist.broadcast_object_list(failure, src=0, group=self._group)
+        return failure[0]
+
+    def _write_contents(self, results: list[list[WriteResult]]) -> str | None:
+        try:
+            self._writer.finish(self._metadata, results)
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(self.directory))
+        except Exception as error:  # boundary: the other ranks wait for the answer
+            return f"rank 0: {describe(error)}"
+        return None
+
+
+def unwritable(directory: Path, reason: str) -> CheckpointError:
+    """With the space that is left: what torch says of a full disk does not tell."""
+    try:
+        space = f" ({shutil.disk_usage(directory).free >> 20} MiB free there)"
+    except OSError:
+        space = ""
+    return CheckpointError(
+        f"the checkpoint {directory} could not be written{space}: {reason}. Check free space and permissions; the "
+        "previous checkpoint is untouched."
+    )
+
+
+def describe(error: BaseException) -> str:
+    """One short line."""
+    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
+
+
+def _write(writer: FileSystemWriterAsync, bucket: Any) -> list[WriteResult]:
+    """One file, flushed to the disk, by megatron's own function, which speaks through queues."""
+    answers: queue.Queue[tuple[int, list[WriteResult] | Exception]] = queue.Queue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(0)
+    FileSystemWriterAsync.write_preloaded_data([writer.transforms], 0, bucket, answers, running, use_fsync=True)
+    _, results = answers.get_nowait()
+    if isinstance(results, Exception):
+        raise results
+    return results

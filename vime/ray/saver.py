@@ -1,0 +1,91 @@
+"""The checkpoints of one run, at most one of them being written: at once, or (--async-save) beside the training.
+
+A save in the background is a draft (`ray/checkpoint.py`) that the trainer ranks still fill. It becomes the latest
+checkpoint when every rank says so; until then, and for ever when a rank fails or anything is killed, the one before
+stays in force. Owned by the driver's main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from vime.ray.checkpoint import Draft, RunState, save_checkpoint
+
+
+class PendingSave(Protocol):
+    """Ranks that are writing."""
+
+    def is_over(self) -> bool:
+        """Whether `wait` would answer, or raise, at once."""
+        ...
+
+    def wait(self, name: str, deadline_s: float) -> None:
+        """Until every rank has written; raises what kept one from it."""
+        ...
+
+
+class SavingTrainers(Protocol):
+    """What is asked of `ray/trainers.py::Trainers`."""
+
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
+        """Returns when all is written, or in the background when the state of this moment is copied."""
+        ...
+
+
+class Saver:
+    """Writes checkpoints into `root`; `on_saved(round, path)` hears of each when it is visible.
+
+    `deadline_s` bounds every wait for a save that is being written. `keep` and `protected` as in `Draft.publish`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        is_async: bool,
+        keep: int | None,
+        protected: Path | None,
+        deadline_s: float,
+        on_saved: Callable[[int, Path], None],
+    ) -> None:
+        self._root, self._is_async, self._deadline_s = root, is_async, deadline_s
+        self._keep, self._protected, self._on_saved = keep, protected, on_saved
+        self._being_written: tuple[Draft, PendingSave] | None = None
+        self.latest: Path | None = None  # of this run
+        self._latest_round: int | None = None
+
+    @property
+    def newest_round(self) -> int | None:
+        """The round of the save that is being written, or else of `latest`: one that failed does not count."""
+        return self._being_written[0].state.rollout_id if self._being_written is not None else self._latest_round
+
+    def save(self, state: RunState, trainers: SavingTrainers) -> None:
+        """Begin a checkpoint when the one before is visible; without --async-save also finish it."""
+        self.finish()
+        if not self._is_async:
+            path = save_checkpoint(self._root, state, trainers.save, keep=self._keep, protected=self._protected)
+            self._note(state, path)
+            return
+        draft = Draft(root=self._root, state=state)
+        draft.begin()
+        self._being_written = draft, trainers.save(draft.model, in_background=True)
+
+    def poll(self) -> None:
+        """Make a save visible that has been written meanwhile; raises what `finish` raises."""
+        if self._being_written is not None and self._being_written[1].is_over():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, if there is one. Afterwards there is none, whatever came of it."""
+        if self._being_written is None:
+            return
+        draft, pending = self._being_written
+        self._being_written = None
+        pending.wait(f"the checkpoint of round {draft.state.rollout_id} to be written", self._deadline_s)
+        self._note(draft.state, draft.publish(keep=self._keep, protected=self._protected))
+
+    def _note(self, state: RunState, path: Path) -> None:
+        self.latest, self._latest_round = path, state.rollout_id
+        self._on_saved(state.rollout_id, path)
