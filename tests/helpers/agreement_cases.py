@@ -22,8 +22,11 @@ RULES = {
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+CRITIC = {"advantage_estimator": "ppo", "normalize_advantages": True, "lambd": 0.9, "critic_lr": 2e-3}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "single": (1, {}, {}),
+    "critic": (1, CRITIC, {}),
+    "critic-alone": (1, {**CRITIC, "num_critic_only_steps": 1}, {}),  # the policy does not move in round 0
     "dp2-overlap": (2, OVERLAP, {}),
     "tp2-pp2": (4, {**TP2, **PP2}, {}),
     "tp2-cp2": (4, {**TP2, **CP2, "sequence_parallel": True}, {}),
@@ -62,7 +65,7 @@ def judged(bench: Bench, **plan: Any) -> dict[str, Any]:
     }
     trainer.backend.close()
     trainer = bench.trainer()
-    trainer.train_round(planned, dict(enumerate(rows)))
+    answer["never_judged_metrics"] = trainer.train_round(planned, dict(enumerate(rows)))
     answer["never_judged"] = exported(trainer)
     trainer.backend.close()
     return answer
