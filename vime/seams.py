@@ -25,6 +25,7 @@ from vime.types import (
     RolloutFnTrainOutput,
     RoundPlan,
     Sample,
+    SamplingRule,
     TrainGroup,
     TrainRow,
     Version,
@@ -161,9 +162,12 @@ class TrainEngine(Protocol):
         """The rate that the next `apply_gradients` uses."""
         ...
 
-    def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
+    def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
         """[R] fp32 on the CPU per row of each micro-batch: log p of the response tokens at the sampling temperature, or
-        with a value head the predicted return at each. [] where `RankPlace.holds_tokens` is False. No gradient."""
+        with a value head the predicted return at each. [] where `RankPlace.holds_tokens` is False. No gradient.
+
+        `rule`: log p under another rule than the run's (`algo.sampling.log_probs_under`), to diagnose a disagreement;
+        never for a value head."""
         ...
 
     def accumulate(

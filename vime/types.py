@@ -266,6 +266,15 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRule:
+    """How logits become the probabilities that a token is drawn from, with vLLM's meaning of the three numbers."""
+
+    temperature: float = 1.0
+    top_k: int = -1  # keep the k likeliest; -1: all
+    top_p: float = 1.0  # then keep the likeliest until they hold this mass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """Where one trainer rank stands. A replica is the ranks that compute one copy of a model on the same rows."""
 
@@ -362,6 +371,10 @@ class StaleError(VimeError):
 
 class PublishError(VimeError):
     """An engine did not confirm the version and content hash of a weight update."""
+
+
+class AgreementError(VimeError):
+    """Trainer and engine give the same tokens different log-probabilities, and --on-train-rollout-diff says stop."""
 
 
 class CheckpointError(VimeError):

@@ -23,9 +23,10 @@ from tests.helpers.reference_ppo import Critic
 from vime.batching.pack import PackedBatch
 from vime.seams import TrainBackend, TrainEngine
 from vime.training.export import weights_hash
-from vime.types import EngineSpec, Role, RoundPlan, StepPlan, TrainRow, VimeError
+from vime.types import EngineSpec, Role, RoundPlan, SamplingRule, StepPlan, TrainRow, VimeError
 
 ENTROPY, CRITIC_LR = 0.05, 2e-4
+RULE = SamplingRule(temperature=0.7, top_k=40, top_p=0.9)  # another than the run's
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron": (1, {}),
     "megatron-dp2-distributed": (2, {"use_distributed_optimizer": True}),
@@ -160,6 +161,12 @@ def forward(bench: Bench, anchor: str) -> dict[str, Any]:
                 for batch, logps in zip(numbers, answers, strict=bool(answers))
                 for row, logp_R in zip(batch, logps, strict=True)
             }
+    under = engines["actor"].forward([[rows[row] for row in batch] for batch in numbers], RULE)
+    answer["under"] = {
+        row: logp_R
+        for batch, logps in zip(numbers, under, strict=bool(under))
+        for row, logp_R in zip(batch, logps, strict=True)
+    }
     answer["refusals"] = _refusals_of_a_frozen_engine(engines["frozen"], backend, rows)
     backend.close()
     return answer

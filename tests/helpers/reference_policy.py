@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vime.types import RoundPlan, TrainRow
+from vime.types import RoundPlan, SamplingRule, TrainRow
 
 CLIP, KL_COEF, ENTROPY_COEF = 0.2, 0.1, 0.01
 PEAK_LR, FINAL_LR, TOTAL_STEPS = 1e-3, 1e-4, 8
@@ -56,6 +56,24 @@ def response_values(model: torch.nn.Module, row: TrainRow, temperature: float) -
 @torch.no_grad()
 def log_probs(model: torch.nn.Module, rows: Sequence[TrainRow], temperature: float) -> list[Tensor]:
     return [response_values(model, row, temperature)[0] for row in rows]
+
+
+@torch.no_grad()
+def log_probs_under(model: torch.nn.Module, row: TrainRow, rule: SamplingRule) -> Tensor:
+    """log p of the response tokens [R] under a sampling rule, one token at a time: keep the k likeliest, then of those
+    the likeliest until they hold top_p."""
+    tokens, first = torch.tensor(row.tokens), row.total_length - row.response_length
+    logits_RV = model(tokens[None]).logits[0].float()[first - 1 : -1] / rule.temperature
+    answer = torch.full_like(logits_RV, float("-inf"))
+    for position, logits_V in enumerate(logits_RV):
+        order = logits_V.argsort(descending=True)[: rule.top_k if rule.top_k > 0 else None]
+        kept, mass = [], 0.0
+        for token, share in zip(order.tolist(), logits_V[order].softmax(-1).tolist(), strict=True):
+            if mass < rule.top_p:
+                kept.append(token)
+            mass += share
+        answer[position, kept] = logits_V[kept].log_softmax(-1)
+    return answer.gather(-1, tokens[first:, None])[:, 0]
 
 
 def train_round(

@@ -16,7 +16,7 @@ from typing import Any
 from vime.config.flags import add_section, flag_name, knobs, read_section
 from vime.config.machine import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
-from vime.config.run import DebugConfig, TrackingConfig
+from vime.config.run import AgreementConfig, DebugConfig, TrackingConfig
 from vime.config.training import AlgoConfig, BatchConfig, CriticConfig, QueueConfig, WeightsConfig
 from vime.types import ConfigError
 
@@ -42,6 +42,7 @@ class Config:
     queue: QueueConfig = field(default_factory=QueueConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    agreement: AgreementConfig = field(default_factory=AgreementConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     vllm_flags: tuple[str, ...] = ()  # engine flags as vLLM spells them, from --vllm-*
     router_flags: tuple[str, ...] = ()  # router flags as vllm-router spells them, from --router-*

@@ -1,4 +1,4 @@
-"""Sections about watching a run: tracking and debugging."""
+"""Sections about watching a run: tracking, agreement of trainer and engine, debugging."""
 
 from __future__ import annotations
 
@@ -17,6 +17,24 @@ class TrackingConfig:
     wandb_group: str | None = flag(None, "wandb group")
     wandb_mode: str = flag("online", "wandb mode", choices=("online", "offline", "disabled"))
     use_tensorboard: bool = flag(False, "write TensorBoard files to RUN_DIR/tensorboard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementConfig:
+    """Agreement of trainer and engine about the tokens of a round (docs/agreement.md)."""
+
+    train_rollout_diff_threshold: float | None = flag(
+        None,
+        "mean |trainer - engine| log-probability above which a cause is looked for, nats a token; empty: 1e-4, with "
+        "--bf16 3e-2",
+        minimum=0,
+    )
+    on_train_rollout_diff: str | None = flag(
+        None,
+        "above it: name the cause and go on (warn) or end the run before the weights move (stop); ignore: measure only "
+        "(empty: warn, and ignore for sft_loss and recorded rounds)",
+        choices=("warn", "stop", "ignore"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

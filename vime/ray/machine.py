@@ -17,6 +17,7 @@ import ray
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.observability.screen import Screen
+from vime.ray.agreement import AgreementGuard
 from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import RunState, Start
 from vime.ray.engines import Engines
@@ -27,6 +28,7 @@ from vime.ray.saver import Saver
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.seams import Carrier
+from vime.types import AgreementError
 from vime.weights.versions import VersionLedger
 
 GRACE_S = 60  # beyond a station's own deadline, so that its error, which says more, arrives first
@@ -85,6 +87,15 @@ class Machine:
                 EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path)
             ),
         )
+        self._agreement = AgreementGuard(
+            config,
+            run_dir,
+            trainers=parts.trainers,
+            manager=parts.manager,
+            engines=parts.engines.addresses if parts.engines is not None else [],
+            screen=watchers.screen,
+            events=watchers.events,
+        )
 
     @property
     def last_round(self) -> int:
@@ -110,6 +121,7 @@ class Machine:
         """Wait until the round is generated, scored and put."""
         with self.watchers.books.timed("perf/rollout_wait_time"):
             generated: GeneratedRound = self._wait_for_manager(pending, "a round of generation")
+            self._agreement.after_generation(generated, self.versions)
         self.watchers.books.add(generated.metrics)
         self.watchers.events.emit(EventKind.ROUND_GENERATED, rollout_id=generated.rollout_id)
         return generated
@@ -120,7 +132,8 @@ class Machine:
     def wait_until_generated(self, pending: Any) -> None:
         """Let a prefetched round finish, so that no weight moves under it."""
         with self.watchers.books.timed("perf/wait_time"):
-            self._wait_for_manager(pending, "the prefetched round")
+            generated = self._wait_for_manager(pending, "the prefetched round")
+            self._agreement.after_generation(generated, self.versions)
 
     def train(self, generated: GeneratedRound) -> None:
         """One round of optimiser steps on every rank; then the carrier's copy is cleared.
@@ -133,7 +146,11 @@ class Machine:
         self.watchers.screen.activity("training")
         self.doing = Doing.TRAINING
         with self.watchers.books.timed("perf/train_time"):
-            metrics = self.parts.trainers.train(generated.rollout_id, generated.ticket, self.versions.trained)
+            try:
+                metrics = self._agreement.train(generated, self.versions.trained)
+            except AgreementError:
+                self.doing = None  # no weight has moved: what was trained before can be saved
+                raise
         self.versions.advance()
         self.trained_round = generated.rollout_id
         self.doing = None
@@ -166,7 +183,7 @@ class Machine:
         )
         if self.config.weights.check_weight_update_equal:
             check_engines_agree(self.config, trainers, engines.addresses, self.versions.trained)
-        self.watchers.books.add(report.metrics())
+        self.watchers.books.add({**report.metrics(), **self._agreement.after_publish(self.versions.trained)})
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""

@@ -20,7 +20,9 @@ from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
-from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup
+from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup, TrainRow
+
+NUM_PROBES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,15 @@ class GeneratedRound:
     rollout_id: int
     ticket: Any
     metrics: dict[str, float]
+    probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleText:
+    """A sample as text: independent of the token ids that training gets."""
+
+    prompt: str | None  # None for a list of chat messages
+    response: str
 
 
 @ray.remote(max_concurrency=4)
@@ -50,6 +61,7 @@ class RolloutManager:
         self._events = EventLog(self._run_dir, "rollout-manager")
         self._queue_address = queue_address
         self._states: dict[int, dict[str, Any]] = {}
+        self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._source: Any = None  # a run that replays recorded rounds has none
 
     def prepare(self) -> ManagerInfo:
@@ -84,11 +96,20 @@ class RolloutManager:
         with self._events.span("generate_round", rollout_id=rollout_id):
             output = self._samples(rollout_id)
         groups = to_train_groups(self._config.flat, output.samples, rollout_id)
+        self._texts[rollout_id] = _texts(output.samples)
+        self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
         if self._config.debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics))
         with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
             ticket = self._carrier.put(self._plan(rollout_id, groups), groups)
-        return GeneratedRound(rollout_id=rollout_id, ticket=ticket, metrics=dict(output.metrics))
+        may_be_stale = self._config.queue.transferqueue_max_staleness > 0
+        probe = _probe(groups) if may_be_stale else ()
+        return GeneratedRound(rollout_id=rollout_id, ticket=ticket, metrics=dict(output.metrics), probe=probe)
+
+    def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
+        """What the samples of a recent round said as text; None for one that is not there any more."""
+        texts = self._texts.get(rollout_id, {})
+        return [texts.get(index) for index in indices]
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate with the serving weights; the samples go to RUN_DIR/eval."""
@@ -137,6 +158,22 @@ class RolloutManager:
             balance=batch.balance_data,
             micro_batch_multiple=parallel.micro_batch_multiple,
         )
+
+
+def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:
+    return {
+        sample.index: SampleText(
+            prompt=sample.prompt if isinstance(sample.prompt, str) else None, response=sample.response
+        )
+        for group in groups
+        for sample in group
+    }
+
+
+def _probe(groups: list[TrainGroup]) -> tuple[TrainRow, ...]:
+    """NUM_PROBES rows that train, spread over the round."""
+    rows = [row for group in groups for row in group.rows if row.num_trainable]
+    return tuple(rows[:: max(1, len(rows) // NUM_PROBES)][:NUM_PROBES])
 
 
 def _replay_metrics(args: Any, groups: list[list[Sample]]) -> dict[str, float]:

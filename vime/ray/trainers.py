@@ -22,7 +22,7 @@ from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
 from vime.ray.waits import wait_for
 from vime.training.roles import needed_roles, shared_roles
-from vime.types import EngineAddress, RankInfo, Role, RoundPlan, TrainRow, Version, WaitTimeoutError
+from vime.types import EngineAddress, RankInfo, Role, RoundPlan, SamplingRule, TrainRow, Version, WaitTimeoutError
 from vime.utils.network import free_port
 
 GRACE_S = 60.0  # beyond the weight update's own deadline, so that its error, which says more, arrives first
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
     from vime.seams import Carrier, PendingSave
     from vime.training.columns import ArrayColumns
+    from vime.training.evidence import Agreement
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
@@ -79,10 +80,12 @@ class TrainerActor:
         return to_arrays(columns) if self._worker.place.speaks else {}
 
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns
-    ) -> tuple[dict[str, float], ArrayColumns]:
+        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns, is_judged: bool
+    ) -> tuple[dict[str, float], ArrayColumns] | Agreement:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
-        columns of roles that other ranks play. Answers metrics, and what a critic on other ranks is taught."""
+        columns of roles that other ranks play. Answers metrics, and what a critic on other ranks is taught; or how far
+        trainer and engine are apart, when that is more than they may be: then no weight has moved."""
+        from vime.training.agreement import Disagreement, Judge
         from vime.training.columns import RETURN, from_arrays, to_arrays
 
         worker = self._worker
@@ -90,9 +93,13 @@ class TrainerActor:
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
         staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
-        with self._events.span("train_round", rollout_id=rollout_id):
-            columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
-            metrics = worker.update(plan, rows, columns)
+        threshold = self._config.agreement.train_rollout_diff_threshold if is_judged else None
+        try:
+            with self._events.span("train_round", rollout_id=rollout_id):
+                columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
+                metrics = worker.update(plan, rows, columns, Judge(version=version, threshold=threshold))
+        except Disagreement as disagreement:
+            return disagreement.agreement
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
         return {**metrics, **staleness}, to_arrays(taught) if worker.place.speaks else {}
 
@@ -104,9 +111,9 @@ class TrainerActor:
         with self._events.span("train_round", rollout_id=rollout_id):
             return self._worker.update(plan, rows, from_arrays(given, rows))
 
-    def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
+    def log_probs(self, rows: list[TrainRow], rule: SamplingRule | None = None) -> list[list[float]]:
         """Collective over the model-parallel group: log-probabilities of the response tokens of each row."""
-        return [logp_R.tolist() for logp_R in self._worker.log_probs(rows)]
+        return [logp_R.tolist() for logp_R in self._worker.log_probs(rows, rule)]
 
     def publish(self, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
         """Collective over the ranks that hold shards: rank 0 sends, the others take part in the gathering."""
@@ -316,18 +323,23 @@ class Trainers:
             ranks.wait_ready(on_poll)
 
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, on_poll: Callable[[], None] | None = None
-    ) -> dict[str, float]:
-        """Metrics of the round. Each rank looked at the staleness of its own rows; the mean weighs ranks equally."""
+        self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool
+    ) -> dict[str, float] | list[Agreement]:
+        """Metrics of the round, or every rank's Agreement when trainer and engine are too far apart.
+
+        Each rank looked at the staleness of its own rows; the mean weighs ranks equally.
+        """
         given: ArrayColumns = {}
         for ranks in self._separate.values():
-            given |= _merged(ranks.call("compute", rollout_id, ticket, on_poll=on_poll))
-        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), on_poll=on_poll)
+            given |= _merged(ranks.call("compute", rollout_id, ticket))
+        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged)
+        if not isinstance(answers[0], tuple):
+            return answers
         metrics = [rank_metrics for rank_metrics, _ in answers]
         learned: dict[str, float] = {}
         if Role.CRITIC in self._separate:
             taught = ray.put(given | _merged([columns for _, columns in answers]))
-            learned = self._separate[Role.CRITIC].call("learn", rollout_id, ticket, taught, on_poll=on_poll)[0]
+            learned = self._separate[Role.CRITIC].call("learn", rollout_id, ticket, taught)[0]
         return {
             **learned,
             **metrics[0],
@@ -341,8 +353,8 @@ class Trainers:
         deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
         return self._policy.call("publish", version, engines, on_poll=on_poll, deadline_s=deadline_s)[0]
 
-    def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
-        return self._policy.call("log_probs", rows)[0]
+    def log_probs(self, rows: list[TrainRow], rule: SamplingRule | None = None) -> list[list[float]]:
+        return self._policy.call("log_probs", rows, rule)[0]
 
     def save(self, directory: Path, *, in_background: bool = False) -> RanksSave:
         return RanksSave(

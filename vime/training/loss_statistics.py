@@ -11,7 +11,7 @@ from vime.algo.kl import kl_estimate
 from vime.algo.off_policy import effective_sample_size, ratio
 
 SHARES = (
-    "loss", "kl_loss", "entropy", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff", "tis_clipfrac",
+    "loss", "kl_loss", "entropy", "pg_clipfrac", "ppo_kl", "tis_clipfrac",
     "opsm_maskfrac",
 )  # fmt: skip
 """Parts of step means. The first three are reduced like the loss (so loss = policy term + kl_loss_coef * kl_loss -

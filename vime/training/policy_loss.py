@@ -74,7 +74,6 @@ class PolicyLoss:
             self._reduce(entropy_T, batch),
             self._token_mean(policy.is_clipped_T, batch),
             self._token_mean(old_logp_T - logp_T, batch),
-            self._token_mean((logp_T - batch.rollout_logp_T).abs(), batch),
             self._token_mean(policy.is_reweighted_T, batch),
             self._token_mean(policy.is_left_out_T, batch),
             *(self._token_mean(value, batch) for value in mismatch_values(start_logp_T, batch.rollout_logp_T)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from vime.config.training import BatchConfig
 from vime.seams import PackLoss, TrainBackend, TrainEngine
 from vime.training.columns import Columns
-from vime.types import HandoffError, RoundPlan, StepPlan, TrainRow, VimeError
+from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, TrainRow, VimeError
 
 
 def check_delivered(plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int) -> None:
@@ -60,9 +60,12 @@ def optimizer_step(
     statistics: Sequence[str],
     name: str,
     rate_flag: str = "--lr",
+    before_move: Callable[[], None] | None = None,
 ) -> StepResult:
     """Accumulate and apply. `statistics` names the entries that `loss` answers, `rate_flag` is for messages. Collective
     over all trainer ranks.
+
+    `before_move` runs when the gradients stand and the weights do not move yet; it may raise, on every rank alike.
 
     A loss or gradient norm that is not finite raises on every rank, before the weights move.
     """
@@ -84,6 +87,8 @@ def optimizer_step(
             f"{_rows_not_finite(numbers, rows, shares)}. Look at these samples' rewards and log-probabilities; "
             f"if they are sound, lower {rate_flag}."
         )
+    if before_move is not None:
+        before_move()
     grad_norm = engine.apply_gradients()
     if not math.isfinite(grad_norm):
         every_row = sorted({row for batches in step.micro_batches for batch in batches for row in batch})
@@ -127,13 +132,18 @@ def _rows_not_finite(
 
 
 def row_log_probs(
-    engine: TrainEngine, backend: TrainBackend, rows: Sequence[TrainRow], *, batch: BatchConfig
+    engine: TrainEngine,
+    backend: TrainBackend,
+    rows: Sequence[TrainRow],
+    *,
+    batch: BatchConfig,
+    rule: SamplingRule | None = None,
 ) -> list[Tensor]:
     """[R] fp32 on the CPU per row, valid on every rank. Collective like `TrainEngine.forward`; all ranks pass the same
     rows."""
     if not rows:
         return []
-    answers = [logp_R for logps in engine.forward(_cut(rows, batch)) for logp_R in logps]
+    answers = [logp_R for logps in engine.forward(_cut(rows, batch), rule) for logp_R in logps]
     if dist.get_world_size(backend.replica_group) == 1:
         return answers
     lengths = [row.response_length for row in rows]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vime.config.parse import Config
 from vime.seams import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
+from vime.training.agreement import AgreementCheck, Judge
 from vime.training.columns import (
     OLD_LOGP,
     REF_LOGP,
@@ -26,7 +27,7 @@ from vime.training.policy_loss import CustomLoss, PolicyLoss
 from vime.training.roles import engine_spec, policy_moves, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
-from vime.types import CheckpointError, Role, RoundPlan, TrainRow
+from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, TrainRow
 
 COLUMN_OF = {Role.REFERENCE: REF_LOGP, Role.CRITIC: VALUE, Role.TEACHER: TEACHER_LOGP}
 """What each role beside the policy computes for it before the first step of a round."""
@@ -57,20 +58,26 @@ class TrainWorker:
         if Role.ACTOR in self.engines:
             self.actor = self.engines[Role.ACTOR]
 
-    def train_round(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[str, float]:
+    def train_round(
+        self, plan: RoundPlan, rows: Mapping[int, TrainRow], judge: Judge | None = None
+    ) -> dict[str, float]:
         """A round of which every role is played here: columns, then every optimizer step of the plan."""
-        return self.update(plan, rows, self.compute_columns(plan, rows))
+        return self.update(plan, rows, self.compute_columns(plan, rows), judge)
 
-    def update(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
-        """Every optimizer step of the models that learn here; metrics are the same on every rank."""
+    def update(
+        self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns, judge: Judge | None = None
+    ) -> dict[str, float]:
+        """Every optimizer step of the models that learn here; metrics are the same on every rank. `judge`: how far
+        trainer and engine may differ (empty: measured, not judged)."""
         metrics = {
             "train/num_tokens": float(sum(step.num_tokens for step in plan.steps)),
             "train/num_samples": float(sum(step.num_samples for step in plan.steps)),
         }
+        # the policy first: Disagreement refuses its first step, and then nothing at all has moved
+        if Role.ACTOR in self.engines:
+            metrics |= self.update_actor(plan, rows, columns, judge)
         if Role.CRITIC in self.engines:
             metrics |= self.update_critic(plan, rows, columns)
-        if Role.ACTOR in self.engines and policy_moves(plan, self._config):
-            metrics |= self.update_actor(plan, rows, columns)
         return metrics
 
     def compute_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns | None = None) -> Columns:
@@ -126,24 +133,36 @@ class TrainWorker:
         engine.finish_round()
         return {**mean_over_steps(metrics), "train/critic_lr": done.learning_rate}
 
-    def update_actor(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
-        """Every optimizer step of the policy.
+    def update_actor(
+        self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns, judge: Judge | None = None
+    ) -> dict[str, float]:
+        """Every optimizer step of the policy, none in a round of the critic alone. Raises Disagreement before a move.
 
         Metrics are means over the steps of the round that have them (a bucket of staleness may be empty); the rate is
-        the last step's; the difference to the engine's log-probabilities is the first step's, before a move.
+        the last step's.
         """
-        algo = self._config.algo
+        algo, moves = self._config.algo, policy_moves(plan, self._config)
+        is_sampled = algo.loss_type != "sft_loss"  # else the answers carry no log-probabilities of an engine
+        check = AgreementCheck(rows, judge or Judge(version=plan.rollout_id), self.backend, is_open=is_sampled)
+        if OLD_LOGP in columns:
+            check.compare(columns[OLD_LOGP])
+        elif check.is_open and not moves:
+            check.compare(self.compute_log_prob(plan, rows))
+        if not moves:
+            return check.metrics()
         metrics: list[dict[str, float]] = []
         for number, step in enumerate(plan.steps):
+            loss, before_move = check.watched(PolicyLoss(algo, step, self._custom_loss), step)
             done = optimizer_step(
                 self.actor,
                 self.backend,
                 step,
                 rows,
                 columns,
-                loss=PolicyLoss(algo, step, self._custom_loss),
+                loss=loss,
                 statistics=STATISTICS,
                 name=f"round {plan.rollout_id}, optimizer step {number}",
+                before_move=before_move,
             )
             metrics.append(
                 {
@@ -153,18 +172,16 @@ class TrainWorker:
                 }
             )
         self.actor.finish_round()
-        difference = "train/train_rollout_logprob_abs_diff"
-        last = {"train/lr": metrics[-1]["train/lr"], difference: metrics[0][difference]}
-        return {**mean_over_steps(metrics), **last}
+        return {**mean_over_steps(metrics), "train/lr": metrics[-1]["train/lr"], **check.metrics()}
 
-    def log_probs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """log p of each row's response tokens under the policy, [R] fp32 on the CPU, at the sampling temperature, valid
-        on every rank.
+    def log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule | None = None) -> list[Tensor]:
+        """log p of each row's response tokens under the policy, [R] fp32 on the CPU, at the sampling temperature or
+        under `rule`, valid on every rank.
 
         Collective over the replica; its ranks pass the same rows. With expert parallelism or shards over all trainer
         ranks, and all pass the same rows, because they compute each other's parts.
         """
-        return row_log_probs(self.actor, self.backend, rows, batch=self._config.batch)
+        return row_log_probs(self.actor, self.backend, rows, batch=self._config.batch, rule=rule)
 
     def save(self, directory: Path, *, in_background: bool = False) -> list[PendingSave]:
         """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY; one handle each

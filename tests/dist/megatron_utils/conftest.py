@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.agreement_cases import agreement_cases
 from tests.helpers.algorithm_cases import algorithm_cases
 from tests.helpers.dist_launch import launch
 from tests.helpers.megatron_cases import KINDS, all_cases
@@ -42,7 +43,7 @@ def answers(models: Path, work: Path) -> Callable[[str], list[Any]]:
         "tests.helpers.megatron_worker:run",
         world_size=4,
         directory=work / "launch",
-        arguments={"cases": all_cases(models, work)},
+        arguments={"cases": [*all_cases(models, work), *agreement_cases(models)]},
         deadline_s=280,
     )
     return lambda name: [rank[name] for rank in by_rank if name in rank]

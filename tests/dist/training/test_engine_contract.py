@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import reference_policy
-from tests.helpers.engine_contract import PACKINGS, REPLICAS, SETTINGS, plain_critic_steps, plain_steps
+from tests.helpers.engine_contract import PACKINGS, REPLICAS, RULE, SETTINGS, plain_critic_steps, plain_steps
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.reference_ppo import Critic
 from vime.weights.hashing import content_hash
@@ -44,6 +44,19 @@ def test_forward_answers_the_log_probabilities_of_transformers_in_any_packing(
         for row, logp_R in found.items():
             assert logp_R.dtype == torch.float32
             torch.testing.assert_close(logp_R, expected[row], rtol=0, atol=LOGP)
+
+
+@ALL
+def test_forward_under_another_rule_answers_what_that_rule_would_have_sampled_with(
+    contract: Answers, small_models: Path, setting: str
+) -> None:
+    model = reference_policy.load(small_models / "qwen2")
+    expected = [reference_policy.log_probs_under(model, row, RULE) for row in make_rows()]
+    assert any(torch.isneginf(expected_R).any() for expected_R in expected)  # the rule drops some tokens
+    for rank in contract(f"{setting}-forward"):
+        for row, logp_R in rank["under"].items():
+            torch.testing.assert_close(logp_R, expected[row], rtol=0, atol=LOGP)
+        assert bool(rank["under"]) == rank["place"].holds_tokens
 
 
 @ALL

@@ -199,6 +199,18 @@ REFUSALS = {
         ["--max-tokens-per-gpu 48", "--rollout-max-response-len 48"],
     ),
     "a router of one's own": (["--vllm-router-ip", "10.0.0.1"], ["--vllm-router-ip 10.0.0.1"]),
+    "a threshold that nobody looks at": (
+        ["--train-rollout-diff-threshold", "0.1", "--on-train-rollout-diff", "ignore"],
+        ["--train-rollout-diff-threshold 0.1", "--on-train-rollout-diff ignore"],
+    ),
+    "agreement about answers that no engine sampled": (
+        ["--loss-type", "sft_loss", "--on-train-rollout-diff", "stop"],
+        ["--on-train-rollout-diff", "sft_loss"],
+    ),
+    "agreement without a trainer": (
+        ["--debug-rollout-only", "--on-train-rollout-diff", "stop"],
+        ["--on-train-rollout-diff", "--debug-rollout-only"],
+    ),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
 
@@ -459,3 +471,17 @@ def test_saving_in_the_background_needs_an_interval_and_megatron(model_dir: Path
     with pytest.raises(ConfigError, match="--async-save with --train-backend fsdp has no effect"):
         resolved(model_dir, "--async-save", "--save-interval", "2", "--train-backend", "fsdp")
     resolved(model_dir, "--async-save", "--save-interval", "2")
+
+
+def test_the_agreement_of_trainer_and_engine_is_judged_by_precision_where_an_engine_sampled(model_dir: Path) -> None:
+    def judged(*extra: str) -> tuple[float | None, str | None]:
+        agreement = resolved(model_dir, *extra).agreement
+        return agreement.train_rollout_diff_threshold, agreement.on_train_rollout_diff
+
+    assert judged() == (1e-4, "warn")
+    assert judged("--bf16") == (3e-2, "warn")
+    assert judged("--train-rollout-diff-threshold", "0.5", "--on-train-rollout-diff", "stop") == (0.5, "stop")
+    assert judged("--loss-type", "sft_loss") == (1e-4, "ignore")
+    replay = ("--load-debug-rollout-data", "r_{rollout_id}.jsonl")
+    assert judged(*replay) == (1e-4, "ignore")
+    assert judged(*replay, "--train-rollout-diff-threshold", "0.1") == (0.1, "warn")

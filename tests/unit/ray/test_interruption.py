@@ -34,7 +34,7 @@ class FakeTrainers:
         self.published: list[int] = []
         self.faults: dict[str, Exception] = {}
 
-    def train(self, rollout_id: int, *_: Any) -> dict[str, float]:
+    def train(self, rollout_id: int, *_: Any, **__: Any) -> dict[str, float]:
         self._fail("train")
         return {"train/loss": float(rollout_id)}
 

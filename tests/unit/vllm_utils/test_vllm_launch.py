@@ -51,10 +51,10 @@ def test_without_a_context_limit_the_model_decides():
     assert "--max-model-len" not in command(cpu())
 
 
-@pytest.mark.parametrize(("temperature", "is_processed"), [("1.0", False), ("0.7", True), ("1.2", True)])
-def test_log_probs_are_those_of_the_sampled_distribution(temperature, is_processed):
-    arguments = command(cpu("--rollout-temperature", temperature))
-    assert ("processed_logprobs" in arguments) is is_processed
+@pytest.mark.parametrize("temperature", ["1.0", "0.7"])
+def test_log_probs_are_those_of_the_sampled_distribution(temperature):
+    # also at temperature 1: a plug-in may truncate, and that must show in what is recorded
+    assert value(command(cpu("--rollout-temperature", temperature)), "--logprobs-mode") == "processed_logprobs"
 
 
 def test_engines_sample_from_different_seeds():

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from vime.algo.sampling import log_probs_under
 from vime.backends.fsdp_utils import checkpoint
 from vime.backends.fsdp_utils.hf_config import read_config
 from vime.backends.fsdp_utils.hf_weights import HFWeights
@@ -35,7 +36,7 @@ from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.seams import PackLoss, PendingSave
-from vime.types import ConfigError, EngineSpec, Role, TrainRow, VimeError
+from vime.types import ConfigError, EngineSpec, Role, SamplingRule, TrainRow, VimeError
 from vime.weights.plan import TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -96,13 +97,13 @@ class FsdpEngine:
             raise VimeError(f"the engine of role {role} sleeps: its weights are not on the device. Wake it up.")
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
+    def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
         """See `TrainEngine.forward`. Collective over all trainer ranks, which pass equally many micro-batches."""
         self._require_awake()
         answers = []
         for rows in batches:
             batch = pack(rows, device=self._device)
-            value_T, _ = self._token_values(batch)
+            value_T, _ = self._token_values(batch, rule)
             answers.append([value_T[positions].cpu() for positions in batch.row_slices])
         return answers
 
@@ -129,7 +130,7 @@ class FsdpEngine:
             statistics.append(statistics_S.detach())
         return statistics
 
-    def _token_values(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _token_values(self, batch: PackedBatch, rule: SamplingRule | None = None) -> tuple[Tensor, Tensor]:
         """(log p of response tokens [T], entropies [T]), 0 elsewhere; or with a value head (predicted returns [T],
         zeros). fp32. Prompts have no logits: that saves their share of the largest tensor of a step."""
         inputs = model_inputs(batch, self._implementation)
@@ -141,9 +142,11 @@ class FsdpEngine:
             logits_AV = self._model(**inputs, logits_to_keep=answer_A).logits.squeeze(0)
         else:
             logits_AV = self._model(**inputs).logits.squeeze(0).index_select(0, answer_A)
-        values = logprobs_and_entropy(
-            logits_AV, batch.labels_T[answer_A], temperature=self._config.rollout.rollout_temperature
-        )
+        label_A = batch.labels_T[answer_A]
+        if rule is None:
+            values = logprobs_and_entropy(logits_AV, label_A, temperature=self._config.rollout.rollout_temperature)
+        else:
+            values = log_probs_under(logits_AV, label_A, rule), torch.zeros(len(label_A), device=self._device)
         # one by one: without an entropy term in the loss no gradient of the entropy is asked for
         logp_T, entropy_T = (value_A.new_zeros(batch.num_tokens).index_copy(0, answer_A, value_A) for value_A in values)
         return logp_T, entropy_T

@@ -23,7 +23,7 @@ from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
 from vime.config.parse import Config
 from vime.seams import PackLoss, PendingSave
-from vime.types import ConfigError, EngineSpec, Role, TrainRow, VimeError
+from vime.types import ConfigError, EngineSpec, Role, SamplingRule, TrainRow, VimeError
 from vime.weights.plan import TensorMeta
 
 
@@ -85,13 +85,13 @@ class MegatronEngine:
         if self._offload.is_asleep:
             raise VimeError(f"the engine of role {self._role} sleeps: its weights are not on the device. Wake it up.")
 
-    def forward(self, batches: Sequence[Sequence[TrainRow]]) -> list[list[Tensor]]:
+    def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
         """See `TrainEngine.forward`. Collective over the model-parallel group, with experts over all trainer ranks."""
         self._require_awake()
         missing = -len(batches) % self._packing.batch_multiple
         multiple = self._packing.pad_multiple
         packs = [pack_rows(batch, multiple=multiple) for batch in [*batches, *[[]] * missing]]
-        answers = forward_values(self._chunks, packs, self._sampling)
+        answers = forward_values(self._chunks, packs, self._sampling, rule)
         if not answers:
             return []
         values = [

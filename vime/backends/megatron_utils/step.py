@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from vime.algo.sampling import CHUNK, log_probs_under
 from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut, sequence_multiple
 from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.seams import PackLoss
-from vime.types import TrainRow
+from vime.types import SamplingRule, TrainRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +69,20 @@ def forward_backward(
 
 @torch.no_grad()
 def forward_values(
-    chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling | None
+    chunks: Sequence[MegatronModule],
+    packs: Sequence[PackedBatch],
+    sampling: Sampling | None,
+    rule: SamplingRule | None = None,
 ) -> list[Tensor]:
     """log p of every label, or the return predicted there; [T] fp32 per pack on the last pipeline stage, else [].
+    `rule` replaces the run's way of sampling.
 
     Collective over the model-parallel group of this data-parallel index.
     """
 
     def on_logits(logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None) -> Tensor:
+        if rule is not None:
+            return _log_probs_under(logits_1LV[0], batch, cut, sampling.vocab_size, rule)
         return _token_values(logits_1LV, batch, cut, sampling)[0]
 
     return _run(chunks, packs, on_logits, forward_only=True)
@@ -100,6 +108,27 @@ def _token_values(
         return values
     logp_T, entropy_T = cut.whole(torch.stack(values)).unbind()
     return logp_T, entropy_T
+
+
+def _log_probs_under(
+    logits_LV: Tensor, batch: PackedBatch, cut: ContextCut | None, vocab_size: int, rule: SamplingRule
+) -> Tensor:
+    """[T] of the whole pack. Truncation looks at the whole vocabulary, so it is gathered, a few tokens at a time."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    labels_L = batch.labels_T if cut is None else cut.part(batch.labels_T)
+
+    def whole(part_CV: Tensor) -> Tensor:
+        columns = [torch.empty_like(part_CV) for _ in range(group.size())]
+        dist.all_gather(columns, part_CV.contiguous(), group=group)
+        return torch.cat(columns, dim=-1)[:, :vocab_size]
+
+    logp_L = torch.cat(
+        [
+            log_probs_under(whole(part_CV), label_C, rule)
+            for part_CV, label_C in zip(logits_LV.split(CHUNK), labels_L.split(CHUNK), strict=True)
+        ]
+    )
+    return logp_L if cut is None else cut.whole(logp_L.unsqueeze(0))[0]
 
 
 def _run(

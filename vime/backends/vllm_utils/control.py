@@ -17,6 +17,7 @@ from vime.types import EngineAddress, EngineError, EngineReport, Version, WaitTi
 CONNECT_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 1.0
 SHOWN_BODY = 600
+NUM_LIKELIEST = 5  # of the next token; vLLM answers up to 20
 
 
 class Fanout:
@@ -157,8 +158,28 @@ class FleetControl:
         }
         return [_prompt_log_probs(answer, tokens) for answer in self._http.post("/inference/v1/generate", body)]
 
+    def next_log_probs(self, tokens: Sequence[int], *, with_cache: bool) -> list[dict[int, float]]:
+        """Per engine, the likeliest tokens after `tokens` with their log-probabilities (before any temperature).
+        `with_cache`: the engine may take the beginning from its prefix cache."""
+        body = {
+            "token_ids": list(tokens),
+            "sampling_params": {
+                "max_tokens": 1,
+                "logprobs": NUM_LIKELIEST,
+                "temperature": 0.0,
+                "detokenize": False,
+                "skip_reading_prefix_cache": not with_cache,
+            },
+        }
+        return [_likeliest(answer) for answer in self._http.post("/inference/v1/generate", body)]
+
     def close(self) -> None:
         self._http.close()
+
+
+def _likeliest(answer: dict[str, Any]) -> dict[int, float]:
+    [entry] = answer["choices"][0]["logprobs"]["content"]
+    return {int(top["token_id"]): float(top["logprob"]) for top in entry["top_logprobs"]}
 
 
 def _report(address: EngineAddress, version: str, workers: Sequence[dict[str, Any]]) -> EngineReport:

@@ -39,7 +39,7 @@ OWNED_FLAGS = {
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
     "--dtype": "--bf16",
     "--max-model-len": "--rollout-max-context-len",
-    "--logprobs-mode": "--rollout-temperature",
+    "--logprobs-mode": "",
     "--enable-scale-out": "",
     "--seed": "--rollout-seed",
     "--enable-return-routed-experts": "--use-rollout-routing-replay",
@@ -78,9 +78,9 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     if rollout.rollout_max_context_len is not None:
         command += ["--max-model-len", str(rollout.rollout_max_context_len)]
-    if rollout.rollout_temperature != 1:
-        # vLLM's default is log_softmax(logits) before the temperature; the policy ratio needs what was sampled from.
-        command += ["--logprobs-mode", "processed_logprobs"]
+    # vLLM's default is log_softmax(logits) before temperature and truncation. The policy ratio needs what was sampled
+    # from; and a plug-in that truncates would go unseen. The two agree at temperature 1 without truncation.
+    command += ["--logprobs-mode", "processed_logprobs"]
     if on_cpu:
         # Explicit cache size: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(config.engine.vllm_kv_cache_memory_bytes)]

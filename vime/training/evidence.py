@@ -1,0 +1,89 @@
+"""What is said about tokens on which trainer and engine differ. No torch here: the driver carries these about.
+
+R: response tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vime.types import TrainRow, Version
+
+NUM_SUSPECTS = 4
+DIFFERENCE, LARGEST = "train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"
+COMPARED = "train/train_rollout_compared_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A row with a large difference. `logp_R`: the trainer's, by the rule of the run, with the weights of the round."""
+
+    row: TrainRow
+    logp_R: Sequence[float]
+    is_compared_R: Sequence[bool]  # trainable, and sampled by the version that trains
+
+    def gaps(self) -> list[float]:
+        """|recorded - trainer| of each compared token."""
+        pairs = zip(self.row.rollout_log_probs, self.logp_R, self.is_compared_R, strict=True)
+        return [abs(recorded - own) for recorded, own, is_compared in pairs if is_compared]
+
+    @property
+    def difference(self) -> float:
+        """Mean of the gaps, nats a token."""
+        gaps = self.gaps()
+        return sum(gaps) / max(1, len(gaps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOpinion:
+    """What one engine says now. `log_probs`: [R] of each suspect's tokens, computed afresh (no cache) at temperature
+    1 over the whole vocabulary."""
+
+    engine: str
+    version: Version | None
+    content_hash: str
+    log_probs: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retelling:
+    """Tokens that suspect number `suspect` may have had when it was sampled, with as many response tokens."""
+
+    suspect: int
+    tokens: Sequence[int]
+    says: str  # where they come from
+    is_contradiction: bool = False  # the sample's own text says that its tokens are not these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Over all tokens of the round that can be compared, the same on every rank; `suspects` are this rank's."""
+
+    num_tokens: int
+    mean: float  # nats a token
+    largest: float
+    suspects: tuple[Suspect, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Without a token to compare there is no difference to report."""
+        found = {DIFFERENCE: self.mean, LARGEST: self.largest} if self.num_tokens else {}
+        return {**found, COMPARED: float(self.num_tokens)}
+
+
+def of_rows(rows: Sequence[TrainRow], logps: Sequence[Sequence[float]]) -> Agreement:
+    """Of a few rows, without a collective: recorded against [R] log-probabilities, at every trainable token."""
+    suspects = [
+        Suspect(row=row, logp_R=logp_R, is_compared_R=[bool(mask) for mask in row.loss_mask])
+        for row, logp_R in zip(rows, logps, strict=True)
+    ]
+    gaps = [gap for suspect in suspects for gap in suspect.gaps()]
+    mean, largest = sum(gaps) / max(1, len(gaps)), max(gaps, default=0.0)
+    return Agreement(num_tokens=len(gaps), mean=mean, largest=largest, suspects=tuple(suspects))
+
+
+def merge(answers: Sequence[Agreement]) -> Agreement:
+    """One of all ranks' answers to the same round: the numbers are equal, the suspects are put together."""
+    suspects = [suspect for answer in answers for suspect in answer.suspects]
+    worst = sorted(suspects, key=lambda suspect: suspect.difference, reverse=True)[:NUM_SUSPECTS]
+    return replace(answers[0], suspects=tuple(worst))
