@@ -32,7 +32,7 @@ Row = dict[str, Any]  # prompt, response: token ids; advantage
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5, help="counted steps a side and batch (default: 5)")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a batch (default: 16)")
+    parser.add_argument("--rows", type=int, default=8, help="sequences of a batch (default: 8)")
     parser.add_argument("--without-trl", action="store_true", help="leave TRL out")
     options = parser.parse_args()
     if not options.without_trl and importlib.util.find_spec("trl") is None:
@@ -116,7 +116,7 @@ def build_vime(model: str, batches: dict[str, list[Row]]) -> Step:
             truncated=False,
         )
 
-    train = vime_trainer(model)
+    worker = vime_worker(model)
     rows = {name: [to_row(index, row) for index, row in enumerate(batch)] for name, batch in batches.items()}
     plans = {
         name: plan_round(
@@ -133,17 +133,18 @@ def build_vime(model: str, batches: dict[str, list[Row]]) -> Step:
     }
 
     def step(name: str) -> dict[str, float]:
-        metrics = train(plans[name], dict(enumerate(rows[name])))
+        metrics = worker.train_round(plans[name], dict(enumerate(rows[name])))
         return {"loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"]}
 
     return step
 
 
-def vime_trainer(model: str, **flags: Any) -> Any:
-    """`train_round(plan, rows)` of one trainer rank, in this process."""
-    from vime.backends.megatron_utils.initialize import RankInfo
-    from vime.backends.megatron_utils.trainer import MegatronTrainer
+def vime_worker(model: str, **flags: Any) -> Any:
+    """One trainer rank, in this process."""
     from vime.config.parse import Config
+    from vime.ray.backends import make_backend
+    from vime.training.worker import TrainWorker
+    from vime.types import RankInfo
     from vime.utils.network import free_port
 
     defaults = {
@@ -157,7 +158,8 @@ def vime_trainer(model: str, **flags: Any) -> Any:
         "clip_grad": CLIP,
     }
     rank = RankInfo(rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port())
-    return MegatronTrainer(Config().replace(**{**defaults, **flags}), rank, total_steps=1000).train_round
+    config = Config().replace(**{**defaults, **flags})
+    return TrainWorker(config, make_backend(config, rank), total_steps=1000)
 
 
 def padded(rows: list[Row]) -> dict[str, Any]:
@@ -278,7 +280,9 @@ def check_agreement(costs: dict[tuple[str, str], Costs]) -> None:
         for number, (step, ours) in enumerate(zip(mine.steps, costs["vime", batch].steps, strict=True)):
             loss, norm = (abs(step.values[name] - ours.values[name]) for name in ("loss", "grad_norm"))
             if loss > 1e-3 or norm > 1e-3 * ours.values["grad_norm"]:
-                sys.exit(f"step {number}, {batch}: {side} computed {step.values}, vime {ours.values}; expected the same")
+                sys.exit(
+                    f"step {number}, {batch}: {side} computed {step.values}, vime {ours.values}; expected the same"
+                )
 
 
 def report(costs: dict[tuple[str, str], Costs], batches: dict[str, list[Row]]) -> None:
@@ -291,8 +295,8 @@ def report(costs: dict[tuple[str, str], Costs], batches: dict[str, list[Row]]) -
             if of == batch:
                 faster = cost.cpu_s / costs["vime", batch].cpu_s
                 print(
-                    f"| {batch} | {side} | {tokens / cost.cpu_s:.0f} | {faster:.2f}x | {cost.cpu_s:.2f} ({cost.spread}) "
-                    f"| {cost.wall_s:.2f} | {cost.peak_mib:.0f} | {cost.built_mib:.0f} |"
+                    f"| {batch} | {side} | {tokens / cost.cpu_s:.0f} | {faster:.2f}x "
+                    f"| {cost.cpu_s:.2f} ({cost.spread}) | {cost.wall_s:.2f} | {cost.peak_mib:.0f} | {cost.built_mib:.0f} |"
                 )
         print(f"\n{batch}: {tokens} tokens in {len(rows)} rows; padded {longest} ({longest / tokens:.2f}x)\n")
 

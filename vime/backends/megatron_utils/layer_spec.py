@@ -133,10 +133,10 @@ class PackedAttention(MegatronModule):
         starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined]
         cut: ContextCut | None = packed_seq_params.context_cut  # type: ignore[attr-defined]
         if cut is None:
-            outputs = [
-                self._attend(query[start:end], key[start:end], value[start:end], first=0)
-                for start, end in itertools.pairwise(starts)
-            ]
+            # split, not slices: the gradient of a slice is as long as the pack, of a split as long as its sequence
+            lengths = [end - start for start, end in itertools.pairwise(starts)]
+            parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+            outputs = [self._attend(*part, first=0) for part in parts]
         else:
             outputs = self._attend_chunks(query, key, value, starts, cut)
         out = torch.cat(outputs)
