@@ -296,7 +296,8 @@ def report(costs: dict[tuple[str, str], Costs], batches: dict[str, list[Row]]) -
                 faster = cost.cpu_s / costs["vime", batch].cpu_s
                 print(
                     f"| {batch} | {side} | {tokens / cost.cpu_s:.0f} | {faster:.2f}x "
-                    f"| {cost.cpu_s:.2f} ({cost.spread}) | {cost.wall_s:.2f} | {cost.peak_mib:.0f} | {cost.built_mib:.0f} |"
+                    f"| {cost.cpu_s:.2f} ({cost.spread}) | {cost.wall_s:.2f} "
+                    f"| {cost.peak_mib:.0f} | {cost.built_mib:.0f} |"
                 )
         print(f"\n{batch}: {tokens} tokens in {len(rows)} rows; padded {longest} ({longest / tokens:.2f}x)\n")
 

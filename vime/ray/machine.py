@@ -6,6 +6,7 @@ parts behind them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -122,8 +123,16 @@ class Machine:
             return
         self.watchers.screen.activity("training")
         self.doing = Doing.TRAINING
+        trainers, started = self.parts.trainers, time.monotonic()
         with self.watchers.books.timed("perf/train_time"):
-            metrics = self.parts.trainers.train(generated.rollout_id, generated.ticket, self.versions.trained)
+            metrics = trainers.train(generated.rollout_id, generated.ticket, self.versions.trained)
+        assert generated.work is not None, "a round without work has no trainers"
+        rates = generated.work.rates(
+            time.monotonic() - started,
+            num_ranks=len(trainers),
+            device_name=trainers.device_name,
+            bf16=self.config.parallel.bf16,
+        )
         self.versions.advance()
         self.trained_round = generated.rollout_id
         self.doing = None
@@ -131,7 +140,7 @@ class Machine:
         self.watchers.events.emit(
             EventKind.ROUND_TRAINED, rollout_id=generated.rollout_id, version=self.versions.trained
         )
-        self.watchers.books.add(metrics)
+        self.watchers.books.add({**metrics, **rates})
 
     def publish(self) -> None:
         """Bring the newest weights to every engine: pause, transfer, confirm by hash, resume."""

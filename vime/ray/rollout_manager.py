@@ -9,18 +9,17 @@ from typing import Any
 
 import ray
 
-from vime.batching.plan import plan_round
 from vime.config.parse import Config
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier
-from vime.ray.cluster import num_trainer_ranks
+from vime.ray.planning import RoundPlanner, RoundWork
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
-from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup
+from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +36,7 @@ class GeneratedRound:
     rollout_id: int
     ticket: Any
     metrics: dict[str, float]
+    work: RoundWork | None  # None when nothing is trained
 
 
 @ray.remote(max_concurrency=4)
@@ -57,6 +57,7 @@ class RolloutManager:
         args = self._config.flat
         self._generate = load_rollout_function(args)
         self._carrier = connect_carrier(self._config, self._queue_address)
+        self._planner = RoundPlanner(self._config)
         eval_data_sets(args)
         if self._config.debug.load_debug_rollout_data:
             return ManagerInfo(num_prompts=0)
@@ -85,10 +86,13 @@ class RolloutManager:
             output = self._samples(rollout_id)
         groups = to_train_groups(self._config.flat, output.samples, rollout_id)
         if self._config.debug.debug_rollout_only:
-            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics))
+            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics), work=None)
+        planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
         with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
-            ticket = self._carrier.put(self._plan(rollout_id, groups), groups)
-        return GeneratedRound(rollout_id=rollout_id, ticket=ticket, metrics=dict(output.metrics))
+            ticket = self._carrier.put(planned.plan, groups)
+        return GeneratedRound(
+            rollout_id=rollout_id, ticket=ticket, metrics={**output.metrics, **planned.metrics}, work=planned.work
+        )
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate with the serving weights; the samples go to RUN_DIR/eval."""
@@ -121,22 +125,6 @@ class RolloutManager:
         if debug.save_debug_rollout_data:
             save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
         return output
-
-    def _plan(self, rollout_id: int, groups: list[TrainGroup]) -> Any:
-        batch, parallel = self._config.batch, self._config.parallel
-        rows = [row for group in groups for row in group.rows]
-        max_tokens = (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size
-        return plan_round(
-            rollout_id,
-            [row.total_length for row in rows],
-            [row.num_trainable for row in rows],
-            dp_size=num_trainer_ranks(self._config) // parallel.ranks_per_replica,
-            samples_per_step=batch.global_batch_size or len(rows),
-            micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
-            max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
-            balance=batch.balance_data,
-            micro_batch_multiple=parallel.micro_batch_multiple,
-        )
 
 
 def _replay_metrics(args: Any, groups: list[list[Sample]]) -> dict[str, float]:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
+PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
+
 
 @ray.remote(max_concurrency=2)
 class TrainerActor:
@@ -93,7 +95,8 @@ class TrainerActor:
             columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
             metrics = worker.update(plan, rows, columns)
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
-        return {**metrics, **staleness}, to_arrays(taught) if worker.place.speaks else {}
+        metrics = {**metrics, **staleness, PEAK_MEMORY: worker.peak_memory_gib()}
+        return metrics, to_arrays(taught) if worker.place.speaks else {}
 
     def learn(self, rollout_id: int, ticket: Any, given: ArrayColumns) -> dict[str, float]:
         """Collective over all ranks of the critic: its steps of a round, by columns of the policy's ranks."""
@@ -102,6 +105,9 @@ class TrainerActor:
         plan, rows = _fetch(self._worker, self._carrier, ticket, self._events, rollout_id)
         with self._events.span("train_round", rollout_id=rollout_id):
             return self._worker.update(plan, rows, from_arrays(given, rows))
+
+    def device_name(self) -> str:
+        return self._worker.device_name
 
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
         """Collective over the model-parallel group: log-probabilities of the response tokens of each row."""
@@ -253,6 +259,7 @@ class Trainers:
 
     def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
         self._config = config
+        self.device_name = ""  # of the policy's ranks; known when they are ready
         shared = shared_roles(config)
         self._policy = Ranks(config, run_dir, queue_address, shared)
         self._separate = {
@@ -278,6 +285,7 @@ class Trainers:
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
         for ranks in self._all:
             ranks.wait_ready(on_poll)
+        self.device_name = str(self._policy.call("device_name")[0])
 
     def train(
         self, rollout_id: int, ticket: Any, version: Version, on_poll: Callable[[], None] | None = None
@@ -297,6 +305,7 @@ class Trainers:
             **metrics[0],
             STALENESS_MEAN: sum(entry[STALENESS_MEAN] for entry in metrics) / len(metrics),
             STALENESS_MAX: max(entry[STALENESS_MAX] for entry in metrics),
+            PEAK_MEMORY: max(entry[PEAK_MEMORY] for entry in metrics),
         }
 
     def publish(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vime.backends.megatron_utils import checkpoint
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
-from vime.backends.megatron_utils.context_parallel import sequence_multiple
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
 from vime.backends.megatron_utils.offload import Offload, learning_tensors
@@ -56,11 +55,7 @@ class MegatronEngine:
         self._metadata = hf.metadata()
         self._offload = Offload()
         self._sampling = sampling
-        self._packing = Packing(
-            pad_multiple=sequence_multiple()
-            * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1),
-            batch_multiple=parallel.micro_batch_multiple,
-        )
+        self._packing = Packing(pad_multiple=parallel.pack_multiple, batch_multiple=parallel.micro_batch_multiple)
 
     @property
     def takes_part_in_export(self) -> bool:
