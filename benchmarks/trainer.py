@@ -127,7 +127,6 @@ def build_vime(model: str, batches: dict[str, list[Row]]) -> Step:
             samples_per_step=len(batch),
             micro_batch_size=None,
             max_tokens_per_micro_batch=sum(row.total_length for row in batch),
-            balance=False,
         )
         for name, batch in rows.items()
     }

@@ -8,8 +8,8 @@ keys and values, of dimension d, f MLP columns and V vocabulary, one token of on
     SwiGLU MLP           3 products: 6 h f       with experts: the router 2 h E, and top_k experts of 6 h f_e
 
 and token t of a sequence (from 1), which sees t keys, 2 H d t for the scores and as much for the weighted values: over
-n tokens 4 H d (1 + ... + n) = 2 H d n (n + 1), the part that grows with the square of the length. A token whose successor
-is predicted takes 2 h V for its logits; the trainer computes those of response tokens only. Backward takes two products
+n tokens 4 H d (1 + ... + n) = 2 H d n (n + 1), the part that grows with the square of the length. The logits of a
+token take 2 h V; the trainer computes those of response tokens only. Backward takes two products
 for each of forward's (towards the input and towards the weight): three times forward in all. Norms, rotary positions,
 softmax, embedding lookups and the optimizer are left out: they are memory traffic, not arithmetic.
 (Kaplan et al. 2020, section 2.1, counts alike, there without causal masking and the vocabulary.)

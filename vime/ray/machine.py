@@ -126,13 +126,13 @@ class Machine:
         trainers, started = self.parts.trainers, time.monotonic()
         with self.watchers.books.timed("perf/train_time"):
             metrics = trainers.train(generated.rollout_id, generated.ticket, self.versions.trained)
-        assert generated.work is not None, "a round without work has no trainers"
-        rates = generated.work.rates(
-            time.monotonic() - started,
-            num_ranks=len(trainers),
-            device_name=trainers.device_name,
-            bf16=self.config.parallel.bf16,
-        )
+        if generated.work is not None:
+            metrics |= generated.work.rates(
+                time.monotonic() - started,
+                num_ranks=len(trainers),
+                device_name=trainers.device_name,
+                bf16=self.config.parallel.bf16,
+            )
         self.versions.advance()
         self.trained_round = generated.rollout_id
         self.doing = None
@@ -140,7 +140,7 @@ class Machine:
         self.watchers.events.emit(
             EventKind.ROUND_TRAINED, rollout_id=generated.rollout_id, version=self.versions.trained
         )
-        self.watchers.books.add({**metrics, **rates})
+        self.watchers.books.add(metrics)
 
     def publish(self) -> None:
         """Bring the newest weights to every engine: pause, transfer, confirm by hash, resume."""

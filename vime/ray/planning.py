@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vime.batching.flops import executed_flops, forward_flops, layer_flops, peak_tflops, train_flops
 from vime.batching.measure import plan_metrics
@@ -54,8 +55,11 @@ class RoundPlanner:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._shape = read_model_shape(config.model.hf_checkpoint)
         self._has_warned = False
+
+    @cached_property
+    def _shape(self) -> ModelShape:
+        return read_model_shape(self._config.model.hf_checkpoint)
 
     def plan(self, rollout_id: int, rows: Sequence[TrainRow]) -> PlannedRound:
         batch, parallel = self._config.batch, self._config.parallel

@@ -36,7 +36,7 @@ class GeneratedRound:
     rollout_id: int
     ticket: Any
     metrics: dict[str, float]
-    work: RoundWork | None  # None when nothing is trained
+    work: RoundWork | None = None  # None when nothing is trained
 
 
 @ray.remote(max_concurrency=4)
@@ -86,7 +86,7 @@ class RolloutManager:
             output = self._samples(rollout_id)
         groups = to_train_groups(self._config.flat, output.samples, rollout_id)
         if self._config.debug.debug_rollout_only:
-            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics), work=None)
+            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics))
         planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
         with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
             ticket = self._carrier.put(planned.plan, groups)

@@ -13,6 +13,8 @@ from vime.types import ConfigError
 SHAPE = {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
+    "hidden_size": 96,
+    "vocab_size": 40,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "intermediate_size": 192,
@@ -194,9 +196,9 @@ REFUSALS = {
         ["--rollout-num-gpus-per-engine 2", "CPU"],
     ),
     "prompts from two places": (["--reasoning-gym", "chain_sum"], ["--prompt-data", "--reasoning-gym"]),
-    "a full answer does not fit a micro-batch": (  # 48 tokens and at least one of the prompt
-        ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "48"],
-        ["--max-tokens-per-gpu 48", "--rollout-max-response-len 48"],
+    "a kind of balance without balance": (
+        ["--balance-data-by", "flops"],
+        ["--balance-data-by flops", "--balance-data"],
     ),
     "a router of one's own": (["--vllm-router-ip", "10.0.0.1"], ["--vllm-router-ip 10.0.0.1"]),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
