@@ -76,19 +76,22 @@ class _LogprobEntropy(torch.autograd.Function):
             x = x_TV[block]
             if not is_cut:
                 top_T[block] = x.amax(-1)
-            x.sub_(top_T[block].unsqueeze(-1)).div_(temperature)
+            x.sub_(top_T[block].unsqueeze(-1))
+            if temperature != 1.0:
+                x.div_(temperature)
+            sums_3T[2, block] = x.gather(-1, index_T[block].unsqueeze(-1)).squeeze(-1)
             weight = x.exp()
             sums_3T[0, block] = weight.sum(-1)
-            sums_3T[1, block] = weight.mul_(x).sum(-1)
-            sums_3T[2, block] = x.gather(-1, index_T[block].unsqueeze(-1)).squeeze(-1)
+            sums_3T[1, block] = torch.bmm(weight.unsqueeze(1), x.unsqueeze(2)).flatten()
+            x.copy_(weight)
         sums_3T[2].masked_fill_(~is_here_T, 0.0)
         if is_cut:
             dist.all_reduce(sums_3T, group=group)
         total_T, weighted_T, picked_T = sums_3T
         log_total_T = total_T.log()
         logp_T, entropy_T = picked_T - log_total_T, log_total_T - weighted_T / total_T
-        # log p of a column is x - log_total
-        ctx.save_for_backward(buffer_TV, index_T, is_here_T, log_total_T, entropy_T)
+        # the buffer holds e^x now: p of a column is that divided by the total
+        ctx.save_for_backward(buffer_TV, index_T, is_here_T, total_T, entropy_T)
         ctx.temperature, ctx.dtype, ctx.valid, ctx.overwrite = temperature, logits_TV.dtype, valid, overwrite
         ctx.set_materialize_grads(False)
         return logp_T, entropy_T
@@ -97,19 +100,20 @@ class _LogprobEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logp_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log p(y) / dx = [column is y] - p;  d H / dx = -p (log p + H)."""
-        saved_TV, index_T, is_here_T, log_total_T, entropy_T = ctx.saved_tensors
+        saved_TV, index_T, is_here_T, total_T, entropy_T = ctx.saved_tensors
         grad_TV = saved_TV if ctx.overwrite else saved_TV.clone()
         grad_TV[:, ctx.valid :] = 0.0
-        x_TV = grad_TV[:, : ctx.valid]
-        scale_T = torch.zeros_like(log_total_T) if grad_logp_T is None else grad_logp_T / ctx.temperature
-        for block in _blocks(*x_TV.shape, x_TV.device) if ctx.valid else []:
-            x = x_TV[block].sub_(log_total_T[block].unsqueeze(-1))  # log p
-            p = x.exp()
+        p_TV = grad_TV[:, : ctx.valid]
+        scale_T = torch.zeros_like(total_T) if grad_logp_T is None else grad_logp_T / ctx.temperature
+        for block in _blocks(*p_TV.shape, p_TV.device) if ctx.valid else []:
+            p, scale = p_TV[block], scale_T[block].unsqueeze(-1)
             if grad_entropy_T is None:
-                torch.mul(p, -scale_T[block].unsqueeze(-1), out=x)
+                p.mul_(-scale / total_T[block].unsqueeze(-1))
             else:
+                p.div_(total_T[block].unsqueeze(-1))
                 spread = (grad_entropy_T[block] / ctx.temperature).unsqueeze(-1)
-                x.add_(entropy_T[block].unsqueeze(-1)).mul_(spread).add_(scale_T[block].unsqueeze(-1)).mul_(p).neg_()
+                spread_p = torch.xlogy(p, p).mul_(spread)  # 0 where p is too small for fp32
+                p.mul_(entropy_T[block].unsqueeze(-1) * spread + scale).add_(spread_p).neg_()
         if ctx.valid:
-            x_TV.scatter_add_(-1, index_T.unsqueeze(-1), (scale_T * is_here_T).unsqueeze(-1))
+            p_TV.scatter_add_(-1, index_T.unsqueeze(-1), (scale_T * is_here_T).unsqueeze(-1))
         return grad_TV.to(ctx.dtype), None, None, None, None, None
