@@ -21,12 +21,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.turns import Costs, Step, take_turns
+from benchmarks.vime_side import Row, make_model, make_row, make_worker, one_step_plan, to_train_rows
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-5, (0.9, 0.95), 1e-8, 0.01, 1.0
-SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 8}
 VOCAB_SIZE = 16_384
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+}
 PAD = 0
-Row = dict[str, Any]  # prompt, response: token ids; advantage
 
 
 def main() -> None:
@@ -39,7 +46,8 @@ def main() -> None:
         sys.exit("TRL is not installed. Install it with pip install -e '.[benchmarks]', or pass --without-trl.")
     batches = {"variable": variable_rows(options.rows), "equal": equal_rows(options.rows)}
     with tempfile.TemporaryDirectory(prefix="vime-trainer-") as scratch:
-        model = make_model(Path(scratch))
+        model = make_model(Path(scratch), **SHAPE)
+        make_tokenizer(model)
         arguments = {"model": str(model), "batches": batches}
         sides = {"vime": (build_vime, arguments), "torch": (build_torch, arguments)}
         if not options.without_trl:
@@ -54,111 +62,45 @@ def variable_rows(count: int) -> list[Row]:
     """Prompts of 32 to 128 tokens; answers log-normal around 120, cut at 768: most are short, few are long."""
     draw = random.Random(0)
     lengths = [(draw.randint(32, 128), min(768, max(8, int(draw.lognormvariate(4.8, 0.9))))) for _ in range(count)]
-    return [make_row(draw, prompt, response) for prompt, response in lengths]
+    return [make_row(draw, prompt, response, VOCAB_SIZE) for prompt, response in lengths]
 
 
 def equal_rows(count: int) -> list[Row]:
     draw = random.Random(1)
-    return [make_row(draw, 80, 176) for _ in range(count)]
+    return [make_row(draw, 80, 176, VOCAB_SIZE) for _ in range(count)]
 
 
-def make_row(draw: random.Random, prompt: int, response: int) -> Row:
-    return {
-        "prompt": [draw.randrange(1, VOCAB_SIZE) for _ in range(prompt)],
-        "response": [draw.randrange(1, VOCAB_SIZE) for _ in range(response)],
-        "advantage": draw.uniform(-1.5, 1.5),
-    }
-
-
-def make_model(directory: Path) -> Path:
-    """A random Qwen2 with a tokenizer that TRL can load, as a Hugging Face directory."""
-    import torch
+def make_tokenizer(directory: Path) -> None:
+    """TRL wants one; nothing is tokenized."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **SHAPE,
-        vocab_size=VOCAB_SIZE,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-    Qwen2ForCausalLM(config).float().save_pretrained(directory)
     words = {"<pad>": PAD, "<eos>": 1, "<unk>": 2}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), pad_token="<pad>", eos_token="<eos>"
     ).save_pretrained(directory)
-    return directory
 
 
 def build_vime(model: str, batches: dict[str, list[Row]]) -> Step:
     """The trainer of a run: rows and a plan as the RolloutManager makes them, one packed micro-batch."""
-    from vime.batching.plan import plan_round
-    from vime.types import TrainRow, VersionSpan
-
-    def to_row(index: int, row: Row) -> TrainRow:
-        size = len(row["response"])
-        return TrainRow(
-            sample_index=index,
-            group_index=0,
-            rollout_id=0,
-            tokens=row["prompt"] + row["response"],
-            response_length=size,
-            loss_mask=[1] * size,
-            rollout_log_probs=[-9.7] * size,  # about what a random model says; only metrics read it
-            token_policy_versions=(VersionSpan(0, 0, size),),
-            reward=row["advantage"],
-            raw_reward=0.0,
-            status="completed",
-            truncated=False,
-        )
-
-    worker = vime_worker(model)
-    rows = {name: [to_row(index, row) for index, row in enumerate(batch)] for name, batch in batches.items()}
-    plans = {
-        name: plan_round(
-            0,
-            [row.total_length for row in batch],
-            [row.num_trainable for row in batch],
-            dp_size=1,
-            samples_per_step=len(batch),
-            micro_batch_size=None,
-            max_tokens_per_micro_batch=sum(row.total_length for row in batch),
-        )
-        for name, batch in rows.items()
-    }
+    worker = make_worker(
+        model,
+        device="cpu",
+        lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad=CLIP,
+    )
+    rows = {name: to_train_rows(batch) for name, batch in batches.items()}
+    plans = {name: one_step_plan(batch) for name, batch in rows.items()}
 
     def step(name: str) -> dict[str, float]:
         metrics = worker.train_round(plans[name], dict(enumerate(rows[name])))
         return {"loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"]}
 
     return step
-
-
-def vime_worker(model: str, **flags: Any) -> Any:
-    """One trainer rank, in this process."""
-    from vime.config.parse import Config
-    from vime.ray.backends import make_backend
-    from vime.training.worker import TrainWorker
-    from vime.types import RankInfo
-    from vime.utils.network import free_port
-
-    defaults = {
-        "hf_checkpoint": model,
-        "device": "cpu",
-        "lr": LR,
-        "adam_beta1": BETAS[0],
-        "adam_beta2": BETAS[1],
-        "adam_eps": EPS,
-        "weight_decay": WEIGHT_DECAY,
-        "clip_grad": CLIP,
-    }
-    rank = RankInfo(rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port())
-    config = Config().replace(**{**defaults, **flags})
-    return TrainWorker(config, make_backend(config, rank), total_steps=1000)
 
 
 def padded(rows: list[Row]) -> dict[str, Any]:

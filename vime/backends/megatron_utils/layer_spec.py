@@ -19,14 +19,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -59,7 +64,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     )
     parts = layer.submodules
     if config.num_moe_experts is None:
-        parts.mlp.module = SwigluMLP
+        parts.mlp = SwigluMLP
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
     # megatron maps the norms to Transformer Engine's names inside checkpoints, so that both specs read one checkpoint.
@@ -103,6 +108,14 @@ class RMSNorm(torch.nn.Module):
 class SwigluMLP(MLP):
     """megatron's MLP of a dense layer, with one pass over the wide tensor for the activation and one for its
     gradient."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(
+            config,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: Any) -> tuple[Any, Any]:
         assert per_token_scale is None, "megatron scales experts only"

@@ -82,7 +82,7 @@ class _LogprobEntropy(torch.autograd.Function):
             sums_3T[2, block] = x.gather(-1, index_T[block].unsqueeze(-1)).squeeze(-1)
             weight = x.exp()
             sums_3T[0, block] = weight.sum(-1)
-            sums_3T[1, block] = torch.bmm(weight.unsqueeze(1), x.unsqueeze(2)).flatten()
+            sums_3T[1, block] = x.mul_(weight).sum(-1)
             x.copy_(weight)
         sums_3T[2].masked_fill_(~is_here_T, 0.0)
         if is_cut:
