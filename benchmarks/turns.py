@@ -16,6 +16,14 @@ from pathlib import Path
 from typing import Any
 
 ANSWER_DEADLINE_S = 240
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # freed memory is kept: otherwise what a step pays for fresh pages depends on which step ran before it
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "16000000000",
+}
 Step = Callable[[str], dict[str, float]]
 """One optimizer step on the batch of this name; answers what it computed (loss, gradient norm)."""
 
@@ -60,8 +68,7 @@ def take_turns(
 ) -> dict[tuple[str, str], Costs]:
     """Costs by (side, batch). `sides[name]` is a function at the top of a module and its arguments, which builds the
     side inside its process; `turns` is the order within one round of turns, of which `warm_up` are not counted."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
-        os.environ[variable] = "false" if variable.startswith("TOKENIZERS") else "1"
+    os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     processes = []
