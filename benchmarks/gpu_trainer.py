@@ -63,6 +63,7 @@ def measure(model: str, options: argparse.Namespace, *, bf16: bool) -> dict[str,
     from vime.config.hf_config import read_model_shape
     from vime.config.parse import Config
     from vime.ray.planning import round_work
+    from vime.training.device import device_name, peak_memory_gib
 
     flags: dict[str, Any] = {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
@@ -73,6 +74,7 @@ def measure(model: str, options: argparse.Namespace, *, bf16: bool) -> dict[str,
     if options.recompute == "full":
         flags |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     worker = make_worker(model, **flags)
+    device = worker.backend.device
     rows = to_train_rows(make_rows(options.tokens, SIZES[options.size]["vocab_size"]))
     plan = one_step_plan(rows, options.max_tokens)
     seconds = []
@@ -86,14 +88,14 @@ def measure(model: str, options: argparse.Namespace, *, bf16: bool) -> dict[str,
     work = round_work(config, read_model_shape(model), plan, rows)
     step_s = statistics.median(seconds[2:])
     return {
-        "device": worker.device_name,
+        "device": device_name(device),
         "parameters": sum(meta.nbytes for meta in worker.actor.weight_metadata()) // (2 if bf16 else 4),
         "tokens": work.num_tokens,
         "micro-batches": plan.steps[0].num_micro_batches,
         "step_s": step_s,
-        "peak_gib": worker.peak_memory_gib(),
+        "peak_gib": peak_memory_gib(device),
         "loss": metrics["train/loss"],
-        **work.rates(step_s, num_ranks=1, device_name=worker.device_name, bf16=bf16),
+        **work.rates(step_s, num_ranks=1, device_name=device_name(device), bf16=bf16),
     }
 
 

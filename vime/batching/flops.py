@@ -17,6 +17,8 @@ softmax, embedding lookups and the optimizer are left out: they are memory traff
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vime.config.hf_config import ModelShape
 
 TRAIN_PASSES = 3  # forward, and a backward of twice its work
@@ -70,3 +72,26 @@ def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
     if not bf16 or not fitting:
         return None
     return float(PEAK_BF16_TFLOPS[max(fitting, key=len)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundWork:
+    """What the trainer ranks compute in one round, all together."""
+
+    num_tokens: int  # of prompts and responses, each counted once
+    model_flops: int  # what the round asks for
+    executed_flops: int  # with what is recomputed in the backward pass
+
+    def rates(self, seconds: float, *, num_ranks: int, device_name: str, bf16: bool) -> dict[str, float]:
+        """perf/* of a round whose training took `seconds`: tokens a second of all ranks; executed TFLOP/s of one rank;
+        and, where the device's peak is known, the shares of it that model and executed FLOPs are."""
+        per_rank = max(seconds, 1e-9) * num_ranks * 1e12
+        metrics = {
+            "perf/train_tokens_per_sec": self.num_tokens / max(seconds, 1e-9),
+            "perf/train_tflops": self.executed_flops / per_rank,
+        }
+        peak = peak_tflops(device_name, bf16=bf16)
+        if peak is not None:
+            metrics["perf/mfu"] = self.model_flops / per_rank / peak
+            metrics["perf/hfu"] = self.executed_flops / per_rank / peak
+        return metrics

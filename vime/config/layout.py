@@ -52,10 +52,6 @@ def check_layout(config: Config, shape: ModelShape) -> None:
         )
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
         raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu TOKENS. Add it.")
-    if batch.balance_data_by != "length" and not batch.balance_data:
-        raise ConfigError(
-            f"--balance-data-by {batch.balance_data_by} has no effect without --balance-data. Add it or remove this."
-        )
 
 
 def _check_fsdp(parallel: ParallelConfig) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vime.batching.flops import executed_flops, forward_flops, layer_flops, peak_tflops, train_flops
+from vime.batching.flops import RoundWork, executed_flops, forward_flops, layer_flops, train_flops
 from vime.batching.measure import plan_metrics
 from vime.batching.plan import plan_round
 from vime.config.hf_config import ModelShape, read_model_shape
@@ -18,29 +18,6 @@ from vime.training.roles import needed_roles
 from vime.types import Role, RoundPlan, TrainRow
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundWork:
-    """What the trainer ranks compute in one round, all together."""
-
-    num_tokens: int  # of prompts and responses, each counted once
-    model_flops: int  # what the round asks for
-    executed_flops: int  # with what is recomputed in the backward pass
-
-    def rates(self, seconds: float, *, num_ranks: int, device_name: str, bf16: bool) -> dict[str, float]:
-        """perf/* of a round whose training took `seconds`: tokens a second of all ranks; executed TFLOP/s of one rank;
-        and, where the device's peak is known, the shares of it that model and executed FLOPs are."""
-        per_rank = max(seconds, 1e-9) * num_ranks * 1e12
-        metrics = {
-            "perf/train_tokens_per_sec": self.num_tokens / max(seconds, 1e-9),
-            "perf/train_tflops": self.executed_flops / per_rank,
-        }
-        peak = peak_tflops(device_name, bf16=bf16)
-        if peak is not None:
-            metrics["perf/mfu"] = self.model_flops / per_rank / peak
-            metrics["perf/hfu"] = self.executed_flops / per_rank / peak
-        return metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import ray
 
+from vime.batching.flops import RoundWork
 from vime.config.parse import Config
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier
-from vime.ray.planning import RoundPlanner, RoundWork
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
@@ -57,6 +57,8 @@ class RolloutManager:
         args = self._config.flat
         self._generate = load_rollout_function(args)
         self._carrier = connect_carrier(self._config, self._queue_address)
+        from vime.ray.planning import RoundPlanner  # brings torch, which the driver can do without
+
         self._planner = RoundPlanner(self._config)
         eval_data_sets(args)
         if self._config.debug.load_debug_rollout_data:

@@ -85,6 +85,7 @@ class TrainerActor:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
         columns of roles that other ranks play. Answers metrics, and what a critic on other ranks is taught."""
         from vime.training.columns import RETURN, from_arrays, to_arrays
+        from vime.training.device import peak_memory_gib
 
         worker = self._worker
         plan, rows = _fetch(worker, self._carrier, ticket, self._events, rollout_id)
@@ -95,7 +96,7 @@ class TrainerActor:
             columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
             metrics = worker.update(plan, rows, columns)
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
-        metrics = {**metrics, **staleness, PEAK_MEMORY: worker.peak_memory_gib()}
+        metrics = {**metrics, **staleness, PEAK_MEMORY: peak_memory_gib(worker.backend.device)}
         return metrics, to_arrays(taught) if worker.place.speaks else {}
 
     def learn(self, rollout_id: int, ticket: Any, given: ArrayColumns) -> dict[str, float]:
@@ -107,7 +108,9 @@ class TrainerActor:
             return self._worker.update(plan, rows, from_arrays(given, rows))
 
     def device_name(self) -> str:
-        return self._worker.device_name
+        from vime.training.device import device_name
+
+        return device_name(self._worker.backend.device)
 
     def log_probs(self, rows: list[TrainRow]) -> list[list[float]]:
         """Collective over the model-parallel group: log-probabilities of the response tokens of each row."""

@@ -21,7 +21,6 @@ from vime.training.columns import (
     needs_old_log_prob,
     staleness_columns,
 )
-from vime.training.device import device_name, peak_memory_gib
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import CustomLoss, PolicyLoss
 from vime.training.roles import engine_spec, policy_moves, shared_roles
@@ -166,15 +165,6 @@ class TrainWorker:
         ranks, and all pass the same rows, because they compute each other's parts.
         """
         return row_log_probs(self.actor, self.backend, rows, batch=self._config.batch)
-
-    @property
-    def device_name(self) -> str:
-        """Of this rank. Local."""
-        return device_name(self.backend.device)
-
-    def peak_memory_gib(self) -> float:
-        """The most that this rank held since this was last asked; see `device.peak_memory_gib`. Local."""
-        return peak_memory_gib(self.backend.device)
 
     def save(self, directory: Path) -> None:
         """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY."""

@@ -196,10 +196,6 @@ REFUSALS = {
         ["--rollout-num-gpus-per-engine 2", "CPU"],
     ),
     "prompts from two places": (["--reasoning-gym", "chain_sum"], ["--prompt-data", "--reasoning-gym"]),
-    "a kind of balance without balance": (
-        ["--balance-data-by", "flops"],
-        ["--balance-data-by flops", "--balance-data"],
-    ),
     "a router of one's own": (["--vllm-router-ip", "10.0.0.1"], ["--vllm-router-ip 10.0.0.1"]),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
@@ -254,6 +250,7 @@ READ = {
     "eps_clip_high": (["0.3"], []),
     "micro_batch_size": (["2"], []),
     "max_tokens_per_gpu": (["512"], ["--use-dynamic-batch-size"]),
+    "balance_data_by": (["flops"], ["--balance-data"]),
     "transferqueue_partition": (["mine"], ["--transferqueue-mode", "buffer"]),
     "num_data_storage_units": (["2"], ["--transferqueue-mode", "buffer"]),
     "update_weight_disk_dir": (["weights"], ["--update-weight-transport", "disk"]),

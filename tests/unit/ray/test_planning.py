@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rows import make_row
-from vime.batching.flops import forward_flops, train_flops
+from vime.batching.flops import RoundWork, forward_flops, train_flops
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config
-from vime.ray.planning import RoundPlanner, RoundWork
+from vime.ray.planning import RoundPlanner
 from vime.types import TrainRow
 
 SHAPE = {
