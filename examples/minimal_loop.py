@@ -141,7 +141,6 @@ def run(num_rounds: int, seed: int = 0) -> list[float]:
             samples_per_step=len(rows),
             micro_batch_size=16,
             max_tokens_per_micro_batch=None,
-            balance=False,
         )
         ticket = carrier.put(plan, handed)
         train_round(logits_VV, optimizer, carrier, ticket)

@@ -85,8 +85,9 @@ class LossFunction(Protocol):
     """--custom-loss-path: the loss of every token, [T] with graph. Vime masks it and divides by the step's
     denominators, so that no layout or packing changes it.
 
-    T: packed tokens of a micro-batch. `logp_T` and `entropy_T` carry the graph; `columns` are constants by name:
-    advantage, old_logp, rollout_logp, mask; ref_logp under --use-kl-loss or --kl-coef; value and return under ppo.
+    T: packed tokens of a micro-batch. `logp_T` and `entropy_T` carry the graph and may be 0 where no response token is
+    predicted; `columns` are constants by name: advantage, old_logp, rollout_logp, mask; ref_logp under --use-kl-loss or
+    --kl-coef; value and return under ppo.
     """
 
     def __call__(self, args: Any, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor: ...

@@ -35,6 +35,8 @@ def write_model_directory(directory: Path, *, positions: int = 64) -> Path:
     example_module("quickstart/prepare.py").build_tokenizer().save_pretrained(directory)
     shape = {
         "model_type": "qwen3",
+        "hidden_size": 32,
+        "vocab_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,

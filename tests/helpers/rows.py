@@ -76,7 +76,7 @@ def plan_for(groups: Sequence[TrainGroup], *, rollout_id: int = 0, dp_size: int 
         samples_per_step=len(rows) // steps,
         micro_batch_size=2,
         max_tokens_per_micro_batch=None,
-        balance=True,
+        loads=[row.total_length for row in rows],
     )
 
 

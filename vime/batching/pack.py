@@ -64,8 +64,8 @@ def pack(
         raise ValueError(
             f"pack: pad_to_multiple {pad_to_multiple}, sequence_multiple {sequence_multiple}; expected >= 1"
         )
-    starts, end = _starts(rows, sequence_multiple)
-    num_tokens = _round_up(max(end, MIN_DUMMY_TOKENS), math.lcm(pad_to_multiple, sequence_multiple))
+    _check_predictable(rows)
+    starts, num_tokens = pack_layout([row.total_length for row in rows], pad_to_multiple, sequence_multiple)
     cu_seqlens = [*starts, num_tokens] if rows else [0, num_tokens]
     tokens_T = torch.zeros(num_tokens, dtype=torch.int64)
     labels_T = torch.zeros(num_tokens, dtype=torch.int64)
@@ -98,22 +98,26 @@ def pack(
     )
 
 
+def pack_layout(lengths: Sequence[int], pad_to_multiple: int, sequence_multiple: int) -> tuple[list[int], int]:
+    """Where each sequence starts, and how many tokens the pack has with its padding."""
+    starts, end = [], 0
+    for length in lengths:
+        starts.append(end)
+        end += _round_up(length, sequence_multiple)
+    return starts, _round_up(max(end, MIN_DUMMY_TOKENS), math.lcm(pad_to_multiple, sequence_multiple))
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _starts(rows: Sequence[TrainRow], multiple: int) -> tuple[list[int], int]:
-    """Where each row starts, and the padded end of the last; rows that cannot be predicted are refused."""
-    starts, end = [], 0
+def _check_predictable(rows: Sequence[TrainRow]) -> None:
     for row in rows:
         if not 0 <= row.response_length < row.total_length:
             raise HandoffError(
                 f"sample {row.sample_index}: {row.total_length} tokens, {row.response_length} of them the response. "
                 "Expected at least one prompt token, because position t predicts token t + 1; check the rollout."
             )
-        starts.append(end)
-        end += _round_up(row.total_length, multiple)
-    return starts, end
 
 
 def _place(columns: Sequence[Tensor], row_slices: Sequence[slice], num_tokens: int, name: str) -> Tensor:

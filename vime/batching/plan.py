@@ -23,24 +23,26 @@ def plan_round(
     samples_per_step: int,
     micro_batch_size: int | None,
     max_tokens_per_micro_batch: int | None,
-    balance: bool,
+    loads: Sequence[int] | None = None,
     micro_batch_multiple: int = 1,
 ) -> RoundPlan:
     """Cut the rows of a round into optimizer steps, each step into ranks, each rank's share into micro-batches.
 
     `total_lengths[i]` and `num_trainable[i]` are the tokens and the trainable tokens of row i; rows are numbered over
     the round's flattened groups. Steps take consecutive rows. Each rank gets `samples_per_step / dp_size` rows of a
-    step: consecutive ones, or with `balance` spread by length. Exactly one of `micro_batch_size` (rows) and
-    `max_tokens_per_micro_batch` (tokens) cuts a share. All ranks get the same number of micro-batches, rounded up to
-    `micro_batch_multiple` (the pipeline size, for interleaved pipelines); where there are too few, the heaviest is
-    split, and empty ones are added last. Every row appears exactly once. The same input gives the same plan.
+    step: consecutive ones, or with `loads` (what each row weighs: tokens, or FLOPs) spread so that the heaviest rank is
+    light; it is never heavier than with consecutive rows. Exactly one of `micro_batch_size` (rows) and
+    `max_tokens_per_micro_batch` (tokens) cuts a share; a row that is longer alone is a micro-batch of its own. All
+    ranks get the same number of micro-batches, rounded up to `micro_batch_multiple` (the pipeline size, for interleaved
+    pipelines); where there are too few, the heaviest is split, and empty ones are added last. Every row appears exactly
+    once. The same input gives the same plan.
     """
     _check_limits(micro_batch_size, max_tokens_per_micro_batch, dp_size, samples_per_step)
-    _check_rows(rollout_id, total_lengths, num_trainable, samples_per_step, max_tokens_per_micro_batch)
+    _check_rows(rollout_id, total_lengths, num_trainable, loads, samples_per_step)
     steps = []
     for start in range(0, len(total_lengths), samples_per_step):
         rows = range(start, start + samples_per_step)
-        shares = _shares(rows, total_lengths, dp_size, balance)
+        shares = _consecutive(rows, dp_size) if loads is None else _balanced(rows, loads, dp_size)
         if micro_batch_size is not None:
             ranks = [_cut_by_rows(share, micro_batch_size) for share in shares]
         else:
@@ -81,40 +83,42 @@ def _check_rows(
     rollout_id: int,
     total_lengths: Sequence[int],
     num_trainable: Sequence[int],
+    loads: Sequence[int] | None,
     samples_per_step: int,
-    max_tokens: int | None,
 ) -> None:
     num_rows = len(total_lengths)
-    if num_rows != len(num_trainable):
-        raise ValueError(f"plan_round: {num_rows} lengths but {len(num_trainable)} counts of trainable tokens")
+    if num_rows != len(num_trainable) or (loads is not None and num_rows != len(loads)):
+        raise ValueError(
+            f"plan_round: {num_rows} lengths, {len(num_trainable)} counts of trainable tokens, "
+            f"{'no' if loads is None else len(loads)} loads; expected as many of each"
+        )
     if num_rows == 0 or num_rows % samples_per_step:
         raise HandoffError(
             f"round {rollout_id} has {num_rows} samples; expected a positive multiple of the {samples_per_step} "
             "samples of one optimizer step. Make --rollout-batch-size * --n-samples-per-prompt a multiple of "
             "--global-batch-size; a rollout function must return whole groups."
         )
-    if max_tokens is None:
-        return
-    longest = max(range(num_rows), key=lambda row: total_lengths[row])
-    if total_lengths[longest] > max_tokens:
-        raise HandoffError(
-            f"round {rollout_id}: row {longest} has {total_lengths[longest]} tokens, over the {max_tokens} tokens of "
-            "one micro-batch. Raise --max-tokens-per-gpu, or lower --rollout-max-response-len."
-        )
 
 
-def _shares(rows: range, total_lengths: Sequence[int], dp_size: int, balance: bool) -> Batches:
+def _consecutive(rows: range, dp_size: int) -> Batches:
     """One list of ascending row numbers per rank, equally many each."""
     per_rank = len(rows) // dp_size
-    if not balance:
-        return [list(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp_size)]
-    # Longest processing time first (Graham 1969): each row, longest first, goes to the lightest rank with room.
+    return [list(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp_size)]
+
+
+def _balanced(rows: range, loads: Sequence[int], dp_size: int) -> Batches:
+    """The same, with the heaviest rank made light."""
+    # Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest rank with room.
+    per_rank = len(rows) // dp_size
     shares: Batches = [[] for _ in range(dp_size)]
-    loads = [0] * dp_size
-    for row in sorted(rows, key=lambda row: (-total_lengths[row], row)):
-        rank = min((r for r in range(dp_size) if len(shares[r]) < per_rank), key=lambda r: (loads[r], r))
+    totals = [0] * dp_size
+    for row in sorted(rows, key=lambda row: (-loads[row], row)):
+        rank = min((r for r in range(dp_size) if len(shares[r]) < per_rank), key=lambda r: (totals[r], r))
         shares[rank].append(row)
-        loads[rank] += total_lengths[row]
+        totals[rank] += loads[row]
+    consecutive = _consecutive(rows, dp_size)  # equal counts bind the greedy choice, so it may lose to luck
+    if max(totals) > max(sum(loads[row] for row in share) for share in consecutive):
+        return consecutive
     return [sorted(share) for share in shares]
 
 

@@ -52,17 +52,6 @@ def check_layout(config: Config, shape: ModelShape) -> None:
         )
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
         raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu TOKENS. Add it.")
-    room, answer = (
-        (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size,
-        config.rollout.rollout_max_response_len,
-    )
-    if batch.use_dynamic_batch_size and room <= answer:
-        raise ConfigError(
-            f"--max-tokens-per-gpu {batch.max_tokens_per_gpu} x --context-parallel-size "
-            f"{parallel.context_parallel_size} holds {room} tokens: the first full answer of "
-            f"--rollout-max-response-len {answer} tokens with its prompt would not "
-            "fit and end the run. Raise it, or allow shorter answers."
-        )
 
 
 def _check_fsdp(parallel: ParallelConfig) -> None:

@@ -104,6 +104,16 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def sequence_multiple(self) -> int:
+        """To what each sequence is padded: under context parallelism each rank computes two chunks of it."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def pack_multiple(self) -> int:
+        """To what a micro-batch is padded: sequence parallelism cuts it over the tensor-parallel ranks too."""
+        return self.sequence_multiple * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
     def micro_batch_multiple(self) -> int:
         """An interleaved pipeline takes micro-batches in groups of one per stage."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1

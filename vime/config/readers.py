@@ -97,6 +97,7 @@ READ_WHEN = (
         lambda config: not config.batch.use_dynamic_batch_size,
         "without --use-dynamic-batch-size, where --max-tokens-per-gpu says how much is in a micro-batch",
     ),
+    Condition(("balance_data_by",), lambda config: config.batch.balance_data, "with --balance-data"),
     Condition(
         ("max_tokens_per_gpu",), lambda config: config.batch.use_dynamic_batch_size, "with --use-dynamic-batch-size"
     ),

@@ -122,9 +122,15 @@ class BatchConfig:
     micro_batch_size: int = flag(8, "samples of one micro-batch, when not dynamic", minimum=1)
     use_dynamic_batch_size: bool = flag(False, "cut micro-batches by tokens instead of samples")
     max_tokens_per_gpu: int | None = flag(
-        None, "tokens of one micro-batch on one context-parallel rank, with --use-dynamic-batch-size", minimum=1
+        None,
+        "tokens of one micro-batch on one context-parallel rank, with --use-dynamic-batch-size; a longer sample is a "
+        "micro-batch of its own and may need more memory",
+        minimum=1,
     )
-    balance_data: bool = flag(False, "spread samples over data-parallel ranks by length")
+    balance_data: bool = flag(False, "spread samples over data-parallel ranks so that none has much more work")
+    balance_data_by: str = flag(
+        "length", "work of a sample for --balance-data: its tokens, or its FLOPs", choices=("length", "flops")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

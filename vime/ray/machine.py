@@ -6,6 +6,7 @@ parts behind them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -145,12 +146,20 @@ class Machine:
             return
         self.watchers.screen.activity("training")
         self.doing = Doing.TRAINING
+        trainers, started = self.parts.trainers, time.monotonic()
         with self.watchers.books.timed("perf/train_time"):
             try:
                 metrics = self._agreement.train(generated, self.versions.trained)
             except AgreementError:
                 self.doing = None  # no weight has moved: what was trained before can be saved
                 raise
+        if generated.work is not None:
+            metrics |= generated.work.rates(
+                time.monotonic() - started,
+                num_ranks=len(trainers),
+                device_name=trainers.device_name,
+                bf16=self.config.parallel.bf16,
+            )
         self.versions.advance()
         self.trained_round = generated.rollout_id
         self.doing = None

@@ -9,12 +9,11 @@ from typing import Any
 
 import ray
 
-from vime.batching.plan import plan_round
+from vime.batching.flops import RoundWork
 from vime.config.parse import Config
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier
-from vime.ray.cluster import num_trainer_ranks
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
@@ -40,6 +39,7 @@ class GeneratedRound:
     ticket: Any
     metrics: dict[str, float]
     probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
+    work: RoundWork | None = None  # None when nothing is trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,9 @@ class RolloutManager:
         args = self._config.flat
         self._generate = load_rollout_function(args)
         self._carrier = connect_carrier(self._config, self._queue_address)
+        from vime.ray.planning import RoundPlanner  # brings torch, which the driver can do without
+
+        self._planner = RoundPlanner(self._config)
         eval_data_sets(args)
         if self._config.debug.load_debug_rollout_data:
             return ManagerInfo(num_prompts=0)
@@ -100,11 +103,17 @@ class RolloutManager:
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
         if self._config.debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics))
+        planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
         with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
-            ticket = self._carrier.put(self._plan(rollout_id, groups), groups)
+            ticket = self._carrier.put(planned.plan, groups)
         may_be_stale = self._config.queue.transferqueue_max_staleness > 0
-        probe = _probe(groups) if may_be_stale else ()
-        return GeneratedRound(rollout_id=rollout_id, ticket=ticket, metrics=dict(output.metrics), probe=probe)
+        return GeneratedRound(
+            rollout_id=rollout_id,
+            ticket=ticket,
+            metrics={**output.metrics, **planned.metrics},
+            work=planned.work,
+            probe=_probe(groups) if may_be_stale else (),
+        )
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
         """What the samples of a recent round said as text; None for one that is not there any more."""
@@ -142,22 +151,6 @@ class RolloutManager:
         if debug.save_debug_rollout_data:
             save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
         return output
-
-    def _plan(self, rollout_id: int, groups: list[TrainGroup]) -> Any:
-        batch, parallel = self._config.batch, self._config.parallel
-        rows = [row for group in groups for row in group.rows]
-        max_tokens = (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size
-        return plan_round(
-            rollout_id,
-            [row.total_length for row in rows],
-            [row.num_trainable for row in rows],
-            dp_size=num_trainer_ranks(self._config) // parallel.ranks_per_replica,
-            samples_per_step=batch.global_batch_size or len(rows),
-            micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
-            max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
-            balance=batch.balance_data,
-            micro_batch_multiple=parallel.micro_batch_multiple,
-        )
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
+PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
+
 
 @ray.remote(max_concurrency=3)  # a round, a checkpoint being written, and `close`
 class TrainerActor:
@@ -55,8 +57,10 @@ class TrainerActor:
         """Where rank 0 lets the others meet."""
         return ray.util.get_node_ip_address(), free_port()
 
-    def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> None:
-        """Collective over all ranks. The backend is imported here, so that processes start side by side."""
+    def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
+        """Collective over all ranks; answers the device's name. The backend is imported here, so that processes start
+        side by side."""
+        from vime.training.device import device_name
         from vime.training.worker import TrainWorker
 
         gpus = ray.get_gpu_ids()
@@ -69,6 +73,7 @@ class TrainerActor:
         )
         backend = make_backend(self._config, rank)
         self._worker = TrainWorker(self._config, backend, total_steps=total_steps, roles=self._roles)
+        return device_name(backend.device)
 
     def compute(self, rollout_id: int, ticket: Any) -> ArrayColumns:
         """Collective over all ranks, of roles beside the policy: their columns; {} where a peer says the same."""
@@ -87,6 +92,7 @@ class TrainerActor:
         trainer and engine are apart, when that is more than they may be: then no weight has moved."""
         from vime.training.agreement import Disagreement, Judge
         from vime.training.columns import RETURN, from_arrays, to_arrays
+        from vime.training.device import peak_memory_gib
 
         worker = self._worker
         plan, rows = _fetch(worker, self._carrier, ticket, self._events, rollout_id)
@@ -101,7 +107,8 @@ class TrainerActor:
         except Disagreement as disagreement:
             return disagreement.agreement
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
-        return {**metrics, **staleness}, to_arrays(taught) if worker.place.speaks else {}
+        metrics = {**metrics, **staleness, PEAK_MEMORY: peak_memory_gib(worker.backend.device)}
+        return metrics, to_arrays(taught) if worker.place.speaks else {}
 
     def learn(self, rollout_id: int, ticket: Any, given: ArrayColumns) -> dict[str, float]:
         """Collective over all ranks of the critic: its steps of a round, by columns of the policy's ranks."""
@@ -233,8 +240,10 @@ class Ranks:
         [master] = self._wait(f"{self._name} rank 0 to be placed", deadline_s, on_poll)
         self._running = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
 
-    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
-        self._wait(f"{self._name} ranks to build the model", self._config.cluster.start_timeout_secs, on_poll)
+    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> str:
+        """Answers the name of rank 0's device."""
+        deadline_s = self._config.cluster.start_timeout_secs
+        return str(self._wait(f"{self._name} ranks to build the model", deadline_s, on_poll)[0])
 
     def sleep(self) -> None:
         """Give device memory back until the next call."""
@@ -296,6 +305,7 @@ class Trainers:
 
     def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
         self._config = config
+        self.device_name = ""  # of the policy's ranks; known when they are ready
         shared = shared_roles(config)
         self._policy = Ranks(config, run_dir, queue_address, shared)
         self._separate = {
@@ -319,7 +329,8 @@ class Trainers:
             ranks.start(total_steps, on_poll)
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
-        for ranks in self._all:
+        self.device_name = self._policy.wait_ready(on_poll)
+        for ranks in self._separate.values():
             ranks.wait_ready(on_poll)
 
     def train(
@@ -345,6 +356,7 @@ class Trainers:
             **metrics[0],
             STALENESS_MEAN: sum(entry[STALENESS_MEAN] for entry in metrics) / len(metrics),
             STALENESS_MAX: max(entry[STALENESS_MAX] for entry in metrics),
+            PEAK_MEMORY: max(entry[PEAK_MEMORY] for entry in metrics),
         }
 
     def publish(

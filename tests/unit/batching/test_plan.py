@@ -12,7 +12,6 @@ def _plan(lengths, *, trainable=None, **changes):
         "samples_per_step": len(lengths),
         "micro_batch_size": 2,
         "max_tokens_per_micro_batch": None,
-        "balance": False,
     }
     return plan_round(5, lengths, trainable if trainable is not None else [1] * len(lengths), **(options | changes))
 
@@ -31,8 +30,20 @@ def test_steps_take_consecutive_rows_and_their_own_denominators():
 
 def test_balance_spreads_the_long_rows():
     # consecutive: 19 against 5. Longest first: 10 -> rank 0, 9 -> rank 1, 3 -> rank 1 (9 < 10), 2 -> rank 0: 12 and 12
-    step = _plan([10, 9, 3, 2], balance=True).steps[0]
+    step = _plan([10, 9, 3, 2], loads=[10, 9, 3, 2]).steps[0]
     assert step.micro_batches == (((0, 3),), ((1, 2),))
+
+
+def test_balance_goes_by_the_loads_and_not_by_the_lengths():
+    # the loads of the rows above, in the order of lengths that are all alike
+    step = _plan([4, 4, 4, 4], loads=[2, 10, 3, 9]).steps[0]
+    assert step.micro_batches == (((0, 1),), ((2, 3),))
+
+
+def test_balance_keeps_consecutive_rows_where_those_are_lighter():
+    # 3 rows a rank. Heaviest first: 3 | 3, 3+2 | 3+2, 3+2+2 | 3+2+0: 7 against 5. Consecutive: 6 and 6
+    step = _plan([3, 3, 1, 2, 2, 2], loads=[3, 3, 0, 2, 2, 2], micro_batch_size=3).steps[0]
+    assert step.micro_batches == (((0, 1, 2),), ((3, 4, 5),))
 
 
 def test_dynamic_micro_batches_are_cut_by_tokens():
@@ -52,9 +63,10 @@ def test_the_multiple_of_a_pipeline_is_filled_with_empty_micro_batches():
     assert step.micro_batches == (((0,), ()), ((1,), ()))
 
 
-def test_a_row_over_the_token_limit_is_refused_naming_row_and_flag():
-    with pytest.raises(HandoffError, match=r"row 1 has 11 tokens.*--max-tokens-per-gpu"):
-        _plan([3, 11], micro_batch_size=None, max_tokens_per_micro_batch=10)
+def test_a_row_over_the_token_limit_is_a_micro_batch_of_its_own():
+    # limit 10: 11 stands alone although nothing else is full, 6 and 3 share
+    step = _plan([3, 11, 6], dp_size=1, micro_batch_size=None, max_tokens_per_micro_batch=10).steps[0]
+    assert step.micro_batches == (((0, 2), (1,)),)
 
 
 def test_samples_that_do_not_fill_the_steps_are_refused():
@@ -78,17 +90,20 @@ def test_exactly_one_limit_must_be_given(rows, tokens):
     dp_size=st.integers(1, 4),
     num_steps=st.integers(1, 3),
     multiple=st.integers(1, 3),
-    balance=st.booleans(),
+    balance=st.sampled_from(["no", "length", "square"]),
     dynamic=st.booleans(),
+    limit=st.integers(5, 20),
 )
-def test_every_row_is_planned_once_and_all_ranks_count_alike(lengths, dp_size, num_steps, multiple, balance, dynamic):
+def test_every_row_is_planned_once_and_all_ranks_count_alike(
+    lengths, dp_size, num_steps, multiple, balance, dynamic, limit
+):
     lengths = lengths * dp_size * num_steps
     options = {
         "dp_size": dp_size,
         "samples_per_step": len(lengths) // num_steps,
         "micro_batch_size": None if dynamic else 3,
-        "max_tokens_per_micro_batch": 20 if dynamic else None,
-        "balance": balance,
+        "max_tokens_per_micro_batch": limit if dynamic else None,
+        "loads": {"no": None, "length": lengths, "square": [length**2 for length in lengths]}[balance],
         "micro_batch_multiple": multiple,
     }
     plan = _plan(lengths, **options)
@@ -100,5 +115,20 @@ def test_every_row_is_planned_once_and_all_ranks_count_alike(lengths, dp_size, n
         assert step.num_micro_batches % multiple == 0
         assert {sum(map(len, rank)) for rank in step.micro_batches} == {len(lengths) // num_steps // dp_size}
         for rank in step.micro_batches:
-            assert all(sum(lengths[row] for row in batch) <= 20 for batch in rank) or not dynamic
+            within = all(sum(lengths[row] for row in batch) <= limit or len(batch) == 1 for batch in rank)
+            assert within or not dynamic
             assert all(len(batch) <= 3 for batch in rank) or dynamic
+
+
+@given(
+    loads=st.lists(st.integers(0, 1000), min_size=1, max_size=24),
+    dp_size=st.integers(1, 4),
+)
+def test_the_heaviest_rank_is_never_heavier_than_with_consecutive_rows(loads, dp_size):
+    loads = loads[: len(loads) // dp_size * dp_size] or loads * dp_size
+
+    def heaviest(**options):
+        [step] = _plan([1] * len(loads), dp_size=dp_size, **options).steps
+        return max(sum(loads[row] for batch in rank for row in batch) for rank in step.micro_batches)
+
+    assert heaviest(loads=loads) <= heaviest()

@@ -13,6 +13,8 @@ from vime.types import ConfigError
 SHAPE = {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
+    "hidden_size": 96,
+    "vocab_size": 40,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "intermediate_size": 192,
@@ -194,10 +196,6 @@ REFUSALS = {
         ["--rollout-num-gpus-per-engine 2", "CPU"],
     ),
     "prompts from two places": (["--reasoning-gym", "chain_sum"], ["--prompt-data", "--reasoning-gym"]),
-    "a full answer does not fit a micro-batch": (  # 48 tokens and at least one of the prompt
-        ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "48"],
-        ["--max-tokens-per-gpu 48", "--rollout-max-response-len 48"],
-    ),
     "a router of one's own": (["--vllm-router-ip", "10.0.0.1"], ["--vllm-router-ip 10.0.0.1"]),
     "a threshold that nobody looks at": (
         ["--train-rollout-diff-threshold", "0.1", "--on-train-rollout-diff", "ignore"],
@@ -265,6 +263,7 @@ READ = {
     "eps_clip_high": (["0.3"], []),
     "micro_batch_size": (["2"], []),
     "max_tokens_per_gpu": (["512"], ["--use-dynamic-batch-size"]),
+    "balance_data_by": (["flops"], ["--balance-data"]),
     "transferqueue_partition": (["mine"], ["--transferqueue-mode", "buffer"]),
     "num_data_storage_units": (["2"], ["--transferqueue-mode", "buffer"]),
     "update_weight_disk_dir": (["weights"], ["--update-weight-transport", "disk"]),

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vime.backends.megatron_utils import checkpoint
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
-from vime.backends.megatron_utils.context_parallel import sequence_multiple
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.initialize import checkpoint_group
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
@@ -59,11 +58,7 @@ class MegatronEngine:
         self._offload = Offload()
         self._checkpoint_group: dist.ProcessGroup | None = None  # made by the first save
         self._sampling = sampling
-        self._packing = Packing(
-            pad_multiple=sequence_multiple()
-            * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1),
-            batch_multiple=parallel.micro_batch_multiple,
-        )
+        self._packing = Packing(pad_multiple=parallel.pack_multiple, batch_multiple=parallel.micro_batch_multiple)
 
     @property
     def takes_part_in_export(self) -> bool:

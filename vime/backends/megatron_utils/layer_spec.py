@@ -1,10 +1,11 @@
 """Which modules one transformer layer is made of: our own (any device) or Transformer Engine's (GPU).
 
-The local spec replaces two of megatron-core's parts:
+The local spec replaces three of megatron-core's parts:
 - `RMSNorm`: megatron's torch norm refuses --sequence-parallel; ours marks its weight so that its gradient is summed
   over the tensor-parallel group.
 - `PackedAttention`: megatron's attention without Transformer Engine cannot read packed sequences (its mask would be
   T x T); ours runs torch's scaled_dot_product_attention once per sequence, so no token sees another sequence.
+- `SwigluMLP`: megatron's unfused activation writes three more tensors as wide as the MLP.
 
 Shapes: T packed tokens, L those of this context-parallel rank (all T without), H query heads of this rank, G key/value
 heads of this rank, D head dimension.
@@ -18,13 +19,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,6 +39,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from vime.backends.megatron_utils.context_parallel import ContextCut
+from vime.backends.megatron_utils.fused import rms_norm, swiglu
 from vime.backends.megatron_utils.routing_replay import ReplayLayer
 from vime.types import ConfigError
 
@@ -58,6 +66,8 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     parts = layer.submodules
+    if config.num_moe_experts is None:
+        parts.mlp = SwigluMLP
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
     # megatron maps the norms to Transformer Engine's names inside checkpoints, so that both specs read one checkpoint.
@@ -95,9 +105,25 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # megatron sums such gradients over TP
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwigluMLP(MLP):
+    """megatron's MLP of a dense layer, with one pass over the wide tensor for the activation and one for its
+    gradient."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(
+            config,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: Any) -> tuple[Any, Any]:
+        assert per_token_scale is None, "megatron scales experts only"
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(gate_up))  # type: ignore[no-any-return]
 
 
 class PackedAttention(MegatronModule):
@@ -136,10 +162,10 @@ class PackedAttention(MegatronModule):
         starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined]
         cut: ContextCut | None = packed_seq_params.context_cut  # type: ignore[attr-defined]
         if cut is None:
-            outputs = [
-                self._attend(query[start:end], key[start:end], value[start:end], first=0)
-                for start, end in itertools.pairwise(starts)
-            ]
+            # split, not slices: the gradient of a slice is as long as the pack, of a split as long as its sequence
+            lengths = [end - start for start, end in itertools.pairwise(starts)]
+            parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+            outputs = [self._attend(*part, first=0) for part in parts]
         else:
             outputs = self._attend_chunks(query, key, value, starts, cut)
         out = torch.cat(outputs)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
@@ -154,7 +156,7 @@ def build_chunks(
     count = parallel.virtual_pipeline_model_parallel_size
     chunks = []
     for number in [None] if count is None else range(count):
-        model = GPTModel(
+        model = AnswerModel(
             config,
             block_spec(config, parallel.transformer_impl, chunk=number, replays_routing=replays_routing),
             padded_vocab_size(architecture, parallel),
@@ -170,6 +172,31 @@ def build_chunks(
             model.output_layer = ValueHead(config)
         chunks.append(model.to(torch.cuda.current_device()))
     return chunks
+
+
+class AnswerModel(GPTModel):
+    """A GPTModel whose logits are those that predict response tokens (`answer_A` of the pack): prompts have none, which
+    saves their share of the largest product and of the largest tensor of a step."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._gathers = self.post_process and config.sequence_parallel
+        if self._gathers:
+            # gathered before the choice, here, not after it by the output layer, which sums gradients instead
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = True
+
+    def _postprocess(
+        self, hidden_states: Tensor, *arguments: Any, packed_seq_params: PackedSeqParams, **options: Any
+    ) -> Tensor:
+        """megatron's own, behind the decoder; `hidden_states` [L, 1, H], or [L / TP, 1, H] under sequence parallelism.
+        Collective over the tensor-parallel group then."""
+        answer_A = getattr(packed_seq_params, "answer_A", None)
+        if self.post_process and answer_A is not None:
+            if self._gathers:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            hidden_states = hidden_states.index_select(0, answer_A)
+        return super()._postprocess(hidden_states, *arguments, packed_seq_params=packed_seq_params, **options)
 
 
 def with_precision(chunks: list[GPTModel], config: TransformerConfig) -> list[MegatronModule]:

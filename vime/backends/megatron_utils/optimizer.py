@@ -65,7 +65,15 @@ class PolicyOptimizer:
             self.chunks,
             use_gloo_process_groups=False,
         )
+        self._fuse()
         self.scheduler = self._make_scheduler(total_steps)
+
+    def _fuse(self) -> None:
+        """One pass over weights and moments a step where megatron found neither Apex nor Transformer Engine and took
+        torch's AdamW, which would make a dozen."""
+        for group in self.megatron.param_groups:
+            if "fused" in group:  # torch's
+                group["fused"] = True
 
     @property
     def _min_lr(self) -> float:
@@ -145,7 +153,8 @@ class PolicyOptimizer:
         return self.megatron.chained_optimizers if hasattr(self.megatron, "chained_optimizers") else [self.megatron]
 
     def adopt_flags(self) -> None:
-        """After a checkpoint was loaded: the rates of this command win over those that its groups carry."""
+        """After a checkpoint was loaded: the settings of this command win over those that its groups carry."""
+        self._fuse()
         for group in self.megatron.param_groups:
             group["max_lr"], group["min_lr"] = self._settings.lr, self._min_lr
             group["betas"], group["eps"] = (

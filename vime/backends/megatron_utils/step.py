@@ -1,7 +1,7 @@
 """Forward and backward over packed micro-batches through megatron's schedules (with or without a pipeline).
 
-T: packed tokens of a micro-batch, L: those of this context-parallel rank (all T without), V: vocabulary columns of this
-tensor-parallel rank, R: response tokens of a row.
+T: packed tokens of a micro-batch, L: those of this context-parallel rank (all T without), A: those of L that predict a
+response token, V: vocabulary columns of this tensor-parallel rank, R: response tokens of a row.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def forward_backward(
     """
     scale = len(packs) * parallel_state.get_data_parallel_world_size()
 
-    def on_logits(logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None) -> tuple[Tensor, Tensor]:
-        loss, statistics_S = loss_function(*_token_values(logits_1LV, batch, cut, sampling), batch)
+    def on_logits(logits_1AV: Tensor, part: BatchPart) -> tuple[Tensor, Tensor]:
+        loss, statistics_S = loss_function(*_token_values(logits_1AV, part, sampling), part.batch)
         return loss * scale, statistics_S.detach()
 
-    return _run(chunks, packs, on_logits, forward_only=False)
+    return _run(chunks, packs, on_logits, forward_only=False, has_logits=sampling is not None)
 
 
 @torch.no_grad()
@@ -74,80 +74,110 @@ def forward_values(
     sampling: Sampling | None,
     rule: SamplingRule | None = None,
 ) -> list[Tensor]:
-    """log p of every label, or the return predicted there; [T] fp32 per pack on the last pipeline stage, else [].
-    `rule` replaces the run's way of sampling.
+    """log p of every response token (0 elsewhere), or the return predicted at each token; [T] fp32 per pack on the last
+    pipeline stage, else []. `rule` replaces the run's way of sampling.
 
     Collective over the model-parallel group of this data-parallel index.
     """
 
-    def on_logits(logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None) -> Tensor:
+    def on_logits(logits_1AV: Tensor, part: BatchPart) -> Tensor:
         if rule is not None:
-            return _log_probs_under(logits_1LV[0], batch, cut, sampling.vocab_size, rule)
-        return _token_values(logits_1LV, batch, cut, sampling)[0]
+            assert sampling is not None, "a value head samples nothing"
+            return _log_probs_under(logits_1AV.squeeze(0), part, sampling.vocab_size, rule)
+        return _token_values(logits_1AV, part, sampling)[0]
 
-    return _run(chunks, packs, on_logits, forward_only=True)
+    return _run(chunks, packs, on_logits, forward_only=True, has_logits=sampling is not None)
 
 
-def _token_values(
-    logits_1LV: Tensor, batch: PackedBatch, cut: ContextCut | None, sampling: Sampling | None
-) -> tuple[Tensor, Tensor]:
-    """(logp [T], entropy [T]) of the whole pack, from the logits of this rank's L tokens of it; (return [T], zeros)
-    from the one column of a value head."""
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """What of a pack this rank computes."""
+
+    batch: PackedBatch
+    cut: ContextCut | None
+    answer_A: Tensor | None  # of its L tokens, those that predict a response token; at least one, so that nothing is
+    # empty. None with a value head, which answers all
+
+    def part(self, values_T: Tensor) -> Tensor:
+        return values_T if self.cut is None else self.cut.part(values_T)
+
+
+def _batch_part(batch: PackedBatch, *, has_logits: bool) -> BatchPart:
+    device = batch.tokens_T.device
+    cut = context_cut(batch.cu_seqlens, device)
+    if not has_logits:
+        return BatchPart(batch, cut, None)
+    is_answer_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    for positions in batch.row_slices:
+        is_answer_T[positions] = True
+    is_answer_L = is_answer_T if cut is None else is_answer_T[cut.here_L.cpu()]
+    answer_A = is_answer_L.nonzero().squeeze(1)
+    return BatchPart(batch, cut, (answer_A if len(answer_A) else torch.zeros(1, dtype=torch.int64)).to(device))
+
+
+def _token_values(logits_1AV: Tensor, part: BatchPart, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
+    """(logp [T], entropy [T]) of the whole pack, from the logits of this rank's part of it; 0 where no response token
+    is predicted. The logits are used up. (return [T], zeros) from the one column of a value head."""
     if sampling is None:
-        value_NL = logits_1LV[..., 0].float()
-        value_T = value_NL[0] if cut is None else cut.whole(value_NL)[0]
+        value_NL = logits_1AV[..., 0].float()
+        value_T = value_NL[0] if part.cut is None else part.cut.whole(value_NL)[0]
         return value_T, torch.zeros_like(value_T)
-    values = logprobs_and_entropy(
-        logits_1LV[0],
-        batch.labels_T if cut is None else cut.part(batch.labels_T),
+    assert part.answer_A is not None
+    labels_L = part.part(part.batch.labels_T)
+    values_A = logprobs_and_entropy(
+        logits_1AV.squeeze(0),  # a view back and forth; indexing would make a gradient of zeros first
+        labels_L[part.answer_A],
         group=parallel_state.get_tensor_model_parallel_group(),
         vocab_size=sampling.vocab_size,
         temperature=sampling.temperature,
+        overwrite=True,
     )
-    if cut is None:
-        return values
-    logp_T, entropy_T = cut.whole(torch.stack(values)).unbind()
+    # one by one: without an entropy term in the loss no gradient of the entropy is asked for
+    logp_L, entropy_L = (
+        value_A.new_zeros(labels_L.shape).index_copy(0, part.answer_A, value_A) for value_A in values_A
+    )
+    if part.cut is None:
+        return logp_L, entropy_L
+    logp_T, entropy_T = part.cut.whole(torch.stack([logp_L, entropy_L])).unbind()
     return logp_T, entropy_T
 
 
-def _log_probs_under(
-    logits_LV: Tensor, batch: PackedBatch, cut: ContextCut | None, vocab_size: int, rule: SamplingRule
-) -> Tensor:
+def _log_probs_under(logits_AV: Tensor, part: BatchPart, vocab_size: int, rule: SamplingRule) -> Tensor:
     """[T] of the whole pack. Truncation looks at the whole vocabulary, so it is gathered, a few tokens at a time."""
+    assert part.answer_A is not None
     group = parallel_state.get_tensor_model_parallel_group()
-    labels_L = batch.labels_T if cut is None else cut.part(batch.labels_T)
+    labels_L = part.part(part.batch.labels_T)
 
     def whole(part_CV: Tensor) -> Tensor:
         columns = [torch.empty_like(part_CV) for _ in range(group.size())]
         dist.all_gather(columns, part_CV.contiguous(), group=group)
         return torch.cat(columns, dim=-1)[:, :vocab_size]
 
-    logp_L = torch.cat(
+    logp_A = torch.cat(
         [
             log_probs_under(whole(part_CV), label_C, rule)
-            for part_CV, label_C in zip(logits_LV.split(CHUNK), labels_L.split(CHUNK), strict=True)
+            for part_CV, label_C in zip(logits_AV.split(CHUNK), labels_L[part.answer_A].split(CHUNK), strict=True)
         ]
     )
-    return logp_L if cut is None else cut.whole(logp_L.unsqueeze(0))[0]
+    logp_L = logp_A.new_zeros(labels_L.shape).index_copy(0, part.answer_A, logp_A)
+    return logp_L if part.cut is None else part.cut.whole(logp_L.unsqueeze(0))[0]
 
 
 def _run(
     chunks: Sequence[MegatronModule],
     packs: Sequence[PackedBatch],
-    on_logits: Callable[[Tensor, PackedBatch, ContextCut | None], object],
+    on_logits: Callable[[Tensor, BatchPart], object],
     *,
     forward_only: bool,
+    has_logits: bool,
 ) -> list[Tensor]:
     """Drive megatron's schedule; answers what `on_logits` said (its second value when training), per pack."""
 
     def forward_step(iterator: Iterator[PackedBatch], model: MegatronModule) -> tuple[Tensor, Callable[..., object]]:
-        batch = next(iterator)
-        cut = context_cut(batch.cu_seqlens, batch.tokens_T.device)
-        tokens, positions = batch.tokens_T, batch.position_T
-        if cut is not None:
-            tokens, positions = cut.part(tokens), cut.part(positions)
-        output = model(tokens.unsqueeze(0), positions.unsqueeze(0), None, packed_seq_params=packed_params(batch, cut))
-        return output, lambda logits_1LV, non_loss_data=False: on_logits(logits_1LV, batch, cut)  # noqa: ARG005  megatron names it
+        part = _batch_part(next(iterator), has_logits=has_logits)
+        tokens_L, positions_L = part.part(part.batch.tokens_T), part.part(part.batch.position_T)
+        output = model(tokens_L.unsqueeze(0), positions_L.unsqueeze(0), None, packed_seq_params=packed_params(part))
+        return output, lambda logits_1AV, non_loss_data=False: on_logits(logits_1AV, part)  # noqa: ARG005  megatron names it
 
     for chunk in chunks:
         chunk.train(not forward_only)
@@ -164,9 +194,10 @@ def _run(
     )
 
 
-def packed_params(batch: PackedBatch, cut: ContextCut | None) -> PackedSeqParams:
+def packed_params(part: BatchPart) -> PackedSeqParams:
     """megatron's description of a pack, of whole sequences under context parallelism too. `max_seqlen` is the longest
     sequence: with the total, rotary positions would run on from one sequence into the next."""
+    batch = part.batch
     starts = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.tokens_T.device)
     params = PackedSeqParams(
         qkv_format="thd",
@@ -176,7 +207,8 @@ def packed_params(batch: PackedBatch, cut: ContextCut | None) -> PackedSeqParams
         max_seqlen_kv=batch.max_seqlen,
     )
     params.cu_seqlens_host = batch.cu_seqlens  # type: ignore[attr-defined] # python ints for PackedAttention
-    params.context_cut = cut  # type: ignore[attr-defined]
+    params.context_cut = part.cut  # type: ignore[attr-defined]
+    params.answer_A = part.answer_A  # type: ignore[attr-defined] # for AnswerModel
     experts_TW = batch.routed_experts_TW
-    params.routed_experts = experts_TW if experts_TW is None or cut is None else cut.part(experts_TW)  # type: ignore[attr-defined] # for ReplayLayer
+    params.routed_experts = None if experts_TW is None else part.part(experts_TW)  # type: ignore[attr-defined] # for ReplayLayer
     return params

@@ -1,0 +1,26 @@
+"""Weights from one GPU to another over NCCL, as trainer and engine do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.dist_launch import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a process: two of them"),
+]
+
+
+def test_what_the_engine_received_over_nccl_has_the_hash_of_what_was_sent(tmp_path: Path) -> None:
+    sent, received = launch(
+        "tests.helpers.broadcast_pair:run",
+        world_size=2,
+        directory=tmp_path,
+        arguments={"backend": "nccl"},
+        deadline_s=120,
+    )
+    assert sent == received != ""

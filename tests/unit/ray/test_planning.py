@@ -1,0 +1,95 @@
+"""From flags and rows to a plan, its work and its metrics."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rows import make_row
+from vime.batching.flops import RoundWork, forward_flops, train_flops
+from vime.config.hf_config import read_model_shape
+from vime.config.parse import Config
+from vime.ray.planning import RoundPlanner
+from vime.types import TrainRow
+
+SHAPE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "hidden_size": 4,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 2,
+    "vocab_size": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def config_of(directory: Path, **flags: object) -> Config:
+    (directory / "config.json").write_text(json.dumps(SHAPE))
+    defaults = {"hf_checkpoint": str(directory), "device": "cpu", "actor_num_gpus_per_node": 2}
+    return Config().replace(**{**defaults, **flags})
+
+
+def rows_of(*lengths: int) -> list[TrainRow]:
+    return [make_row(index, prompt=[1], response=[2] * (length - 1)) for index, length in enumerate(lengths)]
+
+
+LENGTHS = (100, 50, 50, 50, 50, 40, 30, 30)
+"""Four rows a rank. By length the longest meets 50, 40 and 30; were work the square of the length, it would meet 40, 30
+and 30, because 50 x 50 x 4 is as much as 100 x 100."""
+
+
+def test_without_balance_ranks_get_consecutive_rows_and_the_imbalance_is_said(tmp_path: Path) -> None:
+    planned = RoundPlanner(config_of(tmp_path)).plan(0, rows_of(30, 10, 10, 10))
+    # 40 and 20 tokens: 40 / 30 - 1
+    assert planned.metrics["perf/dp_imbalance_tokens"] == pytest.approx(1 / 3)
+    assert planned.metrics["perf/padding_waste"] == 0
+    assert planned.metrics["perf/dp_imbalance_flops"] > 1 / 3  # the long row is quadratic
+
+
+def test_balance_by_flops_weighs_a_long_row_more_than_balance_by_length(tmp_path: Path) -> None:
+    by_length = RoundPlanner(config_of(tmp_path, balance_data=True)).plan(0, rows_of(*LENGTHS)).metrics
+    by_flops = RoundPlanner(config_of(tmp_path, balance_data=True, balance_data_by="flops"))
+    planned = by_flops.plan(0, rows_of(*LENGTHS))
+    assert planned.metrics["perf/dp_imbalance_flops"] < by_length["perf/dp_imbalance_flops"]
+    assert planned.plan.rows_of(0) == (0, 5, 6, 7)
+
+
+def test_a_row_over_the_limit_is_warned_of_once_and_stands_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, use_dynamic_batch_size=True, max_tokens_per_gpu=20, actor_num_gpus_per_node=1)
+    planner = RoundPlanner(config)
+    with caplog.at_level(logging.WARNING):
+        first = planner.plan(0, rows_of(30, 5))
+        planner.plan(1, rows_of(40, 5))
+    assert first.plan.steps[0].micro_batches == (((0,), (1,)),)
+    [record] = caplog.records
+    assert "row 0 has 30 tokens, over the 20" in record.getMessage()
+    assert "may need more memory" in record.getMessage()
+
+
+def test_work_counts_the_passes_that_the_algorithm_asks_for(tmp_path: Path) -> None:
+    rows = rows_of(9, 5)
+    plain = RoundPlanner(config_of(tmp_path)).plan(0, rows).work
+    shape = read_model_shape(str(tmp_path))
+    train = sum(train_flops(shape, row.total_length, row.response_length) for row in rows)
+    forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
+    assert (plain.num_tokens, plain.model_flops, plain.executed_flops) == (14, train, train)
+    # a KL term: the reference once forward. Two steps: the old policy too
+    with_kl = RoundPlanner(config_of(tmp_path, use_kl_loss=True)).plan(0, rows).work
+    assert with_kl.model_flops == train + forward
+    two_steps = config_of(tmp_path, use_kl_loss=True, global_batch_size=1, actor_num_gpus_per_node=1)
+    assert RoundPlanner(two_steps).plan(0, rows).work.model_flops == train + 2 * forward
+
+
+def test_rates_by_hand() -> None:
+    # 2 ranks, 4 s: 8e15 executed FLOPs are 1000 TFLOP/s a rank, over its peak of 989; model FLOPs are half of them
+    work = RoundWork(num_tokens=400, model_flops=4 * 10**15, executed_flops=8 * 10**15)
+    rates = work.rates(4.0, num_ranks=2, device_name="NVIDIA H200", bf16=True)
+    assert rates["perf/train_tokens_per_sec"] == 100
+    assert rates["perf/train_tflops"] == pytest.approx(1000)
+    assert rates["perf/hfu"] == pytest.approx(1000 / 989)
+    assert rates["perf/mfu"] == pytest.approx(500 / 989)
+    assert "perf/mfu" not in work.rates(4.0, num_ranks=2, device_name="cpu", bf16=False)

@@ -1,0 +1,98 @@
+"""The plan of a round from the flags of a run, and how much work it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vime.batching.flops import RoundWork, executed_flops, forward_flops, layer_flops, train_flops
+from vime.batching.measure import plan_metrics
+from vime.batching.plan import plan_round
+from vime.config.hf_config import ModelShape, read_model_shape
+from vime.config.parse import Config
+from vime.ray.cluster import num_trainer_ranks
+from vime.training.columns import needs_old_log_prob
+from vime.training.roles import needed_roles
+from vime.types import Role, RoundPlan, TrainRow
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRound:
+    plan: RoundPlan
+    work: RoundWork
+    metrics: dict[str, float]
+
+
+class RoundPlanner:
+    """Owned by the RolloutManager."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._has_warned = False
+
+    @cached_property
+    def _shape(self) -> ModelShape:
+        return read_model_shape(self._config.model.hf_checkpoint)
+
+    def plan(self, rollout_id: int, rows: Sequence[TrainRow]) -> PlannedRound:
+        batch, parallel = self._config.batch, self._config.parallel
+        lengths = [row.total_length for row in rows]
+        loads = {
+            "tokens": lengths,
+            "flops": [train_flops(self._shape, row.total_length, row.response_length) for row in rows],
+        }
+        balance_by = {"length": "tokens", "flops": "flops"}[batch.balance_data_by]
+        max_tokens = (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size
+        if batch.use_dynamic_batch_size:
+            self._warn_if_long(rollout_id, lengths, max_tokens)
+        plan = plan_round(
+            rollout_id,
+            lengths,
+            [row.num_trainable for row in rows],
+            dp_size=num_trainer_ranks(self._config) // parallel.ranks_per_replica,
+            samples_per_step=batch.global_batch_size or len(rows),
+            micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
+            max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
+            loads=loads[balance_by] if batch.balance_data else None,
+            micro_batch_multiple=parallel.micro_batch_multiple,
+        )
+        metrics = plan_metrics(
+            plan, lengths, loads, pack_multiple=parallel.pack_multiple, sequence_multiple=parallel.sequence_multiple
+        )
+        return PlannedRound(plan=plan, work=round_work(self._config, self._shape, plan, rows), metrics=metrics)
+
+    def _warn_if_long(self, rollout_id: int, lengths: Sequence[int], max_tokens: int) -> None:
+        longest = max(range(len(lengths)), key=lambda row: lengths[row], default=None)
+        if self._has_warned or longest is None or lengths[longest] <= max_tokens:
+            return
+        self._has_warned = True
+        logger.warning(
+            "round %d: row %d has %d tokens, over the %d of one micro-batch (--max-tokens-per-gpu x "
+            "--context-parallel-size); it gets a micro-batch of its own, as will others, and that may need more memory "
+            "than the limit was chosen for. Raise the flag, or lower --rollout-max-response-len.",
+            rollout_id,
+            longest,
+            lengths[longest],
+            max_tokens,
+        )
+
+
+def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: Sequence[TrainRow]) -> RoundWork:
+    """The policy learns; the old policy and the reference are run forward where the algorithm asks for them; a critic
+    is run forward and learns. Models of other roles are counted as if they had the policy's shape."""
+    roles = needed_roles(config)
+    num_forward = int(needs_old_log_prob(plan, config.algo)) + int(Role.REFERENCE in roles)
+    recompute = config.parallel.recompute_granularity
+    model = executed = 0
+    for row in rows:
+        size = (row.total_length, row.response_length)
+        others = num_forward * forward_flops(shape, *size)
+        if Role.CRITIC in roles:  # no vocabulary
+            others += 4 * layer_flops(shape, row.total_length)
+        model += train_flops(shape, *size) + others
+        executed += executed_flops(shape, *size, recompute=recompute) + others
+    return RoundWork(num_tokens=sum(row.total_length for row in rows), model_flops=model, executed_flops=executed)
