@@ -28,7 +28,13 @@ def experts(num_tokens: int, first: int = 0) -> np.ndarray:
 @pytest.fixture
 def args(tmp_path: Path) -> Any:
     shape = {"model_type": "qwen3_moe", "num_hidden_layers": LAYERS, "num_attention_heads": 1, "intermediate_size": 8}
-    moe = {"max_position_embeddings": 64, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    moe = {
+        "max_position_embeddings": 64,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "hidden_size": 8,
+        "vocab_size": 9,
+    }
     (tmp_path / "config.json").write_text(json.dumps(shape | moe))
     return SimpleNamespace(hf_checkpoint=str(tmp_path))
 
