@@ -48,6 +48,9 @@ def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp
         assert metrics[rollout_id]["train/train_rollout_logprob_abs_diff"] < 1e-5
         assert metrics[rollout_id]["transferqueue/sample_staleness/max"] == 0
         assert metrics[rollout_id]["train/grad_norm"] > 0
+        rates = ("perf/train_tokens_per_sec", "perf/train_tflops", "perf/peak_memory")
+        assert all(metrics[rollout_id][name] > 0 for name in rates)
+        assert metrics[rollout_id]["perf/padding_waste"] == metrics[rollout_id]["perf/dp_imbalance_flops"] == 0
     hashes = finished.confirmed_hashes()
     assert len(hashes) == ROUNDS + 1  # the initial weights, then one version a round
     assert len(set(hashes)) == ROUNDS + 1
