@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.test_megatron_nccl import IMPLEMENTATIONS, run_on_gpu
 
+from tests.helpers.gpu_rank import IMPLEMENTATIONS, run_on_gpu
 from tests.helpers.megatron_models import make_model
 from vime.batching.flops import peak_tflops
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.dist_launch import launch
+from tests.helpers.gpu_rank import NEEDS_TE, run_on_gpu
 from tests.helpers.megatron_cases import grpo_flags
 from tests.helpers.megatron_models import make_model, make_plan, make_rows
-from tests.helpers.megatron_worker import Case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,28 +19,8 @@ pytestmark = [
 ENGINES = [
     pytest.param({"transformer_impl": "local"}, id="megatron-local"),
     pytest.param({"train_backend": "fsdp"}, id="fsdp"),
-    pytest.param(
-        {"transformer_impl": "transformer_engine"},
-        id="megatron-transformer_engine",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
-        ),
-    ),
+    pytest.param({"transformer_impl": "transformer_engine"}, id="megatron-transformer_engine", marks=NEEDS_TE),
 ]
-
-
-def run_on_gpu(directory: Path, do: str, *, flags: dict[str, Any], **arguments: Any) -> Any:
-    case = Case(
-        name="gpu", do=do, flags={"device": "cuda", "distributed_backend": "nccl", **flags}, arguments=arguments
-    )
-    [answer] = launch(
-        "tests.helpers.megatron_worker:run",
-        world_size=1,
-        directory=directory,
-        arguments={"cases": [case]},
-        deadline_s=240,
-    )
-    return answer["gpu"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -75,7 +52,7 @@ def test_a_grpo_round_on_the_gpu_equals_plain_torch(tmp_path: Path, engine: dict
 
 
 @pytest.mark.parametrize("engine", [{"use_distributed_optimizer": True}, {"train_backend": "fsdp"}])
-def test_bf16_with_cut_optimizer_state_resumes_bit_equal(tmp_path: Path, engine: dict[str, Any]) -> None:
+def test_bf16_with_cut_optimizer_state_resumes_bit_equal(tmp_path: Path, engine: dict[str, str]) -> None:
     model = make_model("qwen3", tmp_path / "model")
     flags = {"hf_checkpoint": str(model), "bf16": True, **engine}
     answer = run_on_gpu(tmp_path / "launch", "resumed", flags=flags, directory=tmp_path / "checkpoint")
