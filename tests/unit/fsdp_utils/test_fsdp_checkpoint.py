@@ -73,7 +73,7 @@ def test_another_format_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_
     [
         (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
         (dist.DistBackendError("peer"), dist.DistBackendError, "peer"),
-        (RuntimeError("Connection closed by peer"), CheckpointError, "before giving the checkpoint up"),
+        (RuntimeError("Connection closed by peer"), CheckpointError, "read the log of each trainer rank first"),
         (KeyError("exp_avg.weight"), CheckpointError, "remove it to start from --hf-checkpoint"),
     ],
 )

@@ -119,17 +119,12 @@ def _unreadable(directory: Path, error: Exception) -> CheckpointError:
     """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
     checkpoint for it."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    advice = "point --load to one, or remove it to start from --hf-checkpoint."
     if any(isinstance(cause, RuntimeError) for cause in causes):
-        advice = (
-            "A damaged file and a rank that lacks memory or a peer look alike here: read the log of each trainer rank "
-            "before giving the checkpoint up."
-        )
-    else:
-        advice = (
-            "Expected a complete checkpoint of this model; point --load to one, or remove it to start from "
-            "--hf-checkpoint."
-        )
-    return CheckpointError(f"--load {directory}: cannot be read: {_reason(error)}. {advice}")
+        advice = "but a rank without memory or a lost peer ends like this too: read the log of each trainer rank first."
+    return CheckpointError(
+        f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this model; {advice}"
+    )
 
 
 def _metadata() -> dict[str, Any]:
