@@ -167,26 +167,37 @@ def forward(bench: Bench, anchor: str) -> dict[str, Any]:
         for batch, logps in zip(numbers, under, strict=bool(under))
         for row, logp_R in zip(batch, logps, strict=True)
     }
-    answer["refusals"] = _refusals_of_a_frozen_engine(engines["frozen"], backend, rows)
+    answer["accepted"] = _accepted_learning(engines["frozen"], backend, rows)
     backend.close()
     return answer
 
 
-def _refusals_of_a_frozen_engine(engine: TrainEngine, backend: TrainBackend, rows: list[TrainRow]) -> dict[str, bool]:
+def _accepted_learning(engine: TrainEngine, backend: TrainBackend, rows: list[TrainRow]) -> list[str]:
+    """What the engine, which must not learn now, does not refuse."""
     [step] = make_plan(rows, dp_size=backend.place.dp_size).steps
-    return {
-        "accumulate": refuses(lambda: take_step(engine, backend, step, rows)),
-        "apply_gradients": refuses(engine.apply_gradients),
-        "save": refuses(lambda: engine.save(Path("never"))),
-        "learning_rate": refuses(lambda: engine.learning_rate),
+    calls: dict[str, Callable[[], Any]] = {
+        "accumulate": lambda: take_step(engine, backend, step, rows),
+        "apply_gradients": engine.apply_gradients,
+        "finish_round": engine.finish_round,
+        "learning_rate": lambda: engine.learning_rate,
+        "save": lambda: engine.save(Path("never")),
+        "load": lambda: engine.load(Path("never")),
     }
+    return [name for name, call in calls.items() if not refuses(call)]
+
+
+def _accepted_asleep(engine: TrainEngine, backend: TrainBackend, rows: list[TrainRow]) -> list[str]:
+    """What the sleeping engine does not refuse."""
+    calls = {"forward": lambda: engine.forward([rows[:1]]), "export_weights": lambda: list(engine.export_weights())}
+    return _accepted_learning(engine, backend, rows) + [name for name, call in calls.items() if not refuses(call)]
 
 
 def refuses(call: Callable[[], Any]) -> bool:
+    """Because of the engine's state, not because the arguments are no good."""
     try:
         call()
-    except VimeError:
-        return True
+    except VimeError as error:
+        return "is frozen" in str(error) or "sleeps" in str(error)
     return False
 
 
@@ -266,7 +277,7 @@ def interrupted(bench: Bench, directory: Path) -> dict[str, Any]:
         for sleeper in (engine, anchor):
             sleeper.sleep()
             sleeper.sleep()  # a second call does nothing
-            answer[f"asleep-{sleeper is anchor}"] = refuses(lambda: sleeper.forward([rows[:1]]))  # noqa: B023  called at once
+            answer[f"asleep-{sleeper is anchor}"] = _accepted_asleep(sleeper, backend, rows)
             sleeper.wake_up()
         return engine
 

@@ -12,7 +12,7 @@ from tests.helpers.engine_contract import build, take_step
 from tests.helpers.megatron_cases import grpo_flags
 from tests.helpers.megatron_models import EXPERTS, SHAPE, make_plan, make_rows
 from tests.helpers.megatron_worker import Bench, Case
-from vime.types import VimeError
+from vime.types import Role, VimeError
 
 WINDOW = 6  # most rows are longer
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -72,10 +72,10 @@ def unreadable(bench: Bench, directory: Path) -> str:
     return error
 
 
-def refused(bench: Bench) -> str:
+def refused(bench: Bench, role: Role = Role.ACTOR) -> str:
     """Why an engine cannot be built."""
     _, backend = bench.backend()
-    error = _error_of(lambda: build(bench, backend))
+    error = _error_of(lambda: build(bench, backend, role))
     backend.close()
     return error
 
@@ -129,5 +129,9 @@ def fsdp_cases(models: Path, work: Path) -> list[Case]:
         case("recurrent", f"{here}:refused", 2, {"hf_checkpoint": str(models / "mamba")}),
         case("mixed", f"{here}:refused", 2, {"hf_checkpoint": str(models / "mixed")}),
         case("encoder", f"{here}:refused", 2, {"hf_checkpoint": str(models / "t5")}),
+        *(
+            case(name, f"{here}:refused", 2, {"hf_checkpoint": str(models / name)}, role=Role.CRITIC)
+            for name in ("two-labels", "broken-file")
+        ),
     ]
     return cases

@@ -208,6 +208,7 @@ def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> li
             )
         ),
         case("background-failure", "failed_in_background", 2, directory=work / "failure"),
+        case("resume-from-cuda", "loaded_from_cuda", directory=work / "from-cuda"),
         case("resume-cp2-overlap", "resumed", 2, {**decay, **CP2, **OVERLAP}, directory=work / "resume-cp2"),
         case("missing-checkpoint", "failed", 2, method="load", argument=work / "nowhere"),
         case("save-below-a-file", "failed", 2, method="save", argument=models / "qwen2" / "config.json" / "below"),

@@ -330,6 +330,30 @@ def failed_handoff(bench: Bench) -> dict[str, Any]:
     return answer
 
 
+def loaded_from_cuda(bench: Bench, directory: Path) -> dict[str, Any]:
+    """What a checkpoint restores whose random states are those of another kind of device."""
+    trainer = bench.trainer()
+    rows = make_rows()
+    trainer.train_round(make_plan(rows, dp_size=trainer.place.dp_size), dict(enumerate(rows)))
+    torch.rand(1)
+    trainer.save(directory)
+    saved = weights_hash(trainer.actor)
+    trainer.backend.close()
+    common = torch.load(directory / "common.pt", weights_only=False)
+    common["layout"]["device"] = "cuda"
+    torch.save(common, directory / "common.pt")
+    trainer = bench.trainer()
+    seeded = torch.get_rng_state()
+    trainer.load(directory)
+    answer = {
+        "is_seeded": torch.equal(torch.get_rng_state(), seeded),
+        "saved": saved,
+        "loaded": weights_hash(trainer.actor),
+    }
+    trainer.backend.close()
+    return answer
+
+
 def failed_load(bench: Bench, directory: Path, truncate: str | None = None, **flags: Any) -> dict[str, Any]:
     """The error of loading a checkpoint after its files that match `truncate` were cut in half, or with other flags."""
     trainer = bench.trainer()

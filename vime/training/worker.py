@@ -69,6 +69,7 @@ class TrainWorker:
     ) -> dict[str, float]:
         """Every optimizer step of the models that learn here; metrics are the same on every rank. `judge`: how far
         trainer and engine may differ (empty: measured, not judged)."""
+        check_delivered(plan, rows, dp_rank=self.place.dp_rank)
         metrics = {
             "train/num_tokens": float(sum(step.num_tokens for step in plan.steps)),
             "train/num_samples": float(sum(step.num_samples for step in plan.steps)),
@@ -84,10 +85,10 @@ class TrainWorker:
         """Every column that the losses read besides those of the rows: forward passes of the roles played here over the
         whole round, what other workers computed (`given`), then what is made of them. Where the policy is played."""
         algo, place = self._config.algo, self.place
-        check_delivered(plan, rows, dp_rank=place.dp_rank)
+        computed = self.forward_columns(plan, rows)
         mine = plan.rows_of(place.dp_rank) if place.holds_tokens else ()
         others = {name: {row: column[row] for row in mine} for name, column in (given or {}).items()}
-        columns = {**others, **self.forward_columns(plan, rows)}
+        columns = {**others, **computed}
         if needs_old_log_prob(plan, algo, policy_moves=policy_moves(plan, self._config)):
             columns[OLD_LOGP] = self.compute_log_prob(plan, rows)
         advantages = advantage_columns(plan, rows, columns, algo=algo, place=place, device=self.backend.device)
@@ -95,6 +96,7 @@ class TrainWorker:
 
     def forward_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> Columns:
         """The column of each role played here beside the policy: what a worker without the policy has to give."""
+        check_delivered(plan, rows, dp_rank=self.place.dp_rank)
         return {
             name: forward_column(self.engines[role], plan, rows, dp_rank=self.place.dp_rank)
             for role, name in COLUMN_OF.items()

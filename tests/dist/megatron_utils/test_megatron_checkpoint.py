@@ -52,6 +52,12 @@ def test_a_checkpoint_loads_in_another_layout(answers: Answers, case: str) -> No
             torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=2e-6, msg=name)
 
 
+def test_random_states_of_another_kind_of_device_are_left_as_seeded(answers: Answers) -> None:
+    [rank] = answers("resume-from-cuda")
+    assert rank["loaded"] == rank["saved"]
+    assert rank["is_seeded"]
+
+
 def test_a_rank_that_cannot_write_is_heard_on_all_ranks_and_training_goes_on(answers: Answers) -> None:
     ranks = answers("background-failure")
     for rank in ranks:

@@ -1,7 +1,8 @@
 """Training state on disk through torch.distributed.checkpoint: model, optimizer, schedule, random states.
 
-Tensors are stored whole by name, so another number of ranks may load what one number saved (random states are then left
-as seeded, because they belong to ranks). Data cursor, versions and the atomic rename belong to the caller.
+Tensors are stored whole by name, so another number of ranks, or another kind of device, may load what one saved (random
+states are then left as seeded, because they belong to ranks and their generators). Data cursor, versions and the atomic
+rename belong to the caller.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from vime.backends.fsdp_utils.optimizer import ShardOptimizer
 from vime.types import CheckpointError
 
 logger = logging.getLogger(__name__)
-FORMAT = "fsdp 1"
+FORMAT = "fsdp 2"
 FAILURES = (OSError, CheckpointException, KeyError, ValueError, RuntimeError, EOFError)
 
 
 def save(directory: Path, model: nn.Module, optimizer: ShardOptimizer, *, with_optimizer: bool) -> None:
     """Write DIRECTORY, which must be new or empty; complete on return. Collective over all ranks."""
-    common = {"format": FORMAT, "with_optimizer": with_optimizer, "ranks": dist.get_world_size()}
+    common = {"format": FORMAT, "with_optimizer": with_optimizer, **_layout()}
     state: dict[str, Any] = {"common": common, "model": distinct_tensors(model)}
     if with_optimizer:
         state["optimizer"] = optimizer.state_dict()
@@ -49,23 +50,27 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
 
     A checkpoint written with --no-save-optim restores the weights only: moments start at zero, the schedule at step 0.
     """
-    rank, ranks = str(dist.get_rank()), dist.get_world_size()
+    rank, layout = str(dist.get_rank()), _layout()
     try:
-        head: dict[str, Any] = {"common": {"format": None, "with_optimizer": None, "ranks": None}}
-        dcp.load(head, checkpoint_id=directory)
-        common = head["common"]
+        written = _read_common(directory, "format")["format"]
+        if written != FORMAT:
+            raise CheckpointError(
+                f"--load {directory}: format {written!r}, expected {FORMAT!r}: another program wrote it. Point --load "
+                "to a checkpoint of this one."
+            )
+        common = _read_common(directory, "with_optimizer", *layout)
         state: dict[str, Any] = {"model": distinct_tensors(model)}
-        has_random = common["with_optimizer"] and common["ranks"] == ranks
+        same_layout = all(common[name] == value for name, value in layout.items())
+        has_random = common["with_optimizer"] and same_layout
         if common["with_optimizer"]:
             state["optimizer"] = optimizer.state_dict()
         if has_random:
             state["random"] = {rank: _random_state()}
         dcp.load(state, checkpoint_id=directory)
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except FAILURES as error:
-        raise CheckpointError(
-            f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this model by "
-            "--train-backend fsdp; point --load to one, or remove it to start from --hf-checkpoint."
-        ) from error
+        raise _unreadable(directory, error) from error
     if not common["with_optimizer"]:
         logger.warning("%s holds no optimizer state (--no-save-optim): moments and schedule start anew", directory)
         return
@@ -73,8 +78,33 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
     if has_random:
         _set_random_state(state["random"][rank])
     else:
-        written = common["ranks"]
-        logger.warning("%s was written by %d ranks, not %d: random states stay as seeded", directory, written, ranks)
+        found = {name: common[name] for name in layout}
+        logger.warning("%s was written by %s, this run is %s: random states stay as seeded", directory, found, layout)
+
+
+def _layout() -> dict[str, Any]:
+    """What random states belong to: the ranks, and the kind of device, whose generators differ in state."""
+    return {"ranks": dist.get_world_size(), "device": "cuda" if torch.cuda.is_available() else "cpu"}
+
+
+def _read_common(directory: Path, *names: str) -> dict[str, Any]:
+    """Those entries of `common`. Collective over all ranks."""
+    head: dict[str, Any] = {"common": dict.fromkeys(names)}
+    dcp.load(head, checkpoint_id=directory)
+    return head["common"]
+
+
+def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+    """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
+    checkpoint for it."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    advice = "point --load to one, or remove it to start from --hf-checkpoint."
+    if any(isinstance(cause, RuntimeError) for cause in causes):
+        advice = "but a rank without memory or a lost peer ends like this too: read the log of each trainer rank first."
+    return CheckpointError(
+        f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this model by "
+        f"--train-backend fsdp; {advice}"
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -110,6 +110,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported like the others
         )
+        head = _read_value_head(spec, config.get_text_config().hidden_size) if spec.has_value_head else None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {one_line(error)}.") from error
     allowed = {VALUE_HEAD, "lm_head.weight"} if spec.has_value_head else set()
@@ -122,16 +123,21 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
             "that belong together."
         )
     weights = {**model.state_dict(), **dict(model.named_buffers())}
-    if spec.has_value_head:
-        weights[VALUE_HEAD] = _read_value_head(spec, config.get_text_config().hidden_size)
-    return weights
+    return weights if head is None else {**weights, VALUE_HEAD: head}
 
 
 def _read_value_head(spec: EngineSpec, hidden_size: int) -> Tensor:
     for path in sorted(Path(spec.checkpoint).expanduser().glob("*.safetensors")):
         with safe_open(str(path), "pt") as file:
             if VALUE_HEAD in file.keys():  # noqa: SIM118  not a dict
-                return file.get_tensor(VALUE_HEAD).float()
+                head = file.get_tensor(VALUE_HEAD).float()
+                if head.shape != (1, hidden_size):
+                    raise ConfigError(
+                        f"{spec.flag} {spec.checkpoint}: {VALUE_HEAD} is {tuple(head.shape)}, expected "
+                        f"{(1, hidden_size)}: a critic has one value a token. Use a reward model with one label, or a "
+                        "language model."
+                    )
+                return head
     return torch.zeros(1, hidden_size)
 
 

@@ -1,8 +1,9 @@
 """Training state on disk through megatron's distributed checkpoint (torch_dist): model, optimizer, schedule, RNG.
 
-The file layout does not depend on TP, PP, CP or DP: a checkpoint may be loaded in another layout (random states are
-then left as seeded, because they belong to ranks). Only the cut of experts (EP, expert-TP) must stay, because of the
-optimizer. Data cursor, versions and the atomic rename belong to the caller.
+The file layout does not depend on TP, PP, CP or DP: a checkpoint may be loaded in another layout or on another kind of
+device (random states are then left as seeded, because they belong to ranks and their generators). Only the cut of
+experts (EP, expert-TP) must stay, because of the optimizer. Data cursor, versions and the atomic rename belong to the
+caller.
 
 Repairs of megatron-core 0.16.1 with torch's AdamW (no Transformer Engine, no Apex) are marked REPAIR below. Each is
 needed wherever these packages are missing, and harmless elsewhere.
@@ -35,6 +36,7 @@ from vime.types import CheckpointError
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
+TORCH_ADAM = (torch.optim.AdamW, torch.optim.Adam)  # "step" beside the moments of each parameter, not in its group
 
 
 def save(
@@ -60,7 +62,7 @@ def save(
             filesystem_async._results_queue = queue.Queue()
         state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, content_metadata=_metadata())
-    except (OSError, CheckpointingException, CheckpointException) as error:
+    except (OSError, CheckpointingException, CheckpointException, KeyError) as error:
         raise unwritable(directory, _reason(error)) from error
     pending = PendingSave(directory, strategy, group)
     if in_background:
@@ -92,11 +94,10 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
             core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer and same_layout, is_loading=True
         )
         loaded = dist_checkpointing.load(state, str(directory))
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except (OSError, CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this "
-            "model; point --load to one, or remove it to start from --hf-checkpoint."
-        ) from error
+        raise _unreadable(directory, error) from error
     for index, chunk in enumerate(core):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     if not with_optimizer:
@@ -114,6 +115,18 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
         )
 
 
+def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+    """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
+    checkpoint for it."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    advice = "point --load to one, or remove it to start from --hf-checkpoint."
+    if any(isinstance(cause, RuntimeError) for cause in causes):
+        advice = "but a rank without memory or a lost peer ends like this too: read the log of each trainer rank first."
+    return CheckpointError(
+        f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this model; {advice}"
+    )
+
+
 def _metadata() -> dict[str, Any]:
     """REPAIR: a new dict for each call, because megatron stores a live process group in it.
 
@@ -126,8 +139,10 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _layout() -> dict[str, int]:
+def _layout() -> dict[str, Any]:
+    """What random states belong to: the cut of the ranks, and the kind of device, whose generators differ in state."""
     return {
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
@@ -138,7 +153,7 @@ def _layout() -> dict[str, int]:
     }
 
 
-def _refuse_other_experts(saved: dict[str, int], directory: Path, *, with_optimizer: bool) -> None:
+def _refuse_other_experts(saved: dict[str, Any], directory: Path, *, with_optimizer: bool) -> None:
     """megatron-core 0.16.1 keys optimizer state by expert rank: another number of ranks cannot put it together."""
     mine, saved = _layout(), {"expert": 1, "expert_tensor": 1, **saved}
     for name, flag in (("expert", "--expert-model-parallel-size"), ("expert_tensor", "--expert-tensor-parallel-size")):
@@ -174,18 +189,21 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = _keeping_step(part)  # type: ignore[method-assign]
-    _name_step_zero(state)
+    states = [state] if len(optimizer.parts) == 1 else [state[index] for index in range(len(optimizer.parts))]
+    for part, loaded in zip(optimizer.parts, states, strict=True):
+        if isinstance(part.optimizer, TORCH_ADAM):
+            _name_step_zero(loaded)
     optimizer.megatron.load_state_dict(state)
     for part in optimizer.parts:
-        if isinstance(part.optimizer, torch.optim.AdamW):
+        if isinstance(part.optimizer, TORCH_ADAM):
             for entry in part.optimizer.state.values():
                 # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each.
                 entry["step"] = entry["step"].clone() if "step" in entry else torch.tensor(0.0)
 
 
 def _name_step_zero(state: dict[str, Any]) -> None:
-    """REPAIR: megatron does not save a step of 0 and AdamW then fails to find one. A policy whose critic warms up alone
-    is at step 0 in the first checkpoints."""
+    """REPAIR: megatron does not save a step of 0 and torch's AdamW then fails to find one. A policy whose critic warms
+    up alone is at step 0 in the first checkpoints. Others have no such entry, and Transformer Engine's fails on one."""
     if "state" in state and "param_groups" in state:
         state["state"].setdefault("common_step", torch.tensor(0.0))
         return
@@ -210,10 +228,15 @@ def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, d
 
 
 def _prepare_states(optimizer: PolicyOptimizer) -> None:
-    """REPAIR: before the first step AdamW has no moments. megatron then saves none and cannot load what it saved, and
-    its distributed optimizer asserts that they are there. Zero moments at step 0 are what AdamW would start from."""
+    """REPAIR: before the first step Adam has no moments. megatron then saves none and cannot load what it saved, and
+    its distributed optimizer asserts that they are there. Zero moments at step 0 are what Adam would start from.
+
+    megatron's own function for this forgets the step of torch's AdamW, so that is made here."""
     for part in optimizer.parts:
-        if not isinstance(part.optimizer, torch.optim.AdamW):
+        if part.optimizer is None:  # no parameter of this kind on this rank
+            continue
+        if not isinstance(part.optimizer, TORCH_ADAM):
+            part.init_state_fn(part.optimizer, part.config)
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

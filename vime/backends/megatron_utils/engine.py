@@ -74,6 +74,7 @@ class MegatronEngine:
     def _learning(self) -> PolicyOptimizer:
         if self._optimizer is None:
             raise VimeError(f"the engine of role {self._role} is frozen: it has nothing to learn, save or load with.")
+        self._require_awake()
         return self._optimizer
 
     def _require_awake(self) -> None:
@@ -101,7 +102,6 @@ class MegatronEngine:
         columns: Sequence[Mapping[str, Sequence[Tensor]]],
         loss: PackLoss,
     ) -> list[Tensor]:
-        self._require_awake()
         self._learning.zero_grad()
         packs = [
             pack_rows(batch, multiple=self._packing.pad_multiple, extra=extra)
@@ -110,27 +110,25 @@ class MegatronEngine:
         return forward_backward(self._chunks, packs, self._sampling, loss)
 
     def apply_gradients(self) -> float:
-        self._require_awake()
         return self._learning.step()
 
     def finish_round(self) -> None:
         self._learning.finish_round()
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        self._require_awake()
+        optimizer = self._learning
         if self._checkpoint_group is None:
             self._checkpoint_group = checkpoint_group(self._config.cluster.distributed_timeout_minutes)
         return checkpoint.save(
             directory,
             self._core,
-            self._learning,
+            optimizer,
             with_optimizer=not self._config.model.no_save_optim,
             group=self._checkpoint_group,
             in_background=in_background,
         )
 
     def load(self, directory: Path) -> None:
-        self._require_awake()
         checkpoint.load(directory, self._core, self._learning)
 
     def sleep(self) -> None:
