@@ -37,8 +37,11 @@ class Stub:
     def release(self) -> None:
         self._released.set()
 
-    def save(self, _directory: str) -> None:
+    def save(self, _directory: str, _in_background: bool) -> None:
         assert not self._is_publishing
+
+    def finish_save(self, _deadline_s: float) -> None:
+        return None
 
     def train(self, *_) -> None:
         if self._rank == 1:
@@ -92,7 +95,7 @@ def test_ctrl_c_ends_the_wait_for_a_place(trainers) -> None:
 
 def test_a_rank_that_dies_in_a_round_ends_it_at_once(trainers) -> None:
     with pytest.raises(ClusterError, match="trainer ranks to train: trainer 1 died"):
-        trainers.train(0, None, 0)
+        trainers.train(0, None, 0, is_judged=False)
 
 
 def test_a_save_does_not_begin_beside_a_publish_that_was_given_up(trainers) -> None:
