@@ -94,7 +94,7 @@ def _read_common(directory: Path, *names: str) -> dict[str, Any]:
     return head["common"]
 
 
-def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+def _unreadable(directory: Path, error: BaseException) -> CheckpointError:
     """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
     checkpoint for it."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
