@@ -91,7 +91,8 @@ def _read_common(directory: Path, *names: str) -> dict[str, Any]:
     """Those entries of `common`. Collective over all ranks."""
     head: dict[str, Any] = {"common": dict.fromkeys(names)}
     dcp.load(head, checkpoint_id=directory)
-    return head["common"]
+    common: dict[str, Any] = head["common"]
+    return common
 
 
 def _unreadable(directory: Path, error: BaseException) -> CheckpointError:
