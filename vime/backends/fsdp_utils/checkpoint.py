@@ -91,10 +91,11 @@ def _read_common(directory: Path, *names: str) -> dict[str, Any]:
     """Those entries of `common`. Collective over all ranks."""
     head: dict[str, Any] = {"common": dict.fromkeys(names)}
     dcp.load(head, checkpoint_id=directory)
-    return head["common"]
+    common: dict[str, Any] = head["common"]
+    return common
 
 
-def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+def _unreadable(directory: Path, error: BaseException) -> CheckpointError:
     """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
     checkpoint for it."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]

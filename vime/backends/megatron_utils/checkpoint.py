@@ -115,7 +115,7 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
         )
 
 
-def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+def _unreadable(directory: Path, error: BaseException) -> CheckpointError:
     """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
     checkpoint for it."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
@@ -185,7 +185,7 @@ def _state(
     return state
 
 
-def _load_optimizer(optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: PolicyOptimizer, state: dict[Any, Any]) -> None:
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = _keeping_step(part)  # type: ignore[method-assign]
