@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from vime.backends.megatron_utils.checkpoint_writer import PendingSave, PlannedStrategy, describe, unwritable
@@ -196,9 +197,16 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: dict[Any, Any]) -> None:
     optimizer.megatron.load_state_dict(state)
     for part in optimizer.parts:
         if isinstance(part.optimizer, TORCH_ADAM):
-            for entry in part.optimizer.state.values():
-                # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each.
-                entry["step"] = entry["step"].clone() if "step" in entry else torch.tensor(0.0)
+            for group in part.optimizer.param_groups:
+                for parameter in filter(part.optimizer.state.__contains__, group["params"]):
+                    # REPAIR: after loading all parameters share ONE step tensor; AdamW would advance it once for each.
+                    entry = part.optimizer.state[parameter]
+                    entry["step"] = _step_of(parameter, group, entry.get("step", torch.tensor(0.0)))
+
+
+def _step_of(parameter: Tensor, group: dict[str, Any], step: Tensor) -> Tensor:
+    """Its own step count, where torch looks for it: beside the parameter for a fused kernel, else on the host."""
+    return step.detach().clone().to(parameter.device if group.get("fused") else "cpu")
 
 
 def _name_step_zero(state: dict[str, Any]) -> None:
@@ -242,7 +250,7 @@ def _prepare_states(optimizer: PolicyOptimizer) -> None:
             for parameter in group["params"]:
                 if not part.optimizer.state.get(parameter):
                     part.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
+                        "step": _step_of(parameter, group, torch.tensor(0.0)),
                         "exp_avg": torch.zeros_like(parameter.data),
                         "exp_avg_sq": torch.zeros_like(parameter.data),
                     }
