@@ -254,10 +254,7 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
             "how many positions the model has. Add --rollout-max-context-len TOKENS, prompt and answer together."
         )
     if positions and context > positions:
-        raise ConfigError(
-            f"--rollout-max-context-len {context} is beyond the model's {positions} positions. "
-            "Lower it."
-        )
+        raise ConfigError(f"--rollout-max-context-len {context} is beyond the model's {positions} positions. Lower it.")
     if rollout.rollout_max_response_len >= context:
         raise ConfigError(
             f"--rollout-max-response-len {rollout.rollout_max_response_len} leaves no room for a prompt in a context "

@@ -9,7 +9,6 @@ from typing import Any
 
 from vime.types import ConfigError
 
-
 SPELLINGS = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim"),
@@ -96,6 +95,18 @@ def _numbers(record: dict[str, Any]) -> dict[str, int]:
         for field, value in found.items()
         if value is not None
     }
+
+
+def num_tokenizer_ids(directory: str) -> int | None:
+    """Highest token id of DIRECTORY/tokenizer.json + 1; None when it cannot be told. An embedding is often padded
+    beyond it."""
+    try:
+        record = json.loads((Path(directory).expanduser() / "tokenizer.json").read_text())
+        vocabulary = record["model"]["vocab"]  # {token: id}, or a list by id
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + int(max([*ids, *(token["id"] for token in record.get("added_tokens", []))]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def has_weights(directory: str) -> bool:
