@@ -172,13 +172,19 @@ def check_critic(
             f"{', '.join(map(_flag, given))} with --advantage-estimator {algo.advantage_estimator} has no effect: only "
             "ppo has a critic. Remove it, or change the estimator."
         )
-    if num_rollout is not None and 0 < num_rollout <= critic.num_critic_only_steps:
-        raise ConfigError(
-            f"--num-critic-only-steps {critic.num_critic_only_steps} with --num-rollout {num_rollout}: the policy "
-            "would never move. Train for more rounds, or warm the critic up in fewer."
-        )
+    if num_rollout is not None:
+        check_policy_moves(critic, num_rollout, said_by=f"--num-rollout {num_rollout}")
     if critic.critic_lr is not None and optimizer.lr_decay_style != "constant" and optimizer.min_lr > critic.critic_lr:
         raise ConfigError(f"--min-lr {optimizer.min_lr} is above --critic-lr {critic.critic_lr}. Lower it.")
+
+
+def check_policy_moves(critic: CriticConfig, num_rollout: int, *, said_by: str) -> None:
+    """The critic's own rounds must not be all there are."""
+    if 0 < num_rollout <= critic.num_critic_only_steps:
+        raise ConfigError(
+            f"--num-critic-only-steps {critic.num_critic_only_steps} with {said_by}: the policy would never move. "
+            "Train for more rounds, or warm the critic up in fewer."
+        )
 
 
 def needs_critic(algo: AlgoConfig) -> bool:

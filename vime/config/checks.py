@@ -246,12 +246,15 @@ def _check_routing_replay(config: Config, shape: ModelShape) -> None:
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:
     rollout = config.rollout
-    context = rollout.rollout_max_context_len or shape.max_position_embeddings
-    if context > shape.max_position_embeddings:
+    positions = shape.max_position_embeddings
+    context = rollout.rollout_max_context_len or positions
+    if not context:
         raise ConfigError(
-            f"--rollout-max-context-len {context} is beyond the model's {shape.max_position_embeddings} positions. "
-            "Lower it."
+            f"--rollout-max-context-len is not given, and config.json of model_type {shape.model_type} does not say "
+            "how many positions the model has. Add --rollout-max-context-len TOKENS, prompt and answer together."
         )
+    if positions and context > positions:
+        raise ConfigError(f"--rollout-max-context-len {context} is beyond the model's {positions} positions. Lower it.")
     if rollout.rollout_max_response_len >= context:
         raise ConfigError(
             f"--rollout-max-response-len {rollout.rollout_max_response_len} leaves no room for a prompt in a context "

@@ -5,8 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vime.types import ConfigError
+
+SPELLINGS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts_per_token": ("num_experts_per_tok",),
+    "moe_intermediate_size": ("moe_intermediate_size",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+}
+"""What model families call a field in config.json."""
+REQUIRED = ("num_layers", "hidden_size")
+EXPECTED = ("num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings")
+"""Some families leave these to their class in transformers (Gemma 3) or have none (ALiBi has no last position)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +42,16 @@ class ModelShape:
     num_experts: int  # 0: every layer is dense
     num_experts_per_token: int
     moe_intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
+    vocab_size: int  # 0: unsaid
+    max_position_embeddings: int  # 0: unsaid
+    unsaid: tuple[str, ...] = ()  # of EXPECTED: config.json does not say them, and what stands above is an assumption
 
 
 def read_model_shape(directory: str) -> ModelShape:
-    """Read DIRECTORY/config.json; ConfigError when it is missing or not a causal language model's."""
+    """Read DIRECTORY/config.json; ConfigError when it is missing or not a causal language model's.
+
+    What is unsaid is assumed as a cost model may: one head as wide as the hidden state, an MLP of four times that.
+    """
     path = Path(directory).expanduser() / "config.json"
     if not path.is_file():
         raise ConfigError(
@@ -37,27 +60,53 @@ def read_model_shape(directory: str) -> ModelShape:
         )
     try:
         record = json.loads(path.read_text())
-        heads, hidden = int(record["num_attention_heads"]), int(record["hidden_size"])
+        said = _numbers(record | (record.get("text_config") or {}))  # the text part of a model that also sees
+        hidden, heads = said["hidden_size"], said.get("num_attention_heads", 1)
+        intermediate = said.get("intermediate_size", 4 * hidden)
+        num_experts = said.get("num_experts", 0)
         return ModelShape(
             model_type=str(record["model_type"]),
-            num_layers=int(record["num_hidden_layers"]),
+            num_layers=said["num_layers"],
             hidden_size=hidden,
             num_attention_heads=heads,
-            num_key_value_heads=int(record.get("num_key_value_heads") or heads),
-            head_dim=int(record.get("head_dim") or hidden // heads),
-            intermediate_size=int(record["intermediate_size"]),
-            num_experts=int(record.get("num_experts") or record.get("num_local_experts") or 0),
-            num_experts_per_token=int(record.get("num_experts_per_tok") or 0),
-            moe_intermediate_size=int(record.get("moe_intermediate_size") or 0),
-            vocab_size=int(record["vocab_size"]),
-            max_position_embeddings=int(record["max_position_embeddings"]),
+            num_key_value_heads=said.get("num_key_value_heads", heads),
+            head_dim=said.get("head_dim", hidden // heads),
+            intermediate_size=intermediate,
+            num_experts=num_experts,
+            num_experts_per_token=said.get("num_experts_per_token", 0),
+            moe_intermediate_size=said.get("moe_intermediate_size", intermediate if num_experts else 0),
+            vocab_size=said.get("vocab_size", 0),
+            max_position_embeddings=said.get("max_position_embeddings", 0),
+            unsaid=tuple(name for name in EXPECTED if name not in said),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        known = "; ".join(" or ".join(SPELLINGS[name]) for name in REQUIRED)
         raise ConfigError(
             f"--hf-checkpoint {directory}: {path.name} cannot be read as a decoder-only language model's config: "
-            f"{type(error).__name__} {error}. Expected JSON with model_type, num_hidden_layers, hidden_size, "
-            "num_attention_heads, intermediate_size, vocab_size and max_position_embeddings."
+            f"{type(error).__name__} {error}. Expected JSON with model_type; {known}."
         ) from error
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, int]:
+    """Field -> what the config says by any of its names; null and 0 say nothing, of a number per layer the largest."""
+    found = {field: next(filter(None, map(record.get, names)), None) for field, names in SPELLINGS.items()}
+    return {
+        field: int(max(value) if isinstance(value, list) else value)
+        for field, value in found.items()
+        if value is not None
+    }
+
+
+def num_tokenizer_ids(directory: str) -> int | None:
+    """Highest token id of DIRECTORY/tokenizer.json + 1; None when it cannot be told. An embedding is often padded
+    beyond it."""
+    try:
+        record = json.loads((Path(directory).expanduser() / "tokenizer.json").read_text())
+        vocabulary = record["model"]["vocab"]  # {token: id}, or a list by id
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + int(max([*ids, *(token["id"] for token in record.get("added_tokens", []))]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def has_weights(directory: str) -> bool:

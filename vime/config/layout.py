@@ -41,6 +41,7 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     if config.cluster.train_backend == "fsdp":
         _check_fsdp(parallel)
     else:
+        _check_said(shape)
         _check_ranks(parallel, world)
         _check_divisors(parallel, shape)
         _check_experts(parallel, shape, world)
@@ -68,6 +69,14 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
         raise ConfigError(
             "--recompute-granularity selective with --train-backend fsdp: only full is there, which recomputes each "
             "decoder layer. Use full, or --train-backend megatron."
+        )
+
+
+def _check_said(shape: ModelShape) -> None:
+    if shape.unsaid:
+        raise ConfigError(
+            f"--hf-checkpoint: config.json of model_type {shape.model_type} does not say {', '.join(shape.unsaid)}, by "
+            "which --train-backend megatron cuts the model. Add them, or use --train-backend fsdp."
         )
 
 

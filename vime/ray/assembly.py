@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from vime.config.algo_checks import check_policy_moves
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
@@ -140,7 +141,10 @@ def _num_rollout(config: Config, info: ManagerInfo) -> int:
     if config.rollout.num_rollout is not None:
         return config.rollout.num_rollout
     per_epoch = max(1, info.num_prompts // config.rollout.rollout_batch_size)
-    return per_epoch * (config.rollout.num_epoch or 1)
+    num_epoch = config.rollout.num_epoch or 1
+    num_rollout = per_epoch * num_epoch
+    check_policy_moves(config.critic, num_rollout, said_by=f"--num-epoch {num_epoch}, which is {num_rollout} rounds")
+    return num_rollout
 
 
 def _stop_manager(manager: Any) -> None:

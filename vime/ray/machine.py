@@ -230,6 +230,7 @@ class Machine:
                 deadline_s=30,
             )
             state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=data_source)
+            self.saver.finish()  # a failure of the save before does not keep this round from being saved
             self.doing = Doing.SAVING
             self.saver.save(state, trainers)
             self.doing = None

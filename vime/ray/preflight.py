@@ -8,10 +8,12 @@ from pathlib import Path
 from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
+from vime.config.hf_config import num_tokenizer_ids
 from vime.config.parse import Config
 from vime.handoff.columns import check_requested
 from vime.ray.checkpoint import find_latest
 from vime.rollout.plugins import check_plugins
+from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError
 from vime.utils.network import port_is_free
 
@@ -33,13 +35,28 @@ def preflight(config: Config, *, is_async: bool) -> None:
 
 
 def _check_architecture(config: Config) -> None:
-    """The model is one that the training backend knows."""
+    """Every model is one that the training backend knows, and has the tokens that the policy's tokenizer makes."""
+    policy = _vocab_size(config, config.model.hf_checkpoint, "--hf-checkpoint")
+    for role in needed_roles(config):
+        spec = engine_spec(role, config, total_steps=0)
+        found = _vocab_size(config, spec.checkpoint, spec.flag)
+        if found >= policy:
+            continue
+        needed = num_tokenizer_ids(config.model.hf_checkpoint) or policy  # the policy's embedding may be padded
+        if found < needed:
+            raise ConfigError(
+                f"{spec.flag} {spec.checkpoint}: the {role} model has {found} tokens, but the tokenizer of "
+                f"--hf-checkpoint makes ids up to {needed - 1}; expected at least {needed} tokens. Choose a {role} of "
+                "the same family."
+            )
+
+
+def _vocab_size(config: Config, checkpoint: str, flag: str) -> int:
     if config.cluster.train_backend == "megatron":
-        read_architecture(config.model.hf_checkpoint)
-        return
+        return read_architecture(checkpoint, flag=flag).vocab_size
     from vime.backends.fsdp_utils.hf_config import read_config  # loads transformers, which the driver needs for no more
 
-    read_config(config.model.hf_checkpoint)
+    return int(read_config(checkpoint, flag=flag).get_text_config().vocab_size)
 
 
 def _check_load(config: Config) -> None:

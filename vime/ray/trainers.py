@@ -6,8 +6,10 @@ method that reaches a collective is called on all ranks at once by `Trainers`.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,20 @@ from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
 from vime.ray.waits import wait_for
 from vime.training.roles import needed_roles, shared_roles
-from vime.types import EngineAddress, RankInfo, Role, RoundPlan, SamplingRule, TrainRow, Version, WaitTimeoutError
+from vime.types import (
+    EngineAddress,
+    RankInfo,
+    Role,
+    RoundPlan,
+    SamplingRule,
+    TrainRow,
+    Version,
+    VimeError,
+    WaitTimeoutError,
+)
 from vime.utils.network import free_port
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 60.0  # beyond the weight update's own deadline, so that its error, which says more, arrives first
 
@@ -260,13 +274,23 @@ class Ranks:
     ) -> list[Any]:
         """Every rank's answer. The deadline is for the whole call, however many collectives it makes: those have
         --distributed-timeout-minutes each. A rank that dies ends the wait at once."""
+        return self.begin(method, *arguments, on_poll=on_poll, deadline_s=deadline_s)()
+
+    def begin(
+        self,
+        method: str,
+        *arguments: Any,
+        on_poll: Callable[[], None] | None = None,
+        deadline_s: float | None = None,
+    ) -> Callable[[], list[Any]]:
+        """`call` in two: what is answered waits for the ranks."""
         self._settle()
         if self._is_asleep:
             self._is_asleep = False
             self.call("set_asleep", False)
         self._running = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         whole_s = self._config.cluster.train_timeout_secs if deadline_s is None else deadline_s
-        return self._wait(f"{self._name} ranks to {method}", whole_s, on_poll)
+        return partial(self._wait, f"{self._name} ranks to {method}", whole_s, on_poll)
 
     def save(self, directory: Path, *, in_background: bool) -> list[Any]:
         """Returns when every rank has written, or in the background copied, its state; each owes the answer that its
@@ -341,8 +365,8 @@ class Trainers:
         Each rank looked at the staleness of its own rows; the mean weighs ranks equally.
         """
         given: ArrayColumns = {}
-        for ranks in self._separate.values():
-            given |= _merged(ranks.call("compute", rollout_id, ticket))
+        for columns in _all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
+            given |= _merged(columns)
         answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged)
         if not isinstance(answers[0], tuple):
             return answers
@@ -391,6 +415,21 @@ class Trainers:
     def stop(self) -> None:
         for ranks in self._all:
             ranks.stop()
+
+
+def _all_answers(waits: Sequence[Callable[[], list[Any]]]) -> list[list[Any]]:
+    """Of worlds that work side by side. All have ended when the first error is raised; the others' are logged."""
+    answers, errors = [], []
+    for wait in waits:
+        try:
+            answers.append(wait())
+        except VimeError as error:
+            errors.append(error)
+    for error in errors[1:]:
+        logger.error("failed too: %s", error)
+    if errors:
+        raise errors[0]
+    return answers
 
 
 def _merged(answers: list[ArrayColumns]) -> ArrayColumns:

@@ -35,7 +35,7 @@ def engine_spec(role: Role, config: Config, *, total_steps: int) -> EngineSpec:
     waits = critic.num_critic_only_steps * (config.batch.num_steps_per_rollout or 1)
     lr = optimizer.lr if critic.critic_lr is None else critic.critic_lr
     steps, lr, warmup = {
-        Role.ACTOR: (max(1, total_steps - waits), optimizer.lr, optimizer.lr_warmup_iters),
+        Role.ACTOR: (total_steps - waits, optimizer.lr, optimizer.lr_warmup_iters),
         Role.CRITIC: (total_steps, lr, critic.critic_lr_warmup_iters),
     }.get(role, (0, 0.0, 0))
     named = {

@@ -95,12 +95,14 @@ class TrainWorker:
         return {**columns, **advantages, **staleness_columns(plan.rollout_id, rows, plan.rows_of(place.dp_rank))}
 
     def forward_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> Columns:
-        """The column of each role played here beside the policy: what a worker without the policy has to give."""
+        """The column of each role played here beside the policy: what a worker without the policy has to give. While
+        the policy does not move only --kl-coef reads the reference."""
         check_delivered(plan, rows, dp_rank=self.place.dp_rank)
+        is_read = policy_moves(plan, self._config) or self._config.algo.kl_coef > 0
         return {
             name: forward_column(self.engines[role], plan, rows, dp_rank=self.place.dp_rank)
             for role, name in COLUMN_OF.items()
-            if role in self.engines
+            if role in self.engines and (is_read or role is not Role.REFERENCE)
         }
 
     def compute_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:

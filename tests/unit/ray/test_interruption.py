@@ -18,12 +18,12 @@ from vime.observability.screen import Screen
 from vime.ray import launch, rollout_manager
 from vime.ray import machine as machine_module
 from vime.ray.books import RoundBooks
-from vime.ray.checkpoint import Start, find_latest, read_run_state
+from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.waits import Interrupted
-from vime.types import ClusterError, EngineError, EngineReport, RewardError
+from vime.types import CheckpointError, ClusterError, EngineError, EngineReport, RewardError
 from vime.weights.versions import VersionLedger
 
 
@@ -178,6 +178,20 @@ def test_when_the_rescue_fails_too_both_errors_are_said(machine: Machine, capfd:
         assert str(error) in told
         assert "no space left on device" in told
         assert "There is no checkpoint" in told
+
+
+def test_a_save_before_that_failed_does_not_cost_the_round_just_trained(machine: Machine) -> None:
+    def full(*_: Any) -> None:
+        raise CheckpointError("no space left on device")
+
+    pending: Any = SimpleNamespace(is_over=lambda: False, wait=full)
+    machine.saver._being_written = (
+        Draft(root=machine.checkpoint_root, state=RunState(rollout_id=0, version=1, data_source={})),
+        pending,
+    )
+    machine.config = machine.config.replace(save_interval=2)  # saves round 1
+    assert launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9), machine.watchers.events) == 3
+    assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 1
 
 
 def test_metrics_that_cannot_be_written_do_not_cost_the_round(machine: Machine) -> None:

@@ -9,9 +9,11 @@ import pytest
 from tests.helpers.rows import make_row
 from vime.batching.flops import RoundWork, forward_flops, train_flops
 from vime.config.hf_config import read_model_shape
-from vime.config.parse import Config
+from vime.config.parse import Config, parse
+from vime.ray.assembly import _num_rollout
 from vime.ray.planning import RoundPlanner
-from vime.types import TrainRow
+from vime.ray.rollout_manager import ManagerInfo
+from vime.types import ConfigError, TrainRow
 
 SHAPE = {
     "model_type": "qwen3",
@@ -93,3 +95,11 @@ def test_rates_by_hand() -> None:
     assert rates["perf/hfu"] == pytest.approx(1000 / 989)
     assert rates["perf/mfu"] == pytest.approx(500 / 989)
     assert "perf/mfu" not in work.rates(4.0, num_ranks=2, device_name="cpu", bf16=False)
+
+
+def test_epochs_that_the_critic_alone_uses_up_are_refused() -> None:
+    flags = ["--num-epoch", "2", "--rollout-batch-size", "4", "--num-critic-only-steps"]
+    info = ManagerInfo(num_prompts=12)  # 3 rounds an epoch
+    assert _num_rollout(parse([*flags, "5"]), info) == 6
+    with pytest.raises(ConfigError, match="--num-critic-only-steps 6 with --num-epoch 2, which is 6 rounds"):
+        _num_rollout(parse([*flags, "6"]), info)

@@ -79,3 +79,25 @@ def test_one_command_line_starts_and_resumes(tmp_path: Path) -> None:
     absent = str(tmp_path / "checkpoints")
     preflight(config(tmp_path, "--load", absent, "--save", absent + "/"), is_async=False)
     preflight(config(tmp_path, "--load", absent, "--run-dir", str(tmp_path)), is_async=False)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_another_model_may_pad_its_vocabulary_otherwise_but_must_know_every_token(backend: str, tmp_path: Path) -> None:
+    policy, teacher = tmp_path / "policy", tmp_path / "teacher"
+    policy.mkdir()
+    teacher.mkdir()
+    flags = ["--no-debug-rollout-only", "--use-opd", "--opd-teacher-load", str(teacher), "--train-backend", backend]
+    chosen = config(policy, *flags)  # 40 tokens
+
+    def teach(vocab_size: int) -> None:
+        (teacher / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": vocab_size}))
+        preflight(chosen, is_async=False)
+
+    teach(48)
+    with pytest.raises(ConfigError, match=r"--opd-teacher-load .*has 39 tokens.*at least 40"):
+        teach(39)  # without tokenizer.json each row of the policy's embedding may be a token
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 35}}, "added_tokens": [{"id": 36}]}
+    (policy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    teach(37)
+    with pytest.raises(ConfigError, match=r"the teacher model has 36 tokens.*ids up to 36; expected at least 37"):
+        teach(36)

@@ -36,7 +36,7 @@ from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.seams import PackLoss, PendingSave
-from vime.types import ConfigError, EngineSpec, Role, SamplingRule, TrainRow, VimeError
+from vime.types import ConfigError, EngineSpec, SamplingRule, TrainRow, VimeError
 from vime.weights.plan import TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -194,8 +194,6 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
     weights is raised on all."""
     parallel = config.parallel
     settings = read_config(spec.checkpoint, flag=spec.flag)
-    if spec.role is not Role.ACTOR:
-        _check_vocabulary(spec, config, settings)
     implementation = attention_for(device, parallel)
     family = bare_model(spec, settings, implementation=implementation)
     model: nn.Module = ValueModel(family) if spec.has_value_head else family
@@ -223,13 +221,3 @@ def _read_on_rank_0(spec: EngineSpec, settings: PretrainedConfig) -> dict[str, T
     if failure[0] is not None:
         raise ConfigError(failure[0])
     return weights
-
-
-def _check_vocabulary(spec: EngineSpec, config: Config, settings: PretrainedConfig) -> None:
-    policy = read_config(config.model.hf_checkpoint).get_text_config().vocab_size
-    found = settings.get_text_config().vocab_size
-    if found != policy:
-        raise ConfigError(
-            f"{spec.flag} {spec.checkpoint}: the {spec.role} model has {found} tokens, the policy {policy}; "
-            f"expected the same vocabulary. Choose a {spec.role} of the same family."
-        )

@@ -22,7 +22,7 @@ from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
 from vime.config.parse import Config
 from vime.seams import PackLoss, PendingSave
-from vime.types import ConfigError, EngineSpec, Role, SamplingRule, TrainRow, VimeError
+from vime.types import EngineSpec, Role, SamplingRule, TrainRow, VimeError
 from vime.weights.plan import TensorMeta
 
 
@@ -158,8 +158,6 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
     """Read the HF checkpoint into this layout. Collective over all trainer ranks."""
     parallel = config.parallel
     architecture = read_architecture(spec.checkpoint, flag=spec.flag)
-    if spec.role is not Role.ACTOR:
-        _check_vocabulary(spec, config, architecture.vocab_size)
     if spec.has_value_head:
         architecture = as_critic(architecture)
     model_config = transformer_config(architecture, parallel)
@@ -191,12 +189,3 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
         optimizer=optimizer,
         sampling=None if spec.has_value_head else sampling,
     )
-
-
-def _check_vocabulary(spec: EngineSpec, config: Config, vocab_size: int) -> None:
-    policy = read_architecture(config.model.hf_checkpoint).vocab_size
-    if vocab_size != policy:
-        raise ConfigError(
-            f"{spec.flag} {spec.checkpoint}: the {spec.role} model has {vocab_size} tokens, the policy {policy}; "
-            f"expected the same vocabulary. Choose a {spec.role} of the same family."
-        )

@@ -1,0 +1,54 @@
+"""Worlds of --separate-roles work side by side, and none is left working when one failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.config.parse import parse
+from vime.ray import trainers as trainers_module
+from vime.ray.trainers import STALENESS_MAX, STALENESS_MEAN, Trainers
+from vime.types import ClusterError, Role
+
+FLAGS = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--use-opd", "--opd-teacher-load", "x"]
+FLAGS += ["--separate-roles", "reference", "teacher"]
+
+
+@pytest.mark.parametrize("broken", [(), (Role.REFERENCE,), (Role.REFERENCE, Role.TEACHER)])
+def test_every_world_computes_before_one_is_waited_for(
+    broken: tuple[Role, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class FakeRanks:
+        def __init__(self, _config: Any, _run_dir: Path, _address: Any, roles: tuple[Role, ...]) -> None:
+            self.role = roles[0]
+
+        def begin(self, method: str, *_: Any) -> Callable[[], list[Any]]:
+            order.append(f"{self.role} begins")
+
+            def wait() -> list[Any]:
+                order.append(f"{self.role} ends")
+                if self.role in broken:
+                    raise ClusterError(f"{self.role} ranks to {method}: died")
+                return [{str(self.role): {0: 1.0}}]
+
+            return wait
+
+        def call(self, _method: str, *arguments: Any) -> list[Any]:
+            given = arguments[3]
+            assert given == {"reference": {0: 1.0}, "teacher": {0: 1.0}}
+            return [({STALENESS_MEAN: 0.0, STALENESS_MAX: 0.0, trainers_module.PEAK_MEMORY: 1.0}, {})]
+
+    monkeypatch.setattr(trainers_module, "Ranks", FakeRanks)
+    monkeypatch.setattr(trainers_module.ray, "put", lambda value: value)
+    trainers = Trainers(parse(FLAGS), tmp_path, None)
+    if broken:
+        with pytest.raises(ClusterError, match="reference ranks to compute: died"):
+            trainers.train(0, None, 0, is_judged=False)
+    else:
+        assert trainers.train(0, None, 0, is_judged=False)
+    assert order == ["reference begins", "teacher begins", "reference ends", "teacher ends"]
