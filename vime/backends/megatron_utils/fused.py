@@ -1,7 +1,6 @@
-"""Element-wise parts of a layer with their gradients written out: fewer passes over memory than autograd takes.
+"""Two element-wise parts of a layer with their gradients written out: fewer passes over memory than autograd takes.
 
-Each does what its torch formula does, in the same precision. H: hidden size, F: MLP columns of this rank,
-D: channels of a head.
+Each does what its torch formula does, in the same precision. H: hidden size, F: MLP columns of this rank.
 """
 
 from __future__ import annotations
@@ -23,12 +22,6 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; normalised in fp32, cast back before the
     weight."""
     return _RMSNorm.apply(x, weight_H, eps)  # type: ignore[no-any-return]
-
-
-def rotate(x_LND: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """Rotary positions of N heads: x cos + (-second half, first half) sin (RoFormer, Su et al. 2021; halves paired as
-    in GPT-NeoX). The angles are constants, the same in both halves of D."""
-    return _Rotate.apply(x_LND, cos_LD.unsqueeze(1), sin_LD.unsqueeze(1))  # type: ignore[no-any-return]
 
 
 class _Swiglu(torch.autograd.Function):
@@ -69,25 +62,3 @@ class _RMSNorm(torch.autograd.Function):
         scaled = (grad * weight_H).float()
         mean = torch.linalg.vecdot(scaled, normal, dim=-1).unsqueeze(-1).div_(x.size(-1))
         return scaled.addcmul_(normal, mean, value=-1).mul_(scale).to(x.dtype), grad_weight.to(weight_H.dtype), None
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, sign=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The rotation back."""
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, sign=-1), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
-    half = x.size(-1) // 2
-    answer = x * cos
-    answer[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
-    answer[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
-    return answer

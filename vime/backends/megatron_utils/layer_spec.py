@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from vime.backends.megatron_utils.context_parallel import ContextCut
-from vime.backends.megatron_utils.fused import rms_norm, rotate, swiglu
+from vime.backends.megatron_utils.fused import rms_norm, swiglu
 from vime.backends.megatron_utils.routing_replay import ReplayLayer
 from vime.types import ConfigError
 
@@ -129,8 +129,6 @@ class SwigluMLP(MLP):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack; a drop-in for megatron's core attention.
 
-    Queries and keys are rotated here, in one go over the pack, by angles that `model.AnswerModel` looks up once for all
-    layers. megatron would cut them by sequence, in every layer anew, and wait for the device to say where.
     Under context parallelism the keys and values of all ranks are gathered (backward: summed and scattered), and the
     two chunks of this rank look at what comes before them.
     """
@@ -163,8 +161,6 @@ class PackedAttention(MegatronModule):
         # both set by step.py; python ints: no device sync per layer
         starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined]
         cut: ContextCut | None = packed_seq_params.context_cut  # type: ignore[attr-defined]
-        cos_LD, sin_LD = packed_seq_params.rotary  # type: ignore[attr-defined] # set by AnswerModel
-        query, key = rotate(query, cos_LD, sin_LD), rotate(key, cos_LD, sin_LD)
         if cut is None:
             # split, not slices: the gradient of a slice is as long as the pack, of a split as long as its sequence
             lengths = [end - start for start, end in itertools.pairwise(starts)]
