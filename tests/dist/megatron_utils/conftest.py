@@ -44,7 +44,7 @@ def answers(models: Path, work: Path) -> Callable[[str], list[Any]]:
         world_size=4,
         directory=work / "launch",
         arguments={"cases": [*all_cases(models, work), *agreement_cases(models)]},
-        deadline_s=280,
+        deadline_s=900,
     )
     return lambda name: [rank[name] for rank in by_rank if name in rank]
 
