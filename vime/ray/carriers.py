@@ -16,16 +16,16 @@ def start_queue(config: Config) -> Any:
     """Start TransferQueue for this run, in the driver and before any actor. Mode off starts and imports nothing."""
     if config.queue.transferqueue_mode == "off":
         return None
-    from vime.handoff.bridge import TransferQueueBridge
+    from vime.handoff import queue_client
 
-    return TransferQueueBridge.start(config.queue, num_cpus=QUEUE_CPUS)
+    return queue_client.start_queue(config.queue, num_cpus=QUEUE_CPUS)
 
 
 def stop_queue(address: Any) -> None:
     """End the queue's actors, in the driver and after every process has left the queue."""
-    from vime.handoff.bridge import TransferQueueBridge
+    from vime.handoff import queue_client
 
-    TransferQueueBridge.stop(address)
+    queue_client.stop_queue(address)
 
 
 def connect_carrier(config: Config, queue_address: Any) -> Carrier:

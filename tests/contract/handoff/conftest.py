@@ -49,11 +49,11 @@ def _object_refs(extra: tuple[str, ...]) -> Case:
 
 @pytest.fixture(scope="session")
 def queue_address(ray_cluster: None) -> Iterator[Any]:  # noqa: F811
-    from vime.handoff.bridge import TransferQueueBridge
+    from vime.handoff.queue_client import start_queue, stop_queue
 
-    address = TransferQueueBridge.start(QueueConfig(num_data_storage_units=2))
+    address = start_queue(QueueConfig(num_data_storage_units=2))
     yield address
-    TransferQueueBridge.stop(address)
+    stop_queue(address)
 
 
 @pytest.fixture

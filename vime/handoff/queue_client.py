@@ -1,0 +1,234 @@
+"""TransferQueue as a keyed store of rows: starting it, joining it, and four verbs. The only file that imports it, and
+only inside functions, so that mode `off` never loads it.
+
+What TransferQueue does not promise is checked here: every call has a deadline (a client of a dead controller waits for
+ever), a read counts its rows (missing keys are left out without a word), each row carries its key (row numbers are
+recycled over partitions), and a put confirms that its rows can be seen (a lost notification is only logged). Its
+samplers and consumption marks take no part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vime.handoff.codec import Columns
+from vime.types import HandoffError, VimeError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from vime.config.training import QueueConfig
+
+QUEUE_ENVIRONMENT = {
+    "TQ_NUM_THREADS": "2",  # stock: 8 per process
+    "TQ_CLIENT_ZMQ_IO_THREADS": "1",  # stock: 8 per client
+    "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": "20",  # stock: 200 s, so a dead storage unit shows after ten minutes
+    "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "2",
+    "TQ_STORAGE_HANDSHAKE_MAX_RETRIES": "25",  # one a second; stock: 3, too few on a busy machine at start-up
+    "TQ_STORAGE_HANDSHAKE_TIMEOUT": "30",  # must outlast the retries, or a failed handshake passes for a success
+}
+LIVENESS_PROBE_S = 2.0
+CLOSE_S = 5.0
+KEY_FIELD = "key"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueAddress:
+    """How to reach the queue of this run, picklable into actors. The queue lives while anyone holds its handles."""
+
+    run_id: str
+    controller: Any  # actor handle
+    storage_units: tuple[Any, ...]  # actor handles
+
+
+def start_queue(queue: QueueConfig, *, num_cpus: float = 0.1, run_id: str | None = None) -> QueueAddress:
+    """Ask Ray for the controller and the storage units; does not wait for them, `connect` does.
+
+    The stock `transfer_queue.init` is not used: one fixed actor name per cluster, one CPU per actor, and it waits
+    without a word when CPUs are short.
+    """
+    os.environ.update(QUEUE_ENVIRONMENT | os.environ)
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+    run_id = run_id or uuid.uuid4().hex[:8]
+    num_units = queue.num_data_storage_units
+    options = {"num_cpus": num_cpus, "runtime_env": {"env_vars": QUEUE_ENVIRONMENT}}
+    controller = TransferQueueController.options(name=f"vime-{run_id}-queue-controller", **options).remote(
+        polling_mode=True  # without it one hungry reader stops every writer for 5 s
+    )
+    units = [
+        SimpleStorageUnit.options(name=f"vime-{run_id}-queue-storage-{index}", **options).remote(
+            config={"total_storage_size": None, "num_data_storage_units": num_units}
+        )
+        for index in range(num_units)
+    ]
+    return QueueAddress(run_id=run_id, controller=controller, storage_units=tuple(units))
+
+
+def stop_queue(address: QueueAddress) -> None:
+    """End the queue's actors. For the driver, when every process has closed its bridge."""
+    for actor in (*address.storage_units, address.controller):
+        actor.__ray_terminate__.remote()
+
+
+class QueueClient:
+    """TransferQueue's client on an event loop of its own; every call has a deadline and notices dead actors."""
+
+    def __init__(self, address: QueueAddress, timeout_s: float) -> None:
+        os.environ.update(QUEUE_ENVIRONMENT | os.environ)
+        from transfer_queue.client import AsyncTransferQueueClient
+
+        self._timeout_s = timeout_s
+        self._actors: dict[str, Any] = {"TransferQueue controller": address.controller}
+        self._actors |= {f"TransferQueue storage unit {i}": unit for i, unit in enumerate(address.storage_units)}
+        ends = time.monotonic() + timeout_s
+        controller, *units = [_server_info(name, actor, ends, timeout_s) for name, actor in self._actors.items()]
+        self._client = AsyncTransferQueueClient(f"vime-{address.run_id}-{uuid.uuid4().hex[:8]}", controller)
+        try:
+            zmq_info = {f"unit-{index}": info for index, info in enumerate(units)}
+            self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": zmq_info})
+        except Exception as error:
+            raise HandoffError(f"TransferQueue of run {address.run_id}: no answer to the handshake: {error}") from error
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vime-queue-client", daemon=True)
+        self._thread.start()
+
+    def put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None:
+        """Store one row per key, the key inside it; returns when the controller shows all of them."""
+        keyed = [{KEY_FIELD: np.frombuffer(key.encode(), dtype=np.uint8), **row} for key, row in _pairs(keys, rows)]
+        self._call(self._put_rows(partition, keys, keyed), f"put of {len(keys)} rows into {partition}")
+
+    def get_rows(self, partition: str, keys: list[str]) -> list[Columns]:
+        """The rows under `keys`, in this order, each verified to be the one that was put under its key; a missing one
+        is an error."""
+        if not keys:
+            return []
+        fields = self._call(self._get_rows(partition, keys), f"get of {len(keys)} rows of {partition}")
+        rows = [{name: cells[index] for name, cells in fields.items()} for index in range(len(keys))]
+        for key, row in _pairs(keys, rows):
+            held = row.pop(KEY_FIELD).tobytes().decode(errors="replace")
+            if held != key:
+                raise HandoffError(f"{partition}: asked for row {key}, got row {held}. It was cleared meanwhile.")
+        return rows
+
+    def clear_rows(self, partition: str, keys: list[str]) -> None:
+        """Remove the rows under `keys`; those that are not there are passed over."""
+        if keys:
+            self._call(self._clear_rows(partition, keys), f"clear of {len(keys)} rows of {partition}")
+
+    def list_partitions(self) -> list[str]:
+        return list(self._call(self._client.async_get_partition_list(), "list of partitions"))
+
+    def clear_partition(self, partition: str) -> None:
+        self._call(self._client.async_clear_partition(partition), f"clear of {partition}")
+
+    def close(self) -> None:
+        """End pending calls and leave; a call left on a stopped loop would be torn down by the garbage collector."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(timeout=CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_S)
+        self._client.close()
+
+    async def _put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None:
+        from tensordict import TensorDict
+
+        fields = {
+            name: torch.nested.as_nested_tensor([torch.tensor(row[name]) for row in rows], layout=torch.jagged)
+            for name in rows[0]
+        }
+        meta = await self._client.async_kv_retrieve_meta(keys, partition, create=True)
+        await self._client.async_put(TensorDict(fields, batch_size=[len(keys)]), meta)
+        seen = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
+        if seen.size != len(keys) or not set(fields) <= set(seen.field_names):
+            raise HandoffError(
+                f"{partition}: {seen.size} of {len(keys)} rows can be seen after the put, with the columns "
+                f"{sorted(seen.field_names)}. The controller missed the notification; see its log."
+            )
+
+    async def _clear_rows(self, partition: str, keys: list[str]) -> None:
+        meta = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
+        if meta.size:
+            await self._client.async_clear_samples(meta)
+
+    async def _get_rows(self, partition: str, keys: list[str]) -> dict[str, list[Any]]:
+        meta = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
+        if meta.size != len(keys) or KEY_FIELD not in meta.field_names:
+            raise HandoffError(
+                f"{partition}: {meta.size} of {len(keys)} rows are in the queue, with the columns "
+                f"{sorted(meta.field_names)}. The round was cleared already, or its storage was lost."
+            )
+        data = await self._client.async_get_data(meta)
+        return {name: [cell.numpy() for cell in data[name].unbind()] for name in meta.field_names}
+
+    def _call(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+        """Run one client call: HandoffError as soon as an actor of the queue is dead, else wait until the deadline."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self._timeout_s), self._loop)
+        ends = time.monotonic() + self._timeout_s
+        try:
+            while True:
+                try:
+                    return future.result(timeout=max(0.0, min(LIVENESS_PROBE_S, ends - time.monotonic())))
+                except (TimeoutError, concurrent.futures.CancelledError) as error:
+                    if future.done() or time.monotonic() >= ends:
+                        advice = "If the queue is only slow, raise --transferqueue-timeout-secs."
+                        raise WaitTimeoutError(name, self._timeout_s, "TransferQueue", advice) from error
+                self._check_actors(name)
+        except VimeError:
+            raise
+        except Exception as error:
+            raise HandoffError(f"TransferQueue: {name} failed: {type(error).__name__}: {error}") from error
+        finally:
+            future.cancel()
+
+    def _check_actors(self, name: str) -> None:
+        """Raise when an actor of the queue is dead; one that is only slow passes."""
+        for actor_name, actor in self._actors.items():
+            try:
+                actor.get_zmq_server_info.remote().future().result(timeout=LIVENESS_PROBE_S)
+            except TimeoutError:
+                continue
+            except Exception as error:
+                raise HandoffError(
+                    f"{name} cannot finish: the {actor_name} is dead ({_first_line(error)}). What it held is lost: "
+                    "start again with --load to resume."
+                ) from error
+
+
+async def _cancel_others() -> None:
+    """Cancel every other task of this loop and wait until each has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _server_info(name: str, actor: Any, ends: float, timeout_s: float) -> Any:
+    try:
+        return actor.get_zmq_server_info.remote().future().result(timeout=max(0.0, ends - time.monotonic()))
+    except TimeoutError as error:
+        advice = "Ray has not placed it or it is slow to start. Free CPUs, or raise --transferqueue-timeout-secs."
+        raise WaitTimeoutError(f"start of the {name}", timeout_s, "Ray", advice) from error
+    except Exception as error:
+        raise HandoffError(f"{name}: did not start: {_first_line(error)}. See the Ray logs.") from error
+
+
+def _pairs(keys: list[str], rows: Sequence[Columns]) -> list[tuple[str, Columns]]:
+    return list(zip(keys, rows, strict=True))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
