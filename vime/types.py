@@ -49,6 +49,12 @@ def tiling_fault(spans: Sequence[VersionSpan], length: int) -> str | None:
     return None if covered == length else f"version spans cover {covered} of {length} tokens"
 
 
+def oldest_trainable(spans: Sequence[VersionSpan], loss_mask: Sequence[int]) -> Version | None:
+    """Oldest version among the trainable tokens; of all tokens when none is trainable; None without tokens."""
+    trainable = [span.version for span in spans if any(loss_mask[span.start : span.end])]
+    return min(trainable or [span.version for span in spans], default=None)
+
+
 @dataclass(slots=True)
 class Sample:
     """One answer to one prompt, as plug-ins see it.
@@ -88,6 +94,11 @@ class Sample:
     def weight_versions(self) -> list[Version]:
         """The distinct versions that sampled this answer, oldest first."""
         return sorted({span.version for span in self.token_policy_versions})
+
+    @property
+    def oldest_trainable_version(self) -> Version | None:
+        """Oldest version among the trainable tokens; of all tokens when none is trainable; None without tokens."""
+        return oldest_trainable(self.token_policy_versions, self.loss_mask)
 
     def append_response_tokens(
         self,
@@ -180,11 +191,10 @@ class TrainRow:
     @property
     def oldest_version(self) -> Version:
         """Oldest version among the trainable tokens; of all tokens when none is trainable."""
-        trainable = [span.version for span in self.token_policy_versions if any(self.loss_mask[span.start : span.end])]
-        versions = trainable or [span.version for span in self.token_policy_versions]
-        if not versions:
+        oldest = oldest_trainable(self.token_policy_versions, self.loss_mask)
+        if oldest is None:
             raise StaleError(f"sample {self.sample_index}: no token carries a policy version")
-        return min(versions)
+        return oldest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

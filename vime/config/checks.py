@@ -21,6 +21,7 @@ from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.parse import Config
 from vime.config.paths import absolute_paths
+from vime.config.queue_checks import check_queue, resolve_rollout_function
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
@@ -49,6 +50,7 @@ def resolve(given: Config) -> Config:
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
         transferqueue_mode=_resolve_mode(config),
+        rollout_function_path=resolve_rollout_function(rollout, _resolve_mode(config)),
         transfer_queue_extra_data_fields=_resolve_columns(config),
         **resolve_algo(config.algo, max_staleness=staleness),
         critic_lr=_resolve_critic_lr(config),
@@ -159,6 +161,7 @@ def check(config: Config) -> None:
     _check_routing_replay(config, shape)
     _check_lengths(config, shape)
     _check_rounds(config)
+    check_queue(config)
     _check_schedule(config)
     _check_rewards(config)
     check_algo(

@@ -103,8 +103,22 @@ READ_WHEN = (
     ),
     Condition(
         ("transferqueue_partition", "num_data_storage_units"),
-        lambda config: config.queue.transferqueue_mode == "buffer",
-        "with --transferqueue-mode buffer",
+        lambda config: config.queue.transferqueue_mode != "off",
+        "with --transferqueue-mode buffer or streaming",
+    ),
+    Condition(
+        (
+            *("stale_policy", "transferqueue_durable", "transferqueue_fsync", "transferqueue_ack_on_train_data"),
+            *("transferqueue_lease_timeout_secs", "transferqueue_max_groups", "transferqueue_max_tokens"),
+            "transferqueue_max_bytes",
+        ),
+        lambda config: config.queue.transferqueue_mode == "streaming",
+        "with --transferqueue-mode streaming",
+    ),
+    Condition(
+        ("transferqueue_fsync",),
+        lambda config: config.queue.transferqueue_durable,
+        "without --no-transferqueue-durable",
     ),
     Condition(
         ("update_weight_disk_dir",),

@@ -140,13 +140,44 @@ class QueueConfig:
     enable_vime_transfer_queue: bool = flag(False, "carry rollouts by TransferQueue; alone it means mode buffer")
     transferqueue_mode: str | None = flag(
         None,
-        "off: Ray object refs; buffer: a TransferQueue partition per round (empty: off; buffer with the flag above)",
-        choices=("off", "buffer"),
+        "off: Ray object refs; buffer: a TransferQueue partition per round; streaming: groups as they finish, each "
+        "trained exactly once (empty: off; buffer with the flag above)",
+        choices=("off", "buffer", "streaming"),
     )
     transferqueue_partition: str = flag("train", "namespace of training partitions")
     num_data_storage_units: int = flag(1, "TransferQueue storage actors", minimum=1)
     transferqueue_max_staleness: int = flag(
         0, "versions a token may be behind the weights that train on it", aliases=("--max-staleness",), minimum=0
+    )
+    stale_policy: str = flag(
+        "drop",
+        "streaming: a group that is too old when its round begins is dropped, or its prompt is answered again",
+        choices=("drop", "retry"),
+    )
+    transferqueue_durable: bool = flag(
+        True, "streaming: keep finished groups on disk until a checkpoint carries them, for a restart"
+    )
+    transferqueue_fsync: str = flag(
+        "commit",
+        "streaming: when groups are forced to disk: commit: each before it counts; never: a power cut may lose some",
+        choices=("never", "commit", "always"),
+    )
+    transferqueue_ack_on_train_data: bool = flag(
+        True, "streaming: groups leave the queue when they are converted for training; else when they are trained"
+    )
+    transferqueue_lease_timeout_secs: float = flag(
+        600.0,
+        "streaming: prompts and rounds whose holder is silent for so long go to others, seconds",
+        minimum=1,
+    )
+    transferqueue_max_groups: int | None = flag(
+        None, "streaming: finished groups that may wait to be trained; empty: as many as staleness allows", minimum=1
+    )
+    transferqueue_max_tokens: int | None = flag(
+        None, "streaming: tokens of finished groups that may wait to be trained; empty: no bound", minimum=1
+    )
+    transferqueue_max_bytes: int | None = flag(
+        None, "streaming: bytes of finished groups that may wait to be trained; empty: no bound", minimum=1
     )
     transferqueue_timeout_secs: float = flag(
         300.0, "deadline of one queue operation and of back-pressure, seconds", minimum=1

@@ -31,6 +31,9 @@ _NEEDED_BY_ROUNDS = (
     "select grp, attempt, checksum from prompt_group indexed by round_group "
     f"where round in (select id from {MOVING_ROUNDS})"
 )
+_NUM_READY = (
+    "select count(*) from prompt_group indexed by ready_group where partition = ? and state = 'ready' and round is null"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,9 @@ class LedgerStatus:
     """A glance at the ledger, for metrics and for who waits on whom."""
 
     active: int  # groups that hold a slot
+    ready: int
     retry: int
+    too_old: int  # groups dropped or sent back at lease since the ledger was opened
     held_groups: int
     held_tokens: int
     held_bytes: int
@@ -92,6 +97,11 @@ class Ledger:
         finally:
             book.connection.execute(f"pragma synchronous = {self._synchronous}")
 
+    @property
+    def sequence(self) -> int:
+        """Number of the newest line of the history: it grows with every change, also over restarts."""
+        return self._book.sequence
+
     def status(self) -> LedgerStatus:
         self.expire()
         memory = self._book.memory
@@ -101,7 +111,9 @@ class Ledger:
         usage = memory.usage
         return LedgerStatus(
             active=usage.active,
+            ready=int(self._book.one(_NUM_READY, self._book.train_id)[0]),
             retry=usage.retry,
+            too_old=memory.too_old,
             held_groups=usage.groups,
             held_tokens=usage.tokens,
             held_bytes=usage.num_bytes,

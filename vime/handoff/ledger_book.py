@@ -84,6 +84,7 @@ class Memory:
     flights: dict[tuple[str, int], Flight] = field(default_factory=dict)
     requests: dict[tuple[str, str], list[Task]] = field(default_factory=dict)  # (producer, request): in flight
     holdings: dict[int, Holding] = field(default_factory=dict)
+    too_old: int = 0  # groups refused at lease since the file was opened
     waiting: dict[Task, None] = field(default_factory=dict)  # tasks that ask for room, first come first
     soonest: float = float("inf")  # no deadline is before this
 
@@ -158,6 +159,11 @@ class Book:
                 ) from error
             raise
 
+    @property
+    def sequence(self) -> int:
+        """Number of the newest line of the history."""
+        return self._sequence
+
     def query(self, sql: str, *values: Any) -> list[Any]:
         return self.connection.execute(sql, values).fetchall()
 
@@ -207,6 +213,14 @@ class Book:
 
     def set_meta(self, name: str, value: int) -> None:
         self.change("insert or replace into meta values (?, ?)", name, value)
+
+    def num_slots(self) -> int:
+        """Groups that may be under way now: towards the end of the run only as many as it still trains."""
+        rules = self.rules
+        if rules.num_rounds is None:
+            return rules.max_slots
+        rounds_left = max(0, rules.num_rounds - self.meta("serving", 0))
+        return min(rules.max_slots, rounds_left * rules.groups_per_round)
 
     def deadline(self) -> float:
         """When a lease given now ends."""

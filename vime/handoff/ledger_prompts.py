@@ -89,7 +89,7 @@ class PromptDesk:
         """Give groups to a producer; also whether the prompts have come to their end."""
         book, usage = self._book, self._book.memory.usage
         is_train = partition == book.rules.partition
-        room = max(0, book.rules.max_slots - usage.active) if is_train else count
+        room = max(0, book.num_slots() - usage.active) if is_train else count
         retries = book.query(_RETRIES, number, min(count, room))
         [first] = book.one("select next_group from partition where id = ?", number)
         num_new = min(count - len(retries), room - usage.retry if is_train else count)
@@ -254,7 +254,7 @@ class PromptDesk:
         return IssuedPrompt(task=task, partial=(replace(task, attempt=row.partial_attempt), row.partial_checksum))
 
     def _no_prompt(self, number: int, *, is_at_end: bool) -> PromptGrant:
-        usage, rules = self._book.memory.usage, self._book.rules
+        usage = self._book.memory.usage
         if is_at_end:
             is_done = self._book.one(_UNDER_WAY, number) is None
             why = "" if is_done else "the groups in flight: there is no new prompt, but one of them may come back"
@@ -262,7 +262,7 @@ class PromptDesk:
         return PromptGrant(
             prompts=(),
             waits_for=f"a slot: {usage.active} groups are under way and {usage.retry} to be retried, of "
-            f"{rules.max_slots}; a served round or a dropped group frees one",
+            f"{self._book.num_slots()}; a served round or a dropped group frees one",
         )
 
 

@@ -250,6 +250,7 @@ class RoundDesk:
                 "update prompt_group set state = 'dropped', admitted = 0, reason = ? where partition = ? and grp = ?",
                 _STALE, book.train_id, task.group)  # fmt: skip
             book.write("dropped", book.train_id, task.group, task.attempt, note=_STALE)
+        book.memory.too_old += 1
         usage.active -= 1
         usage.hold(-group.payload.num_tokens, -group.payload.num_bytes, groups=-1)
 

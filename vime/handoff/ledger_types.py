@@ -49,7 +49,10 @@ class RoundOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRules:
-    """The bounds of a run. `max_slots` is (max staleness + 1) * groups a round; None: no such bound."""
+    """The bounds of a run. `max_slots` is (max staleness + 1) * groups a round; None: no such bound.
+
+    With `num_rounds` (of `groups_per_round` each, round r on version r) no prompt is issued that no round would train.
+    """
 
     max_slots: int
     max_staleness: int
@@ -59,6 +62,8 @@ class LedgerRules:
     max_groups: int | None = None  # groups, tokens and bytes of payloads between admission and `trained`
     max_tokens: int | None = None
     max_bytes: int | None = None
+    num_rounds: int | None = None
+    groups_per_round: int = 0
     partition: str = "train"
 
     @property

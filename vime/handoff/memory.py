@@ -1,4 +1,4 @@
-"""A carrier inside one process, for tests and examples: the rules of the TransferQueue bridge without its processes."""
+"""A carrier and a store of rows inside one process, for tests and examples: TransferQueue without its processes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,29 @@ from vime.handoff.codec import (
     encode_manifest,
 )
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
+
+
+class MemoryRows:
+    """A keyed store of rows over a dict (`group_store.Rows`)."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], Columns] = {}
+
+    def put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None:
+        self.rows |= {(partition, key): row for key, row in zip(keys, rows, strict=True)}
+
+    def get_rows(self, partition: str, keys: list[str]) -> list[Columns]:
+        missing = [key for key in keys if (partition, key) not in self.rows]
+        if missing:
+            raise HandoffError(f"{partition}: rows {missing} are not here: they were cleared, or never put.")
+        return [self.rows[partition, key] for key in keys]
+
+    def clear_rows(self, partition: str, keys: list[str]) -> None:
+        for key in keys:
+            self.rows.pop((partition, key), None)
+
+    def close(self) -> None:
+        self.rows.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

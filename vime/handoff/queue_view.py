@@ -149,6 +149,13 @@ def import_queue(run: Path, source: Path) -> int:
     return entries
 
 
+def copy_queue(origin: Path, run: Path) -> int:
+    """Ledger and needed payloads of one run directory into another that has none; answers how many payloads."""
+    with tempfile.TemporaryDirectory(dir=run, prefix=".copy-") as name:
+        export_queue(origin, Path(name) / "queue")
+        return import_queue(run, Path(name) / "queue")
+
+
 _RULES = "select note from history where event = 'opened' order by sequence desc limit 1"
 
 

@@ -21,12 +21,13 @@ from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, start_queue, stop_queue
-from vime.ray.checkpoint import find_start, read_run_state
+from vime.ray.checkpoint import LEDGER_RUN, Start, find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
+from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.weights.versions import VersionLedger
@@ -65,11 +66,15 @@ def open_machine(
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config)
         address = None
-        if config.queue.transferqueue_mode == "buffer":
+        if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
         parts = _start_parts(config, run_dir, address, starter, stack)
+        if config.queue.transferqueue_mode == "streaming":
+            with starter.part("ledger", "opening the ledger"):
+                parts.stream = _open_stream(config, run_dir, parts, start)
+                stack.callback(parts.stream.close)
         versions = VersionLedger()
         if start.checkpoint is not None:
             with starter.part("checkpoint", f"loading {start.checkpoint}"):
@@ -78,6 +83,8 @@ def open_machine(
         machine = Machine(config, run_dir, parts, watchers, versions, start)
         with starter.part("first_weights", "bringing the weights to the engines"):
             machine.publish()
+        if parts.stream is not None:
+            parts.stream.begin()
         if start.rollout_id == 0 and not config.eval.skip_eval_before_train:
             machine.evaluate(0)
         screen.begin(start.rollout_id, parts.num_rollout)
@@ -121,6 +128,18 @@ def _start_parts(
     carrier = connect_carrier(config, queue_address)
     stack.callback(carrier.close)
     return Parts(manager, trainers, engines, carrier, num_rollout)
+
+
+def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> Stream:
+    is_resumed = start.checkpoint is not None
+    return Stream.open(
+        config,
+        run_dir,
+        parts.manager,
+        num_rollout=parts.num_rollout,
+        checkpoint_round=start.rollout_id - 1 if is_resumed else None,
+        origin=read_run_state(start.checkpoint).data_source[LEDGER_RUN] if start.checkpoint is not None else "",
+    )
 
 
 def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:

@@ -1,13 +1,17 @@
-"""The carrier of this run: Ray object refs (mode off) or TransferQueue (mode buffer)."""
+"""How rollouts travel in this run: Ray object refs (mode off) or TransferQueue, and where finished groups lie."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from vime.config.parse import Config
+from vime.handoff.group_store import GroupStore
+from vime.handoff.ledger_types import SPOOL_NAME
 from vime.handoff.object_refs import ObjectRefCarrier
+from vime.handoff.spool import Fsync, Spool
 from vime.ray.cluster import QUEUE_CPUS
 from vime.seams import Carrier
 
@@ -39,3 +43,15 @@ def connect_carrier(config: Config, queue_address: Any) -> Carrier:
     from vime.handoff.bridge import TransferQueueBridge
 
     return TransferQueueBridge.connect(queue_address, config.queue)
+
+
+def open_group_store(config: Config, run_dir: Path, queue_address: Any) -> GroupStore:
+    """Mode streaming: payloads of finished groups, in TransferQueue and, unless --no-transferqueue-durable, on disk."""
+    from vime.handoff.queue_client import QueueClient
+
+    queue = config.queue
+    return GroupStore(
+        QueueClient(queue_address, queue.transferqueue_timeout_secs),
+        Spool(run_dir / SPOOL_NAME, fsync=Fsync(queue.transferqueue_fsync)) if queue.transferqueue_durable else None,
+        partition=queue.transferqueue_partition,
+    )

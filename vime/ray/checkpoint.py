@@ -31,6 +31,7 @@ from vime.utils.files import sync, sync_tree
 
 logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
+LEDGER_RUN = "ledger_run"  # in the data cursor: directory of the run whose ledger knows what the checkpoint carries
 NO_CHECKPOINT = "none"  # what the marker says from the first save's beginning to its end
 PARTIAL = ".partial_"
 NAME = re.compile(r"iter_(\d{7,})(?:\.\d+)?")

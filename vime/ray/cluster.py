@@ -24,6 +24,7 @@ TRAINER_CPUS = 0.5
 ENGINE_CPUS = 0.5
 MANAGER_CPUS = 0.2
 QUEUE_CPUS = 0.1
+LEDGER_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
 
@@ -49,8 +50,10 @@ def demand_of(config: Config) -> Demand:
         engines = config.cluster.rollout_num_engines or 1
         cpus += ENGINE_CPUS * engines
         gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
-    if config.queue.transferqueue_mode == "buffer":
+    if config.queue.transferqueue_mode != "off":
         cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
+    if config.queue.transferqueue_mode == "streaming":
+        cpus += LEDGER_CPUS
     return Demand(cpus=cpus, gpus=gpus)
 
 

@@ -20,7 +20,8 @@ import ray
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerRules, RestoreReport, Task
 from vime.handoff.spool import SpoolReader
-from vime.ray.waits import wait_for
+from vime.ray.cluster import LEDGER_CPUS
+from vime.ray.waits import wait_for, wait_for_async
 from vime.types import VimeError
 
 logger = logging.getLogger(__name__)
@@ -34,13 +35,29 @@ class LedgerActor:
         self._run_dir = Path(run_dir)
         self._ledger = Ledger(self._run_dir / LEDGER_NAME, rules, clock=time.monotonic, synchronous=synchronous)
         self._expiring: asyncio.Task[None] | None = None
+        self._news = asyncio.Condition()
+        self._told = self._ledger.sequence  # up to which line of the history waiters were told
 
     async def call(self, desk: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """One call of `ledger.<desk>.<name>`; a refusal comes back as the error that it is."""
         if self._expiring is None:
             self._expiring = asyncio.create_task(self._expire())
-        target = getattr(self._ledger, desk) if desk else self._ledger
-        return getattr(target, name)(*arguments, **options)
+        try:
+            target = getattr(self._ledger, desk) if desk else self._ledger
+            return getattr(target, name)(*arguments, **options)
+        finally:
+            await self._tell()
+
+    async def wait_for_news(self, seen: int, timeout_s: float) -> int:
+        """See `LedgerPort.wait_for_news`. Holds up no other call."""
+        if self._ledger.sequence <= seen and timeout_s > 0:
+            async with self._news:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._news.wait_for(lambda: self._ledger.sequence > seen)
+                except TimeoutError:
+                    pass  # no news is an answer too
+        return self._ledger.sequence
 
     async def restore(self, checkpoint_round: int | None) -> RestoreReport:
         """`ledger.rounds.restore` with the spool of this run; without one every payload counts as lost."""
@@ -59,6 +76,14 @@ class LedgerActor:
                 self._ledger.expire()
             except VimeError as error:  # a full disk: said, and tried again
                 logger.error("overdue leases could not be taken back: %s", error)
+            await self._tell()
+
+    async def _tell(self) -> None:
+        """Wake who waits for news, when there are some."""
+        if self._ledger.sequence > self._told:
+            self._told = self._ledger.sequence
+            async with self._news:
+                self._news.notify_all()
 
 
 def _has_none(task: Task, checksum: int) -> bool:  # noqa: ARG001
@@ -67,7 +92,7 @@ def _has_none(task: Task, checksum: int) -> bool:  # noqa: ARG001
 
 class LedgerClient:
     """The ledger as callers in other processes see it: `client.prompts`, `client.rounds` and their calls as in
-    vime/handoff/ledger.py, each with a deadline. Picklable."""
+    vime/handoff/ledger.py, each with a deadline. A `LedgerPort`. Picklable."""
 
     def __init__(self, handle: Any, deadline_s: float) -> None:
         self._handle, self._deadline_s = handle, deadline_s
@@ -80,7 +105,7 @@ class LedgerClient:
         """Start the actor `vime-<run_id>-ledger` and wait until it answers. The driver calls it once, before any other
         actor; the ledger lives while anyone holds a client of it."""
         actor = ray.remote(LedgerActor).options(
-            name=f"vime-{run_id}-ledger", num_cpus=0.1, max_restarts=-1, max_task_retries=-1
+            name=f"vime-{run_id}-ledger", num_cpus=LEDGER_CPUS, max_restarts=-1, max_task_retries=-1
         )
         client = cls(actor.remote(str(run_dir), rules, synchronous), deadline_s)
         client.pid()
@@ -98,6 +123,24 @@ class LedgerClient:
     def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
         """`ledger.<desk>.<name>(...)`; desk "" for the ledger itself (`status`, `sync`, `needed_payloads`)."""
         return self._wait(self._handle.call.remote(desk, name, arguments, options), f"the ledger's answer to {name}")
+
+    async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
+        """The same on the caller's event loop."""
+        return await self._wait_async(self._handle.call.remote(desk, name, arguments, options), name, 0.0)
+
+    def wait_for_news(self, seen: int, timeout_s: float) -> int:
+        ref = self._handle.wait_for_news.remote(seen, timeout_s)
+        [answer] = wait_for([ref], name="news of the ledger", owner="ledger", deadline_s=self._deadline_s + timeout_s)
+        return int(answer)
+
+    async def wait_for_news_async(self, seen: int, timeout_s: float) -> int:
+        ref = self._handle.wait_for_news.remote(seen, timeout_s)
+        return int(await self._wait_async(ref, "news", timeout_s))
+
+    async def _wait_async(self, ref: Any, name: str, longer_s: float) -> Any:
+        return await wait_for_async(
+            ref, name=f"the ledger's answer to {name}", owner="ledger", deadline_s=self._deadline_s + longer_s
+        )
 
     def _wait(self, ref: Any, name: str) -> Any:
         [answer] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)

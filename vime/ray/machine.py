@@ -26,6 +26,7 @@ from vime.ray.interrupts import Interrupts
 from vime.ray.probe import check_engines_agree
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.saver import Saver
+from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.seams import Carrier
@@ -52,6 +53,7 @@ class Parts:
     engines: Engines | None
     carrier: Carrier
     num_rollout: int
+    stream: Stream | None = None  # mode streaming
 
 
 @dataclass(slots=True)
@@ -84,9 +86,7 @@ class Machine:
             keep=config.model.keep_checkpoints,
             protected=start.checkpoint,
             deadline_s=config.cluster.train_timeout_secs + GRACE_S,
-            on_saved=lambda rollout_id, path: watchers.events.emit(
-                EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path)
-            ),
+            on_saved=self._saved,
         )
         self._agreement = AgreementGuard(
             config,
@@ -124,6 +124,8 @@ class Machine:
             generated: GeneratedRound = self._wait_for_manager(pending, "a round of generation")
             self._agreement.after_generation(generated, self.versions)
         self.watchers.books.add(generated.metrics)
+        if self.parts.stream is not None and generated.lease is not None:
+            self.parts.stream.leased(generated.lease)
         self.watchers.events.emit(EventKind.ROUND_GENERATED, rollout_id=generated.rollout_id)
         return generated
 
@@ -131,7 +133,10 @@ class Machine:
         return self.finish_generation(self.start_generation(rollout_id))
 
     def wait_until_generated(self, pending: Any) -> None:
-        """Let a prefetched round finish, so that no weight moves under it."""
+        """Let a prefetched round finish, so that no weight moves under it. In mode streaming weights may: each token's
+        version is known, and the ledger holds the bound."""
+        if self.parts.stream is not None:
+            return
         with self.watchers.books.timed("perf/wait_time"):
             generated = self._wait_for_manager(pending, "the prefetched round")
             self._agreement.after_generation(generated, self.versions)
@@ -161,6 +166,8 @@ class Machine:
                 bf16=self.config.parallel.bf16,
             )
         self.versions.advance()
+        if self.parts.stream is not None:
+            self.parts.stream.trained(generated.rollout_id)
         self.trained_round = generated.rollout_id
         self.doing = None
         self.parts.carrier.clear(generated.ticket)
@@ -183,6 +190,8 @@ class Machine:
         with self.watchers.books.timed("perf/update_weights_time"):
             report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
             self.versions.confirm(report.engine_reports, report.content_hash)
+        if self.parts.stream is not None:
+            self.parts.stream.release(report.version)
         self.doing = None
         self.watchers.events.emit(
             EventKind.WEIGHTS_CONFIRMED,
@@ -231,11 +240,19 @@ class Machine:
             )
             state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=data_source)
             self.saver.finish()  # a failure of the save before does not keep this round from being saved
+            if self.parts.stream is not None:
+                self.parts.stream.saving()
             self.doing = Doing.SAVING
             self.saver.save(state, trainers)
             self.doing = None
             if self.config.model.save_hf:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
+
+    def _saved(self, rollout_id: int, path: Path) -> None:
+        """A checkpoint is visible."""
+        self.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
+        if self.parts.stream is not None:
+            self.parts.stream.saved(rollout_id)
 
     def _wait_for_manager(self, ref: Any, name: str) -> Any:
         [answer] = wait_for(

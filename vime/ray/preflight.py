@@ -10,8 +10,9 @@ from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.hf_config import num_tokenizer_ids
 from vime.config.parse import Config
+from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
-from vime.ray.checkpoint import find_latest
+from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError
@@ -63,7 +64,11 @@ def _check_load(config: Config) -> None:
     """`--load X` without a checkpoint in X starts fresh only when X is where this run saves: one command line then
     starts and resumes. Anything else is a slip of the pen, which would train from the beginning in silence."""
     load, save = config.model.load, config.model.save
-    if load is None or find_latest(Path(load)) is not None:
+    if load is None:
+        return
+    checkpoint = find_latest(Path(load))
+    if checkpoint is not None:
+        _check_mode_of(checkpoint, config)
         return
     if save is None and config.tracking.run_dir is not None:
         save = str(Path(config.tracking.run_dir) / "checkpoints")
@@ -74,6 +79,19 @@ def _check_load(config: Config) -> None:
         f"--load {load}: {what}. Expected a directory of checkpoints or one of them; {_nearest_load(Path(load))}. To "
         "start fresh, remove the flag, or give the same directory to --save (it starts fresh once, then resumes)."
     )
+
+
+def _check_mode_of(checkpoint: Path, config: Config) -> None:
+    """Which prompts come next is known by the ledger in mode streaming, and by the data cursor otherwise."""
+    has_ledger = LEDGER_RUN in read_run_state(checkpoint).data_source
+    mode = config.queue.transferqueue_mode
+    if has_ledger != (mode == STREAMING):
+        written = f"by a run of mode {STREAMING}" if has_ledger else "without a ledger (mode off or buffer)"
+        raise ConfigError(
+            f"--load {checkpoint}: written {written}, so in mode {mode} nobody knows which prompts it has trained. "
+            f"Resume {'with' if has_ledger else 'without'} --transferqueue-mode {STREAMING}, or begin anew from an "
+            "export (--save-hf) as --hf-checkpoint."
+        )
 
 
 def _nearest_load(load: Path) -> str:

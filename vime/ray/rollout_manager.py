@@ -11,15 +11,22 @@ import ray
 
 from vime.batching.flops import RoundWork
 from vime.config.parse import Config
+from vime.config.queue_checks import STREAMING
+from vime.handoff.group_store import GroupStore
+from vime.handoff.ledger_types import RoundLease
 from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
-from vime.ray.carriers import connect_carrier
+from vime.ray.carriers import connect_carrier, open_group_store
+from vime.ray.checkpoint import LEDGER_RUN
+from vime.ray.ledger_actor import LedgerClient
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
+from vime.rollout.producer import GroupProducer
 from vime.rollout.record import load_rollout, save_rollout, save_samples
+from vime.rollout.transferqueue_rollout import TransferQueueDataSource
 from vime.rollout.vllm_rollout import close_generation, generation_progress
-from vime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup, TrainRow
+from vime.types import ConfigError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup, TrainRow
 
 NUM_PROBES = 4
 
@@ -40,6 +47,7 @@ class GeneratedRound:
     metrics: dict[str, float]
     probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
     work: RoundWork | None = None  # None when nothing is trained
+    lease: RoundLease | None = None  # mode streaming: the ledger's word that these groups are this round's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +71,8 @@ class RolloutManager:
         self._states: dict[int, dict[str, Any]] = {}
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._source: Any = None  # a run that replays recorded rounds has none
+        self._producer: GroupProducer | None = None  # mode streaming
+        self._store: GroupStore | None = None
 
     def prepare(self) -> ManagerInfo:
         """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for."""
@@ -76,11 +86,42 @@ class RolloutManager:
         if self._config.debug.load_debug_rollout_data:
             return ManagerInfo(num_prompts=0)
         self._source = load_data_source(args)
+        if self._config.queue.transferqueue_mode == STREAMING and not hasattr(self._source, "group_at"):
+            raise ConfigError(
+                f"--data-source-path {args.data_source_path}: {type(self._source).__name__} has no group_at(index). In "
+                "mode streaming a prompt may be answered again after a restart, so a data source must know every "
+                "group by its number. Add the method, or use mode buffer."
+            )
         return ManagerInfo(num_prompts=len(self._source))
 
     def connect(self, config: Config) -> None:
         """Take the configuration that knows the router's address."""
         self._config = config
+
+    def open_stream(self, ledger: LedgerClient) -> None:
+        """Mode streaming: connect to the ledger, the queue and the spool. Called after `connect`."""
+        self._ledger = ledger
+        self._store = open_group_store(self._config, self._run_dir, self._queue_address)
+        args = self._config.flat
+        self._producer = GroupProducer(args, source=self._source, ledger=ledger, store=self._store)
+        self._source = TransferQueueDataSource(
+            args, prompts=self._source, ledger=ledger, store=self._store, producer=self._producer
+        )
+
+    def start_producing(self) -> None:
+        """The engines serve: answer prompts from now on, whatever the trainers do."""
+        assert self._producer is not None
+        self._producer.start()
+
+    def forget(self, lease: RoundLease) -> None:
+        """The round's payloads need not be in the queue any more."""
+        if hasattr(self._source, "ack_samples"):
+            self._source.ack_samples(lease)
+
+    def compact(self) -> int:
+        """Drop from the spool what no restart can need; answers the bytes freed."""
+        assert self._store is not None
+        return self._store.compact(self._ledger.call("", "needed_payloads"))
 
     def load_state(self, rollout_id: int, state: dict[str, Any]) -> None:
         """Continue after round `rollout_id`."""
@@ -106,6 +147,9 @@ class RolloutManager:
         planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
         with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
             ticket = self._carrier.put(planned.plan, groups)
+        lease = self._source.lease if self._producer is not None else None
+        if lease is not None and self._config.queue.transferqueue_ack_on_train_data:
+            self.forget(lease)
         may_be_stale = self._config.queue.transferqueue_max_staleness > 0
         return GeneratedRound(
             rollout_id=rollout_id,
@@ -113,6 +157,7 @@ class RolloutManager:
             metrics={**output.metrics, **planned.metrics},
             work=planned.work,
             probe=_probe(groups) if may_be_stale else (),
+            lease=lease,
         )
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
@@ -134,7 +179,11 @@ class RolloutManager:
         return generation_progress()
 
     def close(self) -> None:
+        if self._producer is not None:
+            self._producer.stop()
         close_generation()
+        if self._store is not None:
+            self._store.close()
         self._carrier.close()
 
     def _samples(self, rollout_id: int) -> RolloutFnTrainOutput:
@@ -146,11 +195,15 @@ class RolloutManager:
         output = self._generate(self._config.flat, rollout_id, self._source)
         if not isinstance(output, RolloutFnTrainOutput):
             raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
-        self._states[rollout_id] = self._source.save(rollout_id)
+        self._states[rollout_id] = self._source.save(rollout_id) | self._origin()
         self._states.pop(rollout_id - 4, None)
         if debug.save_debug_rollout_data:
             save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
         return output
+
+    def _origin(self) -> dict[str, Any]:
+        """In mode streaming a checkpoint says where the ledger is that knows what it carries."""
+        return {LEDGER_RUN: str(self._run_dir)} if self._producer is not None else {}
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:

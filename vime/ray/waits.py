@@ -7,9 +7,10 @@ another rank's ten-minute timeout.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -52,6 +53,16 @@ def wait_for(
     return [_value(ref, name, owner) for ref in refs]
 
 
+async def wait_for_async(ref: Any, *, name: str, owner: str, deadline_s: float) -> Any:
+    """`wait_for` of one ref on the caller's event loop."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
+    except TimeoutError as error:
+        raise WaitTimeoutError(name, deadline_s, owner) from error
+    except ray.exceptions.RayError as error:
+        _raise_named(error, name, owner)
+
+
 def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: str, owner: str) -> None:
     """The failure among `done` that says most: a peer of a dead rank fails in a collective first ("connection reset"),
     and Ray reports the death a moment later."""
@@ -76,17 +87,24 @@ def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: s
 def _value(ref: Any, name: str, owner: str) -> Any:
     try:
         return ray.get(ref, timeout=10)
-    except ray.exceptions.RayTaskError as error:
+    except ray.exceptions.GetTimeoutError as error:
+        raise WaitTimeoutError(name, 10, owner, "Ray did not deliver a finished result.") from error
+    except ray.exceptions.RayError as error:
+        _raise_named(error, name, owner)
+
+
+def _raise_named(error: Exception, name: str, owner: str) -> NoReturn:
+    """What an actor raised as itself, or its death, in the run's own words."""
+    if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         if isinstance(cause, VimeError):
             raise cause from error
         raise ClusterError(f"{name}: {owner} failed with {type(cause).__name__}: {cause}\n{_tail(error)}") from error
-    except ray.exceptions.RayActorError as error:
+    if isinstance(error, ray.exceptions.RayActorError):
         raise _ActorDiedError(
             f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
         ) from error
-    except ray.exceptions.GetTimeoutError as error:
-        raise WaitTimeoutError(name, 10, owner, "Ray did not deliver a finished result.") from error
+    raise error
 
 
 def _tail(error: Exception, lines: int = 12) -> str:

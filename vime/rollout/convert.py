@@ -156,7 +156,8 @@ def _check_versions(args: Any, sample: Sample, rollout_id: int) -> None:
     """
     if args.debug_rollout_only or args.load_debug_rollout_data:
         return
-    oldest, newest = sample.weight_versions[0], sample.weight_versions[-1]
+    oldest, newest = sample.oldest_trainable_version, sample.weight_versions[-1]
+    assert oldest is not None  # the spans tile the response
     bound = args.transferqueue_max_staleness
     if rollout_id - oldest > bound or newest > rollout_id:
         raise StaleError(

@@ -32,10 +32,18 @@ class RolloutDataSource:
         self._position = 0
         self._next_group_index = 0
         self._next_index = 0
-        self._order = self._epoch_order()
+        self._orders: dict[int, list[int]] = {}  # by epoch; the last two
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         return [self._draw() for _ in range(num_groups)]
+
+    def group_at(self, group_index: int) -> list[Sample]:
+        """Group number `group_index` of the whole run, whatever was drawn before: what `get_samples` answers for it."""
+        epoch, position = divmod(group_index, len(self._prompts))
+        prompt, size = self._prompts[self._order(epoch)[position]], self._args.n_samples_per_prompt
+        return [
+            new_sample(prompt, group_index=group_index, index=group_index * size + offset) for offset in range(size)
+        ]
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Take back groups that were not used."""
@@ -65,7 +73,6 @@ class RolloutDataSource:
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
-        self._order = self._epoch_order()
 
     @property
     def epoch(self) -> int:
@@ -78,8 +85,7 @@ class RolloutDataSource:
     def _draw(self) -> list[Sample]:
         if self._position == len(self._prompts):
             self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._epoch_order()
-        prompt = self._prompts[self._order[self._position]]
+        prompt = self._prompts[self._order(self._epoch)[self._position]]
         size = self._args.n_samples_per_prompt
         group = [
             new_sample(prompt, group_index=self._next_group_index, index=self._next_index + offset)
@@ -90,11 +96,13 @@ class RolloutDataSource:
         self._next_index += size
         return group
 
-    def _epoch_order(self) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if self._args.rollout_shuffle:
-            random.Random(f"{self._args.rollout_seed}:{self._epoch}").shuffle(order)
-        return order
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            order = list(range(len(self._prompts)))
+            if self._args.rollout_shuffle:
+                random.Random(f"{self._args.rollout_seed}:{epoch}").shuffle(order)
+            self._orders = {known: self._orders[known] for known in self._orders if known == epoch - 1} | {epoch: order}
+        return self._orders[epoch]
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

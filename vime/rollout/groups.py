@@ -11,7 +11,7 @@ from vime.rollout.generation import generate_group
 from vime.rollout.loops import raise_first
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_hub import async_rm, batched_async_rm
-from vime.types import PluginError, Sample, SampleStatus, VimeError
+from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus, VimeError
 
 UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
 
@@ -37,6 +37,37 @@ async def generate_and_rm_group(args: Any, group: list[Sample], sampling_params:
     for sample, reward in zip(waiting, rewards, strict=True):
         sample.reward = reward
     return samples
+
+
+def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+    """What --dynamic-sampling-filter-path says of a finished group; without one it is kept."""
+    keep = plugin(args, "dynamic_sampling_filter_path")
+    if keep is None:
+        return DynamicFilterOutput(keep=True)
+    where = f"--dynamic-sampling-filter-path {args.dynamic_sampling_filter_path}"
+    try:
+        verdict = keep(args, samples)
+    except VimeError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{where}: raised {type(error).__name__}: {error} for a group of {len(samples)}.") from error
+    if isinstance(verdict, DynamicFilterOutput):
+        return verdict
+    if isinstance(verdict, bool):
+        return DynamicFilterOutput(keep=verdict)
+    raise PluginError(f"{where}: answered {type(verdict).__name__}, expected bool or DynamicFilterOutput.")
+
+
+def mark_samples(args: Any, groups: list[list[Sample]]) -> None:
+    """Let --rollout-sample-filter-path set `remove_sample` on samples of a round."""
+    mark = plugin(args, "rollout_sample_filter_path")
+    if mark is None:
+        return
+    try:
+        mark(args, groups)
+    except Exception as error:
+        where = f"--rollout-sample-filter-path {args.rollout_sample_filter_path}"
+        raise PluginError(f"{where}: raised {type(error).__name__}: {error}.") from error
 
 
 async def _generate(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:

@@ -18,21 +18,17 @@ from typing import Any
 
 from vime.rollout.evaluate import evaluate_all
 from vime.rollout.generation import close_clients, train_sampling_params
-from vime.rollout.groups import UNUSABLE, generate_and_rm_group
+from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group, mark_samples
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
-from vime.rollout.plugins import plugin
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.rm_hub import close_judges
 from vime.seams import DataSource
 from vime.types import (
     DataError,
-    DynamicFilterOutput,
-    PluginError,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     Sample,
-    VimeError,
     WaitTimeoutError,
 )
 
@@ -107,7 +103,7 @@ class TrainingRound:
         if self._surplus:
             self._source.add_samples(sorted(self._surplus, key=lambda group: group[0].group_index))
         self._kept.sort(key=lambda group: group[0].group_index)
-        self._mark_samples()
+        mark_samples(args, self._kept)
         return RolloutFnTrainOutput(samples=self._kept, metrics=self._metrics())
 
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
@@ -157,41 +153,11 @@ class TrainingRound:
         for sample in samples:
             sample.rollout_id = self._rollout_id
         self._finished_samples.extend(samples)
-        verdict = self._verdict(samples)
+        verdict = filter_verdict(self._args, samples)
         if verdict.keep:
             self._kept.append(samples)
         else:
             self._dropped[verdict.reason or "filter"] += 1
-
-    def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
-        keep = plugin(self._args, "dynamic_sampling_filter_path")
-        if keep is None:
-            return DynamicFilterOutput(keep=True)
-        where = f"--dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path}"
-        try:
-            verdict = keep(self._args, samples)
-        except VimeError:
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"{where}: raised {type(error).__name__}: {error} for a group of {len(samples)}."
-            ) from error
-        if isinstance(verdict, DynamicFilterOutput):
-            return verdict
-        if isinstance(verdict, bool):
-            return DynamicFilterOutput(keep=verdict)
-        raise PluginError(f"{where}: answered {type(verdict).__name__}, expected bool or DynamicFilterOutput.")
-
-    def _mark_samples(self) -> None:
-        """Let the sample filter set `remove_sample` on kept samples."""
-        mark = plugin(self._args, "rollout_sample_filter_path")
-        if mark is None:
-            return
-        try:
-            mark(self._args, self._kept)
-        except Exception as error:
-            where = f"--rollout-sample-filter-path {self._args.rollout_sample_filter_path}"
-            raise PluginError(f"{where}: raised {type(error).__name__}: {error}.") from error
 
     def _metrics(self) -> dict[str, float]:
         kept = [sample for group in self._kept for sample in group]

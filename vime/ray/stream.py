@@ -1,0 +1,150 @@
+"""The driver's side of mode `streaming`: it opens the ledger and tells it what trainers, engines and checkpoints did.
+
+lease(r)  [the RolloutManager, from `generate`]
+trained(r)     the optimizer has stepped
+release(v)     every engine confirmed version v: the slots of the rounds behind it are free
+saving / saved a checkpoint is about to be visible / is visible: its rounds are durable, their payloads may go
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+from vime.config.parse import Config
+from vime.handoff.ledger_types import LEDGER_NAME, LedgerRules, RestoreReport, RoundLease, RoundOrder, StalePolicy
+from vime.handoff.queue_view import copy_queue
+from vime.ray.ledger_actor import LedgerClient
+from vime.ray.waits import wait_for
+from vime.types import HandoffError, Version, VimeError
+
+logger = logging.getLogger(__name__)
+
+
+def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
+    """The bounds of this run. At staleness 0 a round is the lowest open groups, so that who was faster does not
+    matter; otherwise it is whoever was ready first."""
+    queue, batch = config.queue, config.rollout.rollout_batch_size
+    staleness = queue.transferqueue_max_staleness
+    return LedgerRules(
+        max_slots=(staleness + 1) * batch,
+        max_staleness=staleness,
+        lease_timeout_s=queue.transferqueue_lease_timeout_secs,
+        stale_policy=StalePolicy(queue.stale_policy),
+        round_order=RoundOrder.INDEX if staleness == 0 else RoundOrder.COMMIT,
+        max_groups=queue.transferqueue_max_groups,
+        max_tokens=queue.transferqueue_max_tokens,
+        max_bytes=queue.transferqueue_max_bytes,
+        num_rounds=num_rollout,
+        groups_per_round=batch,
+        partition=queue.transferqueue_partition,
+    )
+
+
+class Stream:
+    """Owned by the driver. A thread of its own keeps the leases of the rounds in hand alive."""
+
+    def __init__(self, config: Config, run_dir: Path, ledger: LedgerClient, manager: Any) -> None:
+        self._config, self._run_dir, self.ledger, self._manager = config, run_dir, ledger, manager
+        self._leases: dict[int, RoundLease] = {}
+        self._is_closed = threading.Event()
+        self._beat = threading.Thread(target=self._heartbeat, name="vime-lease-heartbeat", daemon=True)
+
+    @classmethod
+    def open(
+        cls, config: Config, run_dir: Path, manager: Any, *, num_rollout: int, checkpoint_round: int | None, origin: str
+    ) -> Stream:
+        """Start the ledger on its file, go back to the checkpoint, and connect the RolloutManager.
+
+        `origin`: run directory of the run that wrote the checkpoint, empty without one; when it is another, its queue
+        is copied as it stands.
+        """
+        if origin and Path(origin) != run_dir:
+            _adopt(Path(origin), run_dir)
+        ledger = LedgerClient.start(
+            run_dir,
+            ledger_rules(config, num_rollout),
+            run_id=uuid.uuid4().hex[:8],
+            deadline_s=config.queue.transferqueue_timeout_secs,
+        )
+        report: RestoreReport = ledger.restore(checkpoint_round)
+        if report.replayed_rounds or report.reissued or report.regenerated:
+            logger.info(
+                "queue restored: rounds %s are trained again as they were, %d prompts in flight and %d lost groups are "
+                "answered again",
+                list(report.replayed_rounds),
+                len(report.reissued),
+                len(report.regenerated),
+            )
+        stream = cls(config, run_dir, ledger, manager)
+        stream._ask(manager.open_stream.remote(ledger), "the queue to be opened")
+        stream._beat.start()
+        return stream
+
+    def begin(self) -> None:
+        """The first weights are confirmed: prompts may be answered."""
+        self._ask(self._manager.start_producing.remote(), "the producer to start")
+
+    def leased(self, lease: RoundLease) -> None:
+        """The round is in the driver's hands until `trained`."""
+        self._leases[lease.round_id] = lease
+
+    def trained(self, round_id: int) -> None:
+        """The optimizer has stepped on the round. Raises LeaseLostError when the lease ended meanwhile."""
+        lease = self._leases[round_id]
+        self.ledger.rounds.trained(round_id, lease.fence)
+        del self._leases[round_id]
+        if not self._config.queue.transferqueue_ack_on_train_data:
+            self._ask(self._manager.forget.remote(lease), "the trained round to leave the queue")
+
+    def release(self, version: Version) -> None:
+        """Every engine confirmed `version`."""
+        self.ledger.rounds.release(version)
+
+    def saving(self) -> None:
+        """What the checkpoint carries must be in the ledger's file before anyone can see the checkpoint."""
+        self.ledger.call("", "sync")
+
+    def saved(self, rollout_id: int) -> None:
+        """The checkpoint is visible. A failure here loses nothing: the next restore marks what it carries."""
+        try:
+            self.ledger.rounds.durable(rollout_id)
+            self._ask(self._manager.compact.remote(), "the spool to be compacted")
+        except VimeError as error:
+            logger.warning("rounds up to %d are saved, but not marked durable: %s", rollout_id, error)
+
+    def close(self) -> None:
+        """Calling it again does nothing."""
+        self._is_closed.set()
+
+    def _ask(self, ref: Any, name: str) -> Any:
+        deadline_s = self._config.queue.transferqueue_timeout_secs
+        [answer] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
+        return answer
+
+    def _heartbeat(self) -> None:
+        """Waits for: the clock, or `close`. A lease that is lost is named when the round is trained."""
+        while not self._is_closed.wait(self._config.queue.transferqueue_lease_timeout_secs / 3):
+            for lease in list(self._leases.values()):
+                try:
+                    self.ledger.rounds.heartbeat(lease.round_id, lease.fence)
+                except VimeError as error:
+                    logger.warning("round %d: %s", lease.round_id, error)
+
+
+def _adopt(origin: Path, run_dir: Path) -> None:
+    if not (origin / LEDGER_NAME).is_file():
+        raise HandoffError(
+            f"--load: the checkpoint was written by the run in {origin}, which has no {LEDGER_NAME} any more, so "
+            "nobody knows which groups it trained. Load with the run directory in its place."
+        )
+    if (run_dir / LEDGER_NAME).exists():
+        raise HandoffError(
+            f"--run-dir {run_dir}: has a queue of its own, but the checkpoint belongs to that of {origin}. Choose a "
+            f"new run directory, or --run-dir {origin}."
+        )
+    num_payloads = copy_queue(origin, run_dir)
+    logger.info("queue of %s copied: the ledger and %d payloads", origin, num_payloads)

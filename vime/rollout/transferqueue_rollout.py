@@ -1,0 +1,163 @@
+"""The rollout function of mode `streaming`: a round is the next finished groups, as the ledger leases them.
+
+Prompts are answered by `producer.GroupProducer`, beside this. A round waits until enough groups are ready; evaluation
+is the same as in every mode.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vime.handoff.group_store import GroupStore
+from vime.handoff.ledger import LedgerStatus
+from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger_types import LeaseAnswer, RoundLease
+from vime.handoff.payload import bytes_to_samples
+from vime.rollout import vllm_rollout
+from vime.rollout.groups import mark_samples
+from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
+from vime.rollout.producer import GroupProducer
+from vime.rollout.progress import BOARD, RoundProgress
+from vime.types import HandoffError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, WaitTimeoutError
+
+NEWS_S = 0.5
+"""How long one wait for news lasts before the producer is asked whether it still lives."""
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: TransferQueueDataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The groups of round `rollout_id` in the order of their numbers, or one evaluation."""
+    if evaluation:
+        return vllm_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
+    began = time.monotonic()
+    data_source.begin(rollout_id)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    mark_samples(args, groups)
+    return RolloutFnTrainOutput(samples=groups, metrics=data_source.metrics(groups, time.monotonic() - began))
+
+
+class TransferQueueDataSource:
+    """A data source of finished groups. Used by the RolloutManager, one round at a time.
+
+    `get_samples` leases the round that `begin` named, and `lease` then says what was leased; `ack_samples` says that a
+    round's groups are converted and need not be kept in the queue any more.
+    """
+
+    def __init__(
+        self, args: Any, *, prompts: Any, ledger: LedgerPort, store: GroupStore, producer: GroupProducer
+    ) -> None:
+        self._args, self._prompts = args, prompts
+        self._ledger, self._store, self._producer = ledger, store, producer
+        self._round_id = -1
+        self._get_time_s = 0.0
+        self.lease: RoundLease | None = None
+
+    def begin(self, round_id: int) -> None:
+        """The next `get_samples` answers the groups of this round."""
+        self._round_id, self.lease = round_id, None
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]:
+        """Waits for: `num_groups` ready groups. Unblocked by: the producer's commits. Asking again for a round gives
+        the same groups."""
+        lease = self._wait_for_lease(num_groups)
+        began = time.monotonic()
+        payloads = self._store.get([(group.task, group.payload.checksum) for group in lease.groups])
+        groups = [bytes_to_samples(data) for data in payloads]
+        for leased, samples in zip(lease.groups, groups, strict=True):
+            if samples[0].group_index != leased.task.group:
+                raise HandoffError(f"group {leased.task}: its payload is of group {samples[0].group_index}.")
+            for sample in samples:
+                sample.rollout_id = self._round_id
+        self.lease, self._get_time_s = lease, time.monotonic() - began
+        return sorted(groups, key=lambda samples: samples[0].group_index)
+
+    def ack_samples(self, lease: RoundLease) -> None:
+        """The queue may forget the round's payloads; the spool keeps them until a checkpoint carries the round."""
+        self._store.forget([group.task for group in lease.groups])
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        if groups:
+            raise HandoffError(f"{len(groups)} groups cannot be put back: the ledger decides what is trained when.")
+
+    def save(self, rollout_id: int) -> dict[str, Any]:
+        """The prompts' own state, to recognise them; the cursor is the ledger's."""
+        state: dict[str, Any] = self._prompts.save(rollout_id)
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._prompts.load(state)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def metrics(self, groups: Sequence[Sequence[Sample]], wait_time_s: float) -> dict[str, float]:
+        """What the round's samples are like, and what the queue did since the round before."""
+        samples = [sample for group in groups for sample in group]
+        stats, status = self._producer.take_stats(), self._status()
+        trained_on = self._round_id
+        staleness = [trained_on - sample.oldest_trainable_version for sample in samples if sum(sample.loss_mask)]
+        puts = stats.put_times_s
+        rewards = stats.rewards or [0.0]
+        return {
+            **sample_metrics(self._args, samples, "rollout"),
+            **version_metrics(samples, "rollout"),
+            **drop_metrics(stats.dropped),
+            "rollout/reward_mean_before_filter": statistics.fmean(rewards),
+            "rollout/num_groups": float(len(groups)),
+            "rollout/removed_samples": float(sum(sample.remove_sample for sample in samples)),
+            "rollout/generate_time": wait_time_s,
+            "transferqueue/ready_groups": float(status.ready),
+            "transferqueue/inflight_groups": float(sum(status.producers.values())),
+            "transferqueue/retry_groups": float(status.retry),
+            "transferqueue/dropped_groups": float(sum(stats.dropped.values())),
+            "transferqueue/stale_dropped_groups": float(status.too_old),
+            "transferqueue/late_groups": float(stats.late_groups),
+            "transferqueue/get_latency": self._get_time_s,
+            "transferqueue/put_latency": statistics.fmean(puts) if puts else 0.0,
+            "transferqueue/producer_lag": float(statistics.fmean(staleness)) if staleness else 0.0,
+            "transferqueue/spool_bytes": float(self._store.spool_bytes),
+        }
+
+    def _status(self) -> LedgerStatus:
+        status: LedgerStatus = self._ledger.call("", "status")
+        return status
+
+    def _wait_for_lease(self, num_groups: int) -> RoundLease:
+        args, name = self._args, f"round {self._round_id}"
+        limit_s, began = args.rollout_timeout_secs, time.monotonic()
+        while True:
+            seen = self._ledger.wait_for_news(-1, 0.0)
+            answer: LeaseAnswer = self._ledger.call(
+                "rounds", "lease", self._round_id, version=self._round_id, holder="trainer", count=num_groups
+            )
+            self._post_progress(num_groups, answer, time.monotonic() - began)
+            if answer.lease is not None:
+                return answer.lease
+            self._producer.raise_if_failed()
+            if time.monotonic() - began > limit_s:
+                raise WaitTimeoutError(
+                    f"{name}: {answer.waits_for}; the producer works on {self._producer.num_running} groups"
+                    f"{' and waits for ' + self._producer.waits_for if self._producer.waits_for else ''}",
+                    limit_s,
+                    "vLLM engines and reward function",
+                    "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
+                )
+            self._ledger.wait_for_news(seen, NEWS_S)
+
+    def _post_progress(self, num_groups: int, answer: LeaseAnswer, elapsed_s: float) -> None:
+        status = self._status()
+        BOARD.post(
+            RoundProgress(
+                name=f"round {self._round_id}",
+                kept_groups=len(answer.lease.groups) if answer.lease else min(status.ready, num_groups),
+                wanted_groups=num_groups,
+                in_flight_groups=sum(status.producers.values()),
+                dropped_groups=sum(self._producer.peek.dropped.values()),
+                response_tokens=self._producer.peek.response_tokens,
+                elapsed_s=elapsed_s,
+            )
+        )
