@@ -9,14 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
-from vime.handoff.audit import audit, spool_payloads
-from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, Task
+from vime.handoff.audit import MAX_SHOWN, audit_run
+from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
 from vime.handoff.spool import SpoolReader
 from vime.types import HandoffError, VimeError
-
-MAX_SHOWN = 50
 
 
 class AuditFailedError(VimeError):
@@ -49,20 +47,17 @@ def add_parsers(commands: Any) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
     run: Path = arguments.run
-    read_payload = spool_payloads(SpoolReader(run / SPOOL_NAME)) if (run / SPOOL_NAME).is_dir() else None
     checkpoint = checkpoint_round(run)
-    report = audit(run / LEDGER_NAME, checkpoint_round=checkpoint, read_payload=read_payload)
+    report = audit_run(run, checkpoint_round=checkpoint)
     for state, total in sorted(report.groups.items()):
         say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
     say(
         f"{report.num_rounds:,} rounds, {report.num_lines:,} lines of history, "
         f"{'no checkpoint' if checkpoint is None else f'checkpoint of round {checkpoint}'}, "
-        f"{'no spool' if read_payload is None else 'spool read'}"
+        f"{'spool read' if (run / SPOOL_NAME).is_dir() else 'no spool'}"
     )
     if report.findings:
-        shown = [f"  {finding}" for finding in report.findings[:MAX_SHOWN]]
-        more = f"\n  ... {len(report.findings) - MAX_SHOWN} more" if len(report.findings) > MAX_SHOWN else ""
-        raise AuditFailedError(f"{len(report.findings)} breaches in {run}:\n" + "\n".join(shown) + more)
+        raise AuditFailedError(report.summary(run))
     say("every promise kept")
 
 

@@ -151,6 +151,8 @@ def is_given(config: Config, name: str) -> bool:
 
 def _as_given(given: Config, name: str) -> str:
     value = getattr(given.flat, name)
+    if value is False:
+        return "--no-" + _FLAGS[name].removeprefix("--")
     shown = "" if isinstance(value, bool) else " " + (" ".join(value) if isinstance(value, tuple) else str(value))
     return _FLAGS[name] + shown
 

@@ -25,11 +25,12 @@ from pathlib import Path
 
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.ledger_schema import open_for_reading
-from vime.handoff.ledger_types import State, Task
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, State, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.spool import SpoolReader
 from vime.types import HandoffError
 
+MAX_SHOWN = 50
 ReadPayload = Callable[[Task, int], tuple[int, int]]
 """(bytes, tokens) of the stored payload with this checksum; raises HandoffError when it is missing or damaged."""
 
@@ -72,6 +73,28 @@ class AuditReport:
     tokens: dict[str, int]
     num_rounds: int
     num_lines: int
+
+    def counts(self) -> str:
+        """One line: groups by state."""
+        states = ", ".join(f"{total:,} {state}" for state, total in sorted(self.groups.items()))
+        return f"{sum(self.groups.values()):,} groups: {states or 'none'}"
+
+    def summary(self, run: Path) -> str:
+        """The breaches, the first MAX_SHOWN in words."""
+        lines = [f"{len(self.findings)} breaches in {run}:", *(f"  {finding}" for finding in self.findings[:MAX_SHOWN])]
+        if len(self.findings) > MAX_SHOWN:
+            lines.append(f"  ... {len(self.findings) - MAX_SHOWN} more")
+        return "\n".join(lines)
+
+
+def audit_run(run: Path, *, checkpoint_round: int | None) -> AuditReport:
+    """`audit` of a run directory; -1 and None both say that there is no checkpoint."""
+    spool = run / SPOOL_NAME
+    return audit(
+        run / LEDGER_NAME,
+        checkpoint_round=None if checkpoint_round == -1 else checkpoint_round,
+        read_payload=spool_payloads(SpoolReader(spool)) if spool.is_dir() else None,
+    )
 
 
 def spool_payloads(spool: SpoolReader) -> ReadPayload:

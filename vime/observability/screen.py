@@ -88,6 +88,10 @@ class Screen:
         shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in sorted(metrics.items()))
         self._say(f"evaluation before round {rollout_id}: {shown}")
 
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        self._say(text)
+
     def warn(self, text: str) -> None:
         """One line that stays: something is wrong and the run goes on."""
         self._say(f"warning: {text}")

@@ -15,6 +15,7 @@ import ray
 
 from vime.config.parse import Config
 from vime.config.paths import path_flags
+from vime.config.queue_checks import STREAMING
 from vime.types import ClusterError
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,9 @@ def demand_of(config: Config) -> Demand:
         engines = config.cluster.rollout_num_engines or 1
         cpus += ENGINE_CPUS * engines
         gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
-    if config.queue.transferqueue_mode != "off":
+    if config.queue.transferqueue_mode in ("buffer", STREAMING):
         cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
-    if config.queue.transferqueue_mode == "streaming":
+    if config.queue.transferqueue_mode == STREAMING:
         cpus += LEDGER_CPUS
     return Demand(cpus=cpus, gpus=gpus)
 

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vime.config.parse import Config, dump, parse_command_line
+from vime.config.queue_checks import STREAMING
+from vime.handoff.audit import audit_run
 from vime.observability.events import EventKind, EventLog
 from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
+from vime.ray.checkpoint import find_start
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
@@ -67,10 +70,25 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
         return INTERRUPTED
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
         return _failed(screen, events, _unforeseen(error), path, VimeError.exit_code)
+    if code == 0 and config.queue.transferqueue_mode == STREAMING:
+        code = _audited(config, path, screen, events)
     if code == 0:
         events.emit(EventKind.RUN_FINISHED)
         screen.finish()
     return code
+
+
+def _audited(config: Config, path: Path, screen: Screen, events: EventLog) -> int:
+    """Every run of mode streaming ends with its audit: 0, or 3 with what was found."""
+    root = Path(config.model.save) if config.model.save else path / "checkpoints"
+    try:
+        report = audit_run(path, checkpoint_round=find_start(str(root)).rollout_id - 1)
+    except VimeError as error:
+        return _failed(screen, events, f"the audit of this run could not be made: {error}", path, error.exit_code)
+    if report.findings:
+        return _failed(screen, events, f"the audit found {report.summary(path)}", path, VimeError.exit_code)
+    screen.note(f"audit: every promise kept, {report.counts()}")
+    return 0
 
 
 def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:

@@ -86,7 +86,7 @@ class Machine:
             keep=config.model.keep_checkpoints,
             protected=start.checkpoint,
             deadline_s=config.cluster.train_timeout_secs + GRACE_S,
-            on_saved=self._saved,
+            on_saved=lambda rollout_id, path: _note_saved(self, rollout_id, path),
         )
         self._agreement = AgreementGuard(
             config,
@@ -248,12 +248,6 @@ class Machine:
             if self.config.model.save_hf:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
 
-    def _saved(self, rollout_id: int, path: Path) -> None:
-        """A checkpoint is visible."""
-        self.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
-        if self.parts.stream is not None:
-            self.parts.stream.saved(rollout_id)
-
     def _wait_for_manager(self, ref: Any, name: str) -> Any:
         [answer] = wait_for(
             [ref],
@@ -285,6 +279,13 @@ def _rest_trainers(machine: Machine) -> None:
     if machine.config.cluster.offload_train and machine.parts.trainers is not None:
         with machine.watchers.books.timed("perf/offload_time"):
             machine.parts.trainers.sleep()
+
+
+def _note_saved(machine: Machine, rollout_id: int, path: Path) -> None:
+    """A checkpoint is visible."""
+    machine.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
+    if machine.parts.stream is not None:
+        machine.parts.stream.saved(rollout_id)
 
 
 def is_due(interval: int | None, rollout_id: int, last_round: int) -> bool:

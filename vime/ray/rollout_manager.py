@@ -195,15 +195,12 @@ class RolloutManager:
         output = self._generate(self._config.flat, rollout_id, self._source)
         if not isinstance(output, RolloutFnTrainOutput):
             raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
-        self._states[rollout_id] = self._source.save(rollout_id) | self._origin()
+        origin = {LEDGER_RUN: str(self._run_dir)} if self._producer is not None else {}
+        self._states[rollout_id] = self._source.save(rollout_id) | origin
         self._states.pop(rollout_id - 4, None)
         if debug.save_debug_rollout_data:
             save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
         return output
-
-    def _origin(self) -> dict[str, Any]:
-        """In mode streaming a checkpoint says where the ledger is that knows what it carries."""
-        return {LEDGER_RUN: str(self._run_dir)} if self._producer is not None else {}
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:

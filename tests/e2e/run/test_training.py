@@ -158,6 +158,7 @@ def test_prefetch_trains_tokens_one_version_old(tiny_task: TinyTask, tmp_path: P
 
 STOPS_THE_CORE = '''"""Generate as ever, but from round 2 on stop this run's engine core (SIGSTOP) before asking it."""
 
+import contextlib
 import os
 
 import psutil
@@ -168,8 +169,9 @@ from vime.rollout.generation import generate
 
 async def generate_until_round_2(args, sample, sampling_params):
     for process in psutil.process_iter() if sample.rollout_id == 2 else ():
-        if "EngineCore" in " ".join(process.cmdline()) and process.environ().get(MARK) == os.environ[MARK]:
-            process.suspend()
+        with contextlib.suppress(psutil.NoSuchProcess):  # of somebody else, and gone meanwhile
+            if "EngineCore" in " ".join(process.cmdline()) and process.environ().get(MARK) == os.environ[MARK]:
+                process.suspend()
     return await generate(args, sample, sampling_params)
 '''
 

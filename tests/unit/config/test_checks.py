@@ -209,6 +209,26 @@ REFUSALS = {
         ["--debug-rollout-only", "--on-train-rollout-diff", "stop"],
         ["--on-train-rollout-diff", "--debug-rollout-only"],
     ),
+    "rounds by a function of one's own in mode streaming": (
+        ["--transferqueue-mode", "streaming", "--rollout-function-path", "vime.rollout.sft_rollout.generate_rollout"],
+        ["--rollout-function-path vime.rollout.sft_rollout", "mode streaming", "--custom-generate-function-path"],
+    ),
+    "groups that no ledger leases": (
+        ["--rollout-function-path", "vime.rollout.transferqueue_rollout.generate_rollout"],
+        ["--rollout-function-path vime.rollout.transferqueue", "--transferqueue-mode streaming"],
+    ),
+    "a queue smaller than a round": (
+        ["--transferqueue-mode", "streaming", "--transferqueue-max-groups", "1"],
+        ["--transferqueue-max-groups 1", "--rollout-batch-size"],
+    ),
+    "streaming that nobody trains": (
+        ["--transferqueue-mode", "streaming", "--debug-rollout-only"],
+        ["--debug-rollout-only", "--transferqueue-mode streaming"],
+    ),
+    "spooling of what is not kept": (
+        ["--transferqueue-mode", "streaming", "--no-transferqueue-durable", "--transferqueue-fsync", "never"],
+        ["--transferqueue-fsync never", "without --no-transferqueue-durable"],
+    ),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
 
@@ -229,6 +249,7 @@ def test_epochs_of_recorded_rounds_are_refused(model_dir: Path) -> None:
         parse_command_line([*flags, "--num-epoch", "2", "--load-debug-rollout-data", "x_{rollout_id}.jsonl"])
 
 
+STREAMING = ["--transferqueue-mode", "streaming"]
 # knob -> (what to give it, and the flags under which it is read)
 READ = {
     "async_save": ([], ["--save-interval", "2"]),
@@ -266,6 +287,14 @@ READ = {
     "balance_data_by": (["flops"], ["--balance-data"]),
     "transferqueue_partition": (["mine"], ["--transferqueue-mode", "buffer"]),
     "num_data_storage_units": (["2"], ["--transferqueue-mode", "buffer"]),
+    "stale_policy": (["retry"], STREAMING),
+    "transferqueue_durable": ([], STREAMING),
+    "transferqueue_fsync": (["never"], STREAMING),
+    "transferqueue_ack_on_train_data": ([], STREAMING),
+    "transferqueue_lease_timeout_secs": (["30"], STREAMING),
+    "transferqueue_max_groups": (["64"], STREAMING),
+    "transferqueue_max_tokens": (["9000"], STREAMING),
+    "transferqueue_max_bytes": (["9000"], STREAMING),
     "update_weight_disk_dir": (["weights"], ["--update-weight-transport", "disk"]),
     "wandb_project": (["p"], ["--use-wandb"]),
     "wandb_group": (["g"], ["--use-wandb"]),
@@ -287,7 +316,8 @@ ON_ANOTHER_MACHINE = {"vllm_kv_cache_memory_bytes", "input_key", "label_key", "m
 
 
 def flag_of(name: str, values: list[str]) -> list[str]:
-    return ["--" + name.replace("_", "-"), *values]
+    is_on = getattr(Config().flat, name) is True
+    return [f"--{'no-' if is_on else ''}{name.replace('_', '-')}", *values]
 
 
 @pytest.mark.parametrize("name", [name for condition in READ_WHEN for name in condition.knobs])

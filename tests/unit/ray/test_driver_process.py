@@ -52,6 +52,8 @@ def test_the_driver_needs_no_torch() -> None:
             ],
             3.6,
         ),
+        # as above, with one controller, one storage unit and the ledger
+        (["--transferqueue-mode", "streaming"], 1.5),
         # 0.2 + 0.5 + (2 policy + 2 reference + 2 teacher) x 0.5
         (["--actor-num-gpus-per-node", "2", "--separate-roles", "reference", "teacher"], 3.7),
         # 0.2 + 0.5: no engine

@@ -1,0 +1,292 @@
+"""Mode streaming in one process: real producer, ledger, spool and codec against a scripted engine over HTTP."""
+
+import sys
+
+import pytest
+
+from tests.helpers.ledger_cases import Clock
+from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
+from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
+from vime.handoff.group_store import GroupStore
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.ledger_types import LedgerRules, RoundOrder
+from vime.handoff.memory import MemoryRows
+from vime.handoff.spool import Spool
+from vime.rollout.data_source import RolloutDataSourceWithBuffer
+from vime.rollout.producer import GroupProducer
+from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
+from vime.rollout.vllm_rollout import close_generation
+from vime.types import HandoffError, RewardError, WaitTimeoutError
+
+EOS = 2
+LETTER = {letter: number for number, letter in enumerate("abcdefghij", start=5)}
+
+
+class Streaming:
+    """What the RolloutManager owns in mode streaming, and the driver's calls to the ledger."""
+
+    def __init__(self, directory, engine, model_dir, *flags, rounds=3, staleness=0, is_durable=True, **rules):
+        data = write_jsonl(directory / "prompts.jsonl", [{"input": letter, "label": letter} for letter in LETTER])
+        self.args = make_args(
+            "--hf-checkpoint", model_dir, "--vllm-router-ip", "127.0.0.1", "--vllm-router-port", engine.port,
+            "--prompt-data", data, "--label-key", "label", "--rm-type", "exact_match", "--rollout-batch-size", 2,
+            "--over-sampling-batch-size", 2, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 8,
+            "--rollout-timeout-secs", 30, "--transferqueue-mode", "streaming", *flags,
+        )  # fmt: skip
+        self.clock = Clock()
+        order = RoundOrder.INDEX if staleness == 0 else RoundOrder.COMMIT
+        bounds = LedgerRules(
+            max_slots=2 * (staleness + 1), max_staleness=staleness, lease_timeout_s=10.0, round_order=order,
+            num_rounds=rounds, groups_per_round=2, **rules,
+        )  # fmt: skip
+        self.ledger = Ledger(directory / "ledger.db", bounds, clock=self.clock)
+        self.port, self.rows = LocalLedgerPort(self.ledger), MemoryRows()
+        spool = Spool(directory / "spool") if is_durable else None
+        self.store = GroupStore(self.rows, spool, partition="train")
+        has_payload = spool.has if spool is not None else lambda *_: False
+        self.report = self.port.call("rounds", "restore", None, has_payload)
+        prompts = RolloutDataSourceWithBuffer(self.args)
+        self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
+        self.source = TransferQueueDataSource(
+            self.args, prompts=prompts, ledger=self.port, store=self.store, producer=self.producer
+        )
+
+    def __enter__(self):
+        self.producer.start()
+        return self
+
+    def __exit__(self, *_):
+        self.producer.stop()
+        self.store.close()
+        self.ledger.close()
+
+    def lease(self, round_id):
+        return generate_rollout(self.args, round_id, self.source)
+
+    def train(self, round_id):
+        """The optimizer steps on the round, and the engines confirm what it made."""
+        self.port.call("rounds", "trained", round_id, self.source.lease.fence)
+        self.port.call("rounds", "release", round_id + 1)
+
+    def play(self, round_id):
+        output = self.lease(round_id)
+        self.train(round_id)
+        return output
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_model_directory(tmp_path_factory.mktemp("model"), positions=32)
+
+
+@pytest.fixture(autouse=True)
+def closed_clients():
+    yield
+    close_generation()
+
+
+def groups_of(output):
+    return [group[0].group_index for group in output.samples]
+
+
+def wait_until(run, is_so):
+    """Return when it is so; the ledger's news and the test's own deadline bound it."""
+    while not is_so():
+        run.producer.raise_if_failed()
+        run.port.wait_for_news(run.ledger.sequence, 0.05)
+
+
+class ServedVersion:
+    """An engine that echoes the prompt's letter and stamps the version that the test serves."""
+
+    def __init__(self, version=0):
+        self.version = version
+
+    def __call__(self, request):
+        return Reply(token_ids=[request.token_ids[-1], EOS], version=str(self.version))
+
+
+def test_each_group_is_in_one_round_in_the_order_of_the_prompts(tmp_path, model_dir):
+    served = ServedVersion()
+    with ScriptedEngine(served) as engine, Streaming(tmp_path, engine, model_dir) as run:
+        rounds = []
+        for round_id in range(3):
+            served.version = round_id
+            rounds.append(run.play(round_id))
+        assert [groups_of(output) for output in rounds] == [[0, 1], [2, 3], [4, 5]]
+        assert [[s.prompt for s in group] for group in rounds[1].samples] == [["c", "c"], ["d", "d"]]
+        assert {s.rollout_id for group in rounds[2].samples for s in group} == {2}
+        assert {s.reward for output in rounds for group in output.samples for s in group} == {1.0}
+        assert rounds[2].metrics["rollout/version_oldest"] == 2
+        # six groups for three rounds of two, and not one prompt more
+        assert run.ledger.status().active == 0
+        assert run.port.call("prompts", "issue", "p", 1, request="r").waits_for.startswith("a slot")
+
+
+def test_at_staleness_0_no_prompt_is_sent_before_the_weights_of_the_round_are_served(tmp_path, model_dir):
+    served = ServedVersion()
+    with ScriptedEngine(served) as engine, Streaming(tmp_path, engine, model_dir) as run:
+        run.lease(0)
+        run.port.call("rounds", "trained", 0, run.source.lease.fence)
+        assert len(engine.requests) == 2  # one for each group of round 0
+        assert run.ledger.status().active == 2  # trained, but the engines serve older weights
+        served.version = 1
+        run.port.call("rounds", "release", 1)
+        assert groups_of(run.lease(1)) == [2, 3]
+
+
+def test_at_staleness_1_the_next_round_is_answered_while_one_trains(tmp_path, model_dir):
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, staleness=1) as run:
+        first = run.lease(0)
+        fence = run.source.lease.fence
+        second = run.lease(1)  # version 0 tokens, one behind; round 0 is still being trained
+        assert sorted(groups_of(first) + groups_of(second)) == [0, 1, 2, 3]
+        run.port.call("rounds", "trained", 0, fence)
+        run.train(1)
+
+
+def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, model_dir):
+    def right_for_every_other_prompt(request):
+        is_right = (request.token_ids[-1] - LETTER["a"]) % 2 == 0
+        first = [request.token_ids[-1], EOS] if request.sample == 0 and is_right else [EOS]
+        return Reply(token_ids=first, version="0")
+
+    flags = ("--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std")
+    with ScriptedEngine(right_for_every_other_prompt) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
+        output = run.lease(0)
+    assert groups_of(output) == [0, 2]
+    assert output.metrics["rollout/dropped_groups"] >= 1  # group 1; group 3 may be finished or not
+    assert output.metrics["rollout/dropped_zero_std_0"] >= 1
+
+
+def test_an_error_of_the_reward_ends_the_round_that_waits_with_that_error(tmp_path, model_dir):
+    flags = ("--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/none")
+    with (
+        ScriptedEngine(ServedVersion()) as engine,
+        Streaming(tmp_path, engine, model_dir, *flags) as run,
+        pytest.raises(RewardError, match=r"http://127\.0\.0\.1:9/none"),
+    ):
+        run.lease(0)
+
+
+def test_an_aborted_answer_gives_its_prompt_back_and_is_asked_again(tmp_path, model_dir):
+    (tmp_path / "generate.py").write_text(
+        "from vime.rollout.generation import generate as ask\n"
+        "from vime.types import SampleStatus\n"
+        "seen = set()\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if sample.index == 0 and not seen:\n"
+        "        seen.add(0)\n"
+        "        sample.status = SampleStatus.ABORTED\n"
+        "        return sample\n"
+        "    return await ask(args, sample, sampling_params)\n"
+    )
+    flags = ("--custom-generate-function-path", f"{tmp_path / 'generate.py'}:generate")
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
+        assert groups_of(run.lease(0)) == [0, 1]
+        assert {group.task.group: group.task.attempt for group in run.source.lease.groups} == {0: 2, 1: 1}
+
+
+def test_a_group_whose_lease_went_to_another_attempt_is_thrown_away(tmp_path, model_dir):
+    (tmp_path / "slow_generate.py").write_text(
+        "import asyncio, threading\n"
+        "from vime.rollout.generation import generate as ask\n"
+        "go_on, calls = threading.Event(), []\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    calls.append(sample.index)\n"
+        "    if sample.index == 0 and calls.count(0) == 1:\n"
+        "        await asyncio.to_thread(go_on.wait, 60)\n"
+        "    return await ask(args, sample, sampling_params)\n"
+    )
+    flags = ("--custom-generate-function-path", f"{tmp_path / 'slow_generate.py'}:generate")
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
+        wait_until(run, lambda: run.ledger.status().ready == 1)  # group 1; group 0 is held up
+        for _ in range(3):  # one step of the clock counts half a lease at most
+            run.clock.time += 6.0
+            run.port.call("", "expire")
+        assert groups_of(run.lease(0)) == [0, 1]
+        assert {group.task.group: group.task.attempt for group in run.source.lease.groups} == {0: 2, 1: 1}
+        sys.modules["vime_plugin_slow_generate"].go_on.set()
+        wait_until(run, lambda: run.producer.num_running == 0)
+        assert run.producer.peek.late_groups == 1
+
+
+def test_after_a_crash_the_same_rounds_come_back_without_an_engine(tmp_path, model_dir):
+    served = ServedVersion()
+    with ScriptedEngine(served) as engine:
+        with Streaming(tmp_path, engine, model_dir) as run:
+            first = [run.play(0)]
+            served.version = 1
+            first.append(run.play(1))
+            asked = len(engine.requests)
+        with Streaming(tmp_path, engine, model_dir) as again:  # no checkpoint: from the first round
+            assert again.report.replayed_rounds == (0, 1)
+            second = [again.lease(0)]
+            assert again.source.lease.is_replay
+            again.train(0)
+            second.append(again.play(1))
+            assert second[0].samples == first[0].samples
+            assert second[1].samples == first[1].samples
+            assert all(request["token_ids"][-1] >= LETTER["e"] for request in engine.requests[asked:])
+            assert again.store.num_spool_reads == 4
+
+
+def test_without_a_spool_a_lost_payload_is_generated_again(tmp_path, model_dir):
+    served = ServedVersion()
+    with ScriptedEngine(served) as engine:
+        with Streaming(tmp_path, engine, model_dir, is_durable=False) as run:
+            run.play(0)
+        with Streaming(tmp_path, engine, model_dir, is_durable=False) as again:
+            assert again.report.replayed_rounds == ()
+            assert [task.group for task in again.report.regenerated] == [0, 1]
+            assert groups_of(again.lease(0)) == [0, 1]
+
+
+def test_groups_that_are_too_old_are_dropped_and_others_take_their_place(tmp_path, model_dir):
+    served = ServedVersion()
+    with (
+        ScriptedEngine(served) as engine,
+        Streaming(tmp_path, engine, model_dir, staleness=1, rounds=5) as run,
+    ):
+        first = run.lease(0)
+        assert set(groups_of(first)) <= {0, 1, 2, 3}
+        run.train(0)
+        served.version = 1
+        second = run.lease(1)
+        run.train(1)
+        third = run.lease(2)  # on version 2: nothing of version 0 may be in it
+        assert all(version >= 1 for group in third.samples for s in group for version in s.weight_versions)
+        seen = groups_of(first) + groups_of(second) + groups_of(third)
+        assert len(set(seen)) == 6
+
+
+def test_a_round_that_does_not_fill_names_what_it_waits_for_at_its_deadline(tmp_path, model_dir):
+    expected = r"round 0: ready groups: 0 of 2; 2 in flight.*works on 2 groups"
+    with (
+        ScriptedEngine(lambda _: Hang()) as engine,
+        Streaming(tmp_path, engine, model_dir, "--rollout-timeout-secs", 1) as run,
+        pytest.raises(WaitTimeoutError, match=expected),
+    ):
+        run.lease(0)
+
+
+def test_a_payload_waits_for_room_until_a_round_is_trained(tmp_path, model_dir):
+    with (
+        ScriptedEngine(ServedVersion()) as engine,
+        Streaming(tmp_path, engine, model_dir, staleness=1, max_groups=2) as run,
+    ):
+        run.lease(0)
+        status = run.ledger.status()
+        assert (status.held_groups, status.ready) == (2, 0)  # finished groups of round 1 are not stored yet
+        run.train(0)
+        run.lease(1)
+
+
+def test_the_payload_of_another_group_is_refused(tmp_path, model_dir):
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, is_durable=False) as run:
+        wait_until(run, lambda: run.ledger.status().ready == 2)
+        key, other = ("train_groups", "train/0#1"), ("train_groups", "train/1#1")
+        run.rows.rows[key] = run.rows.rows[other]
+        with pytest.raises(HandoffError, match="group train/0#1: its payload came back changed"):
+            run.lease(0)
