@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from vime.observability.metrics import read_metrics
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "VIME_TEST_RUN"
 
@@ -51,11 +53,7 @@ class Finished:
         return [event for event in self._all_events() if event["kind"] == kind]
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        merged: dict[int, dict[str, float]] = {}
-        for line in (self.run_dir / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            merged.setdefault(record["step"], {}).update(record["metrics"])
-        return merged
+        return read_metrics(self.run_dir)
 
     def confirmed_hashes(self) -> list[str]:
         return [event["content_hash"] for event in self.events("weights_confirmed")]
@@ -116,6 +114,15 @@ class Training:
             if not alive or time.monotonic() > ends:
                 return alive
             time.sleep(0.2)
+
+    def kill_member(self, name: str) -> None:
+        """SIGKILL the one process of this run whose command line or title has `name` in it."""
+        [victim] = [process for process in self._members() if name in " ".join(process.cmdline())]
+        victim.kill()
+
+    def so_far(self) -> Finished:
+        """What the run has written until now."""
+        return Finished(-1, self._log.read_text(), self.run_dir)
 
     def kill(self) -> None:
         """End every process of this run and of no other."""

@@ -55,6 +55,12 @@ class ClusterConfig:
         "trainer ranks move weights, gradients and optimizer state to host memory while engines generate and evaluate; "
         "on the CPU the same is done but frees nothing",
     )
+    max_restarts: int = flag(
+        3,
+        "how often in a row, without a round trained in between, a run starts its parts again when one of them died or "
+        "hung, from what was saved; 0: such a run ends",
+        minimum=0,
+    )
     start_timeout_secs: float = flag(
         300.0, "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds", minimum=5
     )

@@ -32,6 +32,7 @@ class EventKind(StrEnum):
     RUN_STARTED = "run_started"
     RUN_FINISHED = "run_finished"
     RUN_FAILED = "run_failed"  # error
+    RUN_RESTARTED = "run_restarted"  # error, load
     PART_STARTED = "part_started"  # part, duration_s
     PART_STOPPED = "part_stopped"  # part, reason
     ROUND_GENERATED = "round_generated"  # rollout_id

@@ -148,7 +148,7 @@ def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:
     if parts.trainers is not None:
         parts.trainers.load(checkpoint / "model")
     wait_for(
-        [parts.manager.load_state.remote(state.rollout_id, state.data_source)],
+        [parts.manager.load_state.remote(state.data_source)],
         name="the data cursor to be restored",
         owner="RolloutManager",
         deadline_s=60,

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vime.config.parse import Config
 from vime.types import CheckpointError, Version
 from vime.utils.files import sync, sync_tree
 
@@ -52,6 +53,11 @@ class Start:
 
     rollout_id: int
     checkpoint: Path | None
+
+
+def checkpoint_root(config: Config, run_dir: Path) -> Path:
+    """Where this run saves."""
+    return Path(config.model.save) if config.model.save else run_dir / "checkpoints"
 
 
 def find_start(load: str | None) -> Start:

@@ -10,6 +10,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from vime.config.parse import Config, dump, parse_command_line
@@ -20,17 +21,19 @@ from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
-from vime.ray.checkpoint import find_start
+from vime.ray.checkpoint import checkpoint_root, find_latest, find_start
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
 from vime.ray.rescue import rescue
 from vime.ray.waits import Interrupted
-from vime.types import VimeError
+from vime.types import ClusterError, EngineError, HandoffError, PublishError, VimeError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+PASSING = (ClusterError, EngineError, HandoffError, PublishError, WaitTimeoutError)
+"""What may not happen again: something died, hung, or was lost."""
 Rhythm = Callable[[Machine], None]
 
 
@@ -47,52 +50,98 @@ def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
         return _run(config, run_dir.path, rhythm)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How one life of the machine ended."""
+
+    code: int
+    message: str = ""
+    is_worth_a_restart: bool = False  # something died or hung; not: a wrong flag, plug-in, reward, or the user
+    trained_round: int = -1
+
+
 def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
     setup_logging(path, "driver")
     events = EventLog(path, "driver")
     events.emit(EventKind.RUN_STARTED)
     screen = Screen(run_dir=path)
-    try:
-        with Interrupts() as interrupts, open_machine(config, path, screen, interrupts, events) as machine:
-            code = _drive(machine, rhythm, events)
-    except VimeError as error:
-        return _failed(screen, events, str(error), path, error.exit_code)
-    except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
-        events.emit(EventKind.RUN_FAILED, error=f"interrupted during {interruption}")
-        screen.failed(f"interrupted during {interruption}: this run has trained nothing, so there is nothing to save.")
-        return INTERRUPTED
-    except KeyboardInterrupt:
-        events.emit(EventKind.RUN_FAILED, error="stopped at once by a second signal")
-        screen.failed(
-            "stopped at once by a second signal: rounds trained since the last checkpoint are not saved. --load goes "
-            f"on from the last one, if there is one: {config.model.save or path / 'checkpoints'}"
-        )
-        return INTERRUPTED
-    except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
-        return _failed(screen, events, _unforeseen(error), path, VimeError.exit_code)
-    if code == 0 and config.queue.transferqueue_mode == STREAMING:
-        code = _audited(config, path, screen, events)
-    if code == 0:
+    with Interrupts() as interrupts:
+        restarts = Restarts(config, path)
+        while True:
+            end = _live(config, path, rhythm, (screen, events, interrupts), is_later=restarts.num > 0)
+            again = restarts.after(end)
+            if again is None:
+                break
+            config = again
+            events.emit(EventKind.RUN_RESTARTED, error=end.message, load=config.model.load)
+            screen.warn(f"{end.message}\nstarting again: {restarts}")
+    if end.code == 0 and config.queue.transferqueue_mode == STREAMING:
+        end = _audited(config, path, screen)
+    if end.code:
+        events.emit(EventKind.RUN_FAILED, error=end.message)
+        screen.failed(f"{end.message}\nLogs: {path / 'logs'}")
+    else:
         events.emit(EventKind.RUN_FINISHED)
         screen.finish()
-    return code
+    return end.code
 
 
-def _audited(config: Config, path: Path, screen: Screen, events: EventLog) -> int:
-    """Every run of mode streaming ends with its audit: 0, or 3 with what was found."""
-    root = Path(config.model.save) if config.model.save else path / "checkpoints"
+class Restarts:
+    """Whether a run whose part died starts again: --max-restarts times in a row without a round trained between."""
+
+    def __init__(self, config: Config, path: Path) -> None:
+        self._config, self._limit = config, config.cluster.max_restarts
+        self._root = checkpoint_root(config, path)
+        self.num, self._trained = 0, -1
+
+    def after(self, end: End) -> Config | None:
+        """The configuration of the next life, which goes on from the newest checkpoint; None when there is none."""
+        if end.trained_round > self._trained:
+            self.num, self._trained = 0, end.trained_round
+        if not end.is_worth_a_restart or self.num >= self._limit:
+            return None
+        self.num += 1
+        has_own = find_latest(self._root) is not None
+        return self._config.replace(load=str(self._root)) if has_own else self._config
+
+    def __str__(self) -> str:
+        return f"restart {self.num} of {self._limit} without a trained round (--max-restarts)"
+
+
+def _live(
+    config: Config,
+    path: Path,
+    rhythm: Rhythm,
+    watchers: tuple[Screen, EventLog, Interrupts],
+    *,
+    is_later: bool,
+) -> End:
+    """One life: every part is started, driven, and stopped again. What dies in the start-up of the first one is a
+    mistake to be seen at once."""
+    screen, events, interrupts = watchers
     try:
-        report = audit_run(path, checkpoint_round=find_start(str(root)).rollout_id - 1)
+        with open_machine(config, path, screen, interrupts, events) as machine:
+            return _drive(machine, rhythm)
     except VimeError as error:
-        return _failed(screen, events, f"the audit of this run could not be made: {error}", path, error.exit_code)
-    if report.findings:
-        return _failed(screen, events, f"the audit found {report.summary(path)}", path, VimeError.exit_code)
-    screen.note(f"audit: every promise kept, {report.counts()}")
-    return 0
+        return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and isinstance(error, PASSING))
+    except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
+        return End(
+            code=INTERRUPTED,
+            message=f"interrupted during {interruption}: this run has trained nothing, so there is nothing to save.",
+        )
+    except KeyboardInterrupt:
+        return End(
+            code=INTERRUPTED,
+            message="stopped at once by a second signal: rounds trained since the last checkpoint are not saved. "
+            f"--load goes on from the last one, if there is one: {checkpoint_root(config, path)}",
+        )
+    except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
+        return End(code=VimeError.exit_code, message=_unforeseen(error))
 
 
-def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:
+def _drive(machine: Machine, rhythm: Rhythm) -> End:
     """The rhythm itself; whatever ends it, the last trained round is booked and saved before the machine goes."""
+    is_worth_a_restart = False
     try:
         rhythm(machine)
         machine.watchers.screen.activity("finishing the last checkpoint")
@@ -100,24 +149,36 @@ def _drive(machine: Machine, rhythm: Rhythm, events: EventLog) -> int:
     except Interrupted as interruption:
         message, code = f"interrupted during {interruption}", INTERRUPTED
     except VimeError as error:
-        message, code = str(error), error.exit_code
+        message, code, is_worth_a_restart = str(error), error.exit_code, isinstance(error, PASSING)
     except Exception as error:  # boundary: an unforeseen failure costs no trained round either
         message, code = _unforeseen(error), VimeError.exit_code
     else:
-        return 0
+        return End(code=0)
     is_safe, outcome = rescue(machine)
     if code == INTERRUPTED and not is_safe:
         code = VimeError.exit_code  # 130 says that nothing is lost
-    return _failed(machine.watchers.screen, events, f"{message}\n{outcome}", machine.run_dir, code)
+    return End(
+        code=code,
+        message=f"{message}\n{outcome}",
+        is_worth_a_restart=is_worth_a_restart,
+        trained_round=machine.trained_round,
+    )
+
+
+def _audited(config: Config, path: Path, screen: Screen) -> End:
+    """Every run of mode streaming ends with its audit."""
+    last = find_start(str(checkpoint_root(config, path))).rollout_id - 1
+    try:
+        report = audit_run(path, checkpoint_round=last)
+    except VimeError as error:
+        return End(code=error.exit_code, message=f"the audit of this run could not be made: {error}")
+    if report.findings:
+        return End(code=VimeError.exit_code, message=f"the audit found {report.summary(path)}")
+    screen.note(f"audit: every promise kept, {report.counts()}")
+    return End(code=0)
 
 
 def _unforeseen(error: Exception) -> str:
     logger.exception("run failed")
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"
-
-
-def _failed(screen: Screen, events: EventLog, message: str, path: Path, code: int) -> int:
-    events.emit(EventKind.RUN_FAILED, error=message)
-    screen.failed(f"{message}\nLogs: {path / 'logs'}")
-    return code

@@ -20,7 +20,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.screen import Screen
 from vime.ray.agreement import AgreementGuard
 from vime.ray.books import RoundBooks
-from vime.ray.checkpoint import RunState, Start
+from vime.ray.checkpoint import RunState, Start, checkpoint_root
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
 from vime.ray.probe import check_engines_agree
@@ -76,8 +76,9 @@ class Machine:
         self.versions = versions
         self._start = start
         self.loaded = start.checkpoint
-        self.checkpoint_root = Path(config.model.save) if config.model.save else run_dir / "checkpoints"
+        self.checkpoint_root = checkpoint_root(config, run_dir)
         self.trained_round = start.rollout_id - 1
+        self._cursor: dict[str, Any] = {}  # the data cursor after the last trained round
         self.open_round: int | None = None  # its line is not written yet
         self.doing: Doing | None = None
         self.saver = Saver(
@@ -168,7 +169,7 @@ class Machine:
         self.versions.advance()
         if self.parts.stream is not None:
             self.parts.stream.trained(generated.rollout_id)
-        self.trained_round = generated.rollout_id
+        self.trained_round, self._cursor = generated.rollout_id, generated.cursor
         self.doing = None
         self.parts.carrier.clear(generated.ticket)
         self.watchers.events.emit(
@@ -232,13 +233,7 @@ class Machine:
             return
         self.watchers.screen.activity("saving a checkpoint")
         with self.watchers.books.timed("perf/save_time"):
-            [data_source] = wait_for(
-                [self.parts.manager.state_after.remote(rollout_id)],
-                name="the data cursor",
-                owner="RolloutManager",
-                deadline_s=30,
-            )
-            state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=data_source)
+            state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=self._cursor)
             self.saver.finish()  # a failure of the save before does not keep this round from being saved
             if self.parts.stream is not None:
                 self.parts.stream.saving()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class GeneratedRound:
     metrics: dict[str, float]
     probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
     work: RoundWork | None = None  # None when nothing is trained
+    cursor: dict[str, Any] = field(default_factory=dict)  # state of the data source after this round was drawn
     lease: RoundLease | None = None  # mode streaming: the ledger's word that these groups are this round's
 
 
@@ -68,7 +69,6 @@ class RolloutManager:
         setup_logging(self._run_dir, "rollout-manager")
         self._events = EventLog(self._run_dir, "rollout-manager")
         self._queue_address = queue_address
-        self._states: dict[int, dict[str, Any]] = {}
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._source: Any = None  # a run that replays recorded rounds has none
         self._producer: GroupProducer | None = None  # mode streaming
@@ -123,15 +123,10 @@ class RolloutManager:
         assert self._store is not None
         return self._store.compact(self._ledger.call("", "needed_payloads"))
 
-    def load_state(self, rollout_id: int, state: dict[str, Any]) -> None:
-        """Continue after round `rollout_id`."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where a checkpoint's `GeneratedRound.cursor` points."""
         if not self._config.debug.load_debug_rollout_data:
             self._source.load(state)
-        self._states[rollout_id] = state
-
-    def state_after(self, rollout_id: int) -> dict[str, Any]:
-        """State of the data source just after round `rollout_id` was drawn, also when a later one was since."""
-        return self._states[rollout_id]
 
     def generate(self, rollout_id: int) -> GeneratedRound:
         """Generate (or replay) one round, convert it, plan it, put it."""
@@ -139,6 +134,7 @@ class RolloutManager:
 
         with self._events.span("generate_round", rollout_id=rollout_id):
             output = self._samples(rollout_id)
+        cursor = self._cursor(rollout_id)
         groups = to_train_groups(self._config.flat, output.samples, rollout_id)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
@@ -158,6 +154,7 @@ class RolloutManager:
             work=planned.work,
             probe=_probe(groups) if may_be_stale else (),
             lease=lease,
+            cursor=cursor,
         )
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
@@ -190,17 +187,20 @@ class RolloutManager:
         debug = self._config.debug
         if debug.load_debug_rollout_data:
             samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
-            self._states[rollout_id] = {}
             return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(self._config.flat, samples))
         output = self._generate(self._config.flat, rollout_id, self._source)
         if not isinstance(output, RolloutFnTrainOutput):
             raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
-        origin = {LEDGER_RUN: str(self._run_dir)} if self._producer is not None else {}
-        self._states[rollout_id] = self._source.save(rollout_id) | origin
-        self._states.pop(rollout_id - 4, None)
         if debug.save_debug_rollout_data:
             save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
         return output
+
+    def _cursor(self, rollout_id: int) -> dict[str, Any]:
+        """Which prompts were drawn up to this round. In mode streaming: where the ledger is that knows it."""
+        if self._source is None:
+            return {}
+        state: dict[str, Any] = self._source.save(rollout_id)
+        return state | {LEDGER_RUN: str(self._run_dir)} if self._producer is not None else state
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:

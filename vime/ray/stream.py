@@ -22,6 +22,7 @@ from vime.ray.waits import wait_for
 from vime.types import HandoffError, Version, VimeError
 
 logger = logging.getLogger(__name__)
+ORIGIN_NAME = "ledger.origin"  # in a run directory: whose queue its own was copied from
 
 
 def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
@@ -136,15 +137,20 @@ class Stream:
 
 
 def _adopt(origin: Path, run_dir: Path) -> None:
+    """Copy the queue of another run, once: a run that starts again goes on with its copy."""
+    mark = run_dir / ORIGIN_NAME
+    if (run_dir / LEDGER_NAME).exists():
+        if mark.is_file() and mark.read_text() == str(origin):
+            return
+        raise HandoffError(
+            f"--run-dir {run_dir}: has a queue of its own, but the checkpoint belongs to that of {origin}. Choose a "
+            f"new run directory, or --run-dir {origin}."
+        )
     if not (origin / LEDGER_NAME).is_file():
         raise HandoffError(
             f"--load: the checkpoint was written by the run in {origin}, which has no {LEDGER_NAME} any more, so "
             "nobody knows which groups it trained. Load with the run directory in its place."
         )
-    if (run_dir / LEDGER_NAME).exists():
-        raise HandoffError(
-            f"--run-dir {run_dir}: has a queue of its own, but the checkpoint belongs to that of {origin}. Choose a "
-            f"new run directory, or --run-dir {origin}."
-        )
+    mark.write_text(str(origin))
     num_payloads = copy_queue(origin, run_dir)
     logger.info("queue of %s copied: the ledger and %d payloads", origin, num_payloads)

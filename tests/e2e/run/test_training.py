@@ -180,6 +180,7 @@ def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: 
     """Its core is stopped, not dead: the API server still answers, no token comes."""
     (tmp_path / "stop.py").write_text(STOPS_THE_CORE)
     flags = [*tiny_task.flags(), "--num-rollout", "1000", "--engine-health-timeout-secs", "3"]
+    flags += ["--max-restarts", "0"]
     flags += ["--custom-generate-function-path", f"{tmp_path / 'stop.py'}:generate_until_round_2"]
     finished = train(flags, tmp_path / "run")
     assert finished.code == 3, finished.output

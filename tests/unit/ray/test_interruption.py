@@ -18,7 +18,7 @@ from vime.observability.screen import Screen
 from vime.ray import launch, rollout_manager
 from vime.ray import machine as machine_module
 from vime.ray.books import RoundBooks
-from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state
+from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import GeneratedRound
@@ -94,18 +94,16 @@ def test_a_round_that_was_trained_is_booked_when_the_interruption_comes_before_i
             if rollout_id == 1:
                 raise Interrupted("evaluation")
 
-    assert launch._drive(machine, rhythm, machine.watchers.events) == 130
+    end = launch._drive(machine, rhythm)
+    assert end.code == 130
     assert {step: line["train/loss"] for step, line in read_metrics(tmp_path).items()} == {0: 0.0, 1: 1.0}
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Nine rounds, a checkpoint only when something ends them."""
-    monkeypatch.setattr(machine_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
     monkeypatch.setattr(machine_module, "ray", SimpleNamespace())
-    made = make_machine(parse([]), tmp_path, num_rollout=9)
-    made.parts.manager = SimpleNamespace(state_after=SimpleNamespace(remote=lambda _rollout_id: None))
-    return made
+    return make_machine(parse([]), tmp_path, num_rollout=9)
 
 
 def train_then_raise(error: Exception, *, rounds: int) -> launch.Rhythm:
@@ -130,26 +128,53 @@ def train_then_raise(error: Exception, *, rounds: int) -> launch.Rhythm:
         (KeyError("surprise"), "KeyError: 'surprise' (at test_interruption.py:"),
     ],
 )
-def test_a_failure_outside_the_trainers_saves_what_they_trained(
-    machine: Machine, error: Exception, says: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert launch._drive(machine, train_then_raise(error, rounds=2), machine.watchers.events) == 3
+def test_a_failure_outside_the_trainers_saves_what_they_trained(machine: Machine, error: Exception, says: str) -> None:
+    end = launch._drive(machine, train_then_raise(error, rounds=2))
+    assert end.code == 3
     checkpoints = machine.run_dir / "checkpoints"
     assert read_run_state(find_latest(checkpoints)).rollout_id == 1  # rounds 0 and 1 were trained
-    told = capfd.readouterr().err
+    told = end.message
     assert says in told
     assert f"go on with --load {checkpoints}" in told
 
 
-def test_a_failure_before_the_first_round_is_trained_saves_nothing(
-    machine: Machine, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert launch._drive(machine, train_then_raise(RewardError("no rubric"), rounds=0), machine.watchers.events) == 3
+def test_only_what_may_not_happen_again_is_worth_a_restart(machine: Machine) -> None:
+    dead = launch._drive(machine, train_then_raise(EngineError("engine-0 ended"), rounds=2))
+    assert dead.is_worth_a_restart
+    assert dead.trained_round == 1
+    for error in (RewardError("no such rubric"), KeyError("surprise"), Interrupted("generation")):
+        machine.doing = None
+        assert not launch._drive(machine, train_then_raise(error, rounds=0)).is_worth_a_restart
+
+
+def test_restarts_are_counted_while_no_round_is_trained_and_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    config = parse(["--max-restarts", "2", "--load", str(tmp_path / "elsewhere")])
+    restarts = launch.Restarts(config, tmp_path)
+    dead = launch.End(code=3, message="engine-0 ended", is_worth_a_restart=True, trained_round=4)
+    first = restarts.after(dead)  # this run has saved nothing yet: from where it was started
+    assert first is not None
+    assert first.model.load == str(tmp_path / "elsewhere")
+    root = tmp_path / "checkpoints"
+    save_checkpoint(root, RunState(rollout_id=4, version=5, data_source={}), lambda _directory: None)
+    second = restarts.after(dead)
+    assert second is not None
+    assert second.model.load == str(root)
+    assert restarts.after(dead) is None  # twice in a row without a new round
+    again = launch.Restarts(config, tmp_path)
+    for trained in (4, 5, 6, 7):
+        assert again.after(launch.End(code=3, is_worth_a_restart=True, trained_round=trained)) is not None
+    assert again.after(launch.End(code=3, trained_round=8)) is None
+    assert again.after(launch.End(code=0)) is None
+
+
+def test_a_failure_before_the_first_round_is_trained_saves_nothing(machine: Machine) -> None:
+    end = launch._drive(machine, train_then_raise(RewardError("no rubric"), rounds=0))
+    assert end.code == 3
     assert find_latest(machine.checkpoint_root) is None
-    assert "no rubric\nNo round was trained" in capfd.readouterr().err
+    assert "no rubric\nNo round was trained" in end.message
 
 
-def test_weights_in_the_middle_of_a_round_are_not_saved(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_in_the_middle_of_a_round_are_not_saved(machine: Machine) -> None:
     machine.config = machine.config.replace(save_interval=2)  # saves round 1
     trainers: Any = machine.parts.trainers
 
@@ -160,21 +185,23 @@ def test_weights_in_the_middle_of_a_round_are_not_saved(machine: Machine, capfd:
             machine.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
             machine.save_if_due(rollout_id)
 
-    assert launch._drive(machine, rhythm, machine.watchers.events) == 3
+    end = launch._drive(machine, rhythm)
+    assert end.code == 3
     assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 1
-    told = capfd.readouterr().err
+    told = end.message
     assert "rank 1 died\nThis was in the middle of a round of training" in told
     assert f"iter_0000001; go on with --load {machine.checkpoint_root}" in told
 
 
-def test_when_the_rescue_fails_too_both_errors_are_said(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_when_the_rescue_fails_too_both_errors_are_said(machine: Machine) -> None:
     trainers: Any = machine.parts.trainers
     trainers.faults["save"] = OSError("no space left on device")
     for error, code in ((RewardError("no such rubric"), 3), (Interrupted("generation"), 3)):
         machine._start, machine.trained_round = Start(rollout_id=0, checkpoint=None), -1
         machine.doing = None
-        assert launch._drive(machine, train_then_raise(error, rounds=1), machine.watchers.events) == code
-        told = capfd.readouterr().err
+        end = launch._drive(machine, train_then_raise(error, rounds=1))
+        assert end.code == code
+        told = end.message
         assert str(error) in told
         assert "no space left on device" in told
         assert "There is no checkpoint" in told
@@ -190,7 +217,8 @@ def test_a_save_before_that_failed_does_not_cost_the_round_just_trained(machine:
         pending,
     )
     machine.config = machine.config.replace(save_interval=2)  # saves round 1
-    assert launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9), machine.watchers.events) == 3
+    end = launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9))
+    assert end.code == 3
     assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 1
 
 
@@ -201,7 +229,8 @@ def test_metrics_that_cannot_be_written_do_not_cost_the_round(machine: Machine) 
         raise OSError("no space left on device")
 
     machine.watchers.books.finish = full  # type: ignore[method-assign]
-    assert launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9), machine.watchers.events) == 3
+    end = launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9))
+    assert end.code == 3
     assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 0
 
 
@@ -211,7 +240,8 @@ def test_a_publish_that_hangs_is_let_go_before_the_save(machine: Machine) -> Non
     trainers.faults["publish"] = EngineError("engine-0 does not answer")  # type: ignore[union-attr]
     trainers.save = lambda _directory: order.append("save")  # type: ignore[union-attr, method-assign]
     machine.parts.engines = SimpleNamespace(addresses=[], stop=lambda: order.append("stop"))  # type: ignore[assignment]
-    assert launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9), machine.watchers.events) == 3
+    end = launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9))
+    assert end.code == 3
     assert order == ["stop", "save"]
 
 

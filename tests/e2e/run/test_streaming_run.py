@@ -1,0 +1,47 @@
+"""Mode streaming through train.py and train_async.py, with real parts and real SIGKILLs."""
+
+import signal
+from pathlib import Path
+
+from tests.helpers.training import Finished, TinyTask, Training, train
+from vime.handoff.audit import audit_run
+
+STREAMING = ["--transferqueue-mode", "streaming"]
+
+
+def assert_every_round_trained_once(finished: Finished, num_rounds: int, *, last_checkpoint: int | None) -> None:
+    """4 groups a round, by the ledger's own history; the audit re-derives it with rules of its own."""
+    report = audit_run(finished.run_dir, checkpoint_round=last_checkpoint)
+    assert report.findings == ()
+    state = "trained" if last_checkpoint is None else "durable"
+    assert report.groups == {state: 4 * num_rounds}
+    assert sorted(finished.metrics()) == list(range(num_rounds))
+
+
+def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
+    tiny_task: TinyTask, tmp_path: Path
+) -> None:
+    flags = [*tiny_task.flags(), *STREAMING, "--save-interval", "2", "--num-rollout", "14"]
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("round_trained", count=3)
+    training.kill_member("EngineCore")
+    training.wait_for_event("run_restarted")
+    training.wait_for_event("round_trained", count=7)
+    training.process.send_signal(signal.SIGKILL)
+    assert training.survivors(grace_s=30) == []  # nobody outlives the driver
+    trained_before = len({event["rollout_id"] for event in training.so_far().events("round_trained")})
+    finished = train([*flags, "--load", str(tmp_path / "run" / "checkpoints")], tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert trained_before < 14
+    assert "audit: every promise kept, 56 groups: 56 durable" in finished.output
+    assert_every_round_trained_once(finished, 14, last_checkpoint=13)
+
+
+def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), *STREAMING, "--max-staleness", "1", "--num-rollout", "5"]
+    finished = train(flags, tmp_path / "run", script="train_async.py")
+    assert finished.code == 0, finished.output
+    assert_every_round_trained_once(finished, 5, last_checkpoint=None)
+    staleness = [line["transferqueue/sample_staleness/max"] for line in finished.metrics().values()]
+    assert set(staleness) <= {0.0, 1.0}
+    assert max(staleness) == 1.0  # the second round was answered by the weights of the first
