@@ -54,12 +54,14 @@ Script = Callable[[Request], Reply | Failure | Hang]
 
 
 class ScriptedEngine:
-    """Context manager. `requests` lists what arrived, `disconnects` counts clients that left before the answer."""
+    """Context manager. `requests` lists what arrived, `disconnects` counts clients that left before the answer,
+    `most_at_once` is the largest number of requests that were open together."""
 
-    def __init__(self, script: Script) -> None:
-        self._script = script
+    def __init__(self, script: Script, *, answer_s: float = 0.0) -> None:
+        """`answer_s`: how long each answer takes, so that requests sent side by side are open together."""
+        self._script, self._answer_s = script, answer_s
         self.requests: list[dict[str, Any]] = []
-        self.disconnects = 0
+        self.disconnects = self.most_at_once = self._open = 0
         self.disconnected = threading.Event()
         self.port = 0
         self._loop = asyncio.new_event_loop()
@@ -88,6 +90,15 @@ class ScriptedEngine:
         self.port = self._runner.addresses[0][1]
 
     async def _generate(self, request: web.Request) -> web.Response:
+        self._open += 1
+        self.most_at_once = max(self.most_at_once, self._open)
+        try:
+            await asyncio.sleep(self._answer_s)
+            return await self._answer(request)
+        finally:
+            self._open -= 1
+
+    async def _answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         number = len(self.requests)
         self.requests.append(body)

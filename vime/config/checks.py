@@ -22,6 +22,7 @@ from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.parse import Config
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import check_queue, resolve_rollout_function
+from vime.config.reference_checks import check_reference_mode
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
@@ -174,6 +175,7 @@ def check(config: Config) -> None:
     _check_eval(config)
     _check_idle(config)
     _check_debug(config)
+    check_reference_mode(config)
     _check_templates(config)
 
 

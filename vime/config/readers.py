@@ -88,6 +88,11 @@ READ_WHEN = (
         lambda config: config.eval.eval_interval is not None or not config.eval.skip_eval_before_train,
         "with --eval-interval, or without --skip-eval-before-train",
     ),
+    Condition(
+        ("vllm_server_concurrency",),
+        lambda config: not config.debug.reference_mode,
+        "without --reference-mode, which sends an engine one request at a time",
+    ),
     Condition(("vllm_kv_cache_memory_bytes",), lambda config: config.cluster.device == "cpu", "with --device cpu"),
     Condition(
         ("eps_clip_high",), lambda config: config.algo.loss_type == "policy_loss", "with --loss-type policy_loss"

@@ -41,6 +41,12 @@ class AgreementConfig:
 class DebugConfig:
     """Debugging: run half of the machine, record and replay rollouts."""
 
+    reference_mode: bool = flag(
+        False,
+        "the same bits from every mode and after every restart (docs/reference-mode.md): a seed for each answer, one "
+        "sequence at a time per engine, one thread a process; slow. What a plug-in draws by chance, and a seed that it "
+        "sends to the engine itself, is the plug-in's to keep fixed: it cannot be checked",
+    )
     debug_rollout_only: bool = flag(False, "generate and score, do not start the trainer")
     debug_train_only: bool = flag(
         False, "train on recorded rollouts, do not start engines (needs --load-debug-rollout-data)"

@@ -58,6 +58,14 @@ def demand_of(config: Config) -> Demand:
     return Demand(cpus=cpus, gpus=gpus)
 
 
+def limit_threads(config: Config) -> None:
+    """One thread for this process, said before it imports torch: processes share the machine's cores. The user's
+    OMP_NUM_THREADS counts, except under --reference-mode, where a sum must not depend on how many add it up."""
+    if config.debug.reference_mode:
+        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def num_trainer_ranks(config: Config) -> int:
     return config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
 

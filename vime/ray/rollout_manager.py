@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier, open_group_store
 from vime.ray.checkpoint import LEDGER_RUN
+from vime.ray.cluster import limit_threads
 from vime.ray.ledger_actor import LedgerClient
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
@@ -64,7 +64,7 @@ class RolloutManager:
     """Prompt -> scored group -> carrier. One round at a time; `progress` may be asked meanwhile."""
 
     def __init__(self, config: Config, run_dir: str, queue_address: Any) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        limit_threads(config)
         self._config, self._run_dir = config, Path(run_dir)
         setup_logging(self._run_dir, "rollout-manager")
         self._events = EventLog(self._run_dir, "rollout-manager")

@@ -7,7 +7,6 @@ method that reaches a collective is called on all ranks at once by `Trainers`.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from vime.observability.events import EventLog
 from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
-from vime.ray.cluster import TRAINER_CPUS, num_trainer_ranks
+from vime.ray.cluster import TRAINER_CPUS, limit_threads, num_trainer_ranks
 from vime.ray.waits import wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import (
@@ -57,7 +56,7 @@ class TrainerActor:
     """One trainer rank, playing `roles`."""
 
     def __init__(self, config: Config, rank: int, run_dir: str, queue_address: Any, roles: tuple[Role, ...]) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        limit_threads(config)
         name = f"{'trainer' if Role.ACTOR in roles else roles[0]}-{rank}"
         setup_logging(Path(run_dir), name)
         self._config, self._rank, self._run_dir, self._roles = config, rank, Path(run_dir), roles
@@ -74,9 +73,11 @@ class TrainerActor:
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
         """Collective over all ranks; answers the device's name. The backend is imported here, so that processes start
         side by side."""
-        from vime.training.device import device_name
+        from vime.training.device import device_name, make_deterministic
         from vime.training.worker import TrainWorker
 
+        if self._config.debug.reference_mode:
+            make_deterministic()
         gpus = ray.get_gpu_ids()
         rank = RankInfo(
             rank=self._rank,

@@ -1,8 +1,8 @@
 """Token-in token-out requests to the router, checked answers out.
 
 Speaks vLLM's `POST /inference/v1/generate`. One request asks for all n samples of a prompt: n times fewer requests. A
-per-request seed is never sent: on vLLM's CPU build it kills the engine when a prompt is prefilled in chunks
-("CPU Generator does not use offset").
+per-request seed is sent in --reference-mode only: on vLLM's CPU build it kills the engine when a prompt is prefilled in
+chunks ("CPU Generator does not use offset"), which engines of reference mode never do.
 """
 
 from __future__ import annotations

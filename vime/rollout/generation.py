@@ -1,7 +1,7 @@
 """One prompt -> its answers, as samples with log-probabilities and version spans.
 
-`generate` is what a custom generate function calls; `generate_group` asks for a whole group in one request. Both run on
-the rollout loop.
+`generate` is what a custom generate function calls; `generate_group` asks for a whole group in one request, or under
+--reference-mode for each answer in its own, with its own seed. Both run on the rollout loop.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from vime.rollout.engine_client import Answer, EngineClient
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.rollout.routed_experts import join_routed_experts
+from vime.rollout.seeds import request_seed
 from vime.types import ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
 
 _STATUS = {
@@ -58,7 +59,10 @@ async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]
 
 
 async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
-    """One answer for each sample, in place. Samples with equal tokens share one request."""
+    """One answer for each sample, in place. Samples with equal tokens share one request, but not in --reference-mode.
+
+    A "seed" among the sampling parameters is sent as it is.
+    """
     budget = min(sampling_params["max_tokens"], context_limit(args) - max(len(s.tokens) for s in samples))
     if budget < 1:
         for sample in samples:
@@ -66,13 +70,15 @@ async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapp
         return samples
     first = samples[0].tokens
     # vLLM refuses n > 1 with greedy sampling: the n answers would be equal.
-    is_shared = len(samples) > 1 and sampling_params["temperature"] > 0 and all(s.tokens == first for s in samples)
+    may_share = len(samples) > 1 and sampling_params["temperature"] > 0 and not args.reference_mode
+    is_shared = may_share and all(s.tokens == first for s in samples)
     client, params = engine_client(args), {**sampling_params, "max_tokens": budget}
     if is_shared:
         answers = await client.generate(first, params, n=len(samples), session_id=samples[0].session_id)
         await _in_parallel([_finish(args, s, [a], params) for s, a in zip(samples, answers, strict=True)])
     else:
-        await _in_parallel([_finish(args, sample, [], params) for sample in samples])
+        copies = [sum(other.index == s.index for other in samples[:place]) for place, s in enumerate(samples)]
+        await _in_parallel([_finish(args, s, [], params, copy=n) for s, n in zip(samples, copies, strict=True)])
     return samples
 
 
@@ -84,10 +90,9 @@ def engine_client(args: Any) -> EngineClient:
         )
     url = f"http://{args.vllm_router_ip}:{args.vllm_router_port}"
     if url not in _CLIENTS:
+        per_engine = 1 if args.reference_mode else args.vllm_server_concurrency
         _CLIENTS[url] = EngineClient(
-            url,
-            max_in_flight=args.vllm_server_concurrency * (args.rollout_num_engines or 1),
-            timeout_s=args.generate_timeout_secs,
+            url, max_in_flight=per_engine * (args.rollout_num_engines or 1), timeout_s=args.generate_timeout_secs
         )
     return _CLIENTS[url]
 
@@ -113,7 +118,7 @@ async def _in_parallel(coroutines: Sequence[Any]) -> None:
         raise_first(group)
 
 
-async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any]) -> None:
+async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any], *, copy: int = 0) -> None:
     """Ask until an answer is not an engine's abort, then write it into the sample.
 
     A weight update with --pause-mode abort ends requests early. Their tokens are kept and continued by the new weights
@@ -125,7 +130,7 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
             while not parts or parts[-1].finish_reason == "abort":
                 if args.transferqueue_max_staleness == 0:
                     parts.clear()
-                parts.append(await _continue(args, sample, parts, params))
+                parts.append(await _continue(args, sample, parts, params, copy=copy))
     except TimeoutError as error:
         raise WaitTimeoutError(
             f"sample {sample.index} to be finished after an abort", deadline_s, "vLLM", "Raise --generate-timeout-secs."
@@ -140,13 +145,16 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
     sample.response = str(tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True))
 
 
-async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any]) -> Answer:
+async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any], *, copy: int) -> Answer:
     done = [token for part in parts for token in part.token_ids]
     rest = params["max_tokens"] - len(done)
     if rest < 1:
         return Answer(token_ids=(), log_probs=(), versions=(), finish_reason="length")
-    prompt = [*sample.tokens, *done]
-    (answer,) = await engine_client(args).generate(prompt, {**params, "max_tokens": rest}, session_id=sample.session_id)
+    prompt, params = [*sample.tokens, *done], {**params, "max_tokens": rest}
+    if args.reference_mode and "seed" not in params:
+        num_tokens = sample.response_length + len(done)
+        params["seed"] = request_seed(args.rollout_seed, sample, num_tokens=num_tokens, copy=copy)
+    (answer,) = await engine_client(args).generate(prompt, params, session_id=sample.session_id)
     return answer
 
 

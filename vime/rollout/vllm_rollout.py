@@ -4,6 +4,9 @@ A round asks for `over_sampling_batch_size` groups at a time, keeps what the dyn
 `rollout_batch_size` groups are kept. Surplus requests are aborted (closing the connection aborts them in the engine);
 their prompts, and those of surplus groups that had finished, go back to the data source as fresh prompts, because an
 answer kept for a later round would be of an older version.
+
+Who finishes first decides what is kept. Under --reference-mode it does not matter: groups are looked at in the order in
+which they were asked for, and a slow one is waited for.
 """
 
 from __future__ import annotations
@@ -111,13 +114,16 @@ class TrainingRound:
             if len(self._kept) + len(self._running) < self._wanted:
                 self._issue(tasks)
             self._post_progress()
-            done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            # in reference mode the oldest alone: what is kept, and when more are asked for, must not depend on time
+            awaited = [next(iter(self._running))] if self._args.reference_mode else self._running
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=lambda task: self._running[task][0].group_index):
                 prompts = self._running.pop(task)
                 if not task.cancelled() and task.exception() is None:  # a failure is raised by the TaskGroup
                     self._take(prompts, task.result())
         self._post_progress()
         for task, prompts in self._running.items():
+            self._num_finished_surplus += task.done()
             task.cancel()
             self._surplus.append(prompts)
 

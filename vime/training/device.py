@@ -1,4 +1,4 @@
-"""What a trainer rank's device says about itself."""
+"""What a trainer rank's device says about itself, and how it computes under --reference-mode."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ GIB = 2**30
 def device_name(device: torch.device) -> str:
     """As the vendor calls it; "cpu" for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def make_deterministic() -> None:
+    """--reference-mode: one thread, and an operation that torch cannot repeat to the bit raises instead of running."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
 
 
 def peak_memory_gib(device: torch.device) -> float:

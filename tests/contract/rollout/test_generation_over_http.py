@@ -10,6 +10,7 @@ from vime.rollout import engine_client
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.generation import close_clients, generate, generate_group, train_sampling_params
 from vime.rollout.loops import rollout_loop
+from vime.rollout.seeds import request_seed
 from vime.types import EngineError, Sample, SampleStatus, VersionSpan, WaitTimeoutError
 
 A, B, EOS, THINK, END_THINK = 5, 6, 2, 3, 4
@@ -61,6 +62,31 @@ def test_a_group_is_one_request_and_each_answer_becomes_a_whole_sample(ask):
         assert sample.rollout_log_probs == [-0.25 * (number + 1)] * 5
         assert sample.response == "<think>a</think>b"  # thinking stays, the end marker goes
         assert (sample.weight_versions, sample.policy_version) == ([7], 7)
+
+
+def test_in_reference_mode_each_answer_is_a_request_with_its_own_seed_one_at_a_time(ask):
+    samples, twins = [prompt(12), prompt(13)], [prompt(14), prompt(14)]
+    flags = ("--reference-mode", "--rollout-seed", 42)
+    with ScriptedEngine(lambda _: Reply(token_ids=[A, EOS]), answer_s=0.05) as engine:
+        ask(engine, samples, *flags)
+        ask(engine, [prompt(13)], *flags)  # the second one alone, as a custom generate function asks
+        ask(engine, samples[:1], *flags)  # the first one goes on after its two tokens
+        ask(engine, twins, *flags)
+        assert engine.most_at_once == 1
+    assert [body["sampling_params"]["n"] for body in engine.requests] == [1] * 6
+    twelve, thirteen, again, turn, *drawn_apart = (body["sampling_params"]["seed"] for body in engine.requests)
+    assert twelve == request_seed(42, prompt(12), num_tokens=0)
+    assert thirteen == again == request_seed(42, prompt(13), num_tokens=0)
+    assert len({twelve, thirteen, turn, *drawn_apart}) == 5
+
+
+def test_a_seed_of_the_caller_is_sent_as_it_is(ask):
+    async def with_seed(args, sample, params):
+        return await generate(args, sample, {**params, "seed": 7})
+
+    with ScriptedEngine(lambda _: Reply(token_ids=[EOS])) as engine:
+        ask(engine, prompt(), "--reference-mode", function=with_seed)
+    assert engine.requests[0]["sampling_params"]["seed"] == 7
 
 
 def test_version_spans_are_kept_and_default_means_the_initial_weights(ask):

@@ -91,6 +91,30 @@ def test_surplus_requests_are_aborted_and_their_prompts_come_first_next_time(pla
     assert [(s.status, s.response_length, s.rollout_id) for s in again[0]] == [(SampleStatus.PENDING, 0, -1)] * 2
 
 
+LAST_OF_FOUR = """
+import asyncio
+scored = asyncio.Event()
+
+async def custom(args, sample, **kwargs):
+    if sample.prompt == "d":
+        scored.set()
+    if sample.prompt == "a":
+        await scored.wait()
+        await asyncio.sleep(0.2)  # the three others are in by now
+    return float(sample.index % 2)
+"""
+
+
+def test_reference_mode_keeps_who_was_asked_first_and_waits_for_the_slow(play, plugin_file):
+    """Four prompts for a round of two, and `a` is scored last; who is fast first would be kept otherwise."""
+    flags = ["--reference-mode", "--over-sampling-batch-size", 4, "--rollout-num-engines", 2]
+    with ScriptedEngine(echo_first_sample) as engine:
+        output, source = play(engine, *flags, "--custom-rm-path", f"{plugin_file(LAST_OF_FOUR)}:custom")
+    assert [group[0].prompt for group in output.samples] == ["a", "b"]
+    assert [group[0].prompt for group in source.get_samples(3)] == ["c", "d", "e"]
+    assert (output.metrics["rollout/surplus_groups"], output.metrics["rollout/aborted_groups"]) == (2, 0)
+
+
 def test_every_prompt_is_kept_or_handed_back(play):
     with ScriptedEngine(echo_first_sample) as engine:
         output, source = play(engine, "--over-sampling-batch-size", 6)

@@ -229,6 +229,18 @@ REFUSALS = {
         ["--transferqueue-mode", "streaming", "--no-transferqueue-durable", "--transferqueue-fsync", "never"],
         ["--transferqueue-fsync never", "without --no-transferqueue-durable"],
     ),
+    "reference mode with older tokens": (
+        ["--reference-mode", "--max-staleness", "1"],
+        ["--reference-mode", "--transferqueue-max-staleness 1", "train.py"],
+    ),
+    "reference mode with answers cut by an update": (
+        ["--reference-mode", "--pause-mode", "abort"],
+        ["--reference-mode", "--pause-mode abort", "wait"],
+    ),
+    "reference mode with requests side by side": (
+        ["--reference-mode", "--vllm-server-concurrency", "8"],
+        ["--vllm-server-concurrency 8: no effect here", "without --reference-mode"],
+    ),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
 
@@ -281,6 +293,7 @@ READ = {
     "skip_eval_before_train": ([], ["--eval-prompt-data", "own", "{model}/train.jsonl", "--eval-interval", "2"]),
     "eval_prompt_data": (["own", "{model}/train.jsonl"], []),
     "vllm_kv_cache_memory_bytes": (["2000000"], []),
+    "vllm_server_concurrency": (["8"], []),
     "eps_clip_high": (["0.3"], []),
     "micro_batch_size": (["2"], []),
     "max_tokens_per_gpu": (["512"], ["--use-dynamic-batch-size"]),
@@ -310,6 +323,7 @@ UNREAD = {  # where the default already reads it: the flags under which nothing 
     "disable_grpo_std_normalization": ["--custom-reward-post-process-path", "a.b"],
     "eval_prompt_data": ["--skip-eval-before-train"],
     "eps_clip_high": SFT,
+    "vllm_server_concurrency": ["--reference-mode"],
     "micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"],
 }
 ON_ANOTHER_MACHINE = {"vllm_kv_cache_memory_bytes", "input_key", "label_key", "metadata_key", "tool_key"}
@@ -346,6 +360,13 @@ def test_a_cache_size_of_the_cpu_engine_is_not_read_on_a_gpu(model_dir: Path, mo
     with pytest.raises(
         ConfigError, match=r"--vllm-kv-cache-memory-bytes 2000000: no effect here. Read only with --device cpu"
     ):
+        resolved(model_dir, *flags)
+
+
+def test_reference_mode_is_refused_on_a_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vime.config.checks.has_cuda", lambda: True)
+    flags = ["--device", "cuda", "--actor-num-gpus-per-node", "1", "--reference-mode"]
+    with pytest.raises(ConfigError, match=r"--reference-mode with --device cuda: .*shown on the CPU only"):
         resolved(model_dir, *flags)
 
 

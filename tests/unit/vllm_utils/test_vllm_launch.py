@@ -72,6 +72,24 @@ def test_user_flags_come_last_as_vllm_spells_them():
     assert arguments[-3:] == ["--max-num-seqs", "8", "--enable-prefix-caching"]
 
 
+def test_an_engine_of_reference_mode_computes_one_whole_sequence_after_the_other():
+    config = cpu("--reference-mode", "--n-samples-per-prompt", "129", "--rollout-max-context-len", "6000")
+    arguments = command(config)
+    assert value(arguments, "--max-num-seqs") == "1"  # also for a group of 129: each answer is a request
+    # no smaller than any prompt: a prompt cut in two, with a seed, kills vLLM's CPU engine
+    assert value(arguments, "--max-num-batched-tokens") == value(arguments, "--max-model-len") == "6000"
+    assert "--no-enable-prefix-caching" in arguments
+    changes = engine_environment(config, {"OMP_NUM_THREADS": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-3"})
+    assert (changes["OMP_NUM_THREADS"], changes["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
+
+
+def test_without_a_context_limit_an_engine_of_reference_mode_takes_the_models_positions(tmp_path):
+    shape = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 96, "max_position_embeddings": 5120}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = parse(["--hf-checkpoint", str(tmp_path), "--device", "cpu", "--reference-mode"])
+    assert value(command(config), "--max-num-batched-tokens") == "5120"
+
+
 def test_cpu_environment_requires_what_control_needs_and_leaves_the_users_choices():
     changes = engine_environment(cpu(), {"OMP_NUM_THREADS": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert "OMP_NUM_THREADS" not in changes
@@ -131,6 +149,12 @@ def test_a_near_miss_is_refused_with_a_suggestion():
 def test_a_flag_that_the_run_decides_is_refused_naming_both(given, decided_by):
     with pytest.raises(ConfigError, match=f"{given}: .*{decided_by}"):
         validate_vllm_flags(cpu(given, "1"))
+
+
+@pytest.mark.parametrize("given", ["--vllm-max-num-seqs=8", "--vllm-enable-prefix-caching"])
+def test_reference_mode_decides_how_an_engine_batches_and_caches(given):
+    with pytest.raises(ConfigError, match=rf"{given.partition('=')[0]} with --reference-mode"):
+        validate_vllm_flags(cpu("--reference-mode", given))
 
 
 ENGINES = [EngineAddress(name=f"engine-{n}", url=f"http://127.0.0.1:{8100 + n}") for n in range(2)]

@@ -2,7 +2,7 @@
 
 `vllm serve` cannot be used: with the CPU distribution it looks for a package called `vllm` and ends. The module below
 is what it runs for one API server. Chunked prefill and max_num_batched_tokens stay at vLLM's defaults, which admit any
-prompt up to max-model-len; a user flag may change them.
+prompt up to max-model-len; a user flag may change them, except under --reference-mode.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.backends.vllm_utils.plugin import BACKEND
+from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config
 from vime.types import ConfigError
 
@@ -45,6 +46,18 @@ OWNED_FLAGS = {
     "--enable-return-routed-experts": "--use-rollout-routing-replay",
 }
 _SHORT_NAMES = {"-tp": "--tensor-parallel-size"}
+
+# Of --reference-mode: an answer depends on its prompt, its seed and the weights, not on who was asked beside or before
+# it. Batches change the order of sums; a cached prefix changes the shape of what is left to compute; a prompt cut in
+# two kills vLLM's CPU engine when its request has a seed ("CPU Generator does not use offset"). A token budget of the
+# whole context, and no second sequence to share it with, never cuts one.
+REFERENCE_OWNED_FLAGS = frozenset(
+    {
+        *("--max-num-seqs", "--max-num-batched-tokens", "--long-prefill-token-threshold", "--speculative-config"),
+        *("--enable-prefix-caching", "--no-enable-prefix-caching", "--enable-chunked-prefill"),
+        *("--no-enable-chunked-prefill", "--config"),
+    }
+)
 
 # Without these the control routes, the in-process worker or the weight transfer are missing.
 REQUIRED_ENV = {"VLLM_SERVER_DEV_MODE": "1", DIE_WITH_PARENT: "1"}
@@ -81,10 +94,13 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     # vLLM's default is log_softmax(logits) before temperature and truncation. The policy ratio needs what was sampled
     # from; and a plug-in that truncates would go unseen. The two agree at temperature 1 without truncation.
     command += ["--logprobs-mode", "processed_logprobs"]
+    if config.debug.reference_mode:
+        command += reference_flags(config)
     if on_cpu:
         # Explicit cache size: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(config.engine.vllm_kv_cache_memory_bytes)]
-        if rollout.n_samples_per_prompt > MAX_NUM_SEQS_CPU:  # a group is one request, refused above this limit
+        if rollout.n_samples_per_prompt > MAX_NUM_SEQS_CPU and not config.debug.reference_mode:
+            # a group is one request, refused above this limit
             command += ["--max-num-seqs", str(rollout.n_samples_per_prompt)]
     else:
         command += ["--tensor-parallel-size", str(cluster.rollout_num_gpus_per_engine)]
@@ -93,10 +109,20 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     return [*command, *config.vllm_flags]
 
 
+def reference_flags(config: Config) -> list[str]:
+    """One sequence at a time, its prompt in one piece, nothing remembered of the one before."""
+    positions = config.rollout.rollout_max_context_len
+    positions = positions or read_model_shape(config.model.hf_checkpoint).max_position_embeddings
+    return ["--max-num-seqs", "1", "--max-num-batched-tokens", str(positions), "--no-enable-prefix-caching"]
+
+
 def engine_environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What to change in `inherited` for an engine: required values always, defaults only where the user set none."""
+    """What to change in `inherited` for an engine: required values always, defaults only where the user set none (with
+    --reference-mode those of the CPU always: they decide threads and kernels)."""
     on_cpu = config.cluster.device == "cpu"
     required = {**REQUIRED_ENV, **(REQUIRED_ENV_CPU if on_cpu else {})}
+    if config.debug.reference_mode:
+        required |= DEFAULT_ENV_CPU
     defaults = {**DEFAULT_ENV, **(DEFAULT_ENV_CPU if on_cpu else {})}
     changes = {name: value for name, value in defaults.items() if name not in inherited} | required
     if inherited.get("VLLM_PLUGINS"):  # a list there means "only these"
@@ -118,6 +144,11 @@ def validate_vllm_flags(config: Config) -> None:
         if owned in OWNED_FLAGS:
             action = f"Use {OWNED_FLAGS[owned]} instead" if OWNED_FLAGS[owned] else "Leave it out"
             raise ConfigError(f"--vllm-{name.lstrip('-')}: Vime decides the engine's {owned} itself. {action}.")
+        if config.debug.reference_mode and name in REFERENCE_OWNED_FLAGS:
+            raise ConfigError(
+                f"--vllm-{name.lstrip('-')} with --reference-mode, which decides how an engine batches and caches: one "
+                "sequence at a time, without a prefix cache. Leave one of the two out."
+            )
     known = _installed_flags()
     for name in given:
         if name not in known:
