@@ -10,7 +10,7 @@ import torch
 VOCAB = 128
 
 
-def make_qwen3(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
+def make_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, mlp_size: int = 96) -> Path:
     """Two layers, hidden 64, 4 heads of 32 (head_dim is set apart from hidden/heads), 2 key-value heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -18,7 +18,7 @@ def make_qwen3(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=mlp_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -1,0 +1,84 @@
+"""One answer from every mode, bit for bit: off, stopped and resumed, and each further mode killed and resumed.
+
+Real Ray, vLLM, megatron-core and TransferQueue under --reference-mode. What is compared is the content hash of every
+version, which each engine computed over the weights it received. A mode is added by a line in MODES.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.training import Finished, TinyTask, Training, train
+
+ROUNDS = 4
+MODES = {
+    # two engines: which of them answers a prompt is the router's choice and must not matter
+    "buffer": ["--transferqueue-mode", "buffer", "--rollout-num-engines", "2"],
+}
+FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""
+
+
+def keep(args, samples):
+    return sum(sample.reward for sample in samples) >= len(samples) / 2
+'''
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Rounds of 4 groups, 6 asked for at a time; every round is a checkpoint."""
+    plugin = tmp_path_factory.mktemp("filter") / "filter.py"
+    plugin.write_text(FILTER)
+    return [
+        *tiny_task.flags(), "--num-rollout", str(ROUNDS), "--save-interval", "1", "--reference-mode",
+        "--over-sampling-batch-size", "6", "--dynamic-sampling-filter-path", f"{plugin}:keep",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def never_stopped(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The lowest rung: mode off, from the first round to the last."""
+    finished = train(flags, tmp_path_factory.mktemp("off") / "run")
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def hashes(finished: Finished) -> dict[int, str]:
+    """Version -> content hash."""
+    return {event["version"]: event["content_hash"] for event in finished.events("weights_confirmed")}
+
+
+def test_the_weights_move_each_round_and_groups_are_dropped_on_the_way(never_stopped: Finished) -> None:
+    """Without either, equal hashes below would say little."""
+    assert sorted(hashes(never_stopped)) == list(range(ROUNDS + 1))
+    assert len(set(hashes(never_stopped).values())) == ROUNDS + 1
+    metrics = never_stopped.metrics()
+    assert sum(metrics[number]["rollout/dropped_groups"] for number in range(ROUNDS)) > 0
+
+
+def test_stopped_after_two_rounds_and_resumed(never_stopped: Finished, flags: list[str], tmp_path: Path) -> None:
+    second = never_stopped.run_dir / "checkpoints" / "iter_0000001"
+    resumed = train([*flags, "--load", str(second)], tmp_path / "run")
+    assert resumed.code == 0, resumed.output
+    assert hashes(resumed) == {version: hashes(never_stopped)[version] for version in range(2, ROUNDS + 1)}
+    assert resumed.metrics()[3]["train/loss"] == never_stopped.metrics()[3]["train/loss"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_mode_killed_in_the_middle_and_resumed(
+    never_stopped: Finished, flags: list[str], tmp_path: Path, mode: str
+) -> None:
+    flags = [*flags, *MODES[mode], "--save", str(tmp_path / "checkpoints")]
+    training = Training("train.py", flags, tmp_path / "killed")
+    training.wait_for_event("weights_confirmed", count=2)  # round 0 is trained and saved; round 1 begins
+    os.kill(training.process.pid, signal.SIGKILL)
+    killed = training.finish()
+    assert killed.code == -signal.SIGKILL
+    resumed = train([*flags, "--load", str(tmp_path / "checkpoints")], tmp_path / "resumed")
+    assert resumed.code == 0, resumed.output
+    expected = hashes(never_stopped)
+    assert {version: expected[version] for version in hashes(killed)} == hashes(killed)  # another mode
+    assert min(hashes(resumed)) >= 1  # it did not begin anew
+    assert max(hashes(resumed)) == ROUNDS
+    assert {version: expected[version] for version in hashes(resumed)} == hashes(resumed)  # and after the kill
