@@ -16,6 +16,7 @@ ROUNDS = 4
 MODES = {
     # two engines: which of them answers a prompt is the router's choice and must not matter
     "buffer": ["--transferqueue-mode", "buffer", "--rollout-num-engines", "2"],
+    "streaming": ["--transferqueue-mode", "streaming"],
 }
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""
 
