@@ -13,7 +13,6 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from vime.utils.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
@@ -43,11 +44,8 @@ class Ranks:
         self._calls[group] = number + 1
         file = self.directory / f"port-{group}-{number}"
         if self.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
             partial = file.with_suffix(".partial")
-            partial.write_text(str(port))
+            partial.write_text(str(free_port()))
             partial.rename(file)
         while not file.exists():
             if time.time() > self.deadline:

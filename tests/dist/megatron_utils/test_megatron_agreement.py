@@ -1,4 +1,4 @@
-"""Agreement of trainer and engine is measured alike in every layout, and a disagreement leaves the trainer as it was."""
+"""Agreement of trainer and engine is measured alike in every layout, and a disagreement leaves the trainer alone."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def test_a_disagreement_moves_no_weight_and_leaves_no_trace(answers: Answers, la
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
-def test_log_probs_under_another_rule_equal_plain_torch(
-    answers: Answers, models: Path, layout: str, name: str
-) -> None:
+def test_log_probs_under_another_rule_equal_plain_torch(answers: Answers, models: Path, layout: str, name: str) -> None:
     rule, model = RULES[name], reference.load(models / "qwen2")
     expected = [reference.log_probs_under(model, row, rule) for row in mixed_rows()]
     for rank in answers(f"judged-{layout}"):

@@ -87,7 +87,8 @@ def test_effective_sample_size_is_told_apart_by_staleness(algorithms: Answers, m
         return sum(weights) ** 2 / len(weights) / sum(weight**2 for weight in weights)
 
     # steps hold rows 0-3 and 4-7; behind round 3 by 2 (row 0: its oldest token), 1, 2, 3 | 0, 1, 2, 3 versions.
-    # Rows 0 and 2 are of the first step, whose policy is that of the checkpoint; the second step's moved by 1e-3 a weight.
+    # Rows 0 and 2 are of the first step, whose policy is that of the checkpoint; the second step's moved, by 1e-3 a
+    # weight.
     assert [ROUND - row.oldest_version for row in rows] == [2, 1, 2, 3, 0, 1, 2, 3]
     [answer] = algorithms("grpo-normalised-decoupled-single")
     metrics = answer["metrics"]

@@ -63,7 +63,9 @@ def test_exported_weights_are_bit_identical_to_the_file_on_every_rank(
 
 
 @pytest.mark.parametrize("case", [case for case in MODEL if "-ep" not in case])
-def test_order_and_hash_of_the_stream_without_expert_parallelism_are_those_of_one_process(answers: Answers, case: str) -> None:
+def test_order_and_hash_of_the_stream_without_expert_parallelism_are_those_of_one_process(
+    answers: Answers, case: str
+) -> None:
     [single] = answers(f"import-{MODEL[case]}")
     for answer in answers(case):
         assert list(answer["weights"]) == list(single["weights"])

@@ -11,3 +11,10 @@ def test_a_free_port_is_free_and_a_listening_one_is_not():
     with socket.create_server(("127.0.0.1", port)):
         assert not port_is_free("127.0.0.1", port)
     assert port_is_free("127.0.0.1", port)
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_get_before_its_server_listens():
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == 50
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        assert max(ports) < connection.getsockname()[1]
