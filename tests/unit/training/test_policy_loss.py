@@ -8,30 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.rows import make_row
 from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
 from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import PolicyLoss
-from vime.types import PluginError, StepPlan, TrainRow, VersionSpan
+from vime.types import PluginError, StepPlan, TrainRow
 
 
 def row(reward: float, mask: list[int]) -> TrainRow:
-    """One prompt token, then the response."""
-    return TrainRow(
-        sample_index=0,
-        group_index=0,
-        rollout_id=0,
-        tokens=[1] * (1 + len(mask)),
-        response_length=len(mask),
-        loss_mask=mask,
-        rollout_log_probs=[-1.0] * len(mask),
-        token_policy_versions=(VersionSpan(0, 0, len(mask)),),
-        reward=reward,
-        raw_reward=reward,
-        status="completed",
-        truncated=False,
-    )
+    """One prompt token, then the response; every token had log-probability -1."""
+    length = len(mask)
+    return make_row(prompt=[1], response=[1] * length, loss_mask=mask, log_probs=[-1.0] * length, reward=reward)
 
 
 # Rows of 2 and 1 response tokens after 1 prompt token: a pack of 5; positions 0, 1 and 3 predict response tokens.
