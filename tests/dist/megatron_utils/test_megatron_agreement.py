@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,16 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.agreement_cases import LAYOUTS, RULES, TEMPERATURE, mixed_rows
+from tests.helpers.agreement_cases import LAYOUTS, RULES, TEMPERATURE, agreement_cases, mixed_rows
+from tests.helpers.megatron_worker import Answers, answers_of
 from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, NUM_SUSPECTS
 
-Answers = Callable[[str], list[Any]]
 RELATIVE, ABSOLUTE = 1e-5, 1e-5
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path, work: Path) -> Answers:
+    return answers_of(agreement_cases(models), directory=work / "launch-agreement")
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import reference_algorithms, reference_policy
 from tests.helpers.algorithm_cases import LAYOUTS, ROUND, stale_plan, stale_rows
+from tests.helpers.megatron_worker import Answers
 from tests.helpers.reference_algorithms import RECIPES
 from tests.helpers.reference_ppo import Critic
 
-Answers = Callable[[str], list[Any]]
 RELATIVE = 1e-5  # loss and gradient norm, fp32
 ABSOLUTE = 1e-6  # sums of terms near 1 that cancel
 WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
