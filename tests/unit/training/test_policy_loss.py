@@ -74,6 +74,17 @@ def test_loss_is_policy_plus_kl_minus_entropy_all_reduced_alike() -> None:
     assert found["loss"] == pytest.approx(0.5 + 0.1 * 0.75 * math.log(2) - 0.2 * 0.5)
 
 
+def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
+    # k1: ln 2, 0 | ln 2; ratios 1.5, 1 | 0.5: (0.75 ln 2 + 0.5 ln 2) / 2
+    columns = {
+        OLD_LOGP: [[math.log(0.4), math.log(0.5)], [math.log(0.4)]],
+        REF_LOGP: [[math.log(0.3), math.log(0.5)], [math.log(0.1)]],
+    }
+    found = statistics(packed(**columns), use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1", use_unbiased_kl=True)
+    assert found["kl_loss"] == pytest.approx(0.625 * math.log(2))
+    assert found["loss"] == pytest.approx(0.25 + 0.1 * 0.625 * math.log(2))  # 0.25: the clipped term alone
+
+
 def test_an_empty_pack_is_zero_and_can_be_differentiated() -> None:
     batch = pack([])
     logp = torch.full((batch.num_tokens,), float("nan"), requires_grad=True)
