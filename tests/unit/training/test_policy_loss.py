@@ -223,3 +223,13 @@ def test_mismatch_metrics_compare_trainer_and_engine() -> None:
     assert found["train/mismatch_chi2"] == pytest.approx(sum(math.exp(2 * (x + 1)) for x in logs) / 3 - 1)
     assert (found["train/mismatch_train_nll"], found["train/mismatch_rollout_nll"]) == pytest.approx((nll, 1.0))
     assert found["train/mismatch_ppl_ratio"] == pytest.approx(math.exp(nll - 1))
+
+
+def test_a_custom_loss_that_is_constant_can_be_differentiated_too() -> None:
+    loss_of = PolicyLoss(AlgoConfig(loss_type="custom_loss"), STEP, lambda logp_T, *_: torch.ones_like(logp_T))
+    logp_T = LOGP.clone().requires_grad_()
+    loss, _ = loss_of(logp_T, torch.zeros(5), packed())
+    loss.backward()
+    assert float(loss.detach()) == 1
+    assert logp_T.grad is not None
+    assert logp_T.grad.tolist() == [0.0] * 5
