@@ -10,9 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from vime.config.parse import iter_flags
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the flags of this checkout, not those of an installed one
+
+from vime.config.parse import iter_flags  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags

@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 from typing import TextIO
 
+import hypothesis
 import psutil
 import pytest
 
@@ -41,6 +42,10 @@ pytest_plugins = [
     for name in ("engines", "ray_cluster", "training")
     if (ROOT / "tests/helpers" / f"{name}.py").is_file()
 ]
+
+# Timing is never asserted: on a busy machine any example may take longer than hypothesis' 200 ms.
+hypothesis.settings.register_profile("vime", deadline=None)
+hypothesis.settings.load_profile("vime")
 
 TIERS = ("unit", "contract", "dist", "e2e", "gpu")
 SESSION_VARIABLE = "VIME_TEST_SESSION"

@@ -127,7 +127,8 @@ class PackLoss(Protocol):
 
     `value_T` and `entropy_T` carry the graph: log-probabilities of the labels and entropies of a language model;
     predicted returns and zeros of a model with a value head. The share is divided by the step's GLOBAL denominators
-    already, so no layout, packing or number of micro-batches changes the sum.
+    already, so no layout, packing or number of micro-batches changes the sum. It is part of the graph, also for a pack
+    without rows: every rank calls backward.
     """
 
     def __call__(self, value_T: Tensor, entropy_T: Tensor, batch: PackedBatch, /) -> tuple[Tensor, Tensor]: ...

@@ -7,9 +7,11 @@ and in tensor names everywhere: P prompts, N samples a prompt, R response tokens
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 Version = int
@@ -389,6 +391,42 @@ class AgreementError(VimeError):
 
 class CheckpointError(VimeError):
     """A checkpoint that cannot be written or read."""
+
+    @classmethod
+    def unwritable(cls, directory: Path, reason: str) -> CheckpointError:
+        """With the space that is left: what torch says of a full disk does not tell."""
+        try:
+            space = f" ({shutil.disk_usage(directory).free >> 20} MiB free there)"
+        except OSError:
+            space = ""
+        return cls(
+            f"the checkpoint {directory} could not be written{space}: {reason}. Check free space and permissions; the "
+            "previous checkpoint is untouched."
+        )
+
+    @classmethod
+    def unreadable(cls, directory: Path, error: BaseException, *, expected: str) -> CheckpointError:
+        """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
+        checkpoint for it."""
+        advice = "point --load to one, or remove it to start from --hf-checkpoint."
+        if any(isinstance(cause, RuntimeError) for cause in (_rank_causes(error) or {0: error}).values()):
+            advice = (
+                "but a rank without memory or a lost peer ends like this too: read the log of each trainer rank first."
+            )
+        return cls(f"--load {directory}: cannot be read: {describe(error)}. Expected {expected}; {advice}")
+
+
+def describe(error: BaseException) -> str:
+    """One short line of what went wrong; of the errors of several ranks the first."""
+    for rank, cause in _rank_causes(error).items():
+        return f"rank {rank}: {describe(cause)}"
+    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
+
+
+def _rank_causes(error: BaseException) -> dict[int, BaseException]:
+    """torch's CheckpointException gathers the errors of all ranks, each with its traceback; others have none."""
+    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
+    return {rank: cause for rank, (cause, _) in failures.items()}
 
 
 class ClusterError(VimeError):

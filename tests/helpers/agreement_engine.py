@@ -47,7 +47,7 @@ class Pair:
     def __init__(self, ranks: Ranks, model: Path, engine: EngineAddress, directory: Path) -> None:
         self.config = engine_config(model, distributed_backend="gloo", distributed_timeout_minutes=1.0, lr=1e-3)
         rank = RankInfo(
-            rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=ranks.rendezvous("pair")
+            rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=ranks.rendezvous("pair", 1)
         )
         self.worker = TrainWorker(self.config, make_backend(self.config, rank), total_steps=1)
         self.engine = engine

@@ -62,7 +62,7 @@ def run(ranks: Ranks, backend: str) -> str:
     if backend == "nccl":
         torch.cuda.set_device(ranks.rank)
     device = torch.device("cuda", ranks.rank) if backend == "nccl" else torch.device("cpu")
-    port = ranks.rendezvous("pair")
+    port = ranks.rendezvous("pair", 2)
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=ranks.rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
     return send(store, backend, device, ranks) if ranks.rank == 0 else receive(store, backend, device)
 

@@ -3,8 +3,10 @@
     results = launch("tests.helpers.megatron_worker:run", world_size=4, directory=..., arguments={...}, deadline_s=200)
 
 Each process gets a `Ranks` as the first argument and its answer is pickled back. When one fails, its traceback is
-shown and the others are ended: a test never waits for a collective whose peer is gone. Start-up (imports) dominates, so
-one launch should do the work of many tests.
+shown and the others are ended: a test never waits for a collective whose peer is gone.
+
+One process is started, which forks the ranks. Imports would dominate a launch: what `preload` imports is imported once,
+before the fork, for all of them. It may not start threads or touch a GPU, neither of which survives a fork.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from vime.utils.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
@@ -29,7 +32,7 @@ POLL_S = 0.05
 
 @dataclass
 class Ranks:
-    """Who this process is. `rendezvous` gives a fresh port on each call, the same on all ranks of a group."""
+    """Who this process is."""
 
     rank: int
     world_size: int
@@ -37,23 +40,30 @@ class Ranks:
     deadline: float  # time.time()
     _calls: dict[str, int] = field(default_factory=dict)
 
-    def rendezvous(self, group: str) -> int:
-        """A free port chosen by rank 0 for its next meeting under the name `group`."""
+    def rendezvous(self, group: str, size: int) -> int:
+        """A free port for the next meeting of the first `size` ranks under the name `group`, the same on all of them.
+        Chosen by rank 0 when all are here, so that a meeting's own deadline is for the meeting alone."""
         number = self._calls.get(group, 0)
         self._calls[group] = number + 1
-        file = self.directory / f"port-{group}-{number}"
+        place = self.directory / f"port-{group}-{number}"
         if self.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            partial = file.with_suffix(".partial")
-            partial.write_text(str(port))
-            partial.rename(file)
+            for rank in range(1, size):
+                self._wait_for(self._of_rank(place, rank))
+            _write(place, str(free_port()))
+        else:
+            _write(self._of_rank(place, self.rank), "here")
+            self._wait_for(place)
+        return int(place.read_text())
+
+    @staticmethod
+    def _of_rank(place: Path, rank: int) -> Path:
+        return place.with_name(f"{place.name}-rank-{rank}")
+
+    def _wait_for(self, file: Path) -> None:
         while not file.exists():
             if time.time() > self.deadline:
-                raise TimeoutError(f"rank {self.rank} waited for rank 0 to name a port for {group}")
+                raise TimeoutError(f"rank {self.rank} waited for {file.name}")
             time.sleep(POLL_S)
-        return int(file.read_text())
 
 
 def launch(
@@ -64,73 +74,101 @@ def launch(
     arguments: Mapping[str, Any],
     deadline_s: float,
     killed: frozenset[int] = frozenset(),
+    preload: str | None = None,
 ) -> list[Any]:
-    """Answers of `function(Ranks, **arguments)`, by rank. `target` is "package.module:function". Ranks in `killed` must
-    end by SIGKILL; their answer is None."""
+    """Answers of `function(Ranks, **arguments)`, by rank. `target` and `preload` are "package.module:function". Ranks
+    in `killed` must end by SIGKILL; their answer is None."""
     directory.mkdir(parents=True, exist_ok=True)
     job = directory / "job.pkl"
     deadline = time.time() + deadline_s
-    job.write_bytes(pickle.dumps((target, world_size, deadline, dict(arguments))))
+    job.write_bytes(pickle.dumps((preload, world_size)) + pickle.dumps((target, deadline, dict(arguments))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    children = []
+    with (directory / "log.txt").open("wb") as log:
+        parent = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.dist_launch", str(job)],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=ROOT,
+        )
     try:
-        for rank in range(world_size):
-            log = (directory / f"log-{rank}.txt").open("wb")
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.helpers.dist_launch", str(job), str(rank)],
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    cwd=ROOT,
-                )
-            )
-            log.close()
-        _wait(children, directory, deadline, killed)
+        _wait(parent, directory, deadline, [-signal.SIGKILL if rank in killed else 0 for rank in range(world_size)])
     finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+        parent.terminate()  # it ends its ranks first
+        parent.wait()
     return [
         None if rank in killed else pickle.loads((directory / f"result-{rank}.pkl").read_bytes())
         for rank in range(world_size)
     ]
 
 
-def _wait(children: list[subprocess.Popen[bytes]], directory: Path, deadline: float, killed: frozenset[int]) -> None:
-    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(len(children))]
+def _wait(parent: subprocess.Popen[bytes], directory: Path, deadline: float, expected: list[int]) -> None:
+    files = [directory / f"code-{rank}" for rank in range(len(expected))]
     while True:
-        codes = [child.poll() for child in children]
-        if any(code not in (None, good) for code, good in zip(codes, expected, strict=True)):
-            time.sleep(1.0)  # let the rank that failed first finish writing why; its peers may fail after it
-            raise AssertionError(_report(directory, codes))
+        is_over = parent.poll() is not None  # looked at first: all codes are written by then
+        codes = [int(file.read_text()) if file.exists() else None for file in files]
         if codes == expected:
             return
+        if is_over or any(code not in (None, good) for code, good in zip(codes, expected, strict=True)):
+            time.sleep(1.0)  # let the rank that failed first finish writing why; its peers may fail after it
+            raise AssertionError(_report(directory, codes))
         if time.time() > deadline:
             raise AssertionError("deadline reached\n" + _report(directory, codes))
         time.sleep(POLL_S)
 
 
 def _report(directory: Path, codes: list[int | None]) -> str:
-    lines = [f"exit codes by rank (None: still running): {codes}"]
+    lines = [f"exit codes by rank (None: still running): {codes}", _last_output(directory / "log.txt")]
     for rank, code in enumerate(codes):
         error = directory / f"error-{rank}.txt"
         if error.exists():
             lines.append(f"--- rank {rank} raised\n{error.read_text()}")
         elif code != 0:
-            tail = (directory / f"log-{rank}.txt").read_text(errors="replace")[-3000:]
-            lines.append(f"--- rank {rank}, last output\n{tail}")
+            lines.append(f"--- rank {rank}, last output\n{_last_output(directory / f'log-{rank}.txt')}")
     return "\n".join(lines)
 
 
-def _child(job: Path, rank: int) -> None:
+def _last_output(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:] if log.exists() else ""
+
+
+def _write(file: Path, text: str) -> None:
+    """There with all of its text, or not there."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    partial.rename(file)
+
+
+def _parent(job: Path) -> None:
+    """Fork the ranks and write down how each ended; SIGTERM ends them."""
+    with job.open("rb") as file:
+        preload, world_size = pickle.load(file)
+    if preload is not None:
+        _function(preload)()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not survive the fork"
+    ranks: dict[int, int] = {}  # by process id
+    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in ranks])
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            _rank(job, rank)
+        ranks[pid] = rank
+    while ranks:
+        pid, status = os.wait()
+        _write(job.parent / f"code-{ranks.pop(pid)}", str(os.waitstatus_to_exitcode(status)))
+
+
+def _rank(job: Path, rank: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     directory = job.parent
+    log = os.open(directory / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1), os.dup2(log, 2)
     try:
-        target, world_size, deadline, arguments = pickle.loads(job.read_bytes())
-        module, _, function = target.partition(":")
+        with job.open("rb") as file:
+            _, world_size = pickle.load(file)
+            target, deadline, arguments = pickle.load(file)  # imports what the arguments are made of
         ranks = Ranks(rank=rank, world_size=world_size, directory=directory, deadline=deadline)
-        answer = getattr(importlib.import_module(module), function)(ranks, **arguments)
+        answer = _function(target)(ranks, **arguments)
         (directory / f"result-{rank}.pkl").write_bytes(pickle.dumps(answer))
         code = 0
     except BaseException:  # boundary: the traceback goes to the test, which shows it
@@ -141,5 +179,11 @@ def _child(job: Path, rank: int) -> None:
     os._exit(code)  # no interpreter shutdown: a broken process group could hang in it
 
 
+def _function(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
 if __name__ == "__main__":
-    _child(Path(sys.argv[1]), int(sys.argv[2]))
+    _parent(Path(sys.argv[1]))

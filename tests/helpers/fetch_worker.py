@@ -41,7 +41,7 @@ def run(ranks: Ranks) -> dict[str, Any]:
 
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{ranks.rendezvous('world')}",
+        init_method=f"tcp://127.0.0.1:{ranks.rendezvous('world', WORLD)}",
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=datetime.timedelta(seconds=60),

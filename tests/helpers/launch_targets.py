@@ -10,7 +10,7 @@ from tests.helpers.dist_launch import Ranks
 
 def meet(ranks: Ranks, greeting: str) -> tuple[str, int, list[int]]:
     """Two meetings: ports are the same on all ranks."""
-    return greeting, ranks.rank, [ranks.rendezvous("a"), ranks.rendezvous("b")]
+    return greeting, ranks.rank, [ranks.rendezvous("a", 2), ranks.rendezvous("b", 2)]
 
 
 def fail_on_one(ranks: Ranks) -> None:

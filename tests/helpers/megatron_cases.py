@@ -1,4 +1,4 @@
-"""The list of cases that the megatron tests run, as data: which layout, which flags, what to do."""
+"""The cases that the megatron tests run, a list for each launch, as data: which layout, which flags, what to do."""
 
 from __future__ import annotations
 
@@ -69,46 +69,73 @@ def cuts(layouts: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, tuple[int,
     return {name: layout for name, layout in layouts.items() if "recompute" not in name and "overlap" not in name}
 
 
-def all_cases(models: Path, work: Path) -> list[Case]:
-    """Every case, in the order it runs. `models` holds the tiny models, `work` is for what cases write."""
+CaseMaker = Callable[..., Case]
+
+
+def maker(models: Path) -> CaseMaker:
+    """Cases of the dense model, where their flags do not name another."""
 
     def case(name: str, do: str, world: int = 1, flags: dict[str, Any] | None = None, **arguments: Any) -> Case:
         chosen = {"hf_checkpoint": str(models / "qwen2"), **(flags or {})}
         return Case(name=name, do=do, world=world, flags=chosen, arguments=arguments)
 
-    grpo = grpo_flags(models / "reference")
-    tied = {"hf_checkpoint": str(models / "qwen2_tied"), "ref_load": str(models / "qwen3")}
-    cases = [case("device", "device_layer")]
-    cases += [case(f"import-{kind}", "imported", flags={"hf_checkpoint": str(models / kind)}) for kind in KINDS]
-    cases += [case(f"import-{name}", "imported", world, flags) for name, (world, flags) in cuts(LAYOUTS).items()]
-    cases += [case("grpo-single", "trained", flags=grpo, num_steps=2)]
-    cases += [
-        case(f"grpo-{name}", "trained", world, {**grpo, **flags}, num_steps=2)
-        for name, (world, flags) in LAYOUTS.items()
+    return case
+
+
+def pairs(models: Path) -> dict[str, dict[str, Any]]:
+    """Policy and reference model of each kind that layouts are tried on."""
+    named = {
+        "tied": ("qwen2_tied", "qwen3"),
+        "moe": ("qwen3_moe", "qwen3_moe_tied"),
+        "moe-tied": ("qwen3_moe_tied", "qwen3_moe"),
+    }
+    return {
+        name: {"hf_checkpoint": str(models / policy), "ref_load": str(models / anchor)}
+        for name, (policy, anchor) in named.items()
+    }
+
+
+def import_cases(models: Path, work: Path) -> list[Case]:
+    """HF weights in and out. The first case looks at a process that has no trainer yet."""
+    case, moe = maker(models), pairs(models)["moe"]
+    return [
+        case("device", "device_layer"),
+        *(case(f"import-{kind}", "imported", flags={"hf_checkpoint": str(models / kind)}) for kind in KINDS),
+        *(case(f"import-{name}", "imported", world, flags) for name, (world, flags) in cuts(LAYOUTS).items()),
+        *(
+            case(f"import-moe-{name}", "imported", world, {**moe, **flags})
+            for name, (world, flags) in cuts(MOE_LAYOUTS).items()
+        ),
+        case(
+            "vocabulary", "vocabulary_cut", 4, TP2 | {"tensor_model_parallel_size": 4}, vocab_size=97, temperature=0.7
+        ),
+        case("saved-hf", "saved_hf", 4, {**TP2, **PP2}, directory=work / "hf"),
+        case("saved-moe-hf", "saved_hf", 4, {**moe, **EP2, **PP2}, directory=work / "moe-hf"),
+        case("experts-of-a-dense-model", "unbuildable", 2, EP2),
+        case("tp3", "unbuildable", 3, {"tensor_model_parallel_size": 3}),
+        case("wrong-weights", "unbuildable", flags={"hf_checkpoint": str(models / "mixed")}),
     ]
-    cases += [case("grpo-tied-single", "trained", flags={**grpo, **tied}, num_steps=2)]
-    cases += [
-        case(f"grpo-{name}", "trained", world, {**grpo, **tied, **flags}, num_steps=2)
-        for name, (world, flags) in TIED_LAYOUTS.items()
-    ]
-    moe = {"hf_checkpoint": str(models / "qwen3_moe"), "ref_load": str(models / "qwen3_moe_tied")}
-    moe_tied = {"hf_checkpoint": str(models / "qwen3_moe_tied"), "ref_load": str(models / "qwen3_moe")}
-    cases += [
-        case(f"import-moe-{name}", "imported", world, {**moe, **flags})
-        for name, (world, flags) in cuts(MOE_LAYOUTS).items()
-    ]
-    cases += [case("grpo-moe-single", "trained", flags={**grpo, **moe}, num_steps=2)]
-    cases += [
-        case(f"grpo-moe-{name}", "trained", world, {**grpo, **moe, **flags}, num_steps=2)
-        for name, (world, flags) in MOE_LAYOUTS.items()
-    ]
-    cases += [case("grpo-moe-tied-single", "trained", flags={**grpo, **moe_tied}, num_steps=2)]
-    cases += [
-        case(f"grpo-{name}", "trained", world, {**grpo, **moe_tied, **flags}, num_steps=2)
-        for name, (world, flags) in TIED_MOE_LAYOUTS.items()
-    ]
-    cases += _replay_cases(case, {**grpo, **moe}, {**grpo, **moe_tied})
-    cases += [
+
+
+def layout_cases(models: Path) -> list[Case]:
+    """Rounds of training in every layout."""
+    case, grpo, kinds = maker(models), grpo_flags(models / "reference"), pairs(models)
+    moe = kinds["moe"]
+
+    def rounds(prefix: str, layouts: dict[str, tuple[int, dict[str, Any]]], kind: dict[str, Any]) -> list[Case]:
+        return [
+            case(f"grpo-{prefix}{name}", "trained", world, {**grpo, **kind, **flags}, num_steps=2)
+            for name, (world, flags) in layouts.items()
+        ]
+
+    alone: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {})}
+    return [
+        *rounds("", alone | LAYOUTS, {}),
+        *rounds("tied-", alone, kinds["tied"]),
+        *rounds("", TIED_LAYOUTS, kinds["tied"]),
+        *rounds("moe-", alone | MOE_LAYOUTS, moe),
+        *rounds("moe-tied-", alone, kinds["moe-tied"]),
+        *rounds("", TIED_MOE_LAYOUTS, kinds["moe-tied"]),
         case("per-token-single", "trained", flags={**grpo, "calculate_per_token_loss": True}, num_steps=2),
         case("per-token-dp2", "trained", 2, {**grpo, "calculate_per_token_loss": True}, num_steps=2),
         case("plain-single", "trained"),
@@ -127,21 +154,10 @@ def all_cases(models: Path, work: Path) -> list[Case]:
         case("asleep-bf16", "asleep", flags={"bf16": True}),
         case("asleep-bf16-distributed", "asleep", 2, {"bf16": True, **DISTRIBUTED}),
         case("schedule", "trained", flags={"lr_warmup_iters": 2, "lr_decay_style": "linear", "min_lr": 1e-4}, rounds=5),
-        case(
-            "vocabulary", "vocabulary_cut", 4, TP2 | {"tensor_model_parallel_size": 4}, vocab_size=97, temperature=0.7
-        ),
         case("missing-rows", "failed_handoff", 2),
         case("nan-reward", "failed_round", 2, reward=float("nan")),
         case("huge-reward", "failed_round", 2, PP2, reward=1e35),
-        case("saved-hf", "saved_hf", 4, {**TP2, **PP2}, directory=work / "hf"),
-        case("saved-moe-hf", "saved_hf", 4, {**moe, **EP2, **PP2}, directory=work / "moe-hf"),
-        case("experts-of-a-dense-model", "unbuildable", 2, EP2),
-        case("tp3", "unbuildable", 3, {"tensor_model_parallel_size": 3}),
-        case("wrong-weights", "unbuildable", flags={"hf_checkpoint": str(models / "mixed")}),
-        *_checkpoint_cases(case, models, work),
-        *_expert_checkpoint_cases(case, moe, work),
     ]
-    return cases
 
 
 def grpo_flags(anchor: Path) -> dict[str, Any]:
@@ -159,7 +175,9 @@ def grpo_flags(anchor: Path) -> dict[str, Any]:
     }
 
 
-def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> list[Case]:
+def checkpoint_cases(models: Path, work: Path) -> list[Case]:
+    """Training that goes on in another trainer, and checkpoints that cannot be used."""
+    case, moe = maker(models), pairs(models)["moe"]
     decay = {"lr_decay_style": "linear", "lr_warmup_iters": 1}
     return [
         case("resume-single", "resumed", flags=decay, directory=work / "resume-single"),
@@ -222,15 +240,27 @@ def _checkpoint_cases(case: Callable[..., Case], models: Path, work: Path) -> li
             hf_checkpoint=str(models / "qwen3"),
         ),
         case("resume-without-optimizer", "resumed", flags={"no_save_optim": True}, directory=work / "weights-only"),
+        case("resume-moe-ep2", "resumed", 2, {**decay, **moe, **EP2}, directory=work / "resume-ep2"),
+        case(
+            "resume-moe-ep2-distributed",
+            "resumed",
+            4,
+            {**decay, **moe, **EP2, **DISTRIBUTED},
+            directory=work / "resume-ep2-distributed",
+        ),
+        case("fewer-experts", "failed_load", 2, {**moe, **EP2}, directory=work / "ep2", expert_model_parallel_size=1),
     ]
 
 
-def _replay_cases(case: Callable[..., Case], moe: dict[str, Any], moe_tied: dict[str, Any]) -> list[Case]:
+def routing_cases(models: Path) -> list[Case]:
     """Foreign experts in layouts; own ones with and without replay; those of a model with other routers."""
+    case, grpo = maker(models), grpo_flags(models / "reference")
+    moe, moe_tied = {**grpo, **pairs(models)["moe"]}, {**grpo, **pairs(models)["moe-tied"]}
     replay = {"use_rollout_routing_replay": True}
     plain = {"hf_checkpoint": moe["hf_checkpoint"], **EP2}
     alone = {"hf_checkpoint": moe["hf_checkpoint"]}
     return [
+        case("grpo-moe-single", "trained", flags=moe, num_steps=2),
         case("replay-moe-single", "trained", flags={**moe, **replay}, num_steps=2, experts="foreign"),
         case("replay-moe-tied-single", "trained", flags={**moe_tied, **replay}, num_steps=2, experts="foreign"),
         *(
@@ -241,19 +271,4 @@ def _replay_cases(case: Callable[..., Case], moe: dict[str, Any], moe_tied: dict
         case("own-experts-replayed", "trained", 2, {**plain, **replay}, experts="own"),
         case("other-routers-ignored", "trained", flags=alone, experts="of other routers"),
         case("other-routers-replayed", "trained", flags={**alone, **replay}, experts="of other routers"),
-    ]
-
-
-def _expert_checkpoint_cases(case: Callable[..., Case], moe: dict[str, Any], work: Path) -> list[Case]:
-    decay = {"lr_decay_style": "linear", "lr_warmup_iters": 1}
-    return [
-        case("resume-moe-ep2", "resumed", 2, {**decay, **moe, **EP2}, directory=work / "resume-ep2"),
-        case(
-            "resume-moe-ep2-distributed",
-            "resumed",
-            4,
-            {**decay, **moe, **EP2, **DISTRIBUTED},
-            directory=work / "resume-ep2-distributed",
-        ),
-        case("fewer-experts", "failed_load", 2, {**moe, **EP2}, directory=work / "ep2", expert_model_parallel_size=1),
     ]

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import itertools
 import logging
 import os
 import random
@@ -16,7 +17,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import reference_policy
-from tests.helpers.dist_launch import Ranks
+from tests.helpers.dist_launch import Ranks, launch
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.routing import perturbed, with_foreign_experts, with_own_experts
 from vime.config.parse import Config
@@ -51,13 +52,49 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+Answers = Callable[[str], list[Any]]
+"""Case name -> the answer of each rank that took part."""
+
+
+def answers_of(cases: Sequence[Case], *, directory: Path, deadline_s: float = 600) -> Answers:
+    """Run `cases` in one launch of as many processes as the largest of them needs."""
+    by_rank = launch(
+        "tests.helpers.megatron_worker:run",
+        world_size=max(case.world for case in cases),
+        directory=directory,
+        arguments={"cases": list(cases)},
+        deadline_s=deadline_s,
+        preload="tests.helpers.megatron_worker:import_backends",
+    )
+    return lambda name: [rank[name] for rank in by_rank if name in rank]
+
+
+def import_backends() -> None:
+    """Both backends on the CPU, as a process that has closed a trainer of each has them."""
+    from vime.backends.megatron_utils import cpu_device, initialize
+
+    initialize.prepare_process("cpu")
+    cpu_device.uninstall()
+    import vime.backends.fsdp_utils.engine
+    import vime.backends.megatron_utils.engine  # noqa: F401
+
+
 def run(ranks: Ranks, cases: list[Case]) -> dict[str, Any]:
+    """Answers by case name. Cases of one process are dealt out to the ranks, which work on them side by side."""
     logging.getLogger().setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    answers = {}
+    answers, dealer = {}, itertools.cycle(range(ranks.world_size))
     for case in cases:
-        if ranks.rank < case.world:
-            answers[case.name] = _function(case.do)(Bench(ranks, case), **case.arguments)
+        if case.world == 1:
+            mine, role = next(dealer) == ranks.rank, dataclasses.replace(ranks, rank=0)
+        else:
+            mine, role = ranks.rank < case.world, ranks
+        if mine:
+            try:
+                answers[case.name] = _function(case.do)(Bench(role, case), **case.arguments)
+            except BaseException as error:
+                error.add_note(f"in case {case.name}")
+                raise
     return answers
 
 
@@ -93,7 +130,7 @@ class Bench:
             world_size=self.case.world,
             local_rank=0,
             master_address="127.0.0.1",
-            master_port=self.ranks.rendezvous(f"world{self.case.world}"),
+            master_port=self.ranks.rendezvous(f"{self.case.name}-{self.case.world}", self.case.world),
         )
         return config, make_backend(config, rank)
 

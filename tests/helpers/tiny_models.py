@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 VOCAB = 128
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def make_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, mlp_size: int = 96) -> Path:
@@ -15,21 +26,9 @@ def make_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, mlp_size: i
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=mlp_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return _save(Qwen3ForCausalLM(config), directory)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    shape = {**COMMON, **heads, "intermediate_size": mlp_size}
+    return _save(Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=tied)), directory)
 
 
 def make_llama(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
@@ -37,21 +36,8 @@ def make_llama(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return _save(LlamaForCausalLM(config), directory)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    return _save(LlamaForCausalLM(LlamaConfig(**COMMON, **heads, tie_word_embeddings=tied)), directory)
 
 
 def make_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
@@ -59,24 +45,9 @@ def make_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return _save(Qwen3MoeForCausalLM(config), directory)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **heads, **experts)), directory)
 
 
 def load(directory: Path) -> torch.nn.Module:

@@ -13,8 +13,6 @@ from vime.types import RewardError
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
-GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
-"""Estimators whose advantage compares the samples of one group: a group of one teaches nothing."""
 TOKEN_REWARD_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 """Estimators with a KL penalty in the reward of each token (--kl-coef)."""
 

@@ -2,7 +2,8 @@
 
 "Given" means that the command line says something else than the default. Not counted: the debug modes, which run half
 of a machine that the same command line describes whole; plug-ins, which see every flag; and what depends on the size
-of the run alone (`--balance-data` on one rank), so that one script serves every size. Flags of the algorithm that only
+of the run alone (`--balance-data` on one rank, the clips `--eps-clip` and `--value-clip` in rounds of one step), so
+that one script serves every size. Flags of the algorithm that only
 some estimators or corrections read are in `algo_checks.py`.
 """
 

@@ -161,7 +161,8 @@ class PolicyLoss:
                 f"--custom-loss-path: answered {got}, expected a tensor of shape {tuple(logp_T.shape)}: the loss of "
                 "every token. Vime masks and averages it."
             )
-        return value_T
+        # a constant (for a pack without rows, say) has no graph, and the peers of this rank wait in its backward pass
+        return value_T if value_T.requires_grad else value_T + 0.0 * logp_T
 
     def _reduce(self, value_T: Tensor, batch: PackedBatch) -> Tensor:
         return reduce_loss(

@@ -29,9 +29,6 @@ from vime.training.round import check_delivered, forward_column, mean_over_steps
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
 from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, TrainRow
 
-COLUMN_OF = {Role.REFERENCE: REF_LOGP, Role.CRITIC: VALUE, Role.TEACHER: TEACHER_LOGP}
-"""What each role beside the policy computes for it before the first step of a round."""
-
 
 class TrainWorker:
     """One rank's engines, one per role, and everything they do together.
@@ -99,11 +96,14 @@ class TrainWorker:
         the policy does not move only --kl-coef reads the reference."""
         check_delivered(plan, rows, dp_rank=self.place.dp_rank)
         is_read = policy_moves(plan, self._config) or self._config.algo.kl_coef > 0
-        return {
-            name: forward_column(self.engines[role], plan, rows, dp_rank=self.place.dp_rank)
-            for role, name in COLUMN_OF.items()
-            if role in self.engines and (is_read or role is not Role.REFERENCE)
-        }
+        columns: Columns = {}
+        if Role.REFERENCE in self.engines and is_read:
+            columns[REF_LOGP] = self.compute_ref_log_prob(plan, rows)
+        if Role.CRITIC in self.engines:
+            columns[VALUE] = self.compute_values(plan, rows)
+        if Role.TEACHER in self.engines:
+            columns[TEACHER_LOGP] = forward_column(self.engines[Role.TEACHER], plan, rows, dp_rank=self.place.dp_rank)
+        return columns
 
     def compute_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
         """log p of the present policy, [R] by row number; empty where no tokens are held. Collective like `forward`."""

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from pathlib import Path
+
+FIRST = 20_000  # Ray gives its workers the ports from 10,002 to 19,999
+TRIES = 100
+_answered: set[int] = set()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago. Another process may take it first, so the user of it must report a failure."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port where nobody listens, another one at each call of this process.
+
+    It lies below those that the kernel gives to outgoing connections. A server may take half a minute to begin to
+    listen, and meanwhile thousands of connections are opened here, each of which could have got a port of the kernel's
+    own choice. Another server may still take it first, so the user of it must report a failure.
+    """
+    chance = random.SystemRandom()  # seeded runs must not all try the same ports
+    for port in chance.sample(range(FIRST, _first_of_connections()), TRIES):
+        if port not in _answered and port_is_free(host, port):
+            _answered.add(port)
+            return port
+    raise OSError(f"no free port among {TRIES} tried from {FIRST} to {_first_of_connections() - 1}")
+
+
+def _first_of_connections() -> int:
+    """The lowest port of outgoing connections; where the machine leaves too little room below it, any port goes."""
+    try:
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        low = 32_768
+    return low if low >= FIRST + 10 * TRIES else 61_000
 
 
 def port_is_free(host: str, port: int) -> bool:

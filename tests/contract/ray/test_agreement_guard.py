@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.rollout_setup import write_model_directory
+from tests.helpers.rows import make_row
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
 from vime.observability.events import EventLog, read_events
@@ -47,11 +48,8 @@ class Ranks:
 
 
 def row(*, recorded: float = -1.0, version: int = SERVING) -> TrainRow:
-    return TrainRow(
-        sample_index=0, group_index=0, rollout_id=version, tokens=tuple(range(4, 4 + R + 2)), response_length=R,
-        loss_mask=(1,) * R, rollout_log_probs=(recorded,) * R, token_policy_versions=(VersionSpan(version, 0, R),),
-        reward=0.0, raw_reward=0.0, status="completed", truncated=False,
-    )  # fmt: skip
+    span = VersionSpan(version, 0, R)
+    return make_row(rollout_id=version, response=range(R), log_probs=[recorded] * R, versions=[span])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from vime.types import ClusterError, EngineError, WaitTimeoutError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 FLAGS = ["--device", "cpu", "--actor-num-gpus-per-node", "2", "--distributed-timeout-minutes", "0.1"]
+FLAGS += ["--train-timeout-secs", "7000"]
 
 
 @ray.remote(num_cpus=0, max_concurrency=3)
@@ -79,8 +80,8 @@ def test_each_wait_has_its_own_deadline(trainers, monkeypatch) -> None:
     assert waited == {
         "trainer rank 0 to be placed": 300,  # --start-timeout-secs
         "trainer ranks to build the model": 300,
-        "trainer ranks to save": 14400,  # --train-timeout-secs
-        "trainer ranks to release": 14400,
+        "trainer ranks to save": 7000,  # --train-timeout-secs
+        "trainer ranks to release": 7000,
         "trainer ranks to publish": 360,  # --update-weight-timeout-secs and a minute
     }
 

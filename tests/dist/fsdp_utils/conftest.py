@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.helpers.dist_launch import launch
 from tests.helpers.fsdp_cases import FAMILIES, fsdp_cases, make_family
 from tests.helpers.megatron_models import SHAPE, make_model
+from tests.helpers.megatron_worker import Answers, answers_of
 
 
 @pytest.fixture(scope="session")
@@ -37,14 +35,6 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fsdp(families: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """Case name -> the answer of each rank that took part."""
+def fsdp(families: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     work = tmp_path_factory.mktemp("fsdp-work")
-    by_rank = launch(
-        "tests.helpers.megatron_worker:run",
-        world_size=2,
-        directory=work / "launch",
-        arguments={"cases": fsdp_cases(families, work)},
-        deadline_s=240,
-    )
-    return lambda name: [rank[name] for rank in by_rank if name in rank]
+    return answers_of(fsdp_cases(families, work), directory=work / "launch")

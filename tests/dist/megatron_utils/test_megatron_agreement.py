@@ -1,8 +1,7 @@
-"""Agreement of trainer and engine is measured alike in every layout, and a disagreement leaves the trainer as it was."""
+"""Agreement of trainer and engine is measured alike in every layout, and a disagreement leaves the trainer alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,16 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.agreement_cases import LAYOUTS, RULES, TEMPERATURE, mixed_rows
+from tests.helpers.agreement_cases import LAYOUTS, RULES, TEMPERATURE, agreement_cases, mixed_rows
+from tests.helpers.megatron_worker import Answers, answers_of
 from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, NUM_SUSPECTS
 
-Answers = Callable[[str], list[Any]]
 RELATIVE, ABSOLUTE = 1e-5, 1e-5
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path, work: Path) -> Answers:
+    return answers_of(agreement_cases(models), directory=work / "launch-agreement")
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +70,7 @@ def test_a_disagreement_moves_no_weight_and_leaves_no_trace(answers: Answers, la
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
-def test_log_probs_under_another_rule_equal_plain_torch(
-    answers: Answers, models: Path, layout: str, name: str
-) -> None:
+def test_log_probs_under_another_rule_equal_plain_torch(answers: Answers, models: Path, layout: str, name: str) -> None:
     rule, model = RULES[name], reference.load(models / "qwen2")
     expected = [reference.log_probs_under(model, row, rule) for row in mixed_rows()]
     for rank in answers(f"judged-{layout}"):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import reference_algorithms, reference_policy
 from tests.helpers.algorithm_cases import LAYOUTS, ROUND, stale_plan, stale_rows
+from tests.helpers.megatron_worker import Answers
 from tests.helpers.reference_algorithms import RECIPES
 from tests.helpers.reference_ppo import Critic
 
-Answers = Callable[[str], list[Any]]
 RELATIVE = 1e-5  # loss and gradient norm, fp32
 ABSOLUTE = 1e-6  # sums of terms near 1 that cancel
 WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
@@ -87,7 +85,8 @@ def test_effective_sample_size_is_told_apart_by_staleness(algorithms: Answers, m
         return sum(weights) ** 2 / len(weights) / sum(weight**2 for weight in weights)
 
     # steps hold rows 0-3 and 4-7; behind round 3 by 2 (row 0: its oldest token), 1, 2, 3 | 0, 1, 2, 3 versions.
-    # Rows 0 and 2 are of the first step, whose policy is that of the checkpoint; the second step's moved by 1e-3 a weight.
+    # Rows 0 and 2 are of the first step, whose policy is that of the checkpoint; the second step's moved, by 1e-3 a
+    # weight.
     assert [ROUND - row.oldest_version for row in rows] == [2, 1, 2, 3, 0, 1, 2, 3]
     [answer] = algorithms("grpo-normalised-decoupled-single")
     metrics = answer["metrics"]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.dist_launch import launch
+from tests.helpers.megatron_cases import checkpoint_cases
+from tests.helpers.megatron_worker import Answers, answers_of
 
-Answers = Callable[[str], list[Any]]
 BIT_EQUAL = [
     *("resume-single", "resume-tp2", "resume-dp2-distributed", "resume-bf16"),
     *("resume-cp2-overlap", "resume-moe-ep2", "resume-moe-ep2-distributed"),
     # written after the round that follows had changed every weight and moment
     *("background-single", "background-bf16-tp2", "background-dp2-overlap", "background-pp2"),
 ]
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path, work: Path) -> Answers:
+    return answers_of(checkpoint_cases(models, work), directory=work / "launch-checkpoint")
 
 
 @pytest.mark.parametrize("case", BIT_EQUAL)
@@ -76,6 +80,7 @@ def test_a_rank_killed_while_the_bytes_are_written_costs_that_checkpoint_only(mo
         arguments={"model": models / "qwen2", "directory": tmp_path},
         deadline_s=240,
         killed=frozenset({1}),
+        preload="tests.helpers.megatron_worker:import_backends",
     )
     assert gone is None
     kind, message = rank["error"]

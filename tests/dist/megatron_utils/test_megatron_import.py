@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.megatron_cases import KINDS, LAYOUTS, MOE_LAYOUTS, cuts
+from tests.helpers.megatron_cases import KINDS, LAYOUTS, MOE_LAYOUTS, cuts, import_cases
 from tests.helpers.megatron_models import make_rows
+from tests.helpers.megatron_worker import Answers, answers_of
 from vime.weights.hashing import content_hash
 
-Answers = Callable[[str], list[Any]]
+
+@pytest.fixture(scope="module")
+def answers(models: Path, work: Path) -> Answers:
+    return answers_of(import_cases(models, work), directory=work / "launch-import")
 
 
 def largest_difference(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -63,7 +65,9 @@ def test_exported_weights_are_bit_identical_to_the_file_on_every_rank(
 
 
 @pytest.mark.parametrize("case", [case for case in MODEL if "-ep" not in case])
-def test_order_and_hash_of_the_stream_without_expert_parallelism_are_those_of_one_process(answers: Answers, case: str) -> None:
+def test_order_and_hash_of_the_stream_without_expert_parallelism_are_those_of_one_process(
+    answers: Answers, case: str
+) -> None:
     [single] = answers(f"import-{MODEL[case]}")
     for answer in answers(case):
         assert list(answer["weights"]) == list(single["weights"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,18 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.megatron_cases import LAYOUTS, MOE_LAYOUTS, TIED_LAYOUTS, TIED_MOE_LAYOUTS
+from tests.helpers.megatron_cases import LAYOUTS, MOE_LAYOUTS, TIED_LAYOUTS, TIED_MOE_LAYOUTS, layout_cases
 from tests.helpers.megatron_models import make_plan, make_rows
+from tests.helpers.megatron_worker import Answers, answers_of
 
-Answers = Callable[[str], list[Any]]
 RELATIVE = 1e-5  # loss and gradient norm, fp32
 ABSOLUTE = 1e-6  # losses and differences are sums of terms near 1 that cancel
 WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path, work: Path) -> Answers:
+    return answers_of(layout_cases(models), directory=work / "launch-layouts")
 
 
 def assert_trained_alike(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -212,3 +216,22 @@ def test_a_gradient_norm_that_overflows_fails_on_every_rank_and_moves_no_weight(
         assert kind == "VimeError"
         assert "the gradient norm is inf" in message
         assert rank["before"] == rank["after"]
+
+
+@pytest.mark.parametrize(
+    ("case", "bytes_per_parameter"),
+    [
+        # fp32 weight and gradient, two moments: 4 + 4 + 8
+        ("asleep-single", 16),
+        # bf16 weight, fp32 gradient, main weight and moments: 2 + 4 + 4 + 8
+        ("asleep-bf16", 18),
+        # the same with main weight and moments cut over two ranks: 2 + 4 + (4 + 8) / 2
+        ("asleep-bf16-distributed", 12),
+    ],
+)
+def test_sleep_gives_back_all_that_grows_with_the_model_and_waking_takes_as_much(
+    answers: Answers, case: str, bytes_per_parameter: float
+) -> None:
+    for rank in answers(case):
+        assert rank["freed"] == pytest.approx(bytes_per_parameter, rel=0.01)
+        assert rank["taken"] == pytest.approx(rank["freed"], rel=0.01)

@@ -3,19 +3,17 @@ against plain torch are in test_megatron_algorithms.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.helpers.megatron_models import make_rows
+from tests.helpers.megatron_worker import Answers
 from tests.helpers.ppo_cases import LAYOUTS, WARM_UP
 from tests.helpers.reference_ppo import Critic
 
-Answers = Callable[[str], list[Any]]
 RELATIVE, ABSOLUTE, WEIGHT = 1e-5, 1e-6, 2e-6  # as in test_megatron_algorithms.py
 
 

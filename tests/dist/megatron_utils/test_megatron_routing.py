@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.megatron_cases import REPLAY_LAYOUTS
+from tests.helpers.megatron_cases import REPLAY_LAYOUTS, routing_cases
 from tests.helpers.megatron_models import make_plan, make_rows
+from tests.helpers.megatron_worker import Answers, answers_of
 from tests.helpers.routing import told, with_foreign_experts
 
-Answers = Callable[[str], list[Any]]
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path, work: Path) -> Answers:
+    return answers_of(routing_cases(models), directory=work / "launch-routing")
 
 
 @pytest.mark.parametrize(

@@ -104,24 +104,21 @@ def replayed(tiny_task: TinyTask, recorded: str, run_dir: Path, num_rollout: int
 
 
 def test_resumed_run_equals_the_run_that_never_stopped(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
-    whole = replayed(tiny_task, recorded, tmp_path / "whole", 4, "--save-hf", f"{tmp_path}/whole_{{rollout_id}}")
+    """PPO, with the critic on ranks of its own: two worlds save, and load, one checkpoint."""
+
+    def run(name: str, num_rollout: int, *more: str) -> Finished:
+        ppo = ("--advantage-estimator", "ppo", "--separate-roles", "critic")
+        return replayed(tiny_task, recorded, tmp_path / name, num_rollout, *ppo, *more)
+
     checkpoints = str(tmp_path / "checkpoints")
+    whole = run("whole", 4, "--save-hf", f"{tmp_path}/whole_{{rollout_id}}")
     # its one checkpoint is written in the background, and the end of the run waits for it
-    replayed(tiny_task, recorded, tmp_path / "first", 2, "--save", checkpoints, "--async-save")
-    second = replayed(
-        tiny_task,
-        recorded,
-        tmp_path / "second",
-        4,
-        "--save",
-        checkpoints,
-        "--load",
-        checkpoints,
-        "--save-hf",
-        f"{tmp_path}/resumed_{{rollout_id}}",
-    )
+    run("first", 2, "--save", checkpoints, "--async-save")
+    export = f"{tmp_path}/resumed_{{rollout_id}}"
+    second = run("second", 4, "--save", checkpoints, "--load", checkpoints, "--save-hf", export)
     assert sorted(second.metrics()) == [2, 3]  # continues at the next rollout id
-    assert second.metrics()[3]["train/loss"] == whole.metrics()[3]["train/loss"]
+    for name in ("train/loss", "train/lr", "train/value_loss", "train/critic_lr", "train/critic_grad_norm"):
+        assert second.metrics()[3][name] == whole.metrics()[3][name]
     assert (tmp_path / "whole_3/model.safetensors").read_bytes() == (
         tmp_path / "resumed_3/model.safetensors"
     ).read_bytes()

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.algo.advantages import (
-    GROUP_ESTIMATORS,
     discounted_returns,
     distillation_advantages,
     group_advantages,
@@ -16,6 +15,9 @@ from vime.algo.advantages import (
     whiten,
 )
 from vime.types import RewardError
+
+GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
+"""Their advantage compares the samples of one group: a group of one teaches nothing."""
 
 
 def test_two_of_four_right_gives_plus_and_minus_half_over_the_unbiased_deviation():

@@ -2,7 +2,6 @@ import pytest
 
 from tests.helpers.ledger_cases import (
     TIMEOUT_S,
-    Clock,
     checked,
     groups_of,
     has_all,
@@ -25,17 +24,12 @@ from vime.handoff.ledger_types import (
 from vime.types import HandoffError
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def ledger(tmp_path, clock):
-    ledger = open_ledger(tmp_path, clock)
-    yield ledger
-    ledger.close()
-    checked(tmp_path)
+@pytest.fixture(autouse=True)
+def audited(request, tmp_path):
+    """Whatever a test here does to the ledger, the audit must find nothing when it is closed."""
+    yield
+    if "ledger" in request.fixturenames:
+        checked(tmp_path)
 
 
 def test_prompts_are_issued_in_order_and_never_more_than_the_slots(ledger):

@@ -2,7 +2,6 @@ import pytest
 
 from tests.helpers.ledger_cases import (
     TIMEOUT_S,
-    Clock,
     checked,
     groups_of,
     has_all,
@@ -15,18 +14,6 @@ from tests.helpers.ledger_cases import (
 )
 from vime.handoff.ledger_types import LeaseLostError, LedgerFileError, RoundOrder, StalePolicy, Task, TransitionError
 from vime.types import StaleError
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def ledger(tmp_path, clock):
-    ledger = open_ledger(tmp_path, clock)
-    yield ledger
-    ledger.close()
 
 
 def commit(ledger, *tasks, version=0):

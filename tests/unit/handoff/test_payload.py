@@ -54,7 +54,7 @@ def test_training_rows_come_back_equal(group):
     assert payload_size(data) == (len(group.rows), sum(len(row.tokens) for row in group.rows))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(samples(), min_size=1, max_size=3))
 def test_samples_come_back_equal_finished_or_aborted(group):
     data = samples_to_bytes(group)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
 
 from vime.backends.megatron_utils import checkpoint
 from vime.types import CheckpointError
@@ -75,19 +74,6 @@ def test_no_memory_and_a_lost_peer_are_not_taken_for_a_bad_checkpoint(
     monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", fail)
     with pytest.raises(type(error)):
         checkpoint.load(tmp_path, [], policy())
-
-
-@pytest.mark.parametrize(
-    ("error", "is_given_up"),
-    [
-        (KeyError("exp_avg"), True),
-        (CheckpointException("", {1: (FileNotFoundError("gone"), [])}), True),  # type: ignore[dict-item]
-        (RuntimeError("Connection closed by peer"), False),
-        (CheckpointException("", {0: (OSError(), []), 1: (torch.OutOfMemoryError(), [])}), False),  # type: ignore[dict-item]
-    ],
-)
-def test_a_checkpoint_is_given_up_only_for_what_its_files_caused(error: Exception, is_given_up: bool) -> None:
-    assert ("--hf-checkpoint" in str(checkpoint._unreadable(Path("there"), error))) == is_given_up
 
 
 def test_an_optimizer_without_moments_is_a_checkpoint_error_with_its_cause(

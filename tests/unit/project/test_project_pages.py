@@ -100,6 +100,18 @@ def test_no_file_names_a_machine_path_or_a_package_host() -> None:
     assert found == []
 
 
+def test_lines_of_prose_are_at_most_160_characters_long() -> None:
+    """A row of a table cannot be broken."""
+    long = [
+        f"{path.relative_to(ROOT)}:{number}: {len(line)}"
+        for path in tracked_files()
+        if path.suffix == ".md"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > 160 and not line.startswith("|")
+    ]
+    assert long == []
+
+
 def test_the_page_for_agents_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= MAX_AGENTS_LINES
 

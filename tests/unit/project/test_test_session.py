@@ -6,6 +6,7 @@ Each test runs a small pytest session of its own, with this project's conftest, 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,15 +31,20 @@ def run_session(directory: Path, source: str, **environment: str) -> subprocess.
 
 def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) -> None:
     source = f"""
-import subprocess
+import subprocess, sys
+SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
 def test_leaves_an_orphan():
-    # The shell ends at once, so the sleeper belongs to init: only the session's mark finds it.
-    subprocess.run("sleep 300 & echo $! > {tmp_path}/pid", shell=True, check=True, timeout=10, start_new_session=True)
+    # The shell ends at once, so the sleeper belongs to init: only the session's mark finds it. It speaks when it runs:
+    # a moment earlier, between fork and exec, it has no environment to be found by.
+    command = f"'{{sys.executable}}' -c '{{SLEEPER}}' &"
+    shell = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    open("{tmp_path}/pid", "w").write(shell.stdout.readline())
+    shell.wait(10)
 """
     done = run_session(tmp_path, source, VIME_TEST_GRACE="0.5")
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
-    assert f"pid {pid}: sleep 300" in done.stdout
+    assert re.search(rf"pid {pid}: .*time\.sleep\(300\)", done.stdout)
     assert "1 passed, 1 error" in done.stdout.splitlines()[-1]
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

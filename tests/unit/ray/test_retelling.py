@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rollout_setup import write_model_directory
+from tests.helpers.rows import make_row
 from vime.config.parse import Config
 from vime.ray.retelling import retellings
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
 from vime.training.evidence import Retelling
-from vime.types import TrainRow, VersionSpan
+from vime.types import TrainRow
 
 BOS, EOS = 1, 2
 
@@ -25,14 +26,8 @@ def config(tmp_path: Path) -> Config:
 def row(config: Config, prompt: str, answer: str, *, begin: bool = True) -> TrainRow:
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     response = [*tokenizer.encode(answer, add_special_tokens=False), EOS]
-    tokens = [*([BOS] if begin else []), *tokenizer.encode(prompt, add_special_tokens=False), *response]
-    length = len(response)
-    return TrainRow(
-        sample_index=7, group_index=0, rollout_id=0, tokens=tuple(tokens), response_length=length,
-        loss_mask=(1,) * length, rollout_log_probs=(-1.0,) * length,
-        token_policy_versions=(VersionSpan(0, 0, length),), reward=0.0, raw_reward=0.0, status="completed",
-        truncated=False,
-    )  # fmt: skip
+    tokens = [*([BOS] if begin else []), *tokenizer.encode(prompt, add_special_tokens=False)]
+    return make_row(7, prompt=tokens, response=response)
 
 
 def told(config: Config, one: TrainRow, text: SampleText | None) -> dict[str, Retelling]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.rows import make_row
 from vime.algo.sampling import log_probs_under
 from vime.training.diagnosis import Cause, Diagnosis, diagnose
 from vime.training.evidence import EngineOpinion, Retelling, Suspect
@@ -36,12 +37,10 @@ def sampled(rule: SamplingRule, *, table_VV: Tensor = TABLE_VV, seed: int = 0) -
     for _ in range(R):
         every = log_probs_under(table_VV[tokens[-1]].expand(V, V), torch.arange(V), rule)
         tokens.append(int(torch.multinomial(every.exp(), 1, generator=generator)))
-    return TrainRow(
-        sample_index=seed, group_index=0, rollout_id=VERSION, tokens=tuple(tokens), response_length=R,
-        loss_mask=(1,) * R, rollout_log_probs=tuple(scores(table_VV, tokens, R, rule)),
-        token_policy_versions=(VersionSpan(VERSION, 0, R),), reward=0.0, raw_reward=0.0, status="completed",
-        truncated=False,
-    )  # fmt: skip
+    log_probs, span = scores(table_VV, tokens, R, rule), VersionSpan(VERSION, 0, R)
+    return make_row(
+        seed, rollout_id=VERSION, prompt=tokens[:2], response=tokens[2:], log_probs=log_probs, versions=[span]
+    )
 
 
 @dataclass

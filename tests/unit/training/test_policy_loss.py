@@ -8,30 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.rows import make_row
 from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
 from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import PolicyLoss
-from vime.types import PluginError, StepPlan, TrainRow, VersionSpan
+from vime.types import PluginError, StepPlan, TrainRow
 
 
 def row(reward: float, mask: list[int]) -> TrainRow:
-    """One prompt token, then the response."""
-    return TrainRow(
-        sample_index=0,
-        group_index=0,
-        rollout_id=0,
-        tokens=[1] * (1 + len(mask)),
-        response_length=len(mask),
-        loss_mask=mask,
-        rollout_log_probs=[-1.0] * len(mask),
-        token_policy_versions=(VersionSpan(0, 0, len(mask)),),
-        reward=reward,
-        raw_reward=reward,
-        status="completed",
-        truncated=False,
-    )
+    """One prompt token, then the response; every token had log-probability -1."""
+    length = len(mask)
+    return make_row(prompt=[1], response=[1] * length, loss_mask=mask, log_probs=[-1.0] * length, reward=reward)
 
 
 # Rows of 2 and 1 response tokens after 1 prompt token: a pack of 5; positions 0, 1 and 3 predict response tokens.
@@ -83,6 +72,17 @@ def test_loss_is_policy_plus_kl_minus_entropy_all_reduced_alike() -> None:
     assert found["kl_loss"] == pytest.approx(0.75 * math.log(2))
     assert found["entropy"] == pytest.approx(0.5)
     assert found["loss"] == pytest.approx(0.5 + 0.1 * 0.75 * math.log(2) - 0.2 * 0.5)
+
+
+def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
+    # k1: ln 2, 0 | ln 2; ratios 1.5, 1 | 0.5: (0.75 ln 2 + 0.5 ln 2) / 2
+    columns = {
+        OLD_LOGP: [[math.log(0.4), math.log(0.5)], [math.log(0.4)]],
+        REF_LOGP: [[math.log(0.3), math.log(0.5)], [math.log(0.1)]],
+    }
+    found = statistics(packed(**columns), use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1", use_unbiased_kl=True)
+    assert found["kl_loss"] == pytest.approx(0.625 * math.log(2))
+    assert found["loss"] == pytest.approx(0.25 + 0.1 * 0.625 * math.log(2))  # 0.25: the clipped term alone
 
 
 def test_an_empty_pack_is_zero_and_can_be_differentiated() -> None:
@@ -223,3 +223,13 @@ def test_mismatch_metrics_compare_trainer_and_engine() -> None:
     assert found["train/mismatch_chi2"] == pytest.approx(sum(math.exp(2 * (x + 1)) for x in logs) / 3 - 1)
     assert (found["train/mismatch_train_nll"], found["train/mismatch_rollout_nll"]) == pytest.approx((nll, 1.0))
     assert found["train/mismatch_ppl_ratio"] == pytest.approx(math.exp(nll - 1))
+
+
+def test_a_custom_loss_that_is_constant_can_be_differentiated_too() -> None:
+    loss_of = PolicyLoss(AlgoConfig(loss_type="custom_loss"), STEP, lambda logp_T, *_: torch.ones_like(logp_T))
+    logp_T = LOGP.clone().requires_grad_()
+    loss, _ = loss_of(logp_T, torch.zeros(5), packed())
+    loss.backward()
+    assert float(loss.detach()) == 1
+    assert logp_T.grad is not None
+    assert logp_T.grad.tolist() == [0.0] * 5

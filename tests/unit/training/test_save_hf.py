@@ -67,6 +67,20 @@ def test_an_older_export_is_replaced_whole(tmp_path: Path, source: Path) -> None
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_new_export_is_on_the_disk_before_it_takes_the_name(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def note(directory: Path) -> None:
+        synced.append((directory.name, {file.name for file in directory.iterdir()}, (tmp_path / "out").exists()))
+
+    monkeypatch.setattr(save_hf, "sync_tree", note)
+    save_hf.write_hf(tmp_path / "out", iter(TENSORS.items()), METADATA, source=source)
+    files = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+    assert synced == [("out.partial", files, False)]
+
+
 def export_killed_at(step: int, out: Path, source: Path) -> bool:
     """In a forked process that kills itself before its `step`-th change of a name; whether it was killed."""
     pid = os.fork()

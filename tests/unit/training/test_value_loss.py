@@ -5,35 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.rows import make_row
 from vime.batching.pack import PackedBatch, pack
 from vime.training.columns import RETURN, VALUE
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
-from vime.types import StepPlan, TrainRow, VersionSpan
-
-
-def row(mask: list[int]) -> TrainRow:
-    """One prompt token, then the response."""
-    return TrainRow(
-        sample_index=0,
-        group_index=0,
-        rollout_id=0,
-        tokens=[1] * (1 + len(mask)),
-        response_length=len(mask),
-        loss_mask=mask,
-        rollout_log_probs=[-1.0] * len(mask),
-        token_policy_versions=(VersionSpan(0, 0, len(mask)),),
-        reward=0.0,
-        raw_reward=0.0,
-        status="completed",
-        truncated=False,
-    )
-
+from vime.types import StepPlan
 
 # Rows of 3 (the second is a tool's) and 1 response tokens. At the start of the round the values were .5 and 1 | 0, the
 # returns are 1 and 0 | 2; now the values are 1 and .9 | .5. Clip .2:
 # token 0: bounded .7, plain 0, clipped .09: 0.045, clipped    token 2: inside, .81: 0.405    token 3: bounded .2,
 # plain 2.25, clipped 3.24: 1.62, clipped
-ROWS = [row([1, 0, 1]), row([1])]
+ROWS = [make_row(prompt=[1], response=[1] * len(mask), loss_mask=mask) for mask in ([1, 0, 1], [1])]
 OLD, NOW, TARGET = ([0.5, 9.0, 1.0], [0.0]), ([1.0, -9.0, 0.9], [0.5]), ([1.0, 7.0, 0.0], [2.0])
 STEP = StepPlan(micro_batches=(((0, 1),),), num_samples=2, num_tokens=3)
 

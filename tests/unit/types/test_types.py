@@ -1,10 +1,12 @@
 """Sample keeps tokens, masks, log-probabilities and versions aligned; errors survive pickling."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from vime.types import (
+    CheckpointError,
     RewardError,
     Sample,
     SampleStatus,
@@ -91,3 +93,34 @@ def test_oldest_version_counts_trainable_tokens_only() -> None:
 def test_errors_survive_pickling_with_their_message() -> None:
     for error in (WaitTimeoutError("round 3", 5, "manager", "Look at its log."), StaleError("too old")):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+class OfRanks(Exception):
+    """As torch's CheckpointException."""
+
+    def __init__(self, failures: dict[int, tuple[BaseException, list[str]]]) -> None:
+        super().__init__("of all ranks,\nwith tracebacks")
+        self.failures = failures
+
+
+@pytest.mark.parametrize(
+    ("error", "is_given_up", "says"),
+    [
+        (KeyError("exp_avg"), True, "KeyError 'exp_avg'."),
+        (OfRanks({1: (FileNotFoundError("gone\nfor ever"), [])}), True, "rank 1: FileNotFoundError gone for ever."),
+        (RuntimeError("Connection closed by peer"), False, "RuntimeError Connection closed by peer."),
+        (OfRanks({0: (OSError("io"), []), 1: (RuntimeError("no memory"), [])}), False, "rank 0: OSError io."),
+    ],
+)
+def test_a_checkpoint_is_given_up_only_for_what_its_files_caused(
+    error: Exception, is_given_up: bool, says: str
+) -> None:
+    message = str(CheckpointError.unreadable(Path("there"), error, expected="one of this model"))
+    assert message.startswith(f"--load there: cannot be read: {says} Expected one of this model; ")
+    assert ("--hf-checkpoint" in message) == is_given_up
+    assert ("read the log of each trainer rank first" in message) != is_given_up
+
+
+def test_a_checkpoint_that_cannot_be_written_says_how_much_space_is_left_where_that_is_known(tmp_path: Path) -> None:
+    assert " MiB free there): rank 1: OSError. " in str(CheckpointError.unwritable(tmp_path, "rank 1: OSError"))
+    assert "nowhere could not be written: OSError. " in str(CheckpointError.unwritable(tmp_path / "nowhere", "OSError"))

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from vime.backends.fsdp_utils.hf_weights import distinct_tensors
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
-from vime.types import CheckpointError
+from vime.types import CheckpointError, describe
 
 logger = logging.getLogger(__name__)
 FORMAT = "fsdp 2"
+EXPECTED = "a complete checkpoint of this model by --train-backend fsdp"
 FAILURES = (OSError, CheckpointException, KeyError, ValueError, RuntimeError, EOFError)
 
 
@@ -39,10 +40,7 @@ def save(directory: Path, model: nn.Module, optimizer: ShardOptimizer, *, with_o
         directory.mkdir(parents=True, exist_ok=True)
         dcp.save(state, checkpoint_id=directory)
     except FAILURES as error:
-        raise CheckpointError(
-            f"the checkpoint {directory} could not be written: {_reason(error)}. Check free space and permissions; the "
-            "previous checkpoint is untouched."
-        ) from error
+        raise CheckpointError.unwritable(directory, describe(error)) from error
 
 
 def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
@@ -70,7 +68,7 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except FAILURES as error:
-        raise _unreadable(directory, error) from error
+        raise CheckpointError.unreadable(directory, error, expected=EXPECTED) from error
     if not common["with_optimizer"]:
         logger.warning("%s holds no optimizer state (--no-save-optim): moments and schedule start anew", directory)
         return
@@ -93,27 +91,6 @@ def _read_common(directory: Path, *names: str) -> dict[str, Any]:
     dcp.load(head, checkpoint_id=directory)
     common: dict[str, Any] = head["common"]
     return common
-
-
-def _unreadable(directory: Path, error: BaseException) -> CheckpointError:
-    """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
-    checkpoint for it."""
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    advice = "point --load to one, or remove it to start from --hf-checkpoint."
-    if any(isinstance(cause, RuntimeError) for cause in causes):
-        advice = "but a rank without memory or a lost peer ends like this too: read the log of each trainer rank first."
-    return CheckpointError(
-        f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this model by "
-        f"--train-backend fsdp; {advice}"
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """One short line of what went wrong; torch gathers the errors of all ranks with their tracebacks."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_reason(cause)}"
-    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
 
 
 def _random_state() -> dict[str, Any]:

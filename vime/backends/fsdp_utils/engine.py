@@ -124,8 +124,6 @@ class FsdpEngine:
             batch = pack(rows, device=self._device, extra=extra)
             value_T, entropy_T = self._token_values(batch)
             share, statistics_S = loss(value_T, entropy_T, batch)
-            if not share.requires_grad:  # the peers wait in the reductions of this pass
-                share = share + 0.0 * value_T.sum()
             share.backward()  # type: ignore[no-untyped-call]
             statistics.append(statistics_S.detach())
         return statistics

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from vime.types import ConfigError
+from vime.types import ConfigError, describe
 
 
 def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedConfig:
@@ -17,7 +17,7 @@ def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedC
     try:
         config = AutoConfig.from_pretrained(str(Path(directory).expanduser()), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{flag} {directory}: config.json cannot be read: {one_line(error)}.") from error
+        raise ConfigError(f"{flag} {directory}: config.json cannot be read: {describe(error)}.") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
             f"{flag} {directory}: model_type {config.model_type!r} is no causal language model of the installed "
@@ -28,7 +28,3 @@ def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedC
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
     return config
-
-
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]

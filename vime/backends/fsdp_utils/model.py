@@ -23,10 +23,9 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from vime.backends.fsdp_utils import attention
-from vime.backends.fsdp_utils.hf_config import one_line
 from vime.batching.pack import PackedBatch
 from vime.config.machine import ParallelConfig
-from vime.types import ConfigError, EngineSpec
+from vime.types import ConfigError, EngineSpec, describe
 
 FLASH = "flash_attention_2"
 VALUE_HEAD = "score.weight"
@@ -60,7 +59,7 @@ def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: st
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"{spec.flag} {spec.checkpoint}: model_type {config.model_type!r} cannot be trained on packed sequences: "
-            f"{one_line(error)}. Use a causal language model whose attention transformers lets one replace."
+            f"{describe(error)}. Use a causal language model whose attention transformers lets one replace."
         ) from error
 
 
@@ -112,7 +111,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
         )
         head = _read_value_head(spec, config.get_text_config().hidden_size) if spec.has_value_head else None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {one_line(error)}.") from error
+        raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {describe(error)}.") from error
     allowed = {VALUE_HEAD, "lm_head.weight"} if spec.has_value_head else set()
     faults = {
         kind: sorted(map(str, set(found) - allowed))[:5] for kind, found in report.items() if set(found) - allowed

@@ -13,7 +13,6 @@ class Parking:
 
     def __init__(self) -> None:
         self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
-
         self.is_parked = False
 
     def park(self, tensors: Iterable[Tensor]) -> None:

@@ -31,12 +31,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vime.backends.megatron_utils.checkpoint_writer import PendingSave, PlannedStrategy, describe, unwritable
+from vime.backends.megatron_utils.checkpoint_writer import PendingSave, PlannedStrategy
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
-from vime.types import CheckpointError
+from vime.types import CheckpointError, describe
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
+EXPECTED = "a complete checkpoint of this model by --train-backend megatron"
 TORCH_ADAM = (torch.optim.AdamW, torch.optim.Adam)  # "step" beside the moments of each parameter, not in its group
 
 
@@ -64,7 +65,7 @@ def save(
         state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, content_metadata=_metadata())
     except (OSError, CheckpointingException, CheckpointException, KeyError) as error:
-        raise unwritable(directory, _reason(error)) from error
+        raise CheckpointError.unwritable(directory, describe(error)) from error
     pending = PendingSave(directory, strategy, group)
     if in_background:
         pending.copy()
@@ -98,7 +99,7 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except (OSError, CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
-        raise _unreadable(directory, error) from error
+        raise CheckpointError.unreadable(directory, error, expected=EXPECTED) from error
     for index, chunk in enumerate(core):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     if not with_optimizer:
@@ -114,18 +115,6 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
         logger.warning(
             "%s was written as %s, this run is %s: random states stay as seeded", directory, common["layout"], _layout()
         )
-
-
-def _unreadable(directory: Path, error: BaseException) -> CheckpointError:
-    """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
-    checkpoint for it."""
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    advice = "point --load to one, or remove it to start from --hf-checkpoint."
-    if any(isinstance(cause, RuntimeError) for cause in causes):
-        advice = "but a rank without memory or a lost peer ends like this too: read the log of each trainer rank first."
-    return CheckpointError(
-        f"--load {directory}: cannot be read: {_reason(error)}. Expected a complete checkpoint of this model; {advice}"
-    )
 
 
 def _metadata() -> dict[str, Any]:
@@ -254,14 +243,6 @@ def _prepare_states(optimizer: PolicyOptimizer) -> None:
                         "exp_avg": torch.zeros_like(parameter.data),
                         "exp_avg_sq": torch.zeros_like(parameter.data),
                     }
-
-
-def _reason(error: BaseException) -> str:
-    """One short line of what went wrong; torch gathers the errors of all ranks with their tracebacks."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_reason(cause)}"
-    return describe(error)
 
 
 def _rng_state() -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.storage import WriteResult
 
-from vime.types import CheckpointError, WaitTimeoutError
+from vime.types import CheckpointError, WaitTimeoutError, describe
 
 logger = logging.getLogger(__name__)
 BACKEND, VERSION = "torch_dist", 1
@@ -102,7 +101,7 @@ class PendingSave:
                     "The disk is slow or a trainer rank hangs; the previous checkpoint is untouched.",
                 )
         if self._failure is not None:
-            raise unwritable(self.directory, self._failure)
+            raise CheckpointError.unwritable(self.directory, self._failure)
 
     def _agree(self, mine: list[WriteResult] | str) -> str | None:
         """What went wrong on any rank, the same answer on all. Rank 0 writes the table of contents last."""
@@ -123,23 +122,6 @@ class PendingSave:
         except Exception as error:  # boundary: the other ranks wait for the answer
             return f"rank 0: {describe(error)}"
         return None
-
-
-def unwritable(directory: Path, reason: str) -> CheckpointError:
-    """With the space that is left: what torch says of a full disk does not tell."""
-    try:
-        space = f" ({shutil.disk_usage(directory).free >> 20} MiB free there)"
-    except OSError:
-        space = ""
-    return CheckpointError(
-        f"the checkpoint {directory} could not be written{space}: {reason}. Check free space and permissions; the "
-        "previous checkpoint is untouched."
-    )
-
-
-def describe(error: BaseException) -> str:
-    """One short line."""
-    return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
 
 
 def _write(writer: FileSystemWriterAsync, bucket: Any) -> list[WriteResult]:

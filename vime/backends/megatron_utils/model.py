@@ -202,10 +202,3 @@ class AnswerModel(GPTModel):
 def with_precision(chunks: list[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
     """Under --bf16 wrap each chunk so that inputs go in as bfloat16 and logits come out as fp32."""
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
-
-
-def unwrap(chunk: MegatronModule) -> GPTModel:
-    """The GPTModel inside the precision and data-parallel wrappers."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
