@@ -1,6 +1,6 @@
 """What `vime chaos` sees of a training run, without training: four versions, a checkpoint after each, failpoints.
 
-    python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails]
+python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails]
 """
 
 from __future__ import annotations
