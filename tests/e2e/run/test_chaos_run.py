@@ -17,7 +17,7 @@ def scripted(tiny_task: TinyTask, mode: str) -> list[str]:
 
 
 def test_a_run_killed_in_a_step_has_the_weights_of_the_run_that_was_not(tiny_task: TinyTask, tmp_path: Path) -> None:
-    """Undisturbed in mode off; in mode buffer a trainer rank is killed when round 1 has gradients and no new weights."""
+    """Undisturbed in mode off; killed in mode buffer when the trainer of round 1 has gradients and its old weights."""
     undisturbed = train(scripted(tiny_task, "off"), tmp_path / "off")
     assert undisturbed.code == 0, undisturbed.output
     expected = dict(enumerate(undisturbed.confirmed_hashes()))

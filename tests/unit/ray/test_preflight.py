@@ -112,5 +112,5 @@ def test_an_engine_module_that_is_not_there_is_refused(tmp_path: Path, name: str
 def test_a_failpoint_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIME_FAILPOINTS", "trainer.optimiser:1:kill")
     monkeypatch.setenv("VIME_FAILPOINTS_DIR", str(tmp_path))
-    with pytest.raises(ConfigError, match="no failpoint is called 'trainer.optimiser'"):
+    with pytest.raises(ConfigError, match="no failpoint is called"):
         preflight(config(tmp_path), is_async=False)
