@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vime.cli import queue
+from vime.cli import chaos, queue
 from vime.observability.report import show_report
 from vime.observability.run_dir import is_run_dir
 from vime.observability.summary import summarise
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report_parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     report_parser.set_defaults(run_command=lambda arguments: report(arguments.run))
     queue.add_parsers(commands)
+    chaos.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         arguments.run_command(arguments)

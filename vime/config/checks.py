@@ -98,7 +98,10 @@ def _resolve_agreement(config: Config) -> dict[str, float | str]:
     """Measured in fp32: at most 1.1e-5 on the CPU, 2.2e-5 for 135M parameters. In bf16 means of 0.015."""
     agreement = config.agreement
     threshold, action = agreement.train_rollout_diff_threshold, agreement.on_train_rollout_diff
-    is_sampled_elsewhere = config.algo.loss_type == "sft_loss" or config.debug.load_debug_rollout_data is not None
+    debug = config.debug
+    is_sampled_elsewhere = config.algo.loss_type == "sft_loss" or bool(
+        debug.load_debug_rollout_data or debug.debug_engine_module
+    )
     if config.debug.debug_rollout_only and (action, threshold) != (None, None):
         raise ConfigError(
             "--train-rollout-diff-threshold and --on-train-rollout-diff with --debug-rollout-only have no effect: no "
@@ -377,6 +380,9 @@ def _check_debug(config: Config) -> None:
             "--debug-train-only needs --load-debug-rollout-data PATH_{rollout_id}.jsonl, or a --rollout-function-path "
             "that asks no engine."
         )
+    if debug.debug_engine_module and (config.cluster.device != "cpu" or debug.debug_train_only):
+        why = "no engine starts" if debug.debug_train_only else "it is for --device cpu"
+        raise ConfigError(f"--debug-engine-module {debug.debug_engine_module}: {why}. Remove it.")
     if debug.load_debug_rollout_data and debug.debug_rollout_only:
         raise ConfigError(
             "--debug-rollout-only with --load-debug-rollout-data: nothing would be generated and nothing trained. Keep "

@@ -32,14 +32,14 @@ class AgreementConfig:
     on_train_rollout_diff: str | None = flag(
         None,
         "above it: name the cause and go on (warn) or end the run before the weights move (stop); ignore: measure only "
-        "(empty: warn, and ignore for sft_loss and recorded rounds)",
+        "(empty: warn, and ignore for sft_loss, recorded rounds and --debug-engine-module)",
         choices=("warn", "stop", "ignore"),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    """Debugging: run half of the machine, record and replay rollouts."""
+    """Debugging: run half of the machine, record and replay rollouts, another engine."""
 
     reference_mode: bool = flag(
         False,
@@ -56,4 +56,9 @@ class DebugConfig:
     )
     load_debug_rollout_data: str | None = flag(
         None, "train on recorded samples instead of generating", path=PathKind.FILE
+    )
+    debug_engine_module: str | None = flag(
+        None,
+        "Python module that is started as the engine in vLLM's place, on the CPU: "
+        "vime.backends.vllm_utils.scripted_server has no model and answers at once; empty: vLLM",
     )

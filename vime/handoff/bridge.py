@@ -26,6 +26,7 @@ from vime.handoff.codec import (
 )
 from vime.handoff.queue_client import QueueAddress, QueueClient
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
+from vime.utils.failpoints import Point, failpoint
 
 if TYPE_CHECKING:
     from vime.config.training import QueueConfig
@@ -74,6 +75,7 @@ class TransferQueueBridge:
         self._wait_for_room(partition)
         try:
             self._client.put_rows(partition, keys, rows)
+            failpoint(Point.PUT_HALF)
             self._client.put_rows(partition, [manifest_key], [manifest_row])
         except (HandoffError, WaitTimeoutError):
             self._discard(partition)

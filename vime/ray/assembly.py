@@ -30,6 +30,7 @@ from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
+from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
 
@@ -89,6 +90,7 @@ def open_machine(
             machine.evaluate(0)
         screen.begin(start.rollout_id, parts.num_rollout)
         yield machine
+        failpoint(Point.STOP)
         screen.stage("stopping")
 
 

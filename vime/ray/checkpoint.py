@@ -28,6 +28,7 @@ from typing import Any
 
 from vime.config.parse import Config
 from vime.types import CheckpointError, Version
+from vime.utils.failpoints import Point, failpoint
 from vime.utils.files import sync, sync_tree
 
 logger = logging.getLogger(__name__)
@@ -90,18 +91,22 @@ class Draft:
         with self._explained():
             _prepare(self.root)
             self.model.mkdir(parents=True)
+        failpoint(Point.DRAFT)
 
     def publish(self, *, keep: int | None = None, protected: Path | None = None) -> Path:
         """Make it the latest; `model` is complete. Then all but the newest `keep` (None: all) are removed, never
         `protected`. Until then the disk holds `keep` + 1 of them."""
+        failpoint(Point.WRITTEN)
         with self._explained():
             (self._directory / "run_state.json").write_text(json.dumps(asdict(self.state)))
             sync_tree(self._directory)
             final = _free_place(self.root, self.state.rollout_id)
             self._directory.rename(final)
             sync(self.root)
+            failpoint(Point.RENAMED)
             is_first_of_round = final.name == _name(self.state.rollout_id)
             _write_marker(self.root, str(self.state.rollout_id) if is_first_of_round else final.name)
+        failpoint(Point.MARKED)
         _retire(self.root, final, keep=keep, protected=protected)
         return final
 

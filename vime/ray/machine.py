@@ -31,6 +31,7 @@ from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.seams import Carrier
 from vime.types import AgreementError
+from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
 GRACE_S = 60  # beyond a station's own deadline, so that its error, which says more, arrives first
@@ -171,6 +172,7 @@ class Machine:
             self.parts.stream.trained(generated.rollout_id)
         self.trained_round, self._cursor = generated.rollout_id, generated.cursor
         self.doing = None
+        failpoint(Point.CLEAR)
         self.parts.carrier.clear(generated.ticket)
         self.watchers.events.emit(
             EventKind.ROUND_TRAINED, rollout_id=generated.rollout_id, version=self.versions.trained
@@ -194,6 +196,7 @@ class Machine:
         if self.parts.stream is not None:
             self.parts.stream.release(report.version)
         self.doing = None
+        failpoint(Point.RELEASE)
         self.watchers.events.emit(
             EventKind.WEIGHTS_CONFIRMED,
             version=report.version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from pathlib import Path
 
 from vime.backends.megatron_utils.architecture import read_architecture
@@ -16,23 +17,42 @@ from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError
+from vime.utils.failpoints import check_armed
 from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
     """The rhythm's own demand on staleness, ports, --load, columns, plug-ins, the model's architecture, vLLM flags."""
+    _check_failpoints()
     if is_async:
         _check_prefetch(config)
     port = config.engine.vllm_router_port
     if port is not None and not port_is_free("127.0.0.1", port):
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
     _check_load(config)
+    _check_engine_module(config.debug.debug_engine_module)
     check_requested(config.queue.transfer_queue_extra_data_fields)
     check_plugins(config.flat)
     if not config.debug.debug_rollout_only:
         _check_architecture(config)
     validate_router_flags(config)
     validate_vllm_flags(config)
+
+
+def _check_failpoints() -> None:
+    try:
+        check_armed()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_engine_module(name: str | None) -> None:
+    try:
+        is_there = name is None or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package above it
+        is_there = False
+    if not is_there:
+        raise ConfigError(f"--debug-engine-module {name}: there is no such module. Check the name and PYTHONPATH.")
 
 
 def _check_architecture(config: Config) -> None:

@@ -27,6 +27,7 @@ from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.transferqueue_rollout import TransferQueueDataSource
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.types import ConfigError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup, TrainRow
+from vime.utils.failpoints import Point, failpoint
 
 NUM_PROBES = 4
 
@@ -135,14 +136,17 @@ class RolloutManager:
         with self._events.span("generate_round", rollout_id=rollout_id):
             output = self._samples(rollout_id)
         cursor = self._cursor(rollout_id)
+        failpoint(Point.CONVERT)
         groups = to_train_groups(self._config.flat, output.samples, rollout_id)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
         if self._config.debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics))
         planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
+        failpoint(Point.PUT)
         with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
             ticket = self._carrier.put(planned.plan, groups)
+        failpoint(Point.STORED)
         lease = self._source.lease if self._producer is not None else None
         if lease is not None and self._config.queue.transferqueue_ack_on_train_data:
             self.forget(lease)

@@ -34,6 +34,7 @@ from vime.types import (
     VimeError,
     WaitTimeoutError,
 )
+from vime.utils.failpoints import Point, failpoint
 from vime.utils.network import free_port
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,9 @@ class TrainerActor:
         from vime.training.device import peak_memory_gib
 
         worker = self._worker
+        failpoint(Point.FETCH)
         plan, rows = _fetch(worker, self._carrier, ticket, self._events, rollout_id)
+        failpoint(Point.FORWARD)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
         staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)

@@ -12,6 +12,7 @@ from vime.rollout.loops import raise_first
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_hub import async_rm, batched_async_rm
 from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus, VimeError
+from vime.utils.failpoints import Point, failpoint
 
 UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
 
@@ -23,10 +24,12 @@ async def generate_and_rm_group(args: Any, group: list[Sample], sampling_params:
     its own deadline. A custom generate function may have set rewards itself; those are kept. Samples that came back
     aborted or failed get no reward: the caller drops their group.
     """
+    failpoint(Point.GENERATE)
     samples = await _generate(args, group, sampling_params)
     waiting = [sample for sample in samples if sample.reward is None]
     if any(sample.status in UNUSABLE for sample in samples) or not waiting:
         return samples
+    failpoint(Point.REWARD)
     if args.group_rm:
         rewards = await batched_async_rm(args, samples)
         waiting = samples

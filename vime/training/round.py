@@ -14,6 +14,7 @@ from vime.config.training import BatchConfig
 from vime.seams import PackLoss, TrainBackend, TrainEngine
 from vime.training.columns import Columns
 from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, TrainRow, VimeError
+from vime.utils.failpoints import Point, failpoint
 
 
 def check_delivered(plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int) -> None:
@@ -89,7 +90,9 @@ def optimizer_step(
         )
     if before_move is not None:
         before_move()
+    failpoint(Point.OPTIMIZER)
     grad_norm = engine.apply_gradients()
+    failpoint(Point.STEPPED)
     if not math.isfinite(grad_norm):
         every_row = sorted({row for batches in step.micro_batches for batch in batches for row in batch})
         raise VimeError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from vime.seams import EngineControl
 from vime.types import EngineReport, PublishError, Version, WaitTimeoutError
+from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import check_reports
 
 if TYPE_CHECKING:  # the driver reads `PublishReport` and can do without torch
@@ -102,17 +103,21 @@ def _publish(
 
     if not metadata:
         raise PublishError(f"weight update to version {version}: the metadata names no tensor")
+    failpoint(Point.PAUSE)
     fleet.pause(pause_mode)
+    failpoint(Point.SEND)
     paused = mark()
     fleet.start_update()
     content = sender.send_update(stream, metadata, fleet)
     fleet.finish_update(version)
+    failpoint(Point.CONFIRM)
     sent = mark()
     reports = fleet.reports()
     expected = content.hexdigest()
     names = [address.name for address in fleet.addresses]
     check_reports(reports, version=version, content_hash=expected, engines=names)
     confirmed = mark()
+    failpoint(Point.CONFIRMED)
     fleet.resume()
     resumed = time.monotonic()
     return PublishReport(

@@ -122,6 +122,10 @@ REFUSALS = {
     ),
     "replay path without the round": (["--load-debug-rollout-data", "x.jsonl"], ["{rollout_id}"]),
     "train only without data": (["--debug-train-only"], ["--debug-train-only", "--load-debug-rollout-data"]),
+    "another engine where none starts": (
+        ["--debug-engine-module", "my.engine", "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}"],
+        ["--debug-engine-module my.engine: no engine starts"],
+    ),
     "rollout only and train only": (
         ["--debug-rollout-only", "--debug-train-only"],
         ["--debug-rollout-only", "--debug-train-only"],

@@ -101,3 +101,16 @@ def test_another_model_may_pad_its_vocabulary_otherwise_but_must_know_every_toke
     teach(37)
     with pytest.raises(ConfigError, match=r"the teacher model has 36 tokens.*ids up to 36; expected at least 37"):
         teach(36)
+
+
+@pytest.mark.parametrize("name", ["vime.backends.vllm_utils.no_such_server", "no_such_package.server"])
+def test_an_engine_module_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--debug-engine-module {name}: there is no such module"):
+        preflight(config(tmp_path, "--debug-engine-module", name), is_async=False)
+
+
+def test_a_failpoint_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIME_FAILPOINTS", "trainer.optimiser:1:kill")
+    monkeypatch.setenv("VIME_FAILPOINTS_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="no failpoint is called"):
+        preflight(config(tmp_path), is_async=False)

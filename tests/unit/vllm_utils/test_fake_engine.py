@@ -12,7 +12,7 @@ from vime.backends.vllm_utils.fake import FakeEngine
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
     with FakeEngine(
-        answer=lambda prompt, number, version: ([10 * number + token for token in prompt] * 3, [-0.5] * 9)
+        answer=lambda asked: ([10 * asked.sample + token for token in asked.prompt] * 3, [-0.5] * 9)
     ) as made:
         yield made
 

@@ -38,6 +38,12 @@ def test_a_cpu_engine_is_eager_fp32_with_an_explicit_cache():
     assert "--tensor-parallel-size" not in arguments
 
 
+def test_another_engine_gets_vllms_command_line():
+    ours, vllms = command(cpu("--debug-engine-module", "my.engine")), command(cpu())
+    assert ours[1:3] == ["-m", "my.engine"]
+    assert ours[3:] == vllms[3:]
+
+
 def test_a_gpu_engine_takes_the_tensor_parallel_size_and_vllms_own_cache():
     config = parse(["--hf-checkpoint", "m", "--device", "cuda", "--rollout-num-gpus-per-engine", "4", "--bf16"])
     arguments = command(config)

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vime.types import CheckpointError, WaitTimeoutError, describe
+from vime.utils.failpoints import Point, failpoint
 
 logger = logging.getLogger(__name__)
 BACKEND, VERSION = "torch_dist", 1
@@ -83,6 +84,7 @@ class PendingSave:
             mine = f"rank {dist.get_rank()}: {describe(error)}"
         finally:
             self._writer.write_buckets = None  # gives the copies back
+        failpoint(Point.SAVE)
         try:
             self._failure = self._agree(mine)
         except Exception as error:  # boundary: a rank that is gone ends the wait of the others

@@ -1,9 +1,10 @@
 """A scripted engine: the routes of vLLM that Vime uses, answered by a function, with failures on demand.
 
 It is a real HTTP server and a real receiver of weights (any transport, its hash); only the model is missing. Tests of
-other rooms and the shipped examples run against it, and the same contract tests run against vLLM itself.
+other rooms run against it in their own process, a whole run against it in a process of its own (`scripted_server.py`),
+and the same contract tests run against vLLM itself.
 
-    with FakeEngine(answer=lambda prompt, sample, version: ([7, 8], [-0.5, -0.25])) as engine:
+    with FakeEngine(answer=lambda question: ([7, 8], [-0.5, -0.25])) as engine:
         httpx.post(engine.address.url + "/inference/v1/generate", json={"token_ids": [1], "sampling_params": {}})
 """
 
@@ -12,29 +13,43 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-import torch
-
 from vime.types import EngineAddress, VimeError
-from vime.weights.transports import make_receiver
-from vime.weights.wire import BucketReceiver
 
-Answer = Callable[[Sequence[int], int, str], tuple[list[int], list[float]]]
-"""(prompt, sample number, version) -> (tokens, log-probabilities) of one answer, before max_tokens cuts it."""
+if TYPE_CHECKING:  # torch takes seconds to import, and an engine answers before it has weights
+    import torch
+
+    from vime.weights.wire import BucketReceiver
 
 WAIT_S = 60.0
 """Deadline of every wait inside the fake: a paused or stalled request gives up with status 504."""
 
 
-def echo_backwards(prompt: Sequence[int], sample: int, version: str) -> tuple[list[int], list[float]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What one answer may depend on."""
+
+    prompt: Sequence[int]
+    sample: int  # number of this answer among the n of its request
+    seed: int | None  # that the request carries
+    version: str  # of the weights when the request began
+    content_hash: str  # of these weights; empty before the first update
+    max_tokens: int
+
+
+Answer = Callable[[Question], tuple[list[int], list[float]]]
+"""Tokens and log-probabilities of one answer, before max_tokens cuts it."""
+
+
+def echo_backwards(question: Question) -> tuple[list[int], list[float]]:
     """The default answer: the prompt backwards, with log-probability -0.5."""
-    del sample, version
-    return list(reversed(prompt)), [-0.5] * len(prompt)
+    return list(reversed(question.prompt)), [-0.5] * len(question.prompt)
 
 
 @dataclass(slots=True)
@@ -49,25 +64,37 @@ class Faults:
 
 
 class FakeEngine:
-    """One engine. The state is owned by `_changed`'s lock; each request runs in a thread of its own."""
+    """One engine. The state is owned by one lock; each request runs in a thread of its own.
 
-    def __init__(self, *, name: str = "fake-0", answer: Answer = echo_backwards, port: int = 0) -> None:
+    `token_s`: seconds that each token takes, whatever else runs; 0 answers at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "fake-0",
+        answer: Answer = echo_backwards,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token_s: float = 0.0,
+    ) -> None:
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
-        self._answer = answer
+        self._answer, self._token_s = answer, token_s
         self._receiver: BucketReceiver | None = None
         self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
-        self._changed = threading.Condition()
-        self._version = "default"
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # something that a running request looks at
+        self._counted = threading.Condition(lock)  # how many requests run
+        self._version, self._content_hash = "default", ""
         self._is_updating = False
         self._is_paused = self._is_frozen = False
         self._num_aborts = 0
         self._num_running = 0
         handler = type("Handler", (_Handler,), {"engine": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, port), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name=name, daemon=True)
-        self.address = EngineAddress(name=name, url=f"http://127.0.0.1:{self._server.server_port}")
+        self.address = EngineAddress(name=name, url=f"http://{host}:{self._server.server_port}")
 
     def __enter__(self) -> FakeEngine:
         self._thread.start()
@@ -98,8 +125,8 @@ class FakeEngine:
 
     def wait_until_running(self, num_requests: int) -> None:
         """Return when so many requests generate, so that a test needs no sleep."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._num_running >= num_requests, WAIT_S):
+        with self._counted:
+            if not self._counted.wait_for(lambda: self._num_running >= num_requests, WAIT_S):
                 raise TimeoutError(f"{self._num_running} requests run, expected {num_requests}")
 
     def handle(self, route: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, Any]:
@@ -135,8 +162,7 @@ class FakeEngine:
         elif route in ("/abort_requests", "/inference/v1/abort_requests"):
             self._abort()
         elif route == "/init_weight_transfer_engine":
-            self._receiver = make_receiver(body["init_info"]["transport"], torch.device("cpu"))
-            self._receiver.connect(body["init_info"], 0)
+            self._connect(body["init_info"])
         elif route.endswith("_weight_update") or route == "/update_weights":
             self._update(route, body)
         elif route == "/collective_rpc" and body.get("method") == "vime_weight_report":
@@ -146,6 +172,14 @@ class FakeEngine:
         else:
             return 404, {"error": f"the scripted engine has no {route}"}
         return 200, {}
+
+    def _connect(self, init_info: dict[str, Any]) -> None:
+        import torch
+
+        from vime.weights.transports import make_receiver
+
+        self._receiver = make_receiver(init_info["transport"], torch.device("cpu"))
+        self._receiver.connect(init_info, 0)
 
     def _update(self, route: str, body: dict[str, Any]) -> None:
         """One step of an update session; as in vLLM, an error ends the session."""
@@ -161,7 +195,9 @@ class FakeEngine:
             self.weights.update(self._receiver.receive(body["update_info"]))
         else:
             self._receiver.finish()
-            self._version = str(body["weight_version"])
+            with self._changed:
+                self._version, self._content_hash = str(body["weight_version"]), self._receiver.content_hash
+                self._changed.notify_all()
         self._is_updating = route != "/finish_weight_update"
 
     def _pause(self, mode: str) -> None:
@@ -170,18 +206,19 @@ class FakeEngine:
         with self._changed:
             self._is_paused = True
             self._is_frozen = mode == "keep"
+            self._changed.notify_all()
         if mode == "abort":
             self._abort()
         elif mode == "wait":
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._num_running == 0, WAIT_S):
+            with self._counted:
+                if not self._counted.wait_for(lambda: self._num_running == 0, WAIT_S):
                     raise RuntimeError("running requests did not end")
 
     def _abort(self) -> None:
         with self._changed:
             self._num_aborts += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_running == 0, WAIT_S)
+            self._counted.wait_for(lambda: self._num_running == 0, WAIT_S)
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         params = body.get("sampling_params", {})
@@ -190,14 +227,15 @@ class FakeEngine:
             if not self._changed.wait_for(lambda: not self._is_paused, WAIT_S):
                 return 504, {"error": "paused"}
             self._num_running += 1
-            self._changed.notify_all()
+            self._counted.notify_all()
             try:
-                answers = [self._answer(prompt, sample, self._version) for sample in range(params.get("n", 1))]
+                answers = [self._answer(question) for question in self._questions(prompt, params, limit)]
                 longest = min(limit, max(len(tokens) for tokens, _ in answers))
-                produced, versions = self._advance(longest)
+                versions = self._advance(longest)
             finally:
                 self._num_running -= 1
-                self._changed.notify_all()
+                self._counted.notify_all()
+        produced = len(versions)
         choices = [
             _choice(index, answer, produced, versions, limit, params, is_aborted=produced < longest)
             for index, answer in enumerate(answers)
@@ -212,20 +250,47 @@ class FakeEngine:
             "usage": usage,
         }
 
-    def _advance(self, longest: int) -> tuple[int, list[str]]:
-        """Sample token after token under the lock: how many came before an abort, and the version of each."""
+    def _questions(self, prompt: Sequence[int], params: dict[str, Any], limit: int) -> list[Question]:
+        return [
+            Question(
+                prompt=prompt,
+                sample=sample,
+                seed=params.get("seed"),
+                version=self._version,
+                content_hash=self._content_hash,
+                max_tokens=limit,
+            )
+            for sample in range(params.get("n", 1))
+        ]
+
+    def _advance(self, longest: int) -> list[str]:
+        """Sample token after token under the lock: the version of each that came before an abort."""
         aborts = self._num_aborts
         versions: list[str] = []
 
-        def may_go_on() -> bool:
-            stalled = self.faults.stall_tokens_after is not None and len(versions) >= self.faults.stall_tokens_after
-            return self._num_aborts > aborts or not (self._is_frozen or stalled)
+        def is_aborted() -> bool:
+            return self._num_aborts > aborts
+
+        def is_held() -> bool:
+            after = self.faults.stall_tokens_after
+            return self._is_frozen or (after is not None and len(versions) >= after)
 
         while len(versions) < longest:
-            if not self._changed.wait_for(may_go_on, WAIT_S) or self._num_aborts > aborts:
+            if not self._changed.wait_for(lambda: is_aborted() or not is_held(), WAIT_S) or is_aborted():
                 break
-            versions.append(self._version)
-        return len(versions), versions
+            if self._token_s == 0:
+                versions.append(self._version)
+                continue
+            version, wanted, began = self._version, longest - len(versions), time.monotonic()
+            is_disturbed = self._changed.wait_for(lambda: is_aborted() or is_held(), wanted * self._token_s)
+            passed = int((time.monotonic() - began) / self._token_s) if is_disturbed else wanted
+            versions += [version] * min(passed, wanted)
+        return versions
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # a round's requests connect at once; the default of 5 makes them knock again after 1 s
 
 
 class _Handler(BaseHTTPRequestHandler):

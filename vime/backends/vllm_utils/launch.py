@@ -81,7 +81,7 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     """Command line of engine number `index`; user flags come last."""
     rollout, cluster = config.rollout, config.cluster
     on_cpu = cluster.device == "cpu"
-    command = [sys.executable, "-m", SERVER_MODULE]
+    command = [sys.executable, "-m", config.debug.debug_engine_module or SERVER_MODULE]
     command += ["--model", config.model.hf_checkpoint, "--host", host, "--port", str(port)]
     command += ["--served-model-name", SERVED_MODEL, "--dtype", "bfloat16" if config.parallel.bf16 else "float32"]
     # Engines with one seed would sample alike; each request may still bring its own.

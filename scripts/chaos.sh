@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Kill every process of a small run in every phase and print what was lost (nothing may be): docs/faults.md.
+#   ./scripts/chaos.sh OUT                                            every target at every point, hours
+#   ./scripts/chaos.sh OUT --case trainer@trainer.optimizer:2         one
+#   ./scripts/chaos.sh OUT --random 200 --seed 1                      anything, any time
+# MODE=off|buffer: --transferqueue-mode. SCRIPT=train_async.py: the overlapped rhythm.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+OUT=${1:?usage: ./scripts/chaos.sh OUT [--case ... | --random N]}; shift
+PYTHON=${VIME_VENV:-.venv}/bin/python
+MODEL=models/chaos
+DATA=data/chaos
+
+"$PYTHON" examples/quickstart/prepare.py --model-dir "$MODEL" --data-dir "$DATA" --steps 1 --num-train 64 --num-eval 8
+FLAGS=(
+  --device cpu --hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --input-key input --label-key label
+  --custom-rm-path scripts/chaos_reward.py:even_share --rollout-batch-size 4 --n-samples-per-prompt 4
+  --rollout-max-response-len 12 --rollout-max-context-len 64 --micro-batch-size 8 --lr 1e-3 --num-rollout 4
+  --transferqueue-mode "${MODE:-buffer}" --engine-health-interval-secs 1 --engine-health-timeout-secs 5
+  --debug-engine-module vime.backends.vllm_utils.scripted_server
+)
+[ "${SCRIPT:-train.py}" = train_async.py ] && FLAGS+=(--max-staleness 1)
+exec "$PYTHON" -m vime chaos "$OUT" --script "${SCRIPT:-train.py}" "$@" -- "${FLAGS[@]}"

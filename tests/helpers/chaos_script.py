@@ -1,0 +1,34 @@
+"""What `vime chaos` sees of a training run, without training: four versions, a checkpoint after each, failpoints.
+
+python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from vime.observability.events import EventKind, EventLog
+from vime.utils.failpoints import Point, failpoint
+
+ROUNDS = 4
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--run-dir", type=Path)
+parser.add_argument("--fault", default="")
+arguments, _ = parser.parse_known_args()
+arguments.run_dir.mkdir(parents=True, exist_ok=True)
+saved = arguments.run_dir / "saved"
+is_resumed = saved.exists()
+first = int(saved.read_text()) if is_resumed else 0
+events = EventLog(arguments.run_dir, "driver")
+for version in range(first, ROUNDS + 1):
+    content = f"{version}-again" if is_resumed and arguments.fault == "forgets" else str(version)
+    events.emit(EventKind.WEIGHTS_CONFIRMED, version=version, content_hash=content, engines=[])
+    failpoint(Point.OPTIMIZER)
+    saved.write_text(str(version))
+if is_resumed and arguments.fault == "leaves":
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+sys.exit(3 if is_resumed and arguments.fault == "fails" else 0)

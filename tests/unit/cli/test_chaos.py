@@ -1,0 +1,102 @@
+"""`vime chaos`: a run is killed where it was told to be, started again, and judged by what it published and left."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vime.cli import chaos_run
+from vime.cli.chaos import every_case, parse_case, random_batches
+from vime.cli.chaos_run import TARGETS, Case, ChaosRun, Outcome, Plan
+from vime.cli.main import main
+from vime.types import ConfigError
+from vime.utils.failpoints import Point
+
+SCRIPT = str(Path(__file__).resolve().parents[2] / "helpers" / "chaos_script.py")
+EXPECTED = {version: str(version) for version in range(5)}
+AT_THE_SECOND_STEP = Case(target="driver", point=Point.OPTIMIZER, count=2)
+
+
+def complete(tmp_path: Path, *cases: Case, fault: str = "") -> Outcome:
+    plan = Plan(out=tmp_path / "out", script=SCRIPT, flags=("--fault", fault), deadline_s=60)
+    return ChaosRun(plan, "run", expected=EXPECTED).complete(cases)
+
+
+def test_a_run_that_is_killed_and_goes_on_is_good(tmp_path: Path) -> None:
+    outcome = complete(tmp_path, AT_THE_SECOND_STEP)
+    assert outcome.killed == ["driver@trainer.optimizer:2"]
+    assert outcome.codes == [-signal.SIGKILL, 0]
+    assert (outcome.weights, outcome.left, outcome.num_kills) == ("equal", [], 1)
+    assert outcome.is_good
+
+
+def test_each_kill_hits_an_attempt_of_its_own(tmp_path: Path) -> None:
+    # versions 0 and 1 in the first attempt, 1 (saved was 0) ... each attempt passes the point from 1 again
+    later = Case(target="driver", point=Point.OPTIMIZER, count=3)
+    outcome = complete(tmp_path, AT_THE_SECOND_STEP, later)
+    assert outcome.codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    assert outcome.is_good
+
+
+def test_a_point_that_is_not_reached_is_said(tmp_path: Path) -> None:
+    outcome = complete(tmp_path, Case(target="driver", point=Point.CLEAR, count=1))
+    assert outcome.killed == ["driver@driver.clear:1 (not reached)"]
+    assert (outcome.codes, outcome.num_kills) == ([0], 0)
+
+
+def test_a_target_that_is_not_there_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    outcome = complete(tmp_path, Case(target="ledger", point=Point.OPTIMIZER, count=2))
+    assert outcome.killed == ["ledger@trainer.optimizer:2 (was not there)"]
+    assert outcome.codes == [0]
+
+
+def test_weights_that_differ_after_a_restart_are_found(tmp_path: Path) -> None:
+    outcome = complete(tmp_path, AT_THE_SECOND_STEP, fault="forgets")
+    assert outcome.weights == "version 0 is another"
+    assert not outcome.is_good
+
+
+def test_a_process_that_outlives_its_run_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos_run, "END_GRACE_S", 0.5)
+    outcome = complete(tmp_path, AT_THE_SECOND_STEP, fault="leaves")
+    assert outcome.left == ["sleep 300"]
+    assert not [process for process in psutil.Process().children(recursive=True) if "sleep" in process.name()]
+
+
+def test_a_run_that_never_becomes_complete_is_given_up(tmp_path: Path) -> None:
+    outcome = complete(tmp_path, AT_THE_SECOND_STEP, fault="fails")
+    assert outcome.codes == [-signal.SIGKILL, 3, 3, 3, 3]  # one kill and three more restarts, then no more
+    assert not outcome.is_good
+
+
+def test_the_command_writes_a_table_and_fails_with_its_worst_row(tmp_path: Path) -> None:
+    case = ["--case", "driver@trainer.optimizer:2", "--script", SCRIPT]
+    assert main(["chaos", str(tmp_path / "good"), *case, "--", "--fault", "none"]) == 0
+    table = (tmp_path / "good" / "table.md").read_text().splitlines()
+    assert table[-1].startswith("| 000 | driver@trainer.optimizer:2 | -9 0 | 1 | ")
+    assert table[-1].endswith("| - | equal | none | good |")
+    assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 3
+    assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 2  # the directory is used
+
+
+@pytest.mark.parametrize("text", ["driver", "nobody@driver.clear", "driver@nowhere", "driver@driver.clear:x"])
+def test_a_case_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected TARGET@POINT"):
+        parse_case(text)
+
+
+def test_a_case_is_read_as_it_is_written() -> None:
+    assert parse_case("engine@trainer.publish.send:3/stop") == Case(
+        target="engine", point=Point.SEND, count=3, signal=signal.SIGSTOP
+    )
+    assert len(list(every_case())) == len(TARGETS) * len(Point)
+
+
+def test_random_kills_depend_on_the_seed_alone() -> None:
+    batches = random_batches(7, 3, seed=1, took_s=20.0)
+    assert [len(batch) for batch in batches] == [3, 3, 1]
+    assert batches == random_batches(7, 3, seed=1, took_s=20.0) != random_batches(7, 3, seed=2, took_s=20.0)
+    assert all(0 <= case.after_s <= 20 for batch in batches for case in batch)

@@ -1,0 +1,103 @@
+"""The scripted engine as a process: `python -m vime.backends.vllm_utils.scripted_server`, vLLM's place in a real run.
+
+`--debug-engine-module vime.backends.vllm_utils.scripted_server` starts it instead of vLLM, with vLLM's command line
+(of which it reads --model, --host and --port), as the same child of the same actor behind the same router. Everything
+but the model is real: weights arrive and are hashed, pauses and aborts happen, answers carry versions. It answers in
+a second, so that fault tests can afford hundreds of runs, and at a set pace, so that a long tail can be benchmarked.
+
+An answer is a function of the prompt, the request's seed if it has one, the sample's number and the weights (their
+hash): the same weights answer alike in every run, other weights otherwise. Environment:
+
+    VIME_SCRIPTED_TOKENS_PER_SECOND   of each sequence, however many there are; unset: answers come at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.backends.vllm_utils.fake import FakeEngine, Question
+from vime.config.hf_config import num_tokenizer_ids, read_model_shape
+from vime.types import ConfigError
+
+PACE = "VIME_SCRIPTED_TOKENS_PER_SECOND"
+MEDIAN_SHARE = 1 / 8
+"""Median length of an answer, as a share of max_tokens."""
+SPREAD = math.log(4) / 1.2816
+"""Standard deviation of the logarithm of the length. 1.2816 is the normal distribution's 90th percentile, so the 90th
+percentile of lengths is four medians, half of max_tokens: of a round that is generated all at once, the last tenth of
+the answers takes half of the time, as measured on reasoning workloads (Seer, arXiv 2511.14617: up to 50 %). 2.7 % of
+the answers are cut at max_tokens."""
+NOISE = 0.1  # nats by which a log-probability is off the uniform distribution's, at most
+
+
+class LongTailed:
+    """Answers of random tokens, the end token last, of log-normal length."""
+
+    def __init__(self, model: str) -> None:
+        known, tokenized = read_model_shape(model).vocab_size, num_tokenizer_ids(model)
+        ends = json.loads((Path(model) / "config.json").read_text()).get("eos_token_id")
+        self._ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self._words = [token for token in range(min(known, tokenized or known)) if token not in self._ends]
+
+    def __call__(self, question: Question) -> tuple[list[int], list[float]]:
+        key = (tuple(question.prompt), question.seed, question.sample, question.content_hash or question.version)
+        chance = random.Random(hashlib.blake2b(repr(key).encode(), digest_size=16).digest())
+        length = max(1, round(question.max_tokens * MEDIAN_SHARE * math.exp(SPREAD * chance.gauss())))
+        is_cut = length > question.max_tokens
+        tokens = chance.choices(self._words, k=question.max_tokens + 1 if is_cut else length)
+        if self._ends and not is_cut:
+            tokens[-1] = self._ends[0]
+        likely = -math.log(len(self._words))
+        return tokens, [likely + chance.uniform(-NOISE, NOISE) for _ in tokens]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(description="A scripted engine with vLLM's routes.", allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="model directory: its config.json says which tokens there are")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    arguments, _ = parser.parse_known_args(argv)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        answer, token_s = LongTailed(arguments.model), pace()
+    except ConfigError as error:
+        sys.stderr.write(f"refused: {error}\n")
+        return error.exit_code
+    engine = FakeEngine(name="scripted", answer=answer, host=arguments.host, port=arguments.port, token_s=token_s)
+    with engine:
+        # what the first weights need, while the trainer builds its model
+        threading.Thread(target=importlib.import_module, args=("vime.weights.transports",), daemon=True).start()
+        stopped.wait()
+    return 0
+
+
+def pace() -> float:
+    """Seconds a token takes; 0 when none is set."""
+    text = os.environ.get(PACE, "")
+    if not text:
+        return 0.0
+    try:
+        tokens_per_second = float(text)
+    except ValueError:
+        tokens_per_second = 0.0
+    if not 0 < tokens_per_second < math.inf:
+        raise ConfigError(f"{PACE}={text!r}: expected a number of tokens above 0. Change or unset it.")
+    return 1 / tokens_per_second
+
+
+if __name__ == "__main__":
+    sys.exit(main())

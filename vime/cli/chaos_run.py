@@ -1,0 +1,248 @@
+"""One run that is killed on purpose and started again until it is complete, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from vime.handoff.ledger_types import LEDGER_NAME
+from vime.observability.events import EventKind, read_events
+from vime.types import WaitTimeoutError
+from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, go_ahead
+
+MARK = "VIME_CHAOS_RUN"
+"""In the environment of every process of a run, whoever started it: so that nothing else is ever killed."""
+POLL_S = 0.05
+END_GRACE_S = 30.0  # for what a killed driver leaves to end by itself
+AUDIT_S = 300
+MORE_RESTARTS = 3  # than kills
+KEPT, EQUAL = "kept", "equal"
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "driver": (),  # the process that was started
+    "manager": ("ray::RolloutManager",),
+    "trainer": ("ray::TrainerActor",),
+    "engine": ("-m", "--worker-extension-cls"),
+    "engine-actor": ("ray::EngineActor",),
+    "router": ("-m", "vllm_router.launch_router"),
+    "storage": ("ray::SimpleStorageUnit",),
+    "controller": ("ray::TransferQueueController",),
+    "ledger": ("ray::LedgerActor",),
+}
+"""What the command line of each target contains; Ray gives its workers the name of their actor."""
+ANY = "any"
+"""Whichever of them is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all runs have in common."""
+
+    out: Path
+    script: str
+    flags: tuple[str, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Kill `target` in the phase of `point` at its pass number `count`, or `after_s` seconds after the start. `draw`,
+    from 0 to 1, says which of several."""
+
+    target: str
+    draw: float = 0.0
+    point: Point | None = None
+    count: int = 1
+    after_s: float = 0.0
+    signal: signal.Signals = signal.SIGKILL
+
+    def __str__(self) -> str:
+        how = "" if self.signal is signal.SIGKILL else "/stop"
+        where = f"after {self.after_s:.1f} s" if self.point is None else f"{self.point}:{self.count}"
+        return f"{self.target}@{where}{how}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of one run."""
+
+    killed: list[str] = field(default_factory=list)  # each case, with what came in its way
+    num_kills: int = 0
+    codes: list[int] = field(default_factory=list)  # exit code of each attempt; negative: ended by that signal
+    left: list[str] = field(default_factory=list)  # what did not end by itself
+    audit: str = "-"  # of the ledger, where there is one
+    weights: str = "-"  # of every published version, beside the undisturbed run's
+    seconds: float = 0.0
+
+    @property
+    def num_restarts(self) -> int:
+        return len(self.codes) - 1
+
+    @property
+    def is_good(self) -> bool:
+        return self.codes[-1:] == [0] and not self.left and self.audit in ("-", KEPT) and self.weights == EQUAL
+
+
+class ChaosRun:
+    """A run directory and every attempt to complete it. `expected`: content hash by version; None learns them."""
+
+    def __init__(self, plan: Plan, name: str, *, expected: Mapping[int, str] | None) -> None:
+        self._plan, self._expected = plan, expected
+        self.directory = plan.out / name
+        self.log = plan.out / f"{name}.out"
+        self._notes = plan.out / f"{name}.failpoints"
+        self._mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes]
+        self.hashes: dict[int, str] = {}
+
+    def complete(self, cases: Sequence[Case] = ()) -> Outcome:
+        """Start it, kill it as the next of `cases` says, start it again, until it is complete."""
+        started, outcome, waiting = time.monotonic(), Outcome(), list(cases)
+        self._plan.out.mkdir(parents=True, exist_ok=True)
+        while outcome.codes[-1:] != [0] and len(outcome.codes) <= len(cases) + MORE_RESTARTS and not outcome.left:
+            case = waiting.pop(0) if waiting else None
+            self._start(case)
+            try:
+                if case is not None:
+                    outcome.killed.append(f"{case}{self._strike(case)}")
+                    outcome.num_kills += not outcome.killed[-1].endswith(")")
+                outcome.codes.append(self._wait_for_end())
+                outcome.left = self._wait_for_members()
+            except WaitTimeoutError as error:
+                outcome.left = [str(error)]
+            finally:
+                self._kill_members()
+        outcome.seconds = time.monotonic() - started
+        outcome.weights, outcome.audit = self._compare(), self._audit()
+        return outcome
+
+    def _start(self, case: Case | None) -> None:
+        checkpoints = str(self.directory / "checkpoints")
+        own = ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
+        environment = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1"}
+        if case is not None and case.point is not None:
+            environment |= {ARMED: f"{case.point}:{case.count}:{Action.HOLD}", DIRECTORY: str(self._notes)}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, self._plan.script, *own, *self._plan.flags],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._ends = time.monotonic() + self._plan.deadline_s
+
+    def _strike(self, case: Case) -> str:
+        """Send the signal at its moment. Answers nothing, or in brackets why there was none to be hit."""
+        note = self._notes / f"{case.point}.{case.count}"
+        due = time.monotonic() + case.after_s
+        while not (note.exists() if case.point is not None else time.monotonic() >= due):
+            if self._is_over(f"{case} to be due"):
+                return " (not reached)"
+        try:
+            victims = self._find(case.target)
+            if not victims:
+                return " (was not there)"
+            name, victim = victims[int(case.draw * len(victims))]
+            victim.send_signal(case.signal)
+            return f" {name}" if case.target == ANY else ""
+        except psutil.NoSuchProcess:
+            return " (had just ended)"
+        finally:
+            if case.point is not None:
+                go_ahead(note).touch()
+
+    def _is_over(self, name: str) -> bool:
+        """Whether the attempt has ended; waits a moment."""
+        if time.monotonic() > self._ends:
+            raise WaitTimeoutError(name, self._plan.deadline_s, "the run", f"Raise --deadline, or see {self.log}.")
+        time.sleep(POLL_S)
+        return self._process.poll() is not None
+
+    def _wait_for_end(self) -> int:
+        while not self._is_over("the end of an attempt"):
+            pass
+        return self._process.wait()
+
+    def _wait_for_members(self) -> list[str]:
+        """What is still there of the run END_GRACE_S after its driver ended."""
+        ends = time.monotonic() + END_GRACE_S
+        while members := self._members():
+            if time.monotonic() > ends:
+                return [" ".join(_command(member)[:3])[:80] or str(member.pid) for member in members]
+            time.sleep(POLL_S)
+        return []
+
+    def _kill_members(self) -> None:
+        """End every process of this run and of no other."""
+        for member in self._members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        self._process.wait(END_GRACE_S)
+
+    def _find(self, target: str) -> list[tuple[str, psutil.Process]]:
+        """The processes of `target` with its name, oldest first."""
+        found = []
+        for member in sorted(self._members(), key=lambda process: process.pid):
+            command = _command(member)
+            for name, wanted in TARGETS.items():
+                is_named = all(part in " ".join(command) for part in wanted) and not any(map(_is_guard, command))
+                if target in (name, ANY) and (is_named if wanted else member.pid == self._process.pid):
+                    found.append((name, member))
+        return found
+
+    def _members(self) -> list[psutil.Process]:
+        members = []
+        for process in psutil.process_iter():
+            try:
+                is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
+                if is_member and process.status() != psutil.STATUS_ZOMBIE:
+                    members.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return members
+
+    def _compare(self) -> str:
+        """Every version that any attempt published has one content, the expected one; and the last one is there."""
+        for event in read_events(self.directory) if (self.directory / "events").is_dir() else ():
+            if event.kind == EventKind.WEIGHTS_CONFIRMED:
+                version, content = int(str(event.fields["version"])), str(event.fields["content_hash"])
+                expected = (
+                    self.hashes.setdefault(version, content) if self._expected is None else self._expected.get(version)
+                )
+                if content != expected:
+                    return f"version {version} is another"
+                self.hashes[version] = content
+        if self._expected is not None and max(self._expected) not in self.hashes:
+            return f"version {max(self._expected)} is missing"
+        return EQUAL
+
+    def _audit(self) -> str:
+        if not (self.directory / LEDGER_NAME).exists():
+            return "-"
+        command = [sys.executable, "-m", "vime", "audit", str(self.directory)]
+        with self.log.open("ab") as log:
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
+        return KEPT if done.returncode == 0 else "BROKEN"
+
+
+def _is_guard(argument: str) -> bool:
+    """The parent of a server, which has the server's command line in its own."""
+    return argument.endswith("guard.py")
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []

@@ -1,0 +1,167 @@
+"""Named places where a fault test ends, stops or holds the process that passes. Off unless the environment arms one.
+
+    VIME_FAILPOINTS=trainer.optimizer:2:kill     the second pass of a process kills it; several are joined by commas
+    VIME_FAILPOINTS_DIR=DIR                      where it is noted, first of all, that a point has fired
+
+A note is a file that only one process can make. So a point fires once in DIR, whichever rank gets there first, and a
+run that was killed by it goes on when it is started again. `hold` waits until the note has a neighbour with the suffix
+`.go`: meanwhile a test may do to any other process what it likes. When nothing is armed a pass costs one dict lookup.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+
+ARMED, DIRECTORY = "VIME_FAILPOINTS", "VIME_FAILPOINTS_DIR"
+HOLD_S = 120.0
+POLL_S = 0.02
+EXIT_CODE = 70
+
+
+class Point(StrEnum):
+    """Every failpoint: its name begins with the process that passes it; then what is done and what is not yet."""
+
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str) -> Point:
+        point = str.__new__(cls, name)
+        point._value_, point.meaning = name, meaning
+        return point
+
+    GENERATE = "manager.generate", "a group is about to be asked of the router"
+    REWARD = "manager.reward", "an answer is there and has no reward"
+    CONVERT = "manager.convert", "every group of a round is scored, none is converted"
+    PUT = "manager.put", "a round is planned, nothing of it is stored"
+    PUT_HALF = "manager.put.half", "its groups are in the queue, its manifest is not"
+    STORED = "manager.stored", "a round is stored, the driver does not know"
+    FETCH = "trainer.fetch", "a rank has its ticket and no rows"
+    FORWARD = "trainer.forward", "a rank has its rows, the model has seen none"
+    OPTIMIZER = "trainer.optimizer", "gradients stand, no weight has moved"
+    STEPPED = "trainer.stepped", "the weights of a step have moved, nobody knows"
+    SAVE = "trainer.save", "a rank has written its part of a checkpoint, the table of contents is missing"
+    PAUSE = "trainer.publish.pause", "new weights are to be published, every engine still answers"
+    SEND = "trainer.publish.send", "the engines are paused, no bucket was sent"
+    CONFIRM = "trainer.publish.confirm", "every bucket is sent, no engine has confirmed"
+    CONFIRMED = "trainer.publish.confirmed", "every engine has confirmed, all are paused"
+    CLEAR = "driver.clear", "a round is trained, the queue still holds it"
+    DRAFT = "driver.checkpoint.draft", "the ranks are about to write a checkpoint"
+    WRITTEN = "driver.checkpoint.written", "a checkpoint is written, its directory has no name yet"
+    RENAMED = "driver.checkpoint.renamed", "it has its name, the marker says the one before"
+    MARKED = "driver.checkpoint.marked", "the marker says its name, the one before is not retired"
+    RELEASE = "driver.release", "the engines answer with new weights, the books are not written"
+    STOP = "driver.stop", "the last round is over, every part still runs"
+
+
+class Action(StrEnum):
+    """What happens to the process that passes."""
+
+    KILL = "kill"  # SIGKILL
+    STOP = "stop"  # SIGSTOP: alive, and it does nothing
+    EXIT = "exit"  # at once, with EXIT_CODE, without clean-up
+    RAISE = "raise"  # FailpointError
+    HOLD = "hold"  # waits for the go-ahead, HOLD_S at most
+
+
+class FailpointError(RuntimeError):
+    """Raised because an armed failpoint says so."""
+
+
+class Failpoint:
+    """One armed point in one process."""
+
+    def __init__(self, point: Point, count: int, action: Action, directory: Path) -> None:
+        self.point, self.count, self.action = point, count, action
+        self.note = directory / f"{point}.{count}"
+        self._passes = 0
+        self._lock = threading.Lock()
+
+    def meet(self) -> None:
+        """One pass. Safe from any thread."""
+        with self._lock:
+            self._passes += 1
+            is_due = self._passes == self.count
+        if is_due and self._note():
+            self._act()
+
+    def _note(self) -> bool:
+        """Whether this process is the one that fires."""
+        self.note.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = os.open(self.note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(file, "w") as note:
+            json.dump({"pid": os.getpid(), "action": self.action, "t": time.time()}, note)
+        return True
+
+    def _act(self) -> None:
+        if self.action is Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.action is Action.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.action is Action.EXIT:
+            os._exit(EXIT_CODE)
+        elif self.action is Action.RAISE:
+            raise FailpointError(f"failpoint {self.point}, pass {self.count}: {self.point.meaning}")
+        else:
+            self._hold()
+
+    def _hold(self) -> None:
+        go, ends = go_ahead(self.note), time.monotonic() + HOLD_S
+        while not go.exists():
+            if time.monotonic() > ends:
+                raise FailpointError(f"held at failpoint {self.point} for {HOLD_S:g} s, and nobody made {go}")
+            time.sleep(POLL_S)
+
+
+def go_ahead(note: Path) -> Path:
+    """The file whose coming ends a hold."""
+    return note.with_name(f"{note.name}.go")
+
+
+def read_armed(environment: Mapping[str, str]) -> dict[str, Failpoint]:
+    """The points that `environment` arms, by name. ValueError for what cannot be read: unknown names too."""
+    armed: dict[str, Failpoint] = {}
+    points = {str(point): point for point in Point}
+    text = environment.get(ARMED, "")
+    if text and not environment.get(DIRECTORY):
+        raise ValueError(f"{ARMED}={text!r} needs {DIRECTORY}, a directory to note what has fired. Set it.")
+    for entry in filter(None, text.split(",")):
+        name, _, rest = entry.partition(":")
+        count, _, action = rest.partition(":")
+        if name not in points:
+            raise ValueError(f"{ARMED}: no failpoint is called {name!r}; expected one of {', '.join(Point)}.")
+        if name in armed:
+            raise ValueError(f"{ARMED}: {name} is there twice. Arm one pass of it at a time.")
+        if not count.isdigit() or int(count) < 1 or action not in {str(known) for known in Action}:
+            raise ValueError(
+                f"{ARMED}: got {entry!r}, expected NAME:PASS:ACTION, with an action of {', '.join(Action)}."
+            )
+        armed[name] = Failpoint(points[name], int(count), Action(action), Path(environment[DIRECTORY]))
+    return armed
+
+
+def failpoint(point: Point) -> None:
+    """Pass `point`."""
+    armed = _ARMED.get(point)
+    if armed is not None:
+        armed.meet()
+
+
+def check_armed() -> None:
+    """ValueError when the environment of this process arms something that is none. For the driver, before it starts
+    anything: the others inherit its environment."""
+    read_armed(os.environ)
+
+
+try:
+    _ARMED = read_armed(os.environ)
+except ValueError:  # the driver's `check_armed` says it, to the user
+    _ARMED = {}
