@@ -20,6 +20,7 @@ import ray
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerRules, RestoreReport, Task
 from vime.handoff.spool import SpoolReader
+from vime.observability.logs import setup_logging
 from vime.ray.cluster import LEDGER_CPUS
 from vime.ray.waits import wait_for, wait_for_async
 from vime.types import VimeError
@@ -33,6 +34,7 @@ class LedgerActor:
 
     def __init__(self, run_dir: str, rules: LedgerRules, synchronous: str) -> None:
         self._run_dir = Path(run_dir)
+        setup_logging(self._run_dir, "ledger")
         self._ledger = Ledger(self._run_dir / LEDGER_NAME, rules, clock=time.monotonic, synchronous=synchronous)
         self._expiring: asyncio.Task[None] | None = None
         self._news = asyncio.Condition()
