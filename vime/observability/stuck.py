@@ -97,7 +97,7 @@ def judge(processes: Sequence[RunProcess], ended: str) -> Verdict:
     unnoticed = [process for process in processes if process.state in (State.DEAD, State.STOPPED)]
     if not is_stuck and unnoticed:
         others = "; ".join(_condition(process) for process in unnoticed)
-        return Verdict(is_stuck=True, line=f"{others}. Nobody waits for it yet: {line}", processes=tuple(processes))
+        return Verdict(is_stuck=True, line=f"{others}; meanwhile {line}", processes=tuple(processes))
     return Verdict(is_stuck=is_stuck, line=line, processes=tuple(processes))
 
 

@@ -42,7 +42,8 @@ def wait_for(
     parties: Sequence[str] | None = None,
 ) -> list[Any]:
     """Answers of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait. `parties`:
-    the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`).
+    the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`); empty when the answer is
+    late by intent, waiting for what somebody else does.
 
     Raises the VimeError that an actor raised, ClusterError when an actor died, WaitTimeoutError at the deadline, which
     says who it was that blocked.
@@ -51,7 +52,7 @@ def wait_for(
     pending = list(refs)
     if parties is None:
         parties = [owner] if len(refs) == 1 else [f"{owner}-{index}" for index in range(len(refs))]
-    owed = dict(zip(refs, parties, strict=True))
+    owed = dict(zip(refs, parties, strict=True)) if parties else {}
     with waiting(name, *owed.values(), deadline_s=deadline_s) as wait:
         while pending:
             left = ends - time.monotonic()
@@ -60,17 +61,19 @@ def wait_for(
                 raise WaitTimeoutError(name, deadline_s, owner, f"{missing}{blocking_party()}")
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
             if done:
-                wait.owners = tuple(owed[ref] for ref in pending)
+                wait.owners = tuple(owed[ref] for ref in pending if ref in owed)
             _raise_failure(done, pending, list(refs), name, owner)
             if on_poll is not None:
                 on_poll()
     return [_value(ref, name, owner) for ref in refs]
 
 
-async def wait_for_async(ref: Any, *, name: str, owner: str, deadline_s: float) -> Any:
+async def wait_for_async(
+    ref: Any, *, name: str, owner: str, deadline_s: float, parties: Sequence[str] | None = None
+) -> Any:
     """`wait_for` of one ref on the caller's event loop."""
     try:
-        with waiting(name, owner, deadline_s=deadline_s):
+        with waiting(name, *([owner] if parties is None else parties), deadline_s=deadline_s):
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
     except TimeoutError as error:
         raise WaitTimeoutError(name, deadline_s, owner) from error

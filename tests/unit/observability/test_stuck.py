@@ -134,11 +134,11 @@ def test_a_wait_in_the_process_itself_ends_the_chain_there() -> None:
     )
 
 
-def test_a_stopped_process_is_told_before_anybody_waits_for_it() -> None:
+def test_a_stopped_process_is_told_when_nobody_is_known_to_wait_for_it() -> None:
     driver = process("driver", wait("ranks to train", "trainer-0"))
     found = verdict(driver, process("trainer-0", cpu_share=1.0), process("router", state=State.STOPPED))
     assert found.is_stuck
-    assert found.line.startswith("router (pid 100) is STOPPED. Nobody waits for it yet: driver waits 40 s")
+    assert found.line.startswith("router (pid 100) is STOPPED; meanwhile driver waits 40 s")
 
 
 def test_a_stopped_driver_is_the_party() -> None:
