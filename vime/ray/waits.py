@@ -42,7 +42,7 @@ def wait_for(
     parties: Sequence[str] | None = None,
 ) -> list[Any]:
     """Answers of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait. `parties`:
-    the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`); empty when the answer is
+    the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`); none when the answer is
     late by intent, waiting for what somebody else does.
 
     Raises the VimeError that an actor raised, ClusterError when an actor died, WaitTimeoutError at the deadline, which
