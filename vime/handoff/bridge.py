@@ -27,6 +27,7 @@ from vime.handoff.codec import (
 from vime.handoff.queue_client import QueueAddress, QueueClient
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import waiting
 
 if TYPE_CHECKING:
     from vime.config.training import QueueConfig
@@ -72,7 +73,8 @@ class TransferQueueBridge:
         manifest = Manifest(plan=plan, keys=tuple(keys), group_sizes=tuple(len(group.rows) for group in groups))
         manifest_key = f"manifest#{attempt}"
         manifest_row = {MANIFEST_FIELD: np.frombuffer(encode_manifest(manifest), dtype=np.uint8)}
-        self._wait_for_room(partition)
+        with waiting("room in the queue for a round", "driver", deadline_s=self._timeout_s):
+            self._wait_for_room(partition)
         try:
             self._client.put_rows(partition, keys, rows)
             failpoint(Point.PUT_HALF)

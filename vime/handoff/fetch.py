@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from vime.handoff.codec import Layout, decode_plan, decode_rows, encode_plan, encode_rows, from_buffer, to_buffer
 from vime.types import HandoffError, RoundPlan, TrainRow
+from vime.utils.waits import peer, waiting
 
 if TYPE_CHECKING:
     from vime.seams import Carrier
@@ -44,7 +45,8 @@ def fetch_round(
             header = [("rows", encode_plan(plan), sorted(rows), layout, buffer.nbytes)]
         except Exception as error:  # boundary: the peers wait for the header; all ranks raise it below
             header = [("failure", f"{type(error).__name__}: {error}")]
-    dist.broadcast_object_list(header, src=source_rank, group=group, device=torch.device(device))
+    with waiting("the rows that a peer reads", *([] if is_source else [peer(source_rank)]), deadline_s=None):
+        dist.broadcast_object_list(header, src=source_rank, group=group, device=torch.device(device))
     if header[0][0] == "failure":
         raise HandoffError(f"data-parallel rank {dp_rank}: rank {source_rank} could not read the round: {header[0][1]}")
     _, plan_bytes, numbers, layout, num_bytes = header[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 from vime.handoff.codec import check_round, decode_plan, decode_rows, encode_plan, encode_rows
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow
+from vime.utils.waits import waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class ObjectRefCarrier:
         """The plan, and the rows of `dp_rank` by row number."""
         name = f"round {ticket.rollout_id}, data-parallel rank {dp_rank}"
         try:
-            rollout_id, holder, numbers, columns = self._get(ticket.references[dp_rank])
+            with waiting("the rows of a round", "rollout-manager", deadline_s=None):
+                rollout_id, holder, numbers, columns = self._get(ticket.references[dp_rank])
         except Exception as error:
             raise HandoffError(
                 f"{name}: its object cannot be read ({type(error).__name__}: {error}). It was cleared, or the process "

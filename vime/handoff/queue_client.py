@@ -25,6 +25,7 @@ import torch
 
 from vime.handoff.codec import Columns
 from vime.types import HandoffError, VimeError, WaitTimeoutError
+from vime.utils.waits import waiting
 
 if TYPE_CHECKING:
     from vime.config.training import QueueConfig
@@ -40,6 +41,7 @@ QUEUE_ENVIRONMENT = {
 LIVENESS_PROBE_S = 2.0
 CLOSE_S = 5.0
 KEY_FIELD = "key"
+ACTORS = ("TransferQueueController", "SimpleStorageUnit")  # as `vime why-stuck` sees them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,22 +179,26 @@ class QueueClient:
     def _call(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
         """Run one client call: HandoffError as soon as an actor of the queue is dead, else wait until the deadline."""
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self._timeout_s), self._loop)
-        ends = time.monotonic() + self._timeout_s
         try:
-            while True:
-                try:
-                    return future.result(timeout=max(0.0, min(LIVENESS_PROBE_S, ends - time.monotonic())))
-                except (TimeoutError, concurrent.futures.CancelledError) as error:
-                    if future.done() or time.monotonic() >= ends:
-                        advice = "If the queue is only slow, raise --transferqueue-timeout-secs."
-                        raise WaitTimeoutError(name, self._timeout_s, "TransferQueue", advice) from error
-                self._check_actors(name)
+            with waiting(name, *ACTORS, deadline_s=self._timeout_s):
+                return self._answer(future, name)
         except VimeError:
             raise
         except Exception as error:
             raise HandoffError(f"TransferQueue: {name} failed: {type(error).__name__}: {error}") from error
         finally:
             future.cancel()
+
+    def _answer(self, future: concurrent.futures.Future[Any], name: str) -> Any:
+        ends = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return future.result(timeout=max(0.0, min(LIVENESS_PROBE_S, ends - time.monotonic())))
+            except (TimeoutError, concurrent.futures.CancelledError) as error:
+                if future.done() or time.monotonic() >= ends:
+                    advice = "If the queue is only slow, raise --transferqueue-timeout-secs."
+                    raise WaitTimeoutError(name, self._timeout_s, "TransferQueue", advice) from error
+            self._check_actors(name)
 
     def _check_actors(self, name: str) -> None:
         """Raise when an actor of the queue is dead; one that is only slow passes."""
@@ -217,8 +223,10 @@ async def _cancel_others() -> None:
 
 
 def _server_info(name: str, actor: Any, ends: float, timeout_s: float) -> Any:
+    left_s = max(0.0, ends - time.monotonic())
     try:
-        return actor.get_zmq_server_info.remote().future().result(timeout=max(0.0, ends - time.monotonic()))
+        with waiting(f"start of the {name}", *ACTORS, deadline_s=left_s):
+            return actor.get_zmq_server_info.remote().future().result(timeout=left_s)
     except TimeoutError as error:
         advice = "Ray has not placed it or it is slow to start. Free CPUs, or raise --transferqueue-timeout-secs."
         raise WaitTimeoutError(f"start of the {name}", timeout_s, "Ray", advice) from error

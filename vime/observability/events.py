@@ -13,12 +13,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from vime.types import DataError
+from vime.utils.waits import doing
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,6 @@ class EventKind(StrEnum):
     WEIGHTS_CONFIRMED = "weights_confirmed"  # version, content_hash, engines
     CHECKPOINT_SAVED = "checkpoint_saved"  # rollout_id, path
     EVAL_DONE = "eval_done"  # rollout_id, metrics by name
-    WAIT_STARTED = "wait_started"  # name, owner, deadline_s
-    WAIT_ENDED = "wait_ended"  # name, owner, duration_s, error
     SPAN_STARTED = "span_started"  # name
     SPAN_ENDED = "span_ended"  # name, duration_s, error
 
@@ -94,28 +93,20 @@ class EventLog:
 
     @contextlib.contextmanager
     def span(self, name: str, **fields: object) -> Iterator[None]:
-        """A stretch of work: `span_started`, then `span_ended` with its duration, also when the work raises."""
-        with self._stretch(EventKind.SPAN_STARTED, EventKind.SPAN_ENDED, {"name": name, **fields}):
-            yield
-
-    @contextlib.contextmanager
-    def wait(self, name: str, *, owner: str, deadline_s: float, **fields: object) -> Iterator[None]:
-        """A stretch of waiting for `owner`: a `wait_started` without its `wait_ended` is where a run is stuck."""
-        described = {"name": name, "owner": owner, "deadline_s": deadline_s, **fields}
-        with self._stretch(EventKind.WAIT_STARTED, EventKind.WAIT_ENDED, described):
-            yield
-
-    @contextlib.contextmanager
-    def _stretch(self, started: EventKind, ended: EventKind, fields: dict[str, object]) -> Iterator[None]:
-        self.emit(started, **fields)
+        """A stretch of work: `span_started`, then `span_ended` with its duration, also when the work raises. Meanwhile
+        `vime why-stuck` shows it."""
+        shown = f"{name} ({', '.join(f'{key} {value}' for key, value in fields.items())})" if fields else name
+        self.emit(EventKind.SPAN_STARTED, name=name, **fields)
         start, failure = time.monotonic(), None
         try:
-            yield
+            with doing(shown):
+                yield
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self.emit(ended, **fields, duration_s=time.monotonic() - start, error=failure)
+            duration_s = time.monotonic() - start
+            self.emit(EventKind.SPAN_ENDED, name=name, **fields, duration_s=duration_s, error=failure)
 
     def close(self) -> None:
         with self._lock:
@@ -124,13 +115,27 @@ class EventLog:
                 self._file = -1
 
 
-def read_events(run_dir: Path) -> list[Event]:
-    """All events of all processes, oldest first. A line that a crash tore is left out and named in a warning."""
+def read_events(run_dir: Path, process: str = "*") -> list[Event]:
+    """All events of `process` (default: of all), oldest first. A line that a crash tore is left out and named in a
+    warning."""
     directory = Path(run_dir) / "events"
     if not directory.is_dir():
         raise DataError(f"{run_dir}: has no events directory. Expected the run directory of a Vime run.")
-    events = [event for path in sorted(directory.glob("*.jsonl")) for event in _read_file(path)]
+    events = [event for path in sorted(directory.glob(f"{process}.jsonl")) for event in _read_file(path)]
     return sorted(events, key=lambda event: event.time_s)
+
+
+def outcome(events: Iterable[Event]) -> str:
+    """How the run ended: "finished", "failed: why", or "not finished"."""
+    found = "not finished"
+    for event in events:
+        if event.kind == EventKind.RUN_STARTED:
+            found = "not finished"
+        elif event.kind == EventKind.RUN_FINISHED:
+            found = "finished"
+        elif event.kind == EventKind.RUN_FAILED:
+            found = f"failed: {event.fields.get('error', 'no reason given')}"
+    return found
 
 
 def _read_file(path: Path) -> Iterator[Event]:

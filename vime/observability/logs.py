@@ -1,4 +1,5 @@
-"""Log files: everything a process says goes to RUN_DIR/logs/<process>.log, warnings also to the screen."""
+"""What a process lets be seen: all it says goes to RUN_DIR/logs/<process>.log, warnings also to the screen, and what it
+waits for to RUN_DIR/waits."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 from typing import TextIO
+
+from vime.utils.waits import open_registry
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOISY = (
@@ -27,7 +30,8 @@ class _ScreenHandler(logging.StreamHandler[TextIO]):
 
 
 def setup_logging(run_dir: Path, process: str, *, level: int = logging.INFO) -> Path:
-    """Route the log of this process; answers the file. Called once per process, a second call takes its place."""
+    """Route the log of this process and keep its waits on disk; answers the log file. Called once per process, a second
+    call takes its place."""
     path = Path(run_dir) / "logs" / f"{process}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path)
@@ -50,4 +54,5 @@ def setup_logging(run_dir: Path, process: str, *, level: int = logging.INFO) -> 
     logging.getLogger("py.warnings").setLevel(logging.WARNING)
     to_screen.addFilter(lambda record: record.name != "py.warnings")
     warnings.simplefilter("once", DeprecationWarning)
+    open_registry(Path(run_dir), process)
     return path

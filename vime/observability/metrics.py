@@ -18,6 +18,7 @@ from typing import IO, Protocol
 
 from vime.config.run import TrackingConfig
 from vime.types import ConfigError, DataError
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ class _Wandb:
         """Waits for: the upload of what is left. A daemon thread: a network that is gone does not hold the run."""
         finishing = threading.Thread(target=self._run.finish, name="wandb-finish", daemon=True)
         finishing.start()
-        finishing.join(WANDB_FINISH_S)
+        with waiting("the last metrics to be uploaded", "https://wandb", deadline_s=WANDB_FINISH_S):
+            finishing.join(WANDB_FINISH_S)
         if finishing.is_alive():
             logger.warning("wandb has not uploaded everything within %g s; `wandb sync` later", WANDB_FINISH_S)
 

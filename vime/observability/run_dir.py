@@ -1,6 +1,6 @@
 """The directory of one run: what lies where, and that only one live run writes into it.
 
-    RUN_DIR/config.json command.sh run.lock events/ logs/ eval/ checkpoints/ metrics.jsonl
+    RUN_DIR/config.json command.sh run.lock events/ logs/ waits/ eval/ checkpoints/ metrics.jsonl
 
 Called by the driver before any process starts; every other process gets the path and reads `layout` names from here.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from vime.types import ConfigError
+from vime.utils.waits import DIRECTORY as WAITS
 
 SUBDIRECTORIES = ("events", "logs", "eval", "checkpoints")
 LOCK_NAME = "run.lock"
@@ -53,6 +55,7 @@ class RunDir:
                 f"mixed with this run's. Choose another directory, or continue that run with --load "
                 f"{root / 'checkpoints'}."
             )
+        shutil.rmtree(root / WAITS, ignore_errors=True)  # of processes that are gone
         (root / "config.json").write_text(config_json)
         _write_command(root / "command.sh", sys.orig_argv if argv is None else argv)
         return cls(root, lock)
@@ -72,9 +75,13 @@ class RunDir:
         self.close()
 
 
-def is_run_dir(path: Path) -> bool:
-    """Whether `path` holds a run: what `vime report` asks before it reads."""
-    return (path / "config.json").is_file() and (path / "events").is_dir()
+def check_run_dir(path: Path) -> None:
+    """ConfigError when `path` holds no run."""
+    if not (path / "config.json").is_file() or not (path / "events").is_dir():
+        what = "is no directory" if not path.is_dir() else "is a directory without config.json and events/"
+        raise ConfigError(
+            f"{path}: {what}; expected the run directory of a Vime run. Runs are in runs/ unless --run-dir."
+        )
 
 
 def _fresh_path() -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vime.observability.curve import RESPONSE_LENGTH, REWARD
-from vime.observability.events import Event, EventKind, read_events
+from vime.observability.events import Event, EventKind, outcome, read_events
 from vime.observability.metrics import read_metrics, series
 from vime.types import Sample
 
@@ -61,7 +61,7 @@ def summarise(run_dir: Path) -> RunSummary:
     title, answers = read_answers(run_dir)
     return RunSummary(
         run_dir=run_dir,
-        outcome=_outcome(events),
+        outcome=outcome(events),
         rewards=rewards,
         response_lengths=series(rounds, RESPONSE_LENGTH),
         num_rounds=len(series(rounds, "perf/step_time")) or len(rewards),
@@ -142,18 +142,6 @@ def _phases(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
                 phase = match["phase"].replace("_", " ")
                 phases[phase] = phases.get(phase, 0.0) + value
     return phases
-
-
-def _outcome(events: Iterable[Event]) -> str:
-    outcome = "not finished"
-    for event in events:
-        if event.kind == EventKind.RUN_STARTED:
-            outcome = "not finished"
-        elif event.kind == EventKind.RUN_FINISHED:
-            outcome = "finished"
-        elif event.kind == EventKind.RUN_FAILED:
-            outcome = f"failed: {event.fields.get('error', 'no reason given')}"
-    return outcome
 
 
 def _wall_s(events: Iterable[Event]) -> float:

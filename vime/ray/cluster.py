@@ -17,6 +17,7 @@ from vime.config.parse import Config
 from vime.config.paths import path_flags
 from vime.config.queue_checks import STREAMING
 from vime.types import ClusterError
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ QUEUE_CPUS = 0.1
 LEDGER_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
+START_S = 180.0
+"""Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +81,22 @@ def start_ray(config: Config) -> None:
     demand = demand_of(config)
     if config.cluster.ray_address is None:
         logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
-        ray.init(
-            address="local",  # never the cluster that some `ray start` left a note about
-            num_cpus=logical,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-            logging_level=logging.WARNING,
-        )
+        with waiting("a local Ray to start", deadline_s=START_S):
+            ray.init(
+                address="local",  # never the cluster that some `ray start` left a note about
+                num_cpus=logical,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+                logging_level=logging.WARNING,
+            )
     else:
         _check_reachable(config.cluster.ray_address)
         named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
         logger.info("--ray-address: every node must see these files under the same paths: %s", named)
         try:
-            ray.init(address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
+            with waiting("the Ray cluster to answer", f"ray://{config.cluster.ray_address}", deadline_s=START_S):
+                ray.init(address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
         except ConnectionError as error:
             raise ClusterError(
                 f"--ray-address {config.cluster.ray_address}: no Ray cluster answers there: {error}. Start one with "

@@ -18,7 +18,9 @@ from vime.observability.logs import setup_logging
 from vime.ray.cluster import ENGINE_CPUS
 from vime.ray.waits import wait_for
 from vime.types import EngineAddress, WaitTimeoutError
+from vime.utils.waits import waiting
 
+STOP_S = 30.0
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 
 
@@ -94,7 +96,12 @@ class Engines:
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> Config:
         """Wait for engines and router. Answers the configuration with the router's address filled in."""
         self.addresses = wait_for(
-            self._starting, name="engines to start", owner="vLLM", deadline_s=self._deadline_s + 30, on_poll=on_poll
+            self._starting,
+            name="engines to start",
+            owner="vLLM",
+            deadline_s=self._deadline_s + 30,
+            on_poll=on_poll,
+            parties=[f"engine-{index}" for index in range(len(self))],
         )
         [(host, port)] = wait_for(
             [self._router.start.remote(self.addresses, self._deadline_s)],
@@ -102,6 +109,7 @@ class Engines:
             owner="vllm-router",
             deadline_s=self._deadline_s + 30,
             on_poll=on_poll,
+            parties=["router"],
         )
         engine = dataclasses.replace(self._config.engine, vllm_router_ip=host, vllm_router_port=port)
         return dataclasses.replace(self._config, engine=engine)
@@ -117,7 +125,7 @@ class Engines:
             done, _ = ray.wait(list(self._checks), num_returns=len(self._checks), timeout=0)
             for ref in done:
                 name = self._checks.pop(ref)
-                wait_for([ref], name=f"{name} to say how it is", owner="vLLM", deadline_s=10)
+                wait_for([ref], name=f"{name} to say how it is", owner="vLLM", deadline_s=10, parties=[name])
             if self._checks and elapsed > engine.engine_health_timeout_secs + GRACE_S:
                 silent = ", ".join(self._checks.values())
                 raise WaitTimeoutError(f"{silent} to say how it is", elapsed, "its actor", "See RUN_DIR/logs.")
@@ -131,6 +139,7 @@ class Engines:
         """Router first, then engines; an actor that is gone took its child with it."""
         for actors in ([self._router], self._actors):
             refs = [actor.stop.remote() for actor in actors]
-            ray.wait(refs, num_returns=len(refs), timeout=30)
+            with waiting("servers to stop", "router", "engine", deadline_s=STOP_S):
+                ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
         for actor in [self._router, *self._actors]:
             ray.kill(actor)

@@ -20,12 +20,14 @@ import ray
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerRules, RestoreReport, Task
 from vime.handoff.spool import SpoolReader
+from vime.observability.logs import setup_logging
 from vime.ray.cluster import LEDGER_CPUS
 from vime.ray.waits import wait_for, wait_for_async
 from vime.types import VimeError
 
 logger = logging.getLogger(__name__)
 EXPIRE_INTERVAL_S = 1.0
+NEWS = "news of the ledger"
 
 
 class LedgerActor:
@@ -33,6 +35,7 @@ class LedgerActor:
 
     def __init__(self, run_dir: str, rules: LedgerRules, synchronous: str) -> None:
         self._run_dir = Path(run_dir)
+        setup_logging(self._run_dir, "ledger")
         self._ledger = Ledger(self._run_dir / LEDGER_NAME, rules, clock=time.monotonic, synchronous=synchronous)
         self._expiring: asyncio.Task[None] | None = None
         self._news = asyncio.Condition()
@@ -126,21 +129,21 @@ class LedgerClient:
 
     async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
         """The same on the caller's event loop."""
-        return await self._wait_async(self._handle.call.remote(desk, name, arguments, options), name, 0.0)
+        ref = self._handle.call.remote(desk, name, arguments, options)
+        return await wait_for_async(
+            ref, name=f"the ledger's answer to {name}", owner="ledger", deadline_s=self._deadline_s
+        )
 
     def wait_for_news(self, seen: int, timeout_s: float) -> int:
         ref = self._handle.wait_for_news.remote(seen, timeout_s)
-        [answer] = wait_for([ref], name="news of the ledger", owner="ledger", deadline_s=self._deadline_s + timeout_s)
+        longest_s = self._deadline_s + timeout_s
+        [answer] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
         return int(answer)
 
     async def wait_for_news_async(self, seen: int, timeout_s: float) -> int:
         ref = self._handle.wait_for_news.remote(seen, timeout_s)
-        return int(await self._wait_async(ref, "news", timeout_s))
-
-    async def _wait_async(self, ref: Any, name: str, longer_s: float) -> Any:
-        return await wait_for_async(
-            ref, name=f"the ledger's answer to {name}", owner="ledger", deadline_s=self._deadline_s + longer_s
-        )
+        longest_s = self._deadline_s + timeout_s
+        return int(await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=()))
 
     def _wait(self, ref: Any, name: str) -> Any:
         [answer] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)

@@ -36,10 +36,13 @@ from vime.types import (
 )
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.network import free_port
+from vime.utils.waits import doing, waiting
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 60.0  # beyond the weight update's own deadline, so that its error, which says more, arrives first
+
+STOP_S = 20.0
 
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
@@ -87,8 +90,9 @@ class TrainerActor:
             master_address=master[0],
             master_port=master[1],
         )
-        backend = make_backend(self._config, rank)
-        self._worker = TrainWorker(self._config, backend, total_steps=total_steps, roles=self._roles)
+        with doing("building the models"):
+            backend = make_backend(self._config, rank)
+            self._worker = TrainWorker(self._config, backend, total_steps=total_steps, roles=self._roles)
         return device_name(backend.device)
 
     def compute(self, rollout_id: int, ticket: Any) -> ArrayColumns:
@@ -138,28 +142,31 @@ class TrainerActor:
 
     def log_probs(self, rows: list[TrainRow], rule: SamplingRule | None = None) -> list[list[float]]:
         """Collective over the model-parallel group: log-probabilities of the response tokens of each row."""
-        return [logp_R.tolist() for logp_R in self._worker.log_probs(rows, rule)]
+        with doing("log-probabilities of given rows"):
+            return [logp_R.tolist() for logp_R in self._worker.log_probs(rows, rule)]
 
     def publish(self, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
         """Collective over the ranks that hold shards: rank 0 sends, the others take part in the gathering."""
         actor = self._worker.actor
         if not actor.takes_part_in_export:
             return None
-        stream = actor.export_weights()
-        try:
-            if self._rank == 0:
-                if self._publisher is None:
-                    from vime.ray.publisher import Publisher
+        with doing(f"publishing version {version}"):
+            stream = actor.export_weights()
+            try:
+                if self._rank == 0:
+                    if self._publisher is None:
+                        from vime.ray.publisher import Publisher
 
-                    self._publisher = Publisher(self._config, self._run_dir, engines)
-                return self._publisher.publish(stream, actor.weight_metadata(), version)
-        finally:
-            for _ in stream:  # its collectives are reached by every rank of the replica, also when rank 0 failed
-                pass
+                        self._publisher = Publisher(self._config, self._run_dir, engines)
+                    return self._publisher.publish(stream, actor.weight_metadata(), version)
+            finally:
+                for _ in stream:  # its collectives are reached by every rank of the replica, also when rank 0 failed
+                    pass
         return None
 
     def save(self, directory: str, in_background: bool) -> None:
-        self._pending_saves = self._worker.save(Path(directory), in_background=in_background)
+        with doing("saving a checkpoint"):
+            self._pending_saves = self._worker.save(Path(directory), in_background=in_background)
 
     def finish_save(self, deadline_s: float) -> None:
         """Waits beside other calls for the bytes that `save` left to write."""
@@ -170,18 +177,22 @@ class TrainerActor:
         from vime.training.export import save_hf
 
         source = Path(self._config.model.hf_checkpoint).expanduser()
-        save_hf(self._worker.actor, Path(directory), source=source)
+        with doing("exporting to Hugging Face format"):
+            save_hf(self._worker.actor, Path(directory), source=source)
 
     def load(self, directory: str) -> None:
-        self._worker.load(Path(directory))
+        with doing("loading a checkpoint"):
+            self._worker.load(Path(directory))
 
     def set_asleep(self, is_asleep: bool) -> None:
-        (self._worker.sleep if is_asleep else self._worker.wake_up)()
+        with doing("going to sleep" if is_asleep else "waking up"):
+            (self._worker.sleep if is_asleep else self._worker.wake_up)()
 
     def weights_hash(self) -> str:
         from vime.training.export import weights_hash
 
-        return weights_hash(self._worker.actor)
+        with doing("hashing the weights"):
+            return weights_hash(self._worker.actor)
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -210,10 +221,10 @@ def _fetch(
 
 
 class RanksSave:
-    """A checkpoint that the ranks are writing: one answer owed by each."""
+    """A checkpoint that the ranks are writing: one answer owed by each, by process name."""
 
-    def __init__(self, refs: list[Any]) -> None:
-        self._refs = refs
+    def __init__(self, owed: dict[Any, str]) -> None:
+        self._owed, self._refs = owed, list(owed)
 
     def is_over(self) -> bool:
         """All have answered, or one failed: the others may then never answer."""
@@ -221,7 +232,7 @@ class RanksSave:
         return not pending or any(_has_failed(ref) for ref in done)
 
     def wait(self, name: str, deadline_s: float) -> None:
-        wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s)
+        wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s, parties=list(self._owed.values()))
 
 
 def _has_failed(ref: Any) -> bool:
@@ -296,16 +307,17 @@ class Ranks:
         whole_s = self._config.cluster.train_timeout_secs if deadline_s is None else deadline_s
         return partial(self._wait, f"{self._name} ranks to {method}", whole_s, on_poll)
 
-    def save(self, directory: Path, *, in_background: bool) -> list[Any]:
+    def save(self, directory: Path, *, in_background: bool) -> dict[Any, str]:
         """Returns when every rank has written, or in the background copied, its state; each owes the answer that its
-        bytes are on the disk."""
+        bytes are on the disk, here with the names of the ranks' processes."""
         self.call("save", str(directory), in_background)
         deadline_s = self._config.cluster.train_timeout_secs
-        return [actor.finish_save.remote(deadline_s) for actor in self._actors]
+        return {actor.finish_save.remote(deadline_s): f"{self._name}-{rank}" for rank, actor in enumerate(self._actors)}
 
     def stop(self) -> None:
         refs = [actor.close.remote() for actor in self._actors]
-        ray.wait(refs, num_returns=len(refs), timeout=20)
+        with waiting(f"{self._name} ranks to close", self._name, deadline_s=STOP_S):
+            ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
         for actor in self._actors:
             ray.kill(actor)
 
@@ -320,7 +332,8 @@ class Ranks:
         if not self._running:
             return
         deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
-        _, pending = ray.wait(self._running, num_returns=len(self._running), timeout=deadline_s)
+        with waiting(f"{self._name} ranks to end the call before", self._name, deadline_s=deadline_s):
+            _, pending = ray.wait(self._running, num_returns=len(self._running), timeout=deadline_s)
         if pending:
             name = f"{len(pending)} of {len(self)} {self._name} ranks to end the call before"
             raise WaitTimeoutError(name, deadline_s, self._name, "See RUN_DIR/logs.")
@@ -397,9 +410,10 @@ class Trainers:
         return self._policy.call("log_probs", rows, rule)[0]
 
     def save(self, directory: Path, *, in_background: bool = False) -> RanksSave:
-        return RanksSave(
-            [owed for ranks in self._learning for owed in ranks.save(directory, in_background=in_background)]
-        )
+        owed: dict[Any, str] = {}
+        for ranks in self._learning:
+            owed |= ranks.save(directory, in_background=in_background)
+        return RanksSave(owed)
 
     def save_hf(self, directory: Path) -> None:
         self._policy.call("save_hf", str(directory))

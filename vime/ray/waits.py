@@ -8,14 +8,18 @@ another rank's ten-minute timeout.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import ray
 
+from vime.observability.stuck import explain
 from vime.types import ClusterError, VimeError, WaitTimeoutError
+from vime.utils.waits import run_directory, waiting
 
+logger = logging.getLogger(__name__)
 POLL_S = 0.25
 DEATH_GRACE_S = 2.0  # after a failure, for Ray to say that an actor died
 
@@ -35,32 +39,58 @@ def wait_for(
     owner: str,
     deadline_s: float,
     on_poll: Callable[[], None] | None = None,
+    parties: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Answers of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait.
+    """Answers of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait. `parties`:
+    the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`); none when the answer is
+    late by intent, waiting for what somebody else does.
 
-    Raises the VimeError that an actor raised, ClusterError when an actor died, WaitTimeoutError at the deadline.
+    Raises the VimeError that an actor raised, ClusterError when an actor died, WaitTimeoutError at the deadline, which
+    says who it was that blocked.
     """
     ends = time.monotonic() + deadline_s
     pending = list(refs)
-    while pending:
-        left = ends - time.monotonic()
-        if left <= 0:
-            raise WaitTimeoutError(name, deadline_s, owner, f"{len(pending)} of {len(refs)} have not answered.")
-        done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
-        _raise_failure(done, pending, list(refs), name, owner)
-        if on_poll is not None:
-            on_poll()
+    if parties is None:
+        parties = [owner] if len(refs) == 1 else [f"{owner}-{index}" for index in range(len(refs))]
+    owed = dict(zip(refs, parties, strict=True)) if parties else {}
+    with waiting(name, *owed.values(), deadline_s=deadline_s) as wait:
+        while pending:
+            left = ends - time.monotonic()
+            if left <= 0:
+                missing = f"{len(pending)} of {len(refs)} have not answered."
+                raise WaitTimeoutError(name, deadline_s, owner, f"{missing}{blocking_party()}")
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
+            if done:
+                wait.owners = tuple(owed[ref] for ref in pending if ref in owed)
+            _raise_failure(done, pending, list(refs), name, owner)
+            if on_poll is not None:
+                on_poll()
     return [_value(ref, name, owner) for ref in refs]
 
 
-async def wait_for_async(ref: Any, *, name: str, owner: str, deadline_s: float) -> Any:
+async def wait_for_async(
+    ref: Any, *, name: str, owner: str, deadline_s: float, parties: Sequence[str] | None = None
+) -> Any:
     """`wait_for` of one ref on the caller's event loop."""
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
+        with waiting(name, *([owner] if parties is None else parties), deadline_s=deadline_s):
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
     except TimeoutError as error:
         raise WaitTimeoutError(name, deadline_s, owner) from error
     except ray.exceptions.RayError as error:
         _raise_named(error, name, owner)
+
+
+def blocking_party() -> str:
+    """What `vime why-stuck` says of this run now, as the end of a message; empty where there is no run."""
+    run_dir = run_directory()
+    if run_dir is None:
+        return ""
+    try:
+        return f" Who blocks: {explain(run_dir, sample_s=0).line}."
+    except (VimeError, OSError) as error:
+        logger.warning("who blocks the run is not known: %s", error)
+        return ""
 
 
 def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: str, owner: str) -> None:

@@ -21,12 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.types import EngineError, VersionSpan, WaitTimeoutError
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
 ROUTE = "/inference/v1/generate"
 MAX_ATTEMPTS = 8
 LONGEST_BACKOFF_S = 8.0
+SERVERS = ("router", "engine")
+"""Who may hold an answer up: a request does not say which engine the router gave it to."""
 REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 """Answers after which asking again is right: generation has no effect, so a repeated request costs only time."""
 
@@ -76,17 +79,21 @@ class EngineClient:
             "sampling_params": {**sampling_params, "n": n, "logprobs": 0, "detokenize": "stop" in sampling_params},
         }
         headers = {"X-Session-ID": session_id} if session_id else {}
-        async with self._slots:
-            try:
+        with waiting("one of the requests before to end", deadline_s=None):
+            await self._slots.acquire()
+        try:
+            with waiting("an answer", *SERVERS, deadline_s=self._timeout_s):
                 async with asyncio.timeout(self._timeout_s):
                     answer = await self._post(body, headers)
-            except (TimeoutError, httpx.TimeoutException) as error:
-                raise WaitTimeoutError(
-                    f"{n} answers to a prompt of {len(token_ids)} tokens",
-                    self._timeout_s,
-                    f"vLLM behind {self.url}",
-                    "Raise --generate-timeout-secs, or look at the engine logs for a stuck engine.",
-                ) from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise WaitTimeoutError(
+                f"{n} answers to a prompt of {len(token_ids)} tokens",
+                self._timeout_s,
+                f"vLLM behind {self.url}",
+                "Raise --generate-timeout-secs, or look at the engine logs for a stuck engine.",
+            ) from error
+        finally:
+            self._slots.release()
         return _read_answers(answer, n)
 
     async def aclose(self) -> None:

@@ -14,6 +14,7 @@ from vime.rollout.metrics import sample_metrics
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.prompts import Prompt, read_prompts
 from vime.types import EngineError, RolloutFnEvalOutput, Sample, WaitTimeoutError
+from vime.utils.waits import waiting
 
 _PROMPTS: dict[tuple[str, ...], list[Prompt]] = {}
 """Files read so far, by path and the flags that decide how they are read. Owner: the rollout loop."""
@@ -77,9 +78,10 @@ async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt]
         )
 
     try:
-        async with asyncio.timeout_at(ends), asyncio.TaskGroup() as tasks:
-            for number in range(len(groups)):
-                tasks.create_task(work(number))
+        with waiting(f"the prompts of evaluation {name}", deadline_s=ends - asyncio.get_running_loop().time()):
+            async with asyncio.timeout_at(ends), asyncio.TaskGroup() as tasks:
+                for number in range(len(groups)):
+                    tasks.create_task(work(number))
     except TimeoutError as error:
         raise WaitTimeoutError(
             f"evaluation {name}: {finished} of {len(groups)} prompts done",

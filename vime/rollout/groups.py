@@ -13,6 +13,7 @@ from vime.rollout.plugins import plugin
 from vime.rollout.rm_hub import async_rm, batched_async_rm
 from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus, VimeError
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import waiting
 
 UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
 
@@ -92,8 +93,9 @@ async def _generate_custom(args: Any, sample: Sample, sampling_params: Mapping[s
     deadline_s = args.generate_timeout_secs
     group_index = sample.group_index
     try:
-        async with asyncio.timeout(deadline_s) as deadline:
-            answer = await function(args, sample, copy.deepcopy(dict(sampling_params)))
+        with waiting("--custom-generate-function-path", deadline_s=deadline_s):
+            async with asyncio.timeout(deadline_s) as deadline:
+                answer = await function(args, sample, copy.deepcopy(dict(sampling_params)))
     except VimeError:
         raise
     except Exception as error:

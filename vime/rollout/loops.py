@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 from vime.types import WaitTimeoutError
+from vime.utils.waits import waiting
 
 Result = TypeVar("Result")
 
@@ -34,7 +35,8 @@ class LoopThread:
         """Run to the end and answer its result; WaitTimeoutError (after cancelling it) when `timeout_s` is over."""
         future = self.submit(coroutine)
         try:
-            return future.result(timeout_s)
+            with waiting(name, deadline_s=timeout_s):
+                return future.result(timeout_s)
         except TimeoutError:
             if future.done() and not future.cancelled():
                 raise  # the coroutine's own

@@ -23,6 +23,7 @@ from vime.rollout.loops import raise_first, reward_loop
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_math import MathJudge
 from vime.types import RewardError, Sample, SampleStatus
+from vime.utils.waits import waiting
 
 Reward = float | dict[str, float]
 
@@ -102,10 +103,11 @@ async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> An
     )
     try:
         async with asyncio.timeout(args.rm_timeout_secs) as deadline:
-            if is_coroutine:
-                return await asyncio.wrap_future(reward_loop().submit(function(*arguments)))
-            async with _threads():
-                return await asyncio.wrap_future(_in_thread(function, *arguments))
+            with waiting(f"the reward function {_name(function)}", deadline_s=args.rm_timeout_secs):
+                if is_coroutine:
+                    return await asyncio.wrap_future(reward_loop().submit(function(*arguments)))
+                async with _threads():
+                    return await asyncio.wrap_future(_in_thread(function, *arguments))
     except Exception as error:
         if deadline.expired():
             raise RewardError(
@@ -113,6 +115,10 @@ async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> An
                 "flag; blocking calls belong in a plain function, not in `async def`."
             ) from error
         raise RewardError(f"{where}: raised {type(error).__name__}: {error}. Expected a number.") from error
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -180,16 +186,17 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     trouble = ""
     try:
         async with asyncio.timeout(args.rm_timeout_secs), httpx.AsyncClient(timeout=args.rm_timeout_secs) as client:
-            for attempt in range(REMOTE_ATTEMPTS):
-                await asyncio.sleep(0.2 * attempt)
-                try:
-                    response = await client.post(args.rm_url, json=body)
-                    if response.status_code == 200:
-                        answer = response.json()
-                        return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
-                    trouble = f"HTTP {response.status_code}: {response.text[:200]}"
-                except httpx.TransportError as error:
-                    trouble = f"{type(error).__name__} {error}".strip()
+            with waiting("a remote reward", args.rm_url, deadline_s=args.rm_timeout_secs):
+                for attempt in range(REMOTE_ATTEMPTS):
+                    await asyncio.sleep(0.2 * attempt)
+                    try:
+                        response = await client.post(args.rm_url, json=body)
+                        if response.status_code == 200:
+                            answer = response.json()
+                            return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
+                        trouble = f"HTTP {response.status_code}: {response.text[:200]}"
+                    except httpx.TransportError as error:
+                        trouble = f"{type(error).__name__} {error}".strip()
     except TimeoutError as error:
         raise RewardError(f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). {trouble}") from error
     except ValueError as error:

@@ -9,6 +9,7 @@ import logging
 import sys
 
 from vime.types import RewardError, WaitTimeoutError
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,9 @@ class MathJudge:
         deadline_s = turns * (START_SECONDS + timeout_s)
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(deadline_s):
-                return await self._idle.get()
+            with waiting("a math reward worker to be free", deadline_s=deadline_s):
+                async with asyncio.timeout(deadline_s):
+                    return await self._idle.get()
         except TimeoutError as error:
             name = f"one of {self._num_workers} math reward workers to be free"
             raise WaitTimeoutError(name, deadline_s, "vime.rollout.rm_math", "Lower --rm-timeout-secs.") from error
@@ -94,10 +96,11 @@ async def _ask(worker: asyncio.subprocess.Process, gold: str, answer: str, timeo
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:
-        async with asyncio.timeout(timeout_s):
-            worker.stdin.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
-            await worker.stdin.drain()
-            line = await worker.stdout.readline()
+        with waiting("a math reward worker to judge", deadline_s=timeout_s):
+            async with asyncio.timeout(timeout_s):
+                worker.stdin.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
+                await worker.stdin.drain()
+                line = await worker.stdout.readline()
     except TimeoutError:
         return None
     except (BrokenPipeError, ConnectionResetError):

@@ -34,6 +34,7 @@ from vime.types import (
     Sample,
     WaitTimeoutError,
 )
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,9 @@ class TrainingRound:
     async def run(self) -> RolloutFnTrainOutput:
         args = self._args
         try:
-            async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
-                await self._collect(tasks)
+            with waiting(f"the groups of round {self._rollout_id}", deadline_s=args.rollout_timeout_secs):
+                async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
+                    await self._collect(tasks)
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"round {self._rollout_id}: {len(self._kept)} of {self._wanted} groups ready, {len(self._running)} in "

@@ -15,6 +15,7 @@ from vime.seams import PackLoss, TrainBackend, TrainEngine
 from vime.training.columns import Columns
 from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, TrainRow, VimeError
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import doing
 
 
 def check_delivered(plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int) -> None:
@@ -72,15 +73,16 @@ def optimizer_step(
     """
     numbers = step.micro_batches[backend.place.dp_rank]
     holds_tokens = backend.place.holds_tokens
-    shares = engine.accumulate(
-        [[rows[row] for row in batch] for batch in numbers],
-        [
-            {key: [column[row] for row in batch] for key, column in columns.items()} if holds_tokens else {}
-            for batch in numbers
-        ],
-        loss,
-    )
-    totals = _sum_over_replicas(shares, len(statistics), backend)
+    with doing(f"{name}: forward and backward"):
+        shares = engine.accumulate(
+            [[rows[row] for row in batch] for batch in numbers],
+            [
+                {key: [column[row] for row in batch] for key, column in columns.items()} if holds_tokens else {}
+                for batch in numbers
+            ],
+            loss,
+        )
+        totals = _sum_over_replicas(shares, len(statistics), backend)
     learning_rate = engine.learning_rate
     if not all(math.isfinite(value) for value in totals):
         raise VimeError(
@@ -91,7 +93,8 @@ def optimizer_step(
     if before_move is not None:
         before_move()
     failpoint(Point.OPTIMIZER)
-    grad_norm = engine.apply_gradients()
+    with doing(f"{name}: gradients"):
+        grad_norm = engine.apply_gradients()
     failpoint(Point.STEPPED)
     if not math.isfinite(grad_norm):
         every_row = sorted({row for batches in step.micro_batches for batch in batches for row in batch})

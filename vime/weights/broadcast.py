@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from vime.seams import EngineControl
 from vime.types import WaitTimeoutError
+from vime.utils.waits import waiting
 from vime.weights.plan import Bucket
 from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
 
@@ -61,7 +62,8 @@ class BroadcastSender(BucketSender):
         meeting = self._pool.submit(fleet.init_transfer, infos)
         joining = self._pool.submit(_make_group, self._backend, self._store, 0, world_size, address, timeout)
         # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
-        done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+        with waiting("the engines to join the broadcast group", "engine", deadline_s=self._timeout_s):
+            done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
         for future in (meeting, joining):
             if future in done:
                 future.result()
@@ -82,7 +84,8 @@ class BroadcastSender(BucketSender):
         answer = self._pool.submit(fleet.update, bucket_to_wire(bucket))
         work = _broadcast(self._group, buffer)
         try:
-            answer.result(timeout=self._timeout_s)
+            with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):
+                answer.result(timeout=self._timeout_s)
         except BaseException:
             # Giving up the group would wait for the broadcast, which no engine may take any more: until the timeout or
             # until the engines are stopped. Keep it instead, so that the error comes out now.

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
+from vime.observability.stuck import explain
 
 ROUNDS = 3
 
@@ -174,12 +175,25 @@ async def generate_until_round_2(args, sample, sampling_params):
 
 
 def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: TinyTask, tmp_path: Path) -> None:
-    """Its core is stopped, not dead: the API server still answers, no token comes."""
+    """Its core is stopped, not dead: the API server still answers, no token comes. `vime why-stuck` says so before the
+    health check has given up, and what ended the run afterwards."""
     (tmp_path / "stop.py").write_text(STOPS_THE_CORE)
-    flags = [*tiny_task.flags(), "--num-rollout", "1000", "--engine-health-timeout-secs", "3"]
+    flags = [*tiny_task.flags(), "--num-rollout", "1000", "--engine-health-timeout-secs", "8"]
     flags += ["--max-restarts", "0"]
     flags += ["--custom-generate-function-path", f"{tmp_path / 'stop.py'}:generate_until_round_2"]
-    finished = train(flags, tmp_path / "run")
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("round_trained", count=2)
+    verdicts = []
+    while training.process.poll() is None and not any("from engine-0; engine-0" in line for line in verdicts):
+        verdicts.append(explain(tmp_path / "run").line)
+    finished = training.finish()
+    assert "driver waits" in verdicts[-1], verdicts[-3:]
+    assert "from rollout-manager, which waits" in verdicts[-1], verdicts[-3:]
+    assert "(VLLM::EngineCore" in verdicts[-1], verdicts[-3:]
+    over = explain(tmp_path / "run")
+    assert over.is_stuck
+    assert "the run has ended" in over.line
+    assert "engine-0 lives" in over.line
     assert finished.code == 3, finished.output
     checkpoints = tmp_path / "run" / "checkpoints"
     assert "engine-0 lives" in finished.output

@@ -51,14 +51,6 @@ def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path) -> None:
     assert 0 <= ended.fields["duration_s"] == pytest.approx(ended.monotonic_s - started.monotonic_s, abs=0.05)
 
 
-def test_a_wait_names_its_owner_and_its_deadline_before_it_begins(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, "driver")
-    with log.wait("a round of generation", owner="RolloutManager", deadline_s=60):
-        (waiting,) = read_events(tmp_path)
-    assert waiting.kind == EventKind.WAIT_STARTED
-    assert waiting.fields == {"name": "a round of generation", "owner": "RolloutManager", "deadline_s": 60}
-
-
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     log = EventLog(tmp_path, "driver")
     long = "x" * 10_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.observability.run_dir import RunDir, is_run_dir
+from vime.observability.run_dir import RunDir, check_run_dir
 from vime.types import ConfigError
 
 
@@ -20,7 +20,7 @@ def test_a_new_directory_gets_its_layout_and_its_description(tmp_path: Path) -> 
         assert {entry.name for entry in run.path.iterdir() if entry.is_dir()} == {
             "events", "logs", "eval", "checkpoints",
         }  # fmt: skip
-        assert is_run_dir(run.path)
+        check_run_dir(run.path)
 
 
 def test_the_command_script_gives_the_same_arguments_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vime.config.parse import Config
 from vime.types import ClusterError, ConfigError, EngineSpec, RankInfo, RankPlace
+from vime.utils.waits import peer, waiting
 
 if TYPE_CHECKING:
     from vime.backends.fsdp_utils.engine import FsdpEngine
@@ -72,9 +73,10 @@ def _meet(rank: RankInfo, config: Config, *, backend: str) -> None:
     timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
     address = f"{rank.master_address}:{rank.master_port}"
     try:
-        dist.init_process_group(
-            backend, init_method=f"tcp://{address}", rank=rank.rank, world_size=rank.world_size, timeout=timeout
-        )
+        with waiting("the other trainer ranks to meet", peer(), deadline_s=timeout.total_seconds()):
+            dist.init_process_group(
+                backend, init_method=f"tcp://{address}", rank=rank.rank, world_size=rank.world_size, timeout=timeout
+            )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise ClusterError(
             f"trainer rank {rank.rank} of {rank.world_size} found no rendezvous at {address} within "

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from vime.types import CheckpointError, WaitTimeoutError, describe
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import peer, waiting
 
 logger = logging.getLogger(__name__)
 BACKEND, VERSION = "torch_dist", 1
@@ -94,7 +95,8 @@ class PendingSave:
     def wait(self, deadline_s: float) -> None:
         """Until the checkpoint is complete on every rank; raises CheckpointError when it will not be."""
         if self._thread is not None:
-            self._thread.join(deadline_s)
+            with waiting("the checkpoint's bytes to be written", deadline_s=deadline_s):
+                self._thread.join(deadline_s)
             if self._thread.is_alive():
                 raise WaitTimeoutError(
                     f"the checkpoint {self.directory} to be written",
@@ -109,12 +111,14 @@ class PendingSave:
         """What went wrong on any rank, the same answer on all. Rank 0 writes the table of contents last."""
         is_first = dist.get_rank() == 0
         everyone: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-        dist.gather_object(mine, everyone, dst=0, group=self._group)
+        with waiting("the peers to have written their part of the checkpoint", peer(), deadline_s=None):
+            dist.gather_object(mine, everyone, dst=0, group=self._group)
         failure: list[str | None] = [None]
         if everyone is not None:
             failures = [answer for answer in everyone if isinstance(answer, str)]
             failure = ["; ".join(failures)[:600] or self._write_contents(everyone)]
-        dist.broadcast_object_list(failure, src=0, group=self._group)
+        with waiting("rank 0 to complete the checkpoint", *([] if is_first else [peer(0)]), deadline_s=None):
+            dist.broadcast_object_list(failure, src=0, group=self._group)
         return failure[0]
 
     def _write_contents(self, results: list[list[WriteResult]]) -> str | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from vime.backends.megatron_utils import cpu_device
 from vime.config.machine import ClusterConfig, ParallelConfig
 from vime.types import ClusterError, ConfigError, RankInfo, RankPlace
+from vime.utils.waits import peer, waiting
 
 
 def prepare_process(device: str) -> list[str]:
@@ -59,13 +60,14 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
         torch.cuda.set_device(rank.local_rank)
     timeout = datetime.timedelta(minutes=cluster.distributed_timeout_minutes)
     try:
-        dist.init_process_group(
-            cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
-            init_method=f"tcp://{rank.master_address}:{rank.master_port}",
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=timeout,
-        )
+        with waiting("the other trainer ranks to meet", peer(), deadline_s=timeout.total_seconds()):
+            dist.init_process_group(
+                cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
+                init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+                rank=rank.rank,
+                world_size=rank.world_size,
+                timeout=timeout,
+            )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise ClusterError(
             f"trainer rank {rank.rank} of {rank.world_size} found no rendezvous at "

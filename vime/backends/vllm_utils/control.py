@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from vime.types import EngineAddress, EngineError, EngineReport, Version, WaitTimeoutError
+from vime.utils.waits import waiting
 
 CONNECT_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 1.0
@@ -79,7 +80,8 @@ class Fanout:
         """The JSON of one engine's answer; EngineError names engine, route, status and body."""
         address = self.addresses[index]
         try:
-            response = send(index)
+            with waiting(f"an answer to {route}", address.name, deadline_s=self._deadline_s):
+                response = send(index)
         except httpx.HTTPError as error:
             raise EngineError(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}") from error
         if response.status_code != 200:

@@ -15,6 +15,7 @@ import httpx
 
 from vime.backends.vllm_utils import guard
 from vime.types import EngineError, WaitTimeoutError
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class ServerProcess:
     def wait_ready(self, deadline_s: float) -> None:
         """Return when the server answers. EngineError as soon as it ends instead; WaitTimeoutError at the deadline."""
         started = time.monotonic()
-        with httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+        starting = waiting(f"the server of {self.name} to be ready", deadline_s=deadline_s)
+        with starting, httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
             while True:
                 self.check()
                 try:
@@ -105,7 +107,8 @@ class ServerProcess:
         self.check()
         try:
             # verify: nothing is encrypted on the way to an own child, and reading certificates costs 20 ms a time
-            got = f"status {httpx.get(url, timeout=deadline_s, trust_env=False, verify=False).status_code}"
+            with waiting(f"the server of {self.name} to say how it is", deadline_s=deadline_s):
+                got = f"status {httpx.get(url, timeout=deadline_s, trust_env=False, verify=False).status_code}"
         except httpx.TimeoutException:
             got = f"no answer within {deadline_s:g} s (--engine-health-timeout-secs)"
         except httpx.TransportError as error:
@@ -130,7 +133,8 @@ class ServerProcess:
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
             try:
-                child.wait(self._grace_s + STOP_MARGIN_S)
+                with waiting(f"the server of {self.name} to end", deadline_s=self._grace_s + STOP_MARGIN_S):
+                    child.wait(self._grace_s + STOP_MARGIN_S)
             except subprocess.TimeoutExpired:
                 logger.warning("%s: does not end within %g s of SIGTERM; killing it", self.name, self._grace_s)
         orphans = guard.kill_session(child.pid)

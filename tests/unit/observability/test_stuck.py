@@ -1,0 +1,199 @@
+"""Who blocks: the verdict on made-up processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from vime.observability.stuck import PATIENCE_S, Verdict, judge, owned_by
+from vime.observability.waits import RunProcess, SeenWait, SeenWork, State
+
+NOW = 1_000_000.0
+
+
+def process(name: str, *waits: SeenWait, **fields) -> RunProcess:
+    values = {"pid": 100, "cpu_share": 0.0, "last_seen": NOW, **fields}
+    return RunProcess(name=name, waits=waits, **values)
+
+
+def wait(name: str, *owners: str, age_s: float = 40.0, deadline_s: float | None = 1800.0, count: int = 1) -> SeenWait:
+    return SeenWait(name=name, owners=owners, age_s=age_s, deadline_s=deadline_s, count=count)
+
+
+def verdict(*processes: RunProcess, ended: str = "not finished") -> Verdict:
+    return judge(processes, ended)
+
+
+GENERATION = process("driver", wait("a round of generation", "RolloutManager", age_s=43))
+MANAGER = process(
+    "rollout-manager",
+    wait("the groups of round 3", age_s=43),
+    wait("an answer", "router", "engine", age_s=41, count=4),
+    work=(SeenWork(name="generate_round (rollout_id 3)", age_s=43),),
+)
+
+
+def test_a_stopped_engine_is_named_through_the_manager_that_waits_for_it() -> None:
+    stopped = process("engine-1", state=State.STOPPED, detail="VLLM::EngineCore, pid 7: SIGSTOP")
+    found = verdict(GENERATION, MANAGER, process("router"), process("engine-0", cpu_share=0.9), stopped)
+    assert found.is_stuck
+    assert found.line == (
+        "driver waits 43 s for 'a round of generation' from rollout-manager, which waits 41 s for 'an answer' (4 of "
+        "them, the oldest 41 s) from engine-1; engine-1 (pid 100) is STOPPED (VLLM::EngineCore, pid 7: SIGSTOP)"
+    )
+
+
+def test_a_working_engine_is_no_reason_to_worry_however_idle_the_router_is() -> None:
+    found = verdict(GENERATION, MANAGER, process("router"), process("engine-0", cpu_share=0.9))
+    assert not found.is_stuck
+    assert found.line.endswith("from engine-0; engine-0 is at work")
+
+
+def test_owners_that_all_idle_are_named_once_patience_is_over() -> None:
+    idle = [GENERATION, MANAGER, process("router"), process("engine-0")]
+    found = verdict(*idle)
+    assert found.is_stuck
+    assert found.line.endswith("from router; router, engine-0: alive, but no wait is known and no CPU is used")
+    short = process("rollout-manager", wait("an answer", "router", "engine", age_s=PATIENCE_S - 1))
+    assert not verdict(GENERATION, short, process("router"), process("engine-0")).is_stuck
+
+
+@pytest.mark.parametrize("state", [State.DEAD, State.STOPPED, State.SILENT])
+def test_a_rank_that_is_gone_explains_its_peers_in_their_collective(state: State) -> None:
+    driver = process("driver", wait("trainer ranks to train", "trainer-0", "trainer-1", age_s=300))
+    at_work = process("trainer-0", cpu_share=1.0, work=(SeenWork(name="round 3, optimizer step 1", age_s=299),))
+    found = verdict(driver, at_work, process("trainer-1", state=state, pid=77))
+    assert found.is_stuck
+    assert "from trainer-1; trainer-1 (pid 77) is " + str(state) in found.line
+
+
+def test_a_dead_process_says_more_than_a_stopped_one() -> None:
+    driver = process("driver", wait("trainer ranks to train", "trainer"))
+    found = verdict(driver, process("trainer-0", state=State.STOPPED), process("trainer-1", state=State.DEAD))
+    assert "trainer-1 (pid 100) is DEAD" in found.line
+
+
+def test_what_a_working_process_is_at_is_told() -> None:
+    work = (SeenWork(name="round 3", age_s=9), SeenWork(name="optimizer step 1", age_s=4))
+    found = verdict(
+        process("driver", wait("ranks to train", "trainer-0")), process("trainer-0", work=work, cpu_share=1)
+    )
+    assert not found.is_stuck
+    assert found.line.endswith("trainer-0 has been at 'optimizer step 1' for 4 s")
+
+
+def test_two_that_wait_for_each_other_are_a_circle_once_it_has_lasted() -> None:
+    driver = process("driver", wait("ranks to save", "trainer-0"))
+    first = process("trainer-0", wait("rank 1 to write", "trainer-1", age_s=90))
+    second = process("trainer-1", wait("rank 0 to write", "trainer-0", age_s=80))
+    found = verdict(driver, first, second)
+    assert found.is_stuck
+    assert "from trainer-1, which waits 80 s for 'rank 0 to write' from trainer-0, which waits for them: a circle" in (
+        found.line
+    )
+    # the second has just begun to wait: the first may get its answer in this moment
+    assert not verdict(driver, first, process("trainer-1", wait("rank 0 to write", "trainer-0", age_s=1))).is_stuck
+
+
+def test_a_producer_that_waits_for_the_trainer_while_others_generate_is_no_circle() -> None:
+    """Streaming: the manager waits for a slot that the driver will free, and for answers that are being computed."""
+    manager = process("rollout-manager", wait("a slot", "driver", age_s=100), wait("an answer", "engine", age_s=50))
+    found = verdict(GENERATION, manager, process("engine-0", cpu_share=1.0))
+    assert not found.is_stuck
+
+
+def test_a_deadline_that_ended_nothing_is_named_innermost_first() -> None:
+    driver = process("driver", wait("a round", "rollout-manager", age_s=200, deadline_s=190))
+    manager = process("rollout-manager", wait("a reward", "http://judge/score", age_s=75, deadline_s=60))
+    found = verdict(driver, manager)
+    assert found.is_stuck
+    assert found.line.endswith(
+        "'a reward' from http://judge/score, 15 s past its deadline of 60 s, which did not end it"
+    )
+
+
+def test_something_outside_the_run_is_waited_for_until_its_deadline() -> None:
+    manager = process("rollout-manager", wait("a reward", "http://judge/score", age_s=50, deadline_s=60))
+    found = verdict(GENERATION, manager)
+    assert not found.is_stuck
+    assert found.line.endswith("http://judge/score is outside the run")
+
+
+def test_an_owner_that_never_showed_itself_is_named() -> None:
+    driver = process("driver", wait("engines to start", "engine-0", "engine-1"))
+    found = verdict(driver, process("engine-0", wait("the server to be ready")))
+    assert found.is_stuck
+    assert "engine-1 is no process that has shown itself in this run" in found.line
+
+
+def test_a_wait_in_the_process_itself_ends_the_chain_there() -> None:
+    manager = process("rollout-manager", wait("the reward function judge", age_s=38, deadline_s=60, count=3))
+    found = verdict(GENERATION, manager)
+    assert not found.is_stuck
+    assert found.line.endswith(
+        "rollout-manager waits 38 s for 'the reward function judge' (3 of them, the oldest 38 s) in itself"
+    )
+
+
+def test_a_stopped_process_is_told_when_nobody_is_known_to_wait_for_it() -> None:
+    driver = process("driver", wait("ranks to train", "trainer-0"))
+    found = verdict(driver, process("trainer-0", cpu_share=1.0), process("router", state=State.STOPPED))
+    assert found.is_stuck
+    assert found.line.startswith("router (pid 100) is STOPPED; meanwhile driver waits 40 s")
+
+
+def test_a_stopped_driver_is_the_party() -> None:
+    found = verdict(process("driver", wait("a round", "rollout-manager"), state=State.STOPPED), MANAGER)
+    assert found.is_stuck
+    assert found.line == "driver (pid 100) is STOPPED"
+
+
+def test_many_ranks_that_all_wait_for_all_are_walked_once_each() -> None:
+    """Every path through 64 ranks would be more than there are atoms. They meet in a moment, or never."""
+    driver = process("driver", wait("ranks to save", "trainer"))
+    for age_s, is_stuck in ((1, False), (PATIENCE_S + 1, True)):
+        ranks = [process(f"trainer-{index}", wait("peers", "trainer", age_s=age_s)) for index in range(64)]
+        found = verdict(driver, *ranks)
+        assert (found.is_stuck, found.line.endswith("a circle")) == (is_stuck, True)
+
+
+def test_a_finished_run_is_not_stuck_and_a_failed_one_says_its_error() -> None:
+    dead = [process(name, state=State.DEAD) for name in ("driver", "engine-0")]
+    assert not verdict(*dead, ended="finished").is_stuck
+    failed = verdict(*dead, ended="failed: engine-0 lives but does not work\nmore")
+    assert failed.is_stuck
+    assert failed.line == "the run has ended: engine-0 lives but does not work"
+
+
+def test_a_killed_run_says_what_was_waited_for_last_and_who_was_gone_before() -> None:
+    dead = {"state": State.DEAD}
+    manager = process("rollout-manager", *MANAGER.waits, **dead)
+    driver = process("driver", *GENERATION.waits, **dead)
+    gone = process("engine-0", last_seen=NOW - 40, pid=8, **dead)
+    found = verdict(driver, manager, gone, process("router", **dead))
+    assert found.is_stuck
+    assert "the run is dead: driver (pid 100) ended without a last word" in found.line
+    assert "engine-0 (pid 8) was gone 40 s before." in found.line
+    assert (
+        "At the end driver waits 43 s for 'a round of generation' from rollout-manager, which waits 41 s" in found.line
+    )
+
+
+def test_what_outlived_a_dead_run_is_listed() -> None:
+    found = verdict(process("driver", state=State.DEAD), process("engine-0", state=State.STOPPED))
+    assert found.line.endswith("Still there: engine-0.")
+
+
+def test_an_owner_is_a_process_a_family_of_them_or_a_class() -> None:
+    names = ["driver", "rollout-manager", "engine-0", "engine-1", "engine-10", "trainer-0", "SimpleStorageUnit-0"]
+    everyone = [process(name) for name in names]
+
+    def owned(owner: str, but: str = "driver") -> list[str]:
+        [asking] = [each for each in everyone if each.name == but]
+        return [each.name for each in owned_by(owner, everyone, but=asking)]
+
+    assert owned("engine") == ["engine-0", "engine-1", "engine-10"]
+    assert owned("engine", but="engine-1") == ["engine-0", "engine-10"]
+    assert owned("engine-1") == ["engine-1"]
+    assert owned("RolloutManager") == ["rollout-manager"]
+    assert owned("SimpleStorageUnit") == ["SimpleStorageUnit-0"]
+    assert owned("vLLM") == []

@@ -1,0 +1,245 @@
+"""Who blocks a run: the graph of waits, followed from the driver to whoever does not go on.
+
+A process's wait names its owners; their own waits lead further, until a process that is dead, stopped or silent, one
+that works or idles, a circle, or something that is no process of the run. `explain` looks at a run, `judge` is the pure
+part. Used by `vime why-stuck` and by the driver's own deadlines.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from pathlib import Path
+
+from vime.observability.events import outcome, read_events
+from vime.observability.waits import RunProcess, SeenWait, State, read_run
+from vime.types import DataError
+
+SAMPLE_S = 0.5
+PATIENCE_S = 30.0
+"""So long a wait may lead to nothing (an owner that idles, has not begun, or waits back) before it counts as stuck."""
+OVERDUE_S = 2.0
+GONE_BEFORE_S = 12.0
+"""A process last seen so much earlier than the driver did not die with it: files are touched every 5 s."""
+ROOT = "driver"
+
+
+class Kind(IntEnum):
+    """How a chain of waits ends; of several chains the lowest explains the run."""
+
+    DEAD = auto()
+    STOPPED = auto()
+    SILENT = auto()
+    OVERDUE = auto()  # past a deadline that should have ended it
+    ABSENT = auto()  # the owner is no process that has shown itself
+    BUSY = auto()
+    WITHIN = auto()  # waits for something in itself, which has a deadline
+    OUTSIDE = auto()  # the owner is no process of the run, and has a deadline
+    CIRCLE = auto()  # nobody waits for anything but the others
+    IDLE = auto()  # neither waits nor computes
+
+
+STUCK_AT_ONCE = (Kind.DEAD, Kind.STOPPED, Kind.SILENT, Kind.OVERDUE)
+STUCK_AFTER_PATIENCE = (Kind.CIRCLE, Kind.ABSENT, Kind.IDLE)
+_OF_STATE = {State.DEAD: Kind.DEAD, State.STOPPED: Kind.STOPPED, State.SILENT: Kind.SILENT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """From the driver through `links` (who waits, for what) to `end`: a process, or the name of what is none."""
+
+    links: tuple[tuple[RunProcess, SeenWait], ...]
+    end: RunProcess | str
+    kind: Kind
+
+    @property
+    def age_s(self) -> float:
+        """How long the last of them has waited; in a circle, since it closed."""
+        ages = [wait.age_s for _, wait in self.links] or [0.0]
+        if self.kind is Kind.CIRCLE:
+            return min(ages[next(at for at, (process, _) in enumerate(self.links) if process is self.end) :])
+        return ages[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """`line` names the blocking party."""
+
+    is_stuck: bool  # or the run died
+    line: str
+    processes: tuple[RunProcess, ...]
+
+
+def explain(run_dir: Path, *, sample_s: float = SAMPLE_S) -> Verdict:
+    """Look at a live or dead run. DataError when nothing in `run_dir` says what its processes waited for."""
+    processes = read_run(run_dir, sample_s=sample_s)
+    if not any(process.name == ROOT for process in processes):
+        raise DataError(
+            f"{run_dir}: no process has said what it waits for. Expected files in {run_dir / 'waits'}, which a run "
+            "writes from its first second on; this one never began, or an older Vime made it."
+        )
+    return judge(processes, outcome(read_events(run_dir, ROOT)))
+
+
+def judge(processes: Sequence[RunProcess], ended: str) -> Verdict:
+    """`ended`: "finished", "failed: why", or "not finished", as the driver's events have it."""
+    by_name = {process.name: process for process in processes}
+    driver = by_name[ROOT]
+    if driver.state is State.DEAD:
+        return Verdict(is_stuck=ended != "finished", line=_last_words(by_name, ended), processes=tuple(processes))
+    chain = min(_chains(by_name, driver), key=_rank, default=None) or _circle(by_name, driver)
+    is_stuck = chain.kind in STUCK_AT_ONCE or (chain.kind in STUCK_AFTER_PATIENCE and chain.age_s >= PATIENCE_S)
+    line = _told(chain, by_name)
+    unnoticed = [process for process in processes if process.state in (State.DEAD, State.STOPPED)]
+    if not is_stuck and unnoticed:
+        others = "; ".join(_condition(process) for process in unnoticed)
+        return Verdict(is_stuck=True, line=f"{others}; meanwhile {line}", processes=tuple(processes))
+    return Verdict(is_stuck=is_stuck, line=line, processes=tuple(processes))
+
+
+def _rank(chain: Chain) -> tuple[Kind, int, float]:
+    """What explains most comes first; of deadlines that passed, the innermost."""
+    return chain.kind, -len(chain.links) if chain.kind is Kind.OVERDUE else 0, -chain.age_s
+
+
+def owned_by(owner: str, processes: Sequence[RunProcess], *, but: RunProcess) -> list[RunProcess]:
+    """The processes that `owner` names: `engine-0`, or for `engine` every `engine-<number>`; how a name is spelled
+    (`RolloutManager`, `rollout-manager`) does not matter. A process does not wait for itself."""
+    pattern = re.compile(rf"{re.escape(_plain(owner))}\d*")
+    named = [process for process in processes if pattern.fullmatch(_plain(process.name))]
+    exact = [process for process in named if _plain(process.name) == _plain(owner)]
+    return [process for process in exact or named if process is not but]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "")
+
+
+def _chains(by_name: dict[str, RunProcess], start: RunProcess, *, is_over: bool = False) -> Iterator[Chain]:
+    """Shortest first, each process once. `is_over`: everything is dead, and only what it waited for last is of
+    interest."""
+    everyone = list(by_name.values())
+    todo: deque[tuple[tuple[tuple[RunProcess, SeenWait], ...], RunProcess]] = deque([((), start)])
+    visited: set[str] = set()
+    while todo:
+        links, process = todo.popleft()
+        if process.name in visited:
+            continue
+        visited.add(process.name)
+        if process.state is not State.ALIVE and not is_over:
+            yield Chain(links=links, end=process, kind=_OF_STATE[process.state])
+            continue
+        steps = [(wait, owner) for wait in process.waits for owner in wait.owners]
+        late = next((wait for wait in process.waits if wait.left_s is not None and wait.left_s < -OVERDUE_S), None)
+        if late is not None and not is_over:
+            yield Chain(links=(*links, (process, late)), end=", ".join(late.owners) or process, kind=Kind.OVERDUE)
+        if not steps:
+            yield Chain(links=links, end=process, kind=_leaf(process))
+        for wait, owner in steps:
+            further = (*links, (process, wait))
+            parties = owned_by(owner, everyone, but=process)
+            if not parties:
+                yield Chain(links=further, end=owner, kind=Kind.OUTSIDE if "://" in owner else Kind.ABSENT)
+            todo.extend((further, party) for party in parties)
+
+
+def _circle(by_name: dict[str, RunProcess], start: RunProcess) -> Chain:
+    """For when no chain has an end: any walk comes back to where it was."""
+    everyone, here = list(by_name.values()), start
+    links: list[tuple[RunProcess, SeenWait]] = []
+    while all(here is not process for process, _ in links):
+        wait, following = next(
+            (wait, party)
+            for wait in here.waits
+            for owner in wait.owners
+            for party in owned_by(owner, everyone, but=here)
+        )
+        links.append((here, wait))
+        here = following
+    return Chain(links=tuple(links), end=here, kind=Kind.CIRCLE)
+
+
+def _leaf(process: RunProcess) -> Kind:
+    if process.waits:
+        return Kind.WITHIN
+    return Kind.BUSY if process.is_busy else Kind.IDLE
+
+
+def _told(chain: Chain, by_name: dict[str, RunProcess]) -> str:
+    """The chain as one sentence, ending with the party that decides."""
+    path = _path(chain)
+    end = chain.end
+    if chain.kind is Kind.OVERDUE:
+        late = chain.links[-1][1]
+        return f"{path}, {-(late.left_s or 0):.0f} s past its deadline of {late.deadline_s:g} s, which did not end it"
+    if isinstance(end, str):
+        what = "is outside the run" if chain.kind is Kind.OUTSIDE else "is no process that has shown itself in this run"
+        return f"{path}; {end} {what}"
+    if chain.kind is Kind.CIRCLE:
+        return f"{path}, which waits for them: a circle"
+    if chain.kind is Kind.IDLE and chain.links:
+        same = [each.end for each in _chains(by_name, by_name[ROOT]) if each.kind is Kind.IDLE]
+        names = ", ".join(process.name for process in same if isinstance(process, RunProcess))
+        return f"{path}; {names}: alive, but no wait is known and no CPU is used"
+    return f"{path}; {_condition(end)}" if path else _condition(end)
+
+
+def _path(chain: Chain) -> str:
+    """`driver waits 43 s for 'a round of generation' from rollout-manager, which waits ... from engine-0`."""
+    parts = []
+    for at, (process, wait) in enumerate(chain.links):
+        following = chain.links[at + 1][0] if at + 1 < len(chain.links) else chain.end
+        party = following if isinstance(following, str) else following.name
+        source = "" if party == process.name else f" from {party}"
+        who = f"{process.name} waits" if not parts else "which waits"
+        parts.append(f"{who} {wait.age_s:.0f} s for {quoted(wait)}{source}")
+    return ", ".join(parts)
+
+
+def quoted(wait: SeenWait) -> str:
+    """`'an answer'`, or of several `'an answer' (4 of them, the oldest 41 s)`."""
+    return f"'{wait.name}'" + (f" ({wait.count} of them, the oldest {wait.age_s:.0f} s)" if wait.count > 1 else "")
+
+
+def _condition(process: RunProcess) -> str:
+    """What the process itself is at."""
+    if process.state is State.DEAD:
+        return f"{process.name} (pid {process.pid}) is DEAD"
+    if process.state is not State.ALIVE:
+        return f"{process.name} (pid {process.pid}) is {process.state}" + (
+            f" ({process.detail})" if process.detail else ""
+        )
+    if process.waits:
+        wait = max(process.waits, key=lambda each: each.age_s)
+        return f"{process.name} waits {wait.age_s:.0f} s for {quoted(wait)} in itself"
+    if process.work:
+        return f"{process.name} has been at '{process.work[-1].name}' for {process.work[-1].age_s:.0f} s"
+    return f"{process.name} is at work"
+
+
+def _last_words(by_name: dict[str, RunProcess], ended: str) -> str:
+    """Of a run that is over."""
+    driver = by_name[ROOT]
+    if ended == "finished":
+        return "the run has finished"
+    left = [process.name for process in by_name.values() if process.state is not State.DEAD]
+    survivors = f" Still there: {', '.join(left)}." if left else ""
+    if ended.startswith("failed: "):
+        return f"the run has ended: {ended.partition(': ')[2].splitlines()[0]}{survivors}"
+    seen = time.strftime("%H:%M:%S", time.localtime(driver.last_seen))
+    line = f"the run is dead: driver (pid {driver.pid}) ended without a last word, last seen at {seen}."
+    earlier = [process for process in by_name.values() if driver.last_seen - process.last_seen > GONE_BEFORE_S]
+    if earlier:
+        first = min(earlier, key=lambda process: process.last_seen)
+        line += f" {first.name} (pid {first.pid}) was gone {driver.last_seen - first.last_seen:.0f} s before."
+    chains = list(_chains(by_name, driver, is_over=True)) or [_circle(by_name, driver)]
+    last = max(chains, key=lambda each: (len(each.links), each.age_s))
+    if last.links:
+        line += f" At the end {_path(last)}."
+    if isinstance(last.end, RunProcess) and last.end.work:
+        line += f" {last.end.name} was at '{last.end.work[-1].name}'."
+    return line + survivors
