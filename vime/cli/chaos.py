@@ -23,7 +23,16 @@ from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-PASSES = {Point.GENERATE: 6, Point.REWARD: 6, Point.STOP: 1}
+OF_GROUPS = (
+    Point.GENERATE,
+    Point.REWARD,
+    Point.SPOOL,
+    Point.SPOOLED,
+    Point.COMMIT,
+    Point.COMMITTED,
+    Point.LEDGER_COMMIT,
+)
+PASSES = dict.fromkeys(OF_GROUPS, 6) | {Point.STOP: 1}
 """Which pass of a point is met; 2 for the others: not in the first round, so that there is something to lose."""
 
 
@@ -41,7 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for all runs and the table; must be new")
     parser.add_argument("--case", nargs="+", default=[], metavar="CASE", help="these instead of all")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N kills at random times instead")
-    parser.add_argument("--kills-per-run", type=int, default=5, help="of --random; the next comes after a restart")
+    parser.add_argument("--kills-per-run", type=int, default=5, help="of --random, one after the other")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--script", default="train.py", help="what to run (default: train.py)")
     parser.add_argument("--deadline", type=float, default=300, help="of one run from start to end, seconds")
@@ -105,7 +114,7 @@ def parse_case(text: str) -> Case:
 
 
 def random_batches(total: int, per_run: int, seed: int, took_s: float) -> list[list[Case]]:
-    """Kills of any process, each at a time from 0 to what an undisturbed run takes, after its attempt began."""
+    """Kills of any process, each at a time from 0 to what an undisturbed run takes, after the start or the kill before."""
     chance = random.Random(seed)
     cases = [Case(target=ANY, draw=chance.random(), after_s=chance.uniform(0, took_s)) for _ in range(total)]
     return [cases[first : first + per_run] for first in range(0, total, per_run)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from vime.handoff.ledger_types import LEDGER_NAME
-from vime.observability.events import EventKind, read_events
+from vime.observability.events import Event, EventKind, read_events
 from vime.types import WaitTimeoutError
 from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, go_ahead
 
@@ -55,8 +55,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Kill `target` in the phase of `point` at its pass number `count`, or `after_s` seconds after the start. `draw`,
-    from 0 to 1, says which of several."""
+    """Kill `target` in the phase of `point` at its pass number `count`, or `after_s` seconds after the start or the
+    kill before. `draw`, from 0 to 1, says which of several."""
 
     target: str
     draw: float = 0.0
@@ -81,11 +81,8 @@ class Outcome:
     left: list[str] = field(default_factory=list)  # what did not end by itself
     audit: str = "-"  # of the ledger, where there is one
     weights: str = "-"  # of every published version, beside the undisturbed run's
+    num_restarts: int = 0  # by the run itself, and by a new command
     seconds: float = 0.0
-
-    @property
-    def num_restarts(self) -> int:
-        return len(self.codes) - 1
 
     @property
     def is_good(self) -> bool:
@@ -105,32 +102,35 @@ class ChaosRun:
         self.hashes: dict[int, str] = {}
 
     def complete(self, cases: Sequence[Case] = ()) -> Outcome:
-        """Start it, kill it as the next of `cases` says, start it again, until it is complete."""
+        """Start it, kill it as `cases` say, one after the other, start it again when it ended, until it is complete."""
         started, outcome, waiting = time.monotonic(), Outcome(), list(cases)
         self._plan.out.mkdir(parents=True, exist_ok=True)
         while outcome.codes[-1:] != [0] and len(outcome.codes) <= len(cases) + MORE_RESTARTS and not outcome.left:
-            case = waiting.pop(0) if waiting else None
-            self._start(case)
+            self._start(waiting)
             try:
-                if case is not None:
-                    outcome.killed.append(f"{case}{self._strike(case)}")
-                    outcome.num_kills += not outcome.killed[-1].endswith(")")
+                while waiting and (struck := self._strike(waiting[0])) is not None:
+                    outcome.killed.append(f"{waiting.pop(0)}{struck}")
+                    outcome.num_kills += not struck.endswith(")")
                 outcome.codes.append(self._wait_for_end())
                 outcome.left = self._wait_for_members()
             except WaitTimeoutError as error:
                 outcome.left = [str(error)]
             finally:
                 self._kill_members()
+        outcome.killed += [f"{case} (not reached)" for case in waiting]
         outcome.seconds = time.monotonic() - started
         outcome.weights, outcome.audit = self._compare(), self._audit()
+        outcome.num_restarts = len(outcome.codes) - 1 + len(self._events(EventKind.RUN_RESTARTED))
         return outcome
 
-    def _start(self, case: Case | None) -> None:
+    def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
         own = ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
         environment = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1"}
-        if case is not None and case.point is not None:
-            environment |= {ARMED: f"{case.point}:{case.count}:{Action.HOLD}", DIRECTORY: str(self._notes)}
+        armed = {case.point: case.count for case in reversed(waiting) if case.point is not None}
+        if armed:
+            entries = [f"{point}:{count}:{Action.HOLD}" for point, count in armed.items()]
+            environment |= {ARMED: ",".join(entries), DIRECTORY: str(self._notes)}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, self._plan.script, *own, *self._plan.flags],
@@ -140,15 +140,17 @@ class ChaosRun:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._ends = time.monotonic() + self._plan.deadline_s
+        self._since = time.monotonic()
+        self._ends = self._since + self._plan.deadline_s * (1 + len(waiting))
 
-    def _strike(self, case: Case) -> str:
-        """Send the signal at its moment. Answers nothing, or in brackets why there was none to be hit."""
+    def _strike(self, case: Case) -> str | None:
+        """Send the signal at its moment. None when the attempt ended before; else what there is to say of it, in
+        brackets why nothing was hit."""
         note = self._notes / f"{case.point}.{case.count}"
-        due = time.monotonic() + case.after_s
+        due = self._since + case.after_s
         while not (note.exists() if case.point is not None else time.monotonic() >= due):
             if self._is_over(f"{case} to be due"):
-                return " (not reached)"
+                return None
         try:
             victims = self._find(case.target)
             if not victims:
@@ -159,6 +161,7 @@ class ChaosRun:
         except psutil.NoSuchProcess:
             return " (had just ended)"
         finally:
+            self._since = time.monotonic()
             if case.point is not None:
                 go_ahead(note).touch()
 
@@ -212,17 +215,18 @@ class ChaosRun:
                 continue
         return members
 
+    def _events(self, kind: EventKind) -> list[Event]:
+        events = read_events(self.directory) if (self.directory / "events").is_dir() else []
+        return [event for event in events if event.kind == kind]
+
     def _compare(self) -> str:
         """Every version that any attempt published has one content, the expected one; and the last one is there."""
-        for event in read_events(self.directory) if (self.directory / "events").is_dir() else ():
-            if event.kind == EventKind.WEIGHTS_CONFIRMED:
-                version, content = int(str(event.fields["version"])), str(event.fields["content_hash"])
-                expected = (
-                    self.hashes.setdefault(version, content) if self._expected is None else self._expected.get(version)
-                )
-                if content != expected:
-                    return f"version {version} is another"
-                self.hashes[version] = content
+        for event in self._events(EventKind.WEIGHTS_CONFIRMED):
+            version, content = int(str(event.fields["version"])), str(event.fields["content_hash"])
+            known = self.hashes if self._expected is None else self._expected
+            if content != known.get(version, content if self._expected is None else None):
+                return f"version {version} is another"
+            self.hashes[version] = content
         if self._expected is not None and max(self._expected) not in self.hashes:
             return f"version {max(self._expected)} is missing"
         return EQUAL

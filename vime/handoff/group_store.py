@@ -18,6 +18,7 @@ from vime.handoff.codec import Columns
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool
 from vime.types import HandoffError, WaitTimeoutError
+from vime.utils.failpoints import Point, failpoint
 
 PAYLOAD_FIELD = "payload"
 
@@ -46,6 +47,7 @@ class GroupStore:
         if self._spool is not None:
             with self._lock:
                 [checksum] = self._spool.append([(task, data)])
+        failpoint(Point.SPOOLED)
         key = _key(task)
         self._rows.put_rows(self._partition, [key], [{PAYLOAD_FIELD: np.frombuffer(data, dtype=np.uint8)}])
         with self._lock:

@@ -24,6 +24,7 @@ from vime.observability.logs import setup_logging
 from vime.ray.cluster import LEDGER_CPUS
 from vime.ray.waits import wait_for, wait_for_async
 from vime.types import VimeError
+from vime.utils.failpoints import Point, failpoint
 
 logger = logging.getLogger(__name__)
 EXPIRE_INTERVAL_S = 1.0
@@ -47,7 +48,10 @@ class LedgerActor:
             self._expiring = asyncio.create_task(self._expire())
         try:
             target = getattr(self._ledger, desk) if desk else self._ledger
-            return getattr(target, name)(*arguments, **options)
+            answer = getattr(target, name)(*arguments, **options)
+            if name == "commit":
+                failpoint(Point.LEDGER_COMMIT)
+            return answer
         finally:
             await self._tell()
 

@@ -168,6 +168,7 @@ class Machine:
                 bf16=self.config.parallel.bf16,
             )
         self.versions.advance()
+        failpoint(Point.TRAINED)
         if self.parts.stream is not None:
             self.parts.stream.trained(generated.rollout_id)
         self.trained_round, self._cursor = generated.rollout_id, generated.cursor
@@ -193,10 +194,11 @@ class Machine:
         with self.watchers.books.timed("perf/update_weights_time"):
             report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
             self.versions.confirm(report.engine_reports, report.content_hash)
+        failpoint(Point.RELEASE)
         if self.parts.stream is not None:
             self.parts.stream.release(report.version)
         self.doing = None
-        failpoint(Point.RELEASE)
+        failpoint(Point.RELEASED)
         self.watchers.events.emit(
             EventKind.WEIGHTS_CONFIRMED,
             version=report.version,

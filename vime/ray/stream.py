@@ -20,6 +20,7 @@ from vime.handoff.queue_view import copy_queue
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.waits import wait_for
 from vime.types import HandoffError, Version, VimeError
+from vime.utils.failpoints import Point, failpoint
 
 logger = logging.getLogger(__name__)
 ORIGIN_NAME = "ledger.origin"  # in a run directory: whose queue its own was copied from
@@ -111,8 +112,10 @@ class Stream:
 
     def saved(self, rollout_id: int) -> None:
         """The checkpoint is visible. A failure here loses nothing: the next restore marks what it carries."""
+        failpoint(Point.DURABLE)
         try:
             self.ledger.rounds.durable(rollout_id)
+            failpoint(Point.COMPACT)
             self._ask(self._manager.compact.remote(), "the spool to be compacted")
         except VimeError as error:
             logger.warning("rounds up to %d are saved, but not marked durable: %s", rollout_id, error)

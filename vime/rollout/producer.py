@@ -25,6 +25,7 @@ from vime.rollout.generation import train_sampling_params
 from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.types import HandoffError, Sample, SampleStatus, Version, WaitTimeoutError
+from vime.utils.failpoints import Point, failpoint
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class GroupProducer:
                     seen = await self._ledger.wait_for_news_async(-1, 0.0)
                     grant = await self._take_prompts()
                     self.waits_for = grant.waits_for
+                    if grant.prompts:
+                        failpoint(Point.ISSUE)
                     for issued in grant.prompts:
                         task = tasks.create_task(self._produce(issued))
                         self._running[issued.task] = task
@@ -166,10 +169,12 @@ class GroupProducer:
         data = samples_to_bytes(samples)
         num_tokens = sum(len(sample.tokens) for sample in samples)
         await self._wait_for_room(task, num_tokens, len(data))
+        failpoint(Point.SPOOL)
         began = time.monotonic()
         checksum = await self._off_loop(self._store.put, task, data)
         stats.put_times_s.append(time.monotonic() - began)
         oldest, newest = group_versions(samples)
+        failpoint(Point.COMMIT)
         await self._ledger.call_async(
             "prompts",
             "commit",
@@ -183,6 +188,7 @@ class GroupProducer:
                 max_version=newest,
             ),
         )
+        failpoint(Point.COMMITTED)
         stats.committed_groups += 1
 
     async def _wait_for_room(self, task: Task, num_tokens: int, num_bytes: int) -> None:

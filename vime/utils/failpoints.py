@@ -35,8 +35,15 @@ class Point(StrEnum):
         point._value_, point.meaning = name, meaning
         return point
 
+    ISSUE = "manager.issue", "the ledger has issued prompts, nobody answers them"
     GENERATE = "manager.generate", "a group is about to be asked of the router"
     REWARD = "manager.reward", "an answer is there and has no reward"
+    SPOOL = "manager.spool", "a group is scored and kept, its payload is nowhere"
+    SPOOLED = "manager.spooled", "its payload is in the spool, not in the queue"
+    COMMIT = "manager.commit", "its payload is stored, the ledger does not know"
+    COMMITTED = "manager.committed", "the ledger shows it, the producer goes on"
+    LEASE = "manager.lease", "a round is to be leased"
+    LEASED = "manager.leased", "a round is leased, its payloads are not read"
     CONVERT = "manager.convert", "every group of a round is scored, none is converted"
     PUT = "manager.put", "a round is planned, nothing of it is stored"
     PUT_HALF = "manager.put.half", "its groups are in the queue, its manifest is not"
@@ -50,12 +57,17 @@ class Point(StrEnum):
     SEND = "trainer.publish.send", "the engines are paused, no bucket was sent"
     CONFIRM = "trainer.publish.confirm", "every bucket is sent, no engine has confirmed"
     CONFIRMED = "trainer.publish.confirmed", "every engine has confirmed, all are paused"
+    LEDGER_COMMIT = "ledger.commit", "a commit is in the ledger's file, the producer has no answer"
+    TRAINED = "driver.trained", "every rank has trained a round, the ledger does not know"
     CLEAR = "driver.clear", "a round is trained, the queue still holds it"
     DRAFT = "driver.checkpoint.draft", "the ranks are about to write a checkpoint"
     WRITTEN = "driver.checkpoint.written", "a checkpoint is written, its directory has no name yet"
     RENAMED = "driver.checkpoint.renamed", "it has its name, the marker says the one before"
     MARKED = "driver.checkpoint.marked", "the marker says its name, the one before is not retired"
-    RELEASE = "driver.release", "the engines answer with new weights, the books are not written"
+    DURABLE = "driver.durable", "a checkpoint is the latest, the ledger does not know"
+    COMPACT = "driver.compact", "its rounds are durable, the spool still holds them"
+    RELEASE = "driver.release", "the engines answer with new weights, the ledger does not know"
+    RELEASED = "driver.released", "the ledger knows, the books are not written"
     STOP = "driver.stop", "the last round is over, every part still runs"
 
 

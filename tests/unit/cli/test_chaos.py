@@ -34,7 +34,7 @@ def test_a_run_that_is_killed_and_goes_on_is_good(tmp_path: Path) -> None:
 
 
 def test_each_kill_hits_an_attempt_of_its_own(tmp_path: Path) -> None:
-    # versions 0 and 1 in the first attempt, 1 (saved was 0) ... each attempt passes the point from 1 again
+    # each attempt counts its passes from 1 again: the second one dies at its third version
     later = Case(target="driver", point=Point.OPTIMIZER, count=3)
     outcome = complete(tmp_path, AT_THE_SECOND_STEP, later)
     assert outcome.codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
