@@ -114,7 +114,7 @@ def parse_case(text: str) -> Case:
 
 
 def random_batches(total: int, per_run: int, seed: int, took_s: float) -> list[list[Case]]:
-    """Kills of any process, each at a time from 0 to what an undisturbed run takes, after the start or the kill before."""
+    """Kills of any process, each up to the length of an undisturbed run after the start or the kill before."""
     chance = random.Random(seed)
     cases = [Case(target=ANY, draw=chance.random(), after_s=chance.uniform(0, took_s)) for _ in range(total)]
     return [cases[first : first + per_run] for first in range(0, total, per_run)]
