@@ -22,6 +22,7 @@ from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
 from vime.rollout.producer import GroupProducer
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.types import HandoffError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, WaitTimeoutError
+from vime.utils.waits import waiting
 
 NEWS_S = 0.5
 """How long one wait for news lasts before the producer is asked whether it still lives."""
@@ -63,7 +64,8 @@ class TransferQueueDataSource:
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """Waits for: `num_groups` ready groups. Unblocked by: the producer's commits. Asking again for a round gives
         the same groups."""
-        lease = self._wait_for_lease(num_groups)
+        with waiting(f"the groups of round {self._round_id}", deadline_s=self._args.rollout_timeout_secs):
+            lease = self._wait_for_lease(num_groups)
         began = time.monotonic()
         payloads = self._store.get([(group.task, group.payload.checksum) for group in lease.groups])
         groups = [bytes_to_samples(data) for data in payloads]
