@@ -31,7 +31,10 @@ from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import waiting
 from vime.weights.versions import VersionLedger
+
+STOP_S = 10.0
 
 
 class Starter:
@@ -169,5 +172,6 @@ def _num_rollout(config: Config, info: ManagerInfo) -> int:
 
 
 def _stop_manager(manager: Any) -> None:
-    ray.wait([manager.close.remote()], timeout=10)
+    with waiting("the RolloutManager to close", "rollout-manager", deadline_s=STOP_S):
+        ray.wait([manager.close.remote()], timeout=STOP_S)
     ray.kill(manager)

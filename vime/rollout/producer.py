@@ -13,6 +13,7 @@ import os
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.types import HandoffError, Sample, SampleStatus, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -106,26 +108,29 @@ class GroupProducer:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._heartbeat())
                 while True:
-                    seen = await self._ledger.wait_for_news_async(-1, 0.0)
-                    grant = await self._take_prompts()
-                    self.waits_for = grant.waits_for
-                    if grant.prompts:
+                    prompts = await self._take_prompts()
+                    if prompts:
                         failpoint(Point.ISSUE)
-                    for issued in grant.prompts:
+                    for issued in prompts:
                         task = tasks.create_task(self._produce(issued))
                         self._running[issued.task] = task
                         task.add_done_callback(lambda _, key=issued.task: self._running.pop(key, None))
-                    if not grant.prompts:
-                        await self._ledger.wait_for_news_async(seen, NEWS_S)
         except BaseExceptionGroup as failures:
             raise_first(failures)
 
-    async def _take_prompts(self) -> PromptGrant:
+    async def _take_prompts(self) -> Sequence[IssuedPrompt]:
+        """Waits for: slots. Unblocked by: a group that is dropped, or the driver, which releases those of a round."""
         wanted = self._args.over_sampling_batch_size
-        grant: PromptGrant = await self._ledger.call_async(
-            "prompts", "issue", self.name, wanted, request=uuid.uuid4().hex
-        )
-        return grant
+        with waiting("a slot for a prompt", "driver", deadline_s=None):
+            while True:
+                seen = await self._ledger.wait_for_news_async(-1, 0.0)
+                grant: PromptGrant = await self._ledger.call_async(
+                    "prompts", "issue", self.name, wanted, request=uuid.uuid4().hex
+                )
+                self.waits_for = grant.waits_for
+                if grant.prompts:
+                    return grant.prompts
+                await self._ledger.wait_for_news_async(seen, NEWS_S)
 
     async def _heartbeat(self) -> None:
         """Keep what this producer works on; give up what the ledger gave to others. Waits for: the clock."""
@@ -168,7 +173,8 @@ class GroupProducer:
             return
         data = samples_to_bytes(samples)
         num_tokens = sum(len(sample.tokens) for sample in samples)
-        await self._wait_for_room(task, num_tokens, len(data))
+        with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
+            await self._wait_for_room(task, num_tokens, len(data))
         failpoint(Point.SPOOL)
         began = time.monotonic()
         checksum = await self._off_loop(self._store.put, task, data)

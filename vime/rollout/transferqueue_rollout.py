@@ -23,6 +23,7 @@ from vime.rollout.producer import GroupProducer
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.types import HandoffError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import waiting
 
 NEWS_S = 0.5
 """How long one wait for news lasts before the producer is asked whether it still lives."""
@@ -65,7 +66,8 @@ class TransferQueueDataSource:
         """Waits for: `num_groups` ready groups. Unblocked by: the producer's commits. Asking again for a round gives
         the same groups."""
         failpoint(Point.LEASE)
-        lease = self._wait_for_lease(num_groups)
+        with waiting(f"the groups of round {self._round_id}", deadline_s=self._args.rollout_timeout_secs):
+            lease = self._wait_for_lease(num_groups)
         failpoint(Point.LEASED)
         began = time.monotonic()
         payloads = self._store.get([(group.task, group.payload.checksum) for group in lease.groups])
