@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vime.backends.megatron_utils.fused import rms_norm, swiglu
+from vime.backends.megatron_utils.fused import rms_norm, rotate, rotation, swiglu
 from vime.backends.megatron_utils.vocab_parallel import BLOCK_ENTRIES, logprobs_and_entropy
 
 EPS = 1e-6
@@ -47,6 +47,21 @@ def test_the_norm_is_its_formula(shape: tuple[int, ...], dtype: torch.dtype, tol
 def test_the_activation_is_its_formula() -> None:
     gate_up = 4 * torch.randn(9, 1, 16, generator=torch.Generator().manual_seed(2))
     for got, expected in zip(answers(swiglu, gate_up), answers(plain_swiglu, gate_up), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_rotation_is_its_formula() -> None:
+    draw = torch.Generator().manual_seed(3)
+    x_LND, angle = torch.randn(6, 3, 8, generator=draw), torch.randn(6, 4, generator=draw)
+    angle_LD = torch.cat([angle, angle], -1)
+    cos_LD, sin_LD = angle_LD.cos(), angle_LD.sin()
+
+    def plain(x_LND: Tensor) -> Tensor:
+        first, second = x_LND.chunk(2, -1)
+        return x_LND * cos_LD[:, None] + torch.cat([-second, first], -1) * sin_LD[:, None]
+
+    mine = answers(lambda x: rotate(x, rotation(angle_LD, torch.float32)), x_LND)
+    for got, expected in zip(mine, answers(plain, x_LND), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -1,6 +1,7 @@
-"""Two element-wise parts of a layer with their gradients written out: fewer passes over memory than autograd takes.
+"""Element-wise parts of a layer with their gradients written out: fewer passes over memory than autograd takes.
 
-Each does what its torch formula does, in the same precision. H: hidden size, F: MLP columns of this rank.
+Each does what its torch formula does, in the same precision. H: hidden size, F: MLP columns of this rank,
+D: channels of a head.
 """
 
 from __future__ import annotations
@@ -22,6 +23,20 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; normalised in fp32, cast back before the
     weight."""
     return _RMSNorm.apply(x, weight_H, eps)  # type: ignore[no-any-return]
+
+
+def rotation(angle_LD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `rotate` takes, [L, 1, D] each: cos, and sin with the sign of its place. The halves of `angle_LD` are
+    alike."""
+    sin_LD = angle_LD.sin()
+    sin_LD[:, : angle_LD.size(1) // 2].neg_()
+    return angle_LD.cos().to(dtype).unsqueeze(1), sin_LD.to(dtype).unsqueeze(1)
+
+
+def rotate(x_LND: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions of N heads: x cos + (-second half, first half) sin (RoFormer, Su et al. 2021; halves paired as
+    in GPT-NeoX). The rotation is a constant."""
+    return _Rotate.apply(x_LND, *rotation)  # type: ignore[no-any-return]
 
 
 class _Swiglu(torch.autograd.Function):
@@ -62,3 +77,22 @@ class _RMSNorm(torch.autograd.Function):
         scaled = (grad * weight_H).float()
         mean = torch.linalg.vecdot(scaled, normal, dim=-1).unsqueeze(-1).div_(x.size(-1))
         return scaled.addcmul_(normal, mean, value=-1).mul_(scale).to(x.dtype), grad_weight.to(weight_H.dtype), None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, sign=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The rotation back."""
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, sign=-1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return (x * cos).addcmul_(torch.cat([second, first], -1), sin, value=sign)

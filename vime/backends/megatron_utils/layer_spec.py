@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from vime.backends.megatron_utils.context_parallel import ContextCut
-from vime.backends.megatron_utils.fused import rms_norm, swiglu
+from vime.backends.megatron_utils.fused import rms_norm, rotate, swiglu
 from vime.backends.megatron_utils.routing_replay import ReplayLayer
 from vime.types import ConfigError
 
@@ -129,6 +129,8 @@ class SwigluMLP(MLP):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack; a drop-in for megatron's core attention.
 
+    Queries and keys are rotated here, in one go over the pack, by angles that `model.AnswerModel` looks up once for all
+    layers. megatron would cut them by sequence, in every layer anew, and wait for the device to say where.
     Under context parallelism the keys and values of all ranks are gathered (backward: summed and scattered), and the
     two chunks of this rank look at what comes before them.
     """
@@ -161,15 +163,26 @@ class PackedAttention(MegatronModule):
         # both set by step.py; python ints: no device sync per layer
         starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined]
         cut: ContextCut | None = packed_seq_params.context_cut  # type: ignore[attr-defined]
+        rotation: tuple[Tensor, Tensor] = packed_seq_params.rotation  # type: ignore[attr-defined] # set by AnswerModel
+        query, key = rotate(query, rotation), rotate(key, rotation)
         if cut is None:
-            # split, not slices: the gradient of a slice is as long as the pack, of a split as long as its sequence
-            lengths = [end - start for start, end in itertools.pairwise(starts)]
-            parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
-            outputs = [self._attend(*part, first=0) for part in parts]
+            outputs = self._attend_sequences(query, key, value, starts)
         else:
             outputs = self._attend_chunks(query, key, value, starts, cut)
-        out = torch.cat(outputs)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.reshape(out.size(0), 1, -1)
+
+    def _attend_sequences(self, query: Tensor, key: Tensor, value: Tensor, starts: list[int]) -> list[Tensor]:
+        """The outputs of whole sequences; neighbours of one length go together."""
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+        sizes = [length * count for length, count in runs]
+        # split, not slices: the gradient of a slice is as long as the pack, of a split as long as its part
+        parts = [x.split(sizes) if len(sizes) > 1 else [x] for x in (query, key, value)]
+        return [
+            self._attend(*(x.unflatten(0, (count, length)) for x in part), first=0).flatten(0, 1)
+            for (length, count), *part in zip(runs, *parts, strict=True)
+        ]
 
     def _attend_chunks(
         self, query: Tensor, key: Tensor, value: Tensor, starts: list[int], cut: ContextCut
@@ -184,16 +197,17 @@ class PackedAttention(MegatronModule):
             for number in (rank, 2 * size - 1 - rank):
                 first = number * chunk
                 seen_key, seen_value = both_TG[start : start + first + chunk].chunk(2, -1)
-                outputs.append(self._attend(query[done : done + chunk], seen_key, seen_value, first=first))
+                part = (query[done : done + chunk], seen_key, seen_value)
+                outputs.append(self._attend(*(x.unsqueeze(0) for x in part), first=first).squeeze(0))
                 done += chunk
         return outputs
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, first: int) -> Tensor:
-        """[queries, H, D] -> the same; query i, which stands at position `first` + i, sees keys <= that."""
+        """[sequences, queries, H, D] -> the same; query i, which stands at position `first` + i, sees keys <= that."""
         mask = None
         if first:
-            mask = torch.ones(query.size(0), key.size(0), dtype=torch.bool, device=query.device).tril_(first)
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            mask = torch.ones(query.size(1), key.size(1), dtype=torch.bool, device=query.device).tril_(first)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -203,4 +217,4 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.transpose(1, 2)

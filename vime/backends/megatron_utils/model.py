@@ -14,6 +14,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
 
 from vime.backends.megatron_utils.architecture import Architecture
+from vime.backends.megatron_utils.fused import rotation
 from vime.backends.megatron_utils.layer_spec import block_spec
 from vime.backends.megatron_utils.value_head import ValueHead
 from vime.config.machine import ParallelConfig
@@ -166,6 +167,7 @@ def build_chunks(
             position_embedding_type="rope",
             share_embeddings_and_output_weights=architecture.is_tied,
             vp_stage=number,
+            rotates_in_attention=parallel.transformer_impl == "local",
             **rope,
         )
         if architecture.has_value_head and model.post_process:
@@ -178,13 +180,28 @@ class AnswerModel(GPTModel):
     """A GPTModel whose logits are those that predict response tokens (`answer_A` of the pack): prompts have none, which
     saves their share of the largest product and of the largest tensor of a step."""
 
-    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+    def __init__(self, config: TransformerConfig, *arguments: Any, rotates_in_attention: bool, **options: Any) -> None:
+        """`rotates_in_attention`: the layers' `PackedAttention` applies rotary positions, not megatron."""
         super().__init__(config, *arguments, **options)
+        self._rotates_in_attention = rotates_in_attention
         self._gathers = self.post_process and config.sequence_parallel
         if self._gathers:
             # gathered before the choice, here, not after it by the output layer, which sums gradients instead
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = True
+
+    def _preprocess(
+        self, *arguments: Any, position_ids: Tensor, packed_seq_params: PackedSeqParams, **options: Any
+    ) -> tuple[Any, ...]:
+        """megatron's own, before the decoder; `position_ids` [1, L] of this rank's tokens."""
+        hidden_states, angles_S11D, *others = super()._preprocess(
+            *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
+        )
+        if not self._rotates_in_attention:
+            return (hidden_states, angles_S11D, *others)
+        angle_LD = angles_S11D.flatten(1)[position_ids[0]]
+        packed_seq_params.rotation = rotation(angle_LD, self.config.params_dtype)  # type: ignore[attr-defined]
+        return (hidden_states, None, *others)
 
     def _postprocess(
         self, hidden_states: Tensor, *arguments: Any, packed_seq_params: PackedSeqParams, **options: Any

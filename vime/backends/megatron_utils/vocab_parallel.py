@@ -5,11 +5,13 @@ padded columns out (they are no tokens; counting them was wrong by 0.88 nats in 
 applies the sampling temperature. fp32 inside, two all-reduces.
 
 [T, V] is the largest tensor of a step: the work goes over it in blocks of rows that stay in the processor's cache, and
-one buffer serves as logits, as what backward needs, and as the gradient.
+one buffer serves as logits, as what backward needs, and as the gradient. Powers are of 2: torch takes three times as
+long for those of e on a CPU whose maker is not Intel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +67,8 @@ class _LogprobEntropy(torch.autograd.Function):
         is_here_T = (index_T >= 0) & (index_T < valid)
         index_T = index_T.clamp(0, max(0, valid - 1))
         top_T = torch.full((num_rows,), float("-inf"), device=x_TV.device)
-        sums_3T = torch.zeros(3, num_rows, device=x_TV.device)  # of e^x, of x e^x, and the target's x: one all-reduce
+        # with x in units of log 2: of 2^x, of x 2^x, and the target's x; one all-reduce
+        sums_3T = torch.zeros(3, num_rows, device=x_TV.device)
         blocks = list(_blocks(num_rows, valid, x_TV.device)) if valid else []
         is_cut = group.size() > 1
         for block in blocks if is_cut else []:
@@ -76,21 +79,20 @@ class _LogprobEntropy(torch.autograd.Function):
             x = x_TV[block]
             if not is_cut:
                 top_T[block] = x.amax(-1)
-            x.sub_(top_T[block].unsqueeze(-1))
-            if temperature != 1.0:
-                x.div_(temperature)
+            x.sub_(top_T[block].unsqueeze(-1)).mul_(1 / (math.log(2) * temperature))
             sums_3T[2, block] = x.gather(-1, index_T[block].unsqueeze(-1)).squeeze(-1)
-            weight = x.exp()
+            weight = x.exp2()
             sums_3T[0, block] = weight.sum(-1)
             sums_3T[1, block] = x.mul_(weight).sum(-1)
             x.copy_(weight)
         sums_3T[2].masked_fill_(~is_here_T, 0.0)
         if is_cut:
             dist.all_reduce(sums_3T, group=group)
+        sums_3T[1:].mul_(math.log(2))
         total_T, weighted_T, picked_T = sums_3T
         log_total_T = total_T.log()
         logp_T, entropy_T = picked_T - log_total_T, log_total_T - weighted_T / total_T
-        # the buffer holds e^x now: p of a column is that divided by the total
+        # the buffer holds 2^x now: p of a column is that divided by the total
         ctx.save_for_backward(buffer_TV, index_T, is_here_T, total_T, entropy_T)
         ctx.temperature, ctx.dtype, ctx.valid, ctx.overwrite = temperature, logits_TV.dtype, valid, overwrite
         ctx.set_materialize_grads(False)
