@@ -14,7 +14,7 @@ from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Config
 from vime.ray.cluster import num_trainer_ranks
 from vime.training.columns import needs_old_log_prob
-from vime.training.roles import needed_roles
+from vime.training.roles import needed_roles, policy_moves
 from vime.types import Role, RoundPlan, TrainRow
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,12 @@ class RoundPlanner:
 
 
 def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: Sequence[TrainRow]) -> RoundWork:
-    """The policy learns; the old policy and the reference are run forward where the algorithm asks for them; a critic
-    is run forward and learns. Models of other roles are counted as if they had the policy's shape."""
-    roles = needed_roles(config)
-    num_forward = int(needs_old_log_prob(plan, config.algo)) + int(Role.REFERENCE in roles)
+    """The policy learns, except in a round of the critic alone, where it is run forward once, to be compared with the
+    engines; the old policy, the reference and a teacher are run forward where the algorithm asks for them; a critic is
+    run forward and learns. Models of other roles are counted as if they had the policy's shape."""
+    roles, moves = needed_roles(config), policy_moves(plan, config)
+    num_forward = int(needs_old_log_prob(plan, config.algo)) if moves else 1
+    num_forward += int(Role.REFERENCE in roles and (moves or config.algo.kl_coef > 0)) + int(Role.TEACHER in roles)
     recompute = config.parallel.recompute_granularity
     model = executed = 0
     for row in rows:
@@ -93,6 +95,6 @@ def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: Sequenc
         others = num_forward * forward_flops(shape, *size)
         if Role.CRITIC in roles:  # no vocabulary
             others += 4 * layer_flops(shape, row.total_length)
-        model += train_flops(shape, *size) + others
-        executed += executed_flops(shape, *size, recompute=recompute) + others
+        model += others + (train_flops(shape, *size) if moves else 0)
+        executed += others + (executed_flops(shape, *size, recompute=recompute) if moves else 0)
     return RoundWork(num_tokens=sum(row.total_length for row in rows), model_flops=model, executed_flops=executed)

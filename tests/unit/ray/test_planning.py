@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rows import make_row
-from vime.batching.flops import RoundWork, forward_flops, train_flops
+from vime.batching.flops import RoundWork, forward_flops, layer_flops, train_flops
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, parse
 from vime.ray.assembly import _num_rollout
@@ -84,6 +84,31 @@ def test_work_counts_the_passes_that_the_algorithm_asks_for(tmp_path: Path) -> N
     assert with_kl.model_flops == train + forward
     two_steps = config_of(tmp_path, use_kl_loss=True, global_batch_size=1, actor_num_gpus_per_node=1)
     assert RoundPlanner(two_steps).plan(0, rows).work.model_flops == train + 2 * forward
+
+
+def test_a_round_of_the_critic_alone_counts_no_learning_of_the_policy(tmp_path: Path) -> None:
+    rows = rows_of(9, 5)
+    config = config_of(tmp_path, advantage_estimator="ppo", num_critic_only_steps=1, use_kl_loss=True)
+    shape = read_model_shape(str(tmp_path))
+    forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
+    critic = 4 * sum(layer_flops(shape, row.total_length) for row in rows)  # predicts, and learns at three times that
+    alone, both = (RoundPlanner(config).plan(rollout_id, rows).work for rollout_id in (0, 1))
+    # alone: the policy forward, to be compared with the engines; nobody reads the reference of the KL loss
+    assert (alone.model_flops, alone.executed_flops) == (forward + critic, forward + critic)
+    # then the policy learns (3) beside the reference (1)
+    assert both.model_flops == 4 * forward + critic
+    # a KL penalty is part of what the critic learns from: the reference is read from the beginning
+    penalised = config.replace(use_kl_loss=False, kl_coef=0.1)
+    assert RoundPlanner(penalised).plan(0, rows).work.model_flops == 2 * forward + critic
+
+
+def test_a_teacher_is_run_forward_once(tmp_path: Path) -> None:
+    rows = rows_of(9, 5)
+    config = config_of(tmp_path, use_opd=True, opd_teacher_load=str(tmp_path))
+    shape = read_model_shape(str(tmp_path))
+    forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
+    # the policy learns (3), and distillation compares the teacher (1) with the old policy (1)
+    assert RoundPlanner(config).plan(0, rows).work.model_flops == 5 * forward
 
 
 def test_rates_by_hand() -> None:
