@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-overlap-reduce": (2, {"overlap_grad_reduce": True}),
     "vpp2-dp2-overlap": (4, {**VPP2, **OVERLAP}),
 }
+ONEDNN_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {}), "tp2": (2, TP2)}
 TIED_LAYOUTS = {"tied-pp2": (2, PP2), "tied-tp2-pp2": (4, {**TP2, **PP2}), "tied-vpp2-cp2": (4, {**VPP2, **CP2})}
 MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -131,6 +132,10 @@ def layout_cases(models: Path) -> list[Case]:
     alone: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {})}
     return [
         *rounds("", alone | LAYOUTS, {}),
+        *(
+            case(f"grpo-onednn-{name}", "trained_by_onednn", world, {**grpo, **flags}, num_steps=2)
+            for name, (world, flags) in ONEDNN_LAYOUTS.items()
+        ),
         *rounds("tied-", alone, kinds["tied"]),
         *rounds("", TIED_LAYOUTS, kinds["tied"]),
         *rounds("moe-", alone | MOE_LAYOUTS, moe),

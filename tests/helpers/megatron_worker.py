@@ -148,6 +148,17 @@ def imported(bench: Bench) -> dict[str, Any]:
     return answer
 
 
+def trained_by_onednn(bench: Bench, **plan: Any) -> dict[str, Any]:
+    """`trained`, with each product of a linear layer by oneDNN, however small."""
+    from vime.backends.megatron_utils import cpu_linear
+
+    usual, cpu_linear.MIN_FLOPS = cpu_linear.MIN_FLOPS, 0
+    try:
+        return trained(bench, **plan)
+    finally:
+        cpu_linear.MIN_FLOPS = usual
+
+
 def trained(bench: Bench, rounds: int = 1, experts: str | None = None, **plan: Any) -> dict[str, Any]:
     """Metrics of each round, and the weights after the last. `experts`: what the rows say of routing, see `routed`."""
     rows = make_rows() if experts is None else routed(experts, bench.case.flags["hf_checkpoint"])
@@ -483,6 +494,9 @@ def device_layer(bench: Bench) -> dict[str, Any]:
         "factories_untouched": torch.tensor is factory,
         "meta_device": str(_made_on_meta()),
         "second_install": cpu_device.install(),
+        "event_loops": sum(
+            task.joinpath("comm").read_text().startswith("gloo") for task in Path("/proc/self/task").iterdir()
+        ),
     }
     trainer.backend.close()
     answer["restored"] = state() == imported_state

@@ -139,3 +139,8 @@ def test_the_device_layer_lives_only_as_long_as_a_trainer(answers: Answers) -> N
     assert answer["factories_untouched"]
     assert answer["meta_device"] == "meta"
     assert answer["restored"]
+
+
+def test_all_process_groups_of_a_rank_share_one_event_loop(answers: Answers) -> None:
+    [answer] = answers("device")
+    assert answer["event_loops"] == 1

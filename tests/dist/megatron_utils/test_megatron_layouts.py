@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.megatron_cases import LAYOUTS, MOE_LAYOUTS, TIED_LAYOUTS, TIED_MOE_LAYOUTS, layout_cases
+from tests.helpers.megatron_cases import (
+    LAYOUTS,
+    MOE_LAYOUTS,
+    ONEDNN_LAYOUTS,
+    TIED_LAYOUTS,
+    TIED_MOE_LAYOUTS,
+    layout_cases,
+)
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import Answers, answers_of
 
@@ -33,6 +40,7 @@ def assert_trained_alike(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 SINGLE = {
     **{f"grpo-{layout}": "grpo-single" for layout in LAYOUTS},
+    **{f"grpo-onednn-{layout}": "grpo-single" for layout in ONEDNN_LAYOUTS},
     **{f"grpo-moe-{layout}": "grpo-moe-single" for layout in MOE_LAYOUTS},
 }
 

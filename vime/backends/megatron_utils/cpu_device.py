@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vime.backends.megatron_utils.cpu_linear import with_onednn
+
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like", "arange")
 _MISSING = object()
@@ -273,6 +275,16 @@ REDIRECTIONS: tuple[Redirection, ...] = (
         "torch.distributed.distributed_c10d.ProcessGroupGloo",
         "a group's event loop costs the training 0.1 % of a core, and megatron makes two dozen groups",
         _one_event_loop,
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce",
+        "torch's fp32 products run at half the speed of the core on many CPUs",
+        with_onednn,
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.layers.linear_with_frozen_weight",
+        "the same, for models that do not learn",
+        with_onednn,
     ),
     Redirection(
         "torch.Tensor.cuda",

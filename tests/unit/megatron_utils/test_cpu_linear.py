@@ -1,0 +1,83 @@
+"""Linear layers by oneDNN: the formula and its gradients, and which products go there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vime.backends.megatron_utils import cpu_linear
+from vime.backends.megatron_utils.cpu_linear import linear, pays, with_onednn
+
+
+@pytest.mark.parametrize("columns", [(48, 20), (20, 48)])  # either factor of the weight's gradient may be the smaller
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_and_its_gradients_are_their_formula(columns: tuple[int, int], has_bias: bool) -> None:
+    inputs, outputs = columns
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(37, 1, inputs, generator=draw)
+    weight_NK = torch.randn(outputs, inputs, generator=draw)
+    bias = [torch.randn(outputs, generator=draw)] if has_bias else []
+    direction = torch.randn(37, 1, outputs, generator=draw)
+
+    leaves = [value.clone().requires_grad_() for value in (x, weight_NK, *bias)]
+    got = linear(leaves[0], leaves[1], leaves[2] if has_bias else None, None)
+    gradients = torch.autograd.grad(got, leaves, direction)
+
+    true = [value.double().requires_grad_() for value in (x, weight_NK, *bias)]
+    expected = true[0] @ true[1].T + (true[2] if has_bias else 0)
+    true_gradients = torch.autograd.grad(expected, true, direction.double())
+    # sums of at most 48 terms near 1: rounding of fp32 stays below 48 * 6e-8 * 10
+    for mine, theirs in zip([got, *gradients], [expected, *true_gradients], strict=True):
+        assert mine.is_contiguous()
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=3e-5)
+
+
+def test_the_answer_may_be_overwritten_as_the_logits_are() -> None:
+    x, weight_NK = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+    y = linear(x, weight_NK, None, None)
+    with torch.no_grad():
+        y.zero_()
+    y.sum().backward()
+    assert weight_NK.grad is not None
+    assert weight_NK.grad.tolist() == [[3.0] * 4] * 2  # three rows of ones
+
+
+PLAIN = {"bias": None, "sequence_parallel": False, "gradient_accumulation_fusion": False, "allreduce_dgrad": False}
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "changes", "by_onednn"),
+    [
+        (64, torch.float32, {}, True),
+        (63, torch.float32, {}, False),  # too small to pay
+        (64, torch.bfloat16, {}, False),
+        (64, torch.float32, {"sequence_parallel": True}, False),
+        (64, torch.float32, {"gradient_accumulation_fusion": True}, False),
+        (64, torch.float32, {"grad_output_buffer": []}, False),
+    ],
+)
+def test_products_that_do_not_pay_stay_with_megatron(
+    rows: int, dtype: torch.dtype, changes: dict[str, Any], by_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_linear, "MIN_FLOPS", 2 * 64 * 8 * 4)
+    x, weight_NK = torch.ones(rows, 1, 8, dtype=dtype), torch.ones(4, 8, dtype=dtype)
+    seen: list[dict[str, Any]] = []
+
+    def original(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        seen.append(options)
+        return input @ weight.T
+
+    options = {**PLAIN, "tp_group": None, **changes}
+    answer = with_onednn(original)(x, weight_NK, **options)
+    assert answer.tolist() == [[[8.0] * 4]] * rows
+    assert seen == ([] if by_onednn else [options])
+
+
+def test_a_torch_without_the_operator_computes_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight_NK = torch.ones(1024, 256), torch.ones(256, 256)  # 2 * 1024 * 256 * 256 = MIN_FLOPS
+    assert pays(x, weight_NK)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not pays(x, weight_NK)
