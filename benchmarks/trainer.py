@@ -1,12 +1,13 @@
 """Tokens per CPU-second of one GRPO training step: Vime's trainer, transformers in plain torch, and TRL's GRPOTrainer.
 
     .venv/bin/pip install -e '.[benchmarks]'        # TRL, once
-    .venv/bin/python benchmarks/trainer.py [--without-trl] [--repeats 5]
+    .venv/bin/python benchmarks/trainer.py [--without-trl] [--repeats 5] [--without-onednn]
 
 One random Qwen2, the same weights, tokens, advantages and AdamW on every side, fp32, one thread each, one optimizer
 step over one batch: forward, backward, clip, update. No old or reference log-probabilities are computed on any side (a
 round of one step needs none); every side reports the entropy except plain torch, which computes nothing but the loss.
 `variable`: long-tailed answer lengths; Vime packs them, the others pad. `equal`: all rows alike, nothing to pad.
+`--without-onednn`: large products of Vime's linear layers by torch's default library too, as the other sides have them.
 Only real tokens count as tokens. The loss and the gradient norm of the sides must agree, or the run ends with an error.
 """
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="counted steps a side and batch (default: 5)")
     parser.add_argument("--rows", type=int, default=8, help="sequences of a batch (default: 8)")
     parser.add_argument("--without-trl", action="store_true", help="leave TRL out")
+    parser.add_argument("--without-onednn", action="store_true", help="products of Vime as torch makes them by default")
     options = parser.parse_args()
     if not options.without_trl and importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed. Install it with pip install -e '.[benchmarks]', or pass --without-trl.")
@@ -49,7 +51,8 @@ def main() -> None:
         model = make_model(Path(scratch), **SHAPE)
         make_tokenizer(model)
         arguments = {"model": str(model), "batches": batches}
-        sides = {"vime": (build_vime, arguments), "torch": (build_torch, arguments)}
+        vime = arguments | {"with_onednn": not options.without_onednn}
+        sides = {"vime": (build_vime, vime), "torch": (build_torch, arguments)}
         if not options.without_trl:
             sides["trl"] = (build_trl, arguments)
         turns = [(side, batch) for batch in batches for side in sides]
@@ -81,8 +84,12 @@ def make_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-def build_vime(model: str, batches: dict[str, list[Row]]) -> Step:
+def build_vime(model: str, batches: dict[str, list[Row]], with_onednn: bool = True) -> Step:
     """The trainer of a run: rows and a plan as the RolloutManager makes them, one packed micro-batch."""
+    from vime.backends.megatron_utils import cpu_linear
+
+    if not with_onednn:
+        cpu_linear.MIN_FLOPS = sys.maxsize
     worker = make_worker(
         model,
         device="cpu",
@@ -138,14 +145,15 @@ def build_torch(model: str, batches: dict[str, list[Row]]) -> Step:
         seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         positions = (seen.cumsum(1) - 1).clamp(min=0)
         has_padding = bool((seen == 0).any())
+        predicting = torch.arange(batch["prompt_ids"].size(1) - 1, tokens.size(1) - 1)
         answers, mask = batch["completion_ids"], batch["completion_mask"].float()
         logits = policy(
             tokens,
             attention_mask=seen if has_padding else None,
             position_ids=positions,
-            logits_to_keep=answers.size(1) + 1,
+            logits_to_keep=predicting,  # the places themselves: one more, sliced off, would cost a copy of all logits
             use_cache=False,
-        ).logits[:, :-1]
+        ).logits
         logp = -F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none").view_as(mask)
         ratio, advantage = torch.exp(logp - logp.detach()), batch["advantages"].unsqueeze(1)
         value = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)

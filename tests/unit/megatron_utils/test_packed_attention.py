@@ -1,0 +1,55 @@
+"""Attention over a pack against its formula, one sequence at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from vime.backends.megatron_utils.fused import rotation
+from vime.backends.megatron_utils.layer_spec import PackedAttention
+
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, angle_LD: Tensor) -> Tensor:
+    """[L, H * D] of one sequence: rotated, causal, each pair of query heads with one head of keys and values."""
+
+    def rotated(x_LND: Tensor) -> Tensor:
+        first, second = x_LND.chunk(2, -1)
+        return x_LND * angle_LD.cos()[:, None] + torch.cat([-second, first], -1) * angle_LD.sin()[:, None]
+
+    key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (rotated(key), value))
+    score_HLL = torch.einsum("qhd,khd->hqk", rotated(query), key) / math.sqrt(WIDTH)
+    sees = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    weight_HLL = score_HLL.masked_fill(~sees, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weight_HLL, value).flatten(1)
+
+
+@pytest.mark.parametrize("lengths", [(4,), (3, 3, 3), (3, 3, 2, 5, 5, 3), (1, 1, 6)])
+def test_neighbours_of_one_length_attend_as_if_each_were_alone(lengths: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    starts = [0, *itertools.accumulate(lengths)]
+    total = starts[-1]
+    inputs = [torch.randn(total, heads, WIDTH, generator=draw) for heads in (HEADS, GROUPS, GROUPS)]
+    angle = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(1) / torch.tensor([1.0, 3.0, 9.0, 27.0])
+    angle_LD = torch.cat([angle, angle], -1)
+    direction = torch.randn(total, HEADS * WIDTH, generator=draw)
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    pack = SimpleNamespace(cu_seqlens_host=starts, context_cut=None, rotation=rotation(angle_LD, torch.float32))
+    attention = PackedAttention(SimpleNamespace(kv_channels=WIDTH), 1)
+    got = attention(*leaves, None, packed_seq_params=pack)
+    gradients = torch.autograd.grad(got, leaves, direction.unsqueeze(1))
+
+    true = [x.double().requires_grad_() for x in inputs]
+    parts = zip(*(x.split(lengths) for x in (*true, angle_LD.double())), strict=True)
+    expected = torch.cat([formula(*part) for part in parts])
+    true_gradients = torch.autograd.grad(expected, true, direction.double())
+    assert got.shape == (total, 1, HEADS * WIDTH)
+    for mine, theirs in zip([got.squeeze(1), *gradients], [expected, *true_gradients], strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
