@@ -110,14 +110,14 @@ class Training:
         """Processes of this run that are still there after `grace_s`."""
         ends = time.monotonic() + grace_s
         while True:
-            alive = [" ".join(process.cmdline()[:4]) or process.name() for process in self._members()]
+            alive = [" ".join(command.split()[:4]) for _, command in self._members()]
             if not alive or time.monotonic() > ends:
                 return alive
             time.sleep(0.2)
 
     def kill_member(self, name: str) -> None:
         """SIGKILL the one process of this run whose command line or title has `name` in it."""
-        [victim] = [process for process in self._members() if name in " ".join(process.cmdline())]
+        [victim] = [process for process, command in self._members() if name in command]
         victim.kill()
 
     def so_far(self) -> Finished:
@@ -126,18 +126,19 @@ class Training:
 
     def kill(self) -> None:
         """End every process of this run and of no other."""
-        for process in self._members():
+        for process, _ in self._members():
             with_suppressed_absence(process.kill)
         with_suppressed_absence(self.process.kill)
         self.process.wait(10)
 
-    def _members(self) -> list[psutil.Process]:
+    def _members(self) -> list[tuple[psutil.Process, str]]:
+        """Each process of this run with its command line; one that ends while it is looked at is none."""
         members = []
         for process in psutil.process_iter():
             try:
                 is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
                 if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                    members.append(process)
+                    members.append((process, " ".join(process.cmdline()) or process.name()))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return members

@@ -79,7 +79,7 @@ def _transfer_queue(extra: tuple[str, ...], queue_address: Any, request: pytest.
 
     def lose_one(ticket: Any) -> None:
         client = reader._client
-        manifest = reader._read(ticket.partition, [ticket.manifest_key])[0]["manifest"].tobytes().decode()
+        manifest = client.get_rows(ticket.partition, [ticket.manifest_key])[0]["manifest"].tobytes().decode()
         key = manifest.partition('"keys":["')[2].partition('"')[0]
         meta = client._call(client._client.async_kv_retrieve_meta([key], ticket.partition), "look up a key")
         assert meta.size == 1

@@ -122,13 +122,9 @@ class MachineAtEnd:
         self.run_dir, self.checkpoint_root, self.loaded = root, root, None
         self.watchers: Any = self
         self.screen = self.books = self
-        self.said: list[str] = []
 
     def activity(self, _text: str) -> None: ...
     def emit(self, *_args: Any, **_values: Any) -> None: ...
-
-    def failed(self, text: str) -> None:
-        self.said.append(text)
 
     def save(self) -> None:
         if self.saver.newest_round != self.trained_round:
