@@ -21,7 +21,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = (
-    ("generate + reward + put (driver's wait)", "perf/rollout_wait_time"),
+    ("generate + reward + put (driver's wait)", "perf/wait_time"),
     ("train (fetch, forward, backward, optimizer)", "perf/train_time"),
     ("move weights (pause to confirmed)", "perf/update_weights_time"),
     ("of it: engines paused", "perf/pause_time"),

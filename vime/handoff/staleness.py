@@ -10,8 +10,8 @@ STALENESS_MEAN = "transferqueue/sample_staleness/mean"
 STALENESS_MAX = "transferqueue/sample_staleness/max"
 
 
-def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness: int | None) -> dict[str, float]:
-    """Refuse rows older than the bound; answer the mean and the maximum over `rows`, by metric name.
+def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness: int | None) -> list[int]:
+    """Refuse rows older than the bound; answer the staleness of each row that trains.
 
     staleness of a row = version of the weights it trains - oldest version among its trainable tokens. A row without
     trainable tokens has none. Example: tokens of versions 3 and 4 trained on weights 5 are 2 stale. Without a bound
@@ -31,6 +31,11 @@ def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness
                 "bound, or update the engines more often (--update-weights-interval)."
             )
         found.append(staleness)
+    return found
+
+
+def staleness_metrics(found: Sequence[int]) -> dict[str, float]:
+    """Mean and maximum over the rows of a round, by metric name."""
     return {
         STALENESS_MEAN: sum(found) / len(found) if found else 0.0,
         STALENESS_MAX: float(max(found, default=0)),

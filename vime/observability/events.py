@@ -1,7 +1,8 @@
 """What happened in a run, in order: one append-only JSON-lines file for each process, merged when read.
 
 An event is one line, handed to the kernel in one write before `emit` returns: it survives kill -9 of its process (not
-a power cut; the ledger is the truth about groups, events are for the reader). `EventKind` is the whole vocabulary.
+a power cut; the ledger is the truth about groups, events are for the reader). `EventKind` is the whole vocabulary,
+docs/metrics.md names the spans; `vime report` makes a Chrome trace of them (trace.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -95,11 +97,10 @@ class EventLog:
     def span(self, name: str, **fields: object) -> Iterator[None]:
         """A stretch of work: `span_started`, then `span_ended` with its duration, also when the work raises. Meanwhile
         `vime why-stuck` shows it."""
-        shown = f"{name} ({', '.join(f'{key} {value}' for key, value in fields.items())})" if fields else name
         self.emit(EventKind.SPAN_STARTED, name=name, **fields)
         start, failure = time.monotonic(), None
         try:
-            with doing(shown):
+            with _doing(name, fields):
                 yield
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
@@ -113,6 +114,29 @@ class EventLog:
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
+
+
+def open_events(run_dir: Path, process: str) -> EventLog:
+    """The log of this process, where `span` writes from now on. Called once per process; a second call takes its
+    place."""
+    global _log
+    _log = EventLog(run_dir, process)
+    return _log
+
+
+def span(name: str, **fields: object) -> AbstractContextManager[object]:
+    """`EventLog.span` in the log of this process. Where none was opened (a test, an example) only the registry of waits
+    is told."""
+    return _doing(name, fields) if _log is None else _log.span(name, **fields)
+
+
+_log: EventLog | None = None
+
+
+def _doing(name: str, fields: Mapping[str, object]) -> AbstractContextManager[object]:
+    """Numbers of single groups are left out: many are at one station, and `vime why-stuck` shows it once."""
+    shown = ", ".join(f"{key} {value}" for key, value in fields.items() if key not in ("group", "attempt"))
+    return doing(f"{name} ({shown})" if shown else name)
 
 
 def read_events(run_dir: Path, process: str = "*") -> list[Event]:

@@ -10,13 +10,14 @@ from rich.text import Text
 
 from vime.observability.curve import WINDOW, reward_curve_png, smooth, terminal_curve
 from vime.observability.summary import AnswerPair, RunSummary
+from vime.observability.trace import write_trace
 
 CURVE_HEIGHT = 10
 ANSWER_CHARS = 120
 
 
 def show_report(summary: RunSummary, console: Console) -> None:
-    """Print everything that `summary` knows; also draws the PNG again."""
+    """Print everything that `summary` knows; also draws the PNG and writes the trace again."""
     is_ascii = console.options.ascii_only
     console.print()
     if summary.rewards:
@@ -33,6 +34,7 @@ def show_report(summary: RunSummary, console: Console) -> None:
     _totals(summary, console)
     if summary.rewards:
         _line(console, "Curve", str(reward_curve_png(summary.run_dir)))
+    _line(console, "Trace", f"{write_trace(summary.run_dir)} (open it in ui.perfetto.dev)")
     _line(console, "Run directory", str(summary.run_dir))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 
+from vime.observability.events import span
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.types import Version
@@ -28,9 +29,10 @@ class RoundBooks:
 
     @contextlib.contextmanager
     def timed(self, metric: str) -> Iterator[None]:
-        """Add the block's duration to the round under `metric`."""
+        """Add the block's duration to the round under `metric`; perf/train_time is also the span `train`."""
         started = time.monotonic()
-        yield
+        with span(metric.removeprefix("perf/").removesuffix("_time")):
+            yield
         self._metrics[metric] = self._metrics.get(metric, 0.0) + time.monotonic() - started
 
     def finish(self, rollout_id: int, version: Version) -> None:

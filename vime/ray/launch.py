@@ -16,7 +16,7 @@ from pathlib import Path
 from vime.config.parse import Config, dump, parse_command_line
 from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import audit_run
-from vime.observability.events import EventKind, EventLog
+from vime.observability.events import EventKind, EventLog, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
@@ -62,7 +62,7 @@ class End:
 
 def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
     setup_logging(path, "driver")
-    events = EventLog(path, "driver")
+    events = open_events(path, "driver")
     events.emit(EventKind.RUN_STARTED)
     screen = Screen(run_dir=path)
     with Interrupts() as interrupts:

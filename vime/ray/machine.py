@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from vime.config.parse import Config
-from vime.observability.events import EventKind, EventLog
+from vime.observability.events import EventKind, EventLog, span
 from vime.observability.screen import Screen
 from vime.ray.agreement import AgreementGuard
 from vime.ray.books import RoundBooks
@@ -122,7 +122,7 @@ class Machine:
 
     def finish_generation(self, pending: Any) -> GeneratedRound:
         """Wait until the round is generated, scored and put."""
-        with self.watchers.books.timed("perf/rollout_wait_time"):
+        with self.watchers.books.timed("perf/wait_time"):
             generated: GeneratedRound = self._wait_for_manager(pending, "a round of generation")
             self._agreement.after_generation(generated, self.versions)
         self.watchers.books.add(generated.metrics)
@@ -174,7 +174,8 @@ class Machine:
         self.trained_round, self._cursor = generated.rollout_id, generated.cursor
         self.doing = None
         failpoint(Point.CLEAR)
-        self.parts.carrier.clear(generated.ticket)
+        with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
+            self.parts.carrier.clear(generated.ticket)
         self.watchers.events.emit(
             EventKind.ROUND_TRAINED, rollout_id=generated.rollout_id, version=self.versions.trained
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from vime.config.parse import Config
 from vime.config.queue_checks import STREAMING
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_types import RoundLease
-from vime.observability.events import EventLog
+from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier, open_group_store
 from vime.ray.checkpoint import LEDGER_RUN
@@ -68,7 +69,7 @@ class RolloutManager:
         limit_threads(config)
         self._config, self._run_dir = config, Path(run_dir)
         setup_logging(self._run_dir, "rollout-manager")
-        self._events = EventLog(self._run_dir, "rollout-manager")
+        open_events(self._run_dir, "rollout-manager")
         self._queue_address = queue_address
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._source: Any = None  # a run that replays recorded rounds has none
@@ -133,18 +134,22 @@ class RolloutManager:
         """Generate (or replay) one round, convert it, plan it, put it."""
         from vime.rollout.convert import to_train_groups  # brings torch, which the driver can do without
 
-        with self._events.span("generate_round", rollout_id=rollout_id):
+        began = time.monotonic()
+        with span("generate_round", rollout_id=rollout_id):
             output = self._samples(rollout_id)
+        metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
         cursor = self._cursor(rollout_id)
         failpoint(Point.CONVERT)
-        groups = to_train_groups(self._config.flat, output.samples, rollout_id)
+        with span("convert_round", rollout_id=rollout_id):
+            groups = to_train_groups(self._config.flat, output.samples, rollout_id)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
         if self._config.debug.debug_rollout_only:
-            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=dict(output.metrics))
-        planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
+            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
+        with span("plan_round", rollout_id=rollout_id):
+            planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
         failpoint(Point.PUT)
-        with self._events.span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
+        with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
             ticket = self._carrier.put(planned.plan, groups)
         failpoint(Point.STORED)
         lease = self._source.lease if self._producer is not None else None
@@ -154,7 +159,7 @@ class RolloutManager:
         return GeneratedRound(
             rollout_id=rollout_id,
             ticket=ticket,
-            metrics={**output.metrics, **planned.metrics},
+            metrics=metrics | planned.metrics,
             work=planned.work,
             probe=_probe(groups) if may_be_stale else (),
             lease=lease,

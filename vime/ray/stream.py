@@ -17,6 +17,7 @@ from typing import Any
 from vime.config.parse import Config
 from vime.handoff.ledger_types import LEDGER_NAME, LedgerRules, RestoreReport, RoundLease, RoundOrder, StalePolicy
 from vime.handoff.queue_view import copy_queue
+from vime.observability.events import span
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.waits import wait_for
 from vime.types import HandoffError, Version, VimeError
@@ -97,14 +98,16 @@ class Stream:
     def trained(self, round_id: int) -> None:
         """The optimizer has stepped on the round. Raises LeaseLostError when the lease ended meanwhile."""
         lease = self._leases[round_id]
-        self.ledger.rounds.trained(round_id, lease.fence)
+        with span("note_trained", rollout_id=round_id):
+            self.ledger.rounds.trained(round_id, lease.fence)
         del self._leases[round_id]
         if not self._config.queue.transferqueue_ack_on_train_data:
             self._ask(self._manager.forget.remote(lease), "the trained round to leave the queue")
 
     def release(self, version: Version) -> None:
         """Every engine confirmed `version`."""
-        self.ledger.rounds.release(version)
+        with span("release_slots", version=version):
+            self.ledger.rounds.release(version)
 
     def saving(self) -> None:
         """What the checkpoint carries must be in the ledger's file before anyone can see the checkpoint."""

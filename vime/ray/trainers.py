@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from vime.config.parse import Config
-from vime.handoff.staleness import STALENESS_MAX, STALENESS_MEAN, check_staleness
-from vime.observability.events import EventLog
+from vime.handoff.staleness import check_staleness, staleness_metrics
+from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
@@ -55,6 +56,15 @@ if TYPE_CHECKING:
 PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRound:
+    """What one rank of the policy says about a round that it trained."""
+
+    metrics: dict[str, float]  # the same on every rank but for memory
+    staleness: list[int]  # of each row that trained here
+    taught: ArrayColumns  # what a critic on other ranks learns from
+
+
 @ray.remote(max_concurrency=3)  # a round, a checkpoint being written, and `close`
 class TrainerActor:
     """One trainer rank, playing `roles`."""
@@ -64,7 +74,7 @@ class TrainerActor:
         name = f"{'trainer' if Role.ACTOR in roles else roles[0]}-{rank}"
         setup_logging(Path(run_dir), name)
         self._config, self._rank, self._run_dir, self._roles = config, rank, Path(run_dir), roles
-        self._events = EventLog(self._run_dir, name)
+        open_events(self._run_dir, name)
         self._carrier = connect_carrier(config, queue_address)
         self._worker: TrainWorker
         self._publisher: Publisher | None = None
@@ -99,45 +109,48 @@ class TrainerActor:
         """Collective over all ranks, of roles beside the policy: their columns; {} where a peer says the same."""
         from vime.training.columns import to_arrays
 
-        plan, rows = _fetch(self._worker, self._carrier, ticket, self._events, rollout_id)
-        with self._events.span("compute_columns", rollout_id=rollout_id):
+        plan, rows = _fetch(self._worker, self._carrier, ticket, rollout_id)
+        with span("compute_columns", rollout_id=rollout_id):
             columns = self._worker.forward_columns(plan, rows)
         return to_arrays(columns) if self._worker.place.speaks else {}
 
     def train(
         self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns, is_judged: bool
-    ) -> tuple[dict[str, float], ArrayColumns] | Agreement:
+    ) -> RankRound | Agreement:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
-        columns of roles that other ranks play. Answers metrics, and what a critic on other ranks is taught; or how far
-        trainer and engine are apart, when that is more than they may be: then no weight has moved."""
+        columns of roles that other ranks play. Or answers how far trainer and engine are apart, when that is more than
+        they may be: then no weight has moved."""
         from vime.training.agreement import Disagreement, Judge
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
 
         worker = self._worker
         failpoint(Point.FETCH)
-        plan, rows = _fetch(worker, self._carrier, ticket, self._events, rollout_id)
+        plan, rows = _fetch(worker, self._carrier, ticket, rollout_id)
         failpoint(Point.FORWARD)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
         staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
         threshold = self._config.agreement.train_rollout_diff_threshold if is_judged else None
         try:
-            with self._events.span("train_round", rollout_id=rollout_id):
+            with span("train_round", rollout_id=rollout_id):
                 columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
                 metrics = worker.update(plan, rows, columns, Judge(version=version, threshold=threshold))
         except Disagreement as disagreement:
             return disagreement.agreement
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
-        metrics = {**metrics, **staleness, PEAK_MEMORY: peak_memory_gib(worker.backend.device)}
-        return metrics, to_arrays(taught) if worker.place.speaks else {}
+        return RankRound(
+            metrics={**metrics, PEAK_MEMORY: peak_memory_gib(worker.backend.device)},
+            staleness=staleness,
+            taught=to_arrays(taught) if worker.place.speaks else {},
+        )
 
     def learn(self, rollout_id: int, ticket: Any, given: ArrayColumns) -> dict[str, float]:
         """Collective over all ranks of the critic: its steps of a round, by columns of the policy's ranks."""
         from vime.training.columns import from_arrays
 
-        plan, rows = _fetch(self._worker, self._carrier, ticket, self._events, rollout_id)
-        with self._events.span("train_round", rollout_id=rollout_id):
+        plan, rows = _fetch(self._worker, self._carrier, ticket, rollout_id)
+        with span("train_round", rollout_id=rollout_id):
             return self._worker.update(plan, rows, from_arrays(given, rows))
 
     def log_probs(self, rows: list[TrainRow], rule: SamplingRule | None = None) -> list[list[float]]:
@@ -150,7 +163,7 @@ class TrainerActor:
         actor = self._worker.actor
         if not actor.takes_part_in_export:
             return None
-        with doing(f"publishing version {version}"):
+        with span("publish_weights", version=version):
             stream = actor.export_weights()
             try:
                 if self._rank == 0:
@@ -165,7 +178,7 @@ class TrainerActor:
         return None
 
     def save(self, directory: str, in_background: bool) -> None:
-        with doing("saving a checkpoint"):
+        with span("save_checkpoint"):
             self._pending_saves = self._worker.save(Path(directory), in_background=in_background)
 
     def finish_save(self, deadline_s: float) -> None:
@@ -177,11 +190,11 @@ class TrainerActor:
         from vime.training.export import save_hf
 
         source = Path(self._config.model.hf_checkpoint).expanduser()
-        with doing("exporting to Hugging Face format"):
+        with span("export_hf"):
             save_hf(self._worker.actor, Path(directory), source=source)
 
     def load(self, directory: str) -> None:
-        with doing("loading a checkpoint"):
+        with span("load_checkpoint"):
             self._worker.load(Path(directory))
 
     def set_asleep(self, is_asleep: bool) -> None:
@@ -202,13 +215,13 @@ class TrainerActor:
 
 
 def _fetch(
-    worker: TrainWorker, carrier: Carrier, ticket: Any, events: EventLog, rollout_id: int
+    worker: TrainWorker, carrier: Carrier, ticket: Any, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
     """The round's plan and the rows of this rank. Collective over the replica."""
     from vime.handoff.fetch import fetch_round  # brings torch, which the driver can do without
 
     backend, place = worker.backend, worker.place
-    with events.span("transferqueue_get_groups", rollout_id=rollout_id):
+    with span("transferqueue_get_groups", rollout_id=rollout_id):
         return fetch_round(
             carrier,
             ticket,
@@ -379,25 +392,24 @@ class Trainers:
     ) -> dict[str, float] | list[Agreement]:
         """Metrics of the round, or every rank's Agreement when trainer and engine are too far apart.
 
-        Each rank looked at the staleness of its own rows; the mean weighs ranks equally.
+        Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give
+        the mean of the round.
         """
         given: ArrayColumns = {}
         for columns in _all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
             given |= _merged(columns)
         answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged)
-        if not isinstance(answers[0], tuple):
+        if not isinstance(answers[0], RankRound):
             return answers
-        metrics = [rank_metrics for rank_metrics, _ in answers]
         learned: dict[str, float] = {}
         if Role.CRITIC in self._separate:
-            taught = ray.put(given | _merged([columns for _, columns in answers]))
+            taught = ray.put(given | _merged([answer.taught for answer in answers]))
             learned = self._separate[Role.CRITIC].call("learn", rollout_id, ticket, taught)[0]
         return {
             **learned,
-            **metrics[0],
-            STALENESS_MEAN: sum(entry[STALENESS_MEAN] for entry in metrics) / len(metrics),
-            STALENESS_MAX: max(entry[STALENESS_MAX] for entry in metrics),
-            PEAK_MEMORY: max(entry[PEAK_MEMORY] for entry in metrics),
+            **answers[0].metrics,
+            **staleness_metrics([staleness for answer in answers for staleness in answer.staleness]),
+            PEAK_MEMORY: max(answer.metrics[PEAK_MEMORY] for answer in answers),
         }
 
     def publish(

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from vime.observability.events import span
 from vime.rollout.generation import generate_group
 from vime.rollout.loops import raise_first
 from vime.rollout.plugins import plugin
@@ -26,18 +27,21 @@ async def generate_and_rm_group(args: Any, group: list[Sample], sampling_params:
     aborted or failed get no reward: the caller drops their group.
     """
     failpoint(Point.GENERATE)
-    samples = await _generate(args, group, sampling_params)
+    number = group[0].group_index
+    with span("generate_group", group=number):
+        samples = await _generate(args, group, sampling_params)
     waiting = [sample for sample in samples if sample.reward is None]
     if any(sample.status in UNUSABLE for sample in samples) or not waiting:
         return samples
     failpoint(Point.REWARD)
-    if args.group_rm:
-        rewards = await batched_async_rm(args, samples)
-        waiting = samples
-    elif len(waiting) == 1:
-        rewards = [await async_rm(args, waiting[0])]
-    else:
-        rewards = await batched_async_rm(args, waiting)
+    with span("reward_group", group=number):
+        if args.group_rm:
+            rewards = await batched_async_rm(args, samples)
+            waiting = samples
+        elif len(waiting) == 1:
+            rewards = [await async_rm(args, waiting[0])]
+        else:
+            rewards = await batched_async_rm(args, waiting)
     for sample, reward in zip(waiting, rewards, strict=True):
         sample.reward = reward
     return samples

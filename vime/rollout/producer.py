@@ -22,6 +22,7 @@ from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGrant, Task, TransitionError
 from vime.handoff.payload import samples_to_bytes
+from vime.observability.events import span
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group
 from vime.rollout.loops import raise_first, rollout_loop
@@ -159,7 +160,8 @@ class GroupProducer:
         unusable = next((sample.status for sample in samples if sample.status in UNUSABLE), None)
         if unusable is SampleStatus.ABORTED:
             stats.retried_groups += 1
-            await self._ledger.call_async("prompts", "retry", task, "aborted")
+            with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
+                await self._ledger.call_async("prompts", "retry", task, "aborted")
             return
         reason = str(unusable) if unusable is not None else None
         if reason is None:
@@ -177,23 +179,21 @@ class GroupProducer:
             await self._wait_for_room(task, num_tokens, len(data))
         failpoint(Point.SPOOL)
         began = time.monotonic()
-        checksum = await self._off_loop(self._store.put, task, data)
+        with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
+            checksum = await self._off_loop(self._store.put, task, data)
         stats.put_times_s.append(time.monotonic() - began)
         oldest, newest = group_versions(samples)
         failpoint(Point.COMMIT)
-        await self._ledger.call_async(
-            "prompts",
-            "commit",
-            task,
-            Payload(
-                checksum=checksum,
-                num_bytes=len(data),
-                num_tokens=num_tokens,
-                num_rows=len(samples),
-                min_version=oldest,
-                max_version=newest,
-            ),
+        payload = Payload(
+            checksum=checksum,
+            num_bytes=len(data),
+            num_tokens=num_tokens,
+            num_rows=len(samples),
+            min_version=oldest,
+            max_version=newest,
         )
+        with span("commit_group", group=task.group, attempt=task.attempt):
+            await self._ledger.call_async("prompts", "commit", task, payload)
         failpoint(Point.COMMITTED)
         stats.committed_groups += 1
 

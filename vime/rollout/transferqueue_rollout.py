@@ -16,6 +16,7 @@ from vime.handoff.ledger import LedgerStatus
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import LeaseAnswer, RoundLease
 from vime.handoff.payload import bytes_to_samples
+from vime.observability.events import span
 from vime.rollout import vllm_rollout
 from vime.rollout.groups import mark_samples
 from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
@@ -35,11 +36,10 @@ def generate_rollout(
     """The groups of round `rollout_id` in the order of their numbers, or one evaluation."""
     if evaluation:
         return vllm_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
-    began = time.monotonic()
     data_source.begin(rollout_id)
     groups = data_source.get_samples(args.rollout_batch_size)
     mark_samples(args, groups)
-    return RolloutFnTrainOutput(samples=groups, metrics=data_source.metrics(groups, time.monotonic() - began))
+    return RolloutFnTrainOutput(samples=groups, metrics=data_source.metrics(groups))
 
 
 class TransferQueueDataSource:
@@ -56,6 +56,7 @@ class TransferQueueDataSource:
         self._ledger, self._store, self._producer = ledger, store, producer
         self._round_id = -1
         self._get_time_s = 0.0
+        self._too_old = 0  # of the ledger's count, what the rounds before have reported
         self.lease: RoundLease | None = None
 
     def begin(self, round_id: int) -> None:
@@ -66,11 +67,13 @@ class TransferQueueDataSource:
         """Waits for: `num_groups` ready groups. Unblocked by: the producer's commits. Asking again for a round gives
         the same groups."""
         failpoint(Point.LEASE)
-        with waiting(f"the groups of round {self._round_id}", deadline_s=self._args.rollout_timeout_secs):
+        limit_s, round_id = self._args.rollout_timeout_secs, self._round_id
+        with span("lease_round", rollout_id=round_id), waiting(f"the groups of round {round_id}", deadline_s=limit_s):
             lease = self._wait_for_lease(num_groups)
         failpoint(Point.LEASED)
         began = time.monotonic()
-        payloads = self._store.get([(group.task, group.payload.checksum) for group in lease.groups])
+        with span("transferqueue_get_groups", rollout_id=round_id, num_groups=len(lease.groups)):
+            payloads = self._store.get([(group.task, group.payload.checksum) for group in lease.groups])
         groups = [bytes_to_samples(data) for data in payloads]
         for leased, samples in zip(lease.groups, groups, strict=True):
             if samples[0].group_index != leased.task.group:
@@ -82,7 +85,8 @@ class TransferQueueDataSource:
 
     def ack_samples(self, lease: RoundLease) -> None:
         """The queue may forget the round's payloads; the spool keeps them until a checkpoint carries the round."""
-        self._store.forget([group.task for group in lease.groups])
+        with span("transferqueue_ack_groups", rollout_id=lease.round_id, num_groups=len(lease.groups)):
+            self._store.forget([group.task for group in lease.groups])
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         if groups:
@@ -99,12 +103,14 @@ class TransferQueueDataSource:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def metrics(self, groups: Sequence[Sequence[Sample]], wait_time_s: float) -> dict[str, float]:
-        """What the round's samples are like, and what the queue did since the round before."""
+    def metrics(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+        """What the round's samples are like, how the queue stands, and what happened since the round before
+        (docs/metrics.md)."""
+        assert self.lease is not None
         samples = [sample for group in groups for sample in group]
         stats, status = self._producer.take_stats(), self._status()
-        trained_on = self._round_id
-        staleness = [trained_on - sample.oldest_trainable_version for sample in samples if sum(sample.loss_mask)]
+        num_too_old, self._too_old = max(0, status.too_old - self._too_old), status.too_old
+        lags = [self.lease.version - max(sample.weight_versions) for sample in samples if sample.weight_versions]
         puts = stats.put_times_s
         rewards = stats.rewards or [0.0]
         return {
@@ -114,16 +120,15 @@ class TransferQueueDataSource:
             "rollout/reward_mean_before_filter": statistics.fmean(rewards),
             "rollout/num_groups": float(len(groups)),
             "rollout/removed_samples": float(sum(sample.remove_sample for sample in samples)),
-            "rollout/generate_time": wait_time_s,
             "transferqueue/ready_groups": float(status.ready),
             "transferqueue/inflight_groups": float(sum(status.producers.values())),
             "transferqueue/retry_groups": float(status.retry),
             "transferqueue/dropped_groups": float(sum(stats.dropped.values())),
-            "transferqueue/stale_dropped_groups": float(status.too_old),
+            "transferqueue/stale_dropped_groups": float(num_too_old),
             "transferqueue/late_groups": float(stats.late_groups),
             "transferqueue/get_latency": self._get_time_s,
             "transferqueue/put_latency": statistics.fmean(puts) if puts else 0.0,
-            "transferqueue/producer_lag": float(statistics.fmean(staleness)) if staleness else 0.0,
+            "transferqueue/producer_lag": statistics.fmean(lags) if lags else 0.0,
             "transferqueue/spool_bytes": float(self._store.spool_bytes),
         }
 

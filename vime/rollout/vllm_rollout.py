@@ -179,7 +179,6 @@ class TrainingRound:
             "rollout/surplus_groups": float(self._num_finished_surplus),
             "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
             "rollout/removed_samples": float(sum(sample.remove_sample for sample in kept)),
-            "rollout/generate_time": time.monotonic() - self._started,
         }
 
     def _post_progress(self) -> None:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vime.config.training import BatchConfig
+from vime.observability.events import span
 from vime.seams import PackLoss, TrainBackend, TrainEngine
 from vime.training.columns import Columns
 from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, TrainRow, VimeError
 from vime.utils.failpoints import Point, failpoint
-from vime.utils.waits import doing
 
 
 def check_delivered(plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int) -> None:
@@ -34,7 +34,8 @@ def forward_column(
     """[R] of `TrainEngine.forward` by row number, over the micro-batches of the whole round; empty where no tokens are
     held. Collective like `forward`."""
     numbers = [batch for step in plan.steps for batch in step.micro_batches[dp_rank]]
-    answers = engine.forward([[rows[row] for row in batch] for batch in numbers])
+    with span("forward_column", rollout_id=plan.rollout_id):
+        answers = engine.forward([[rows[row] for row in batch] for batch in numbers])
     return {
         row: value_R
         for batch, values in zip(numbers, answers, strict=bool(answers))
@@ -73,7 +74,7 @@ def optimizer_step(
     """
     numbers = step.micro_batches[backend.place.dp_rank]
     holds_tokens = backend.place.holds_tokens
-    with doing(f"{name}: forward and backward"):
+    with span("forward_backward", step=name):
         shares = engine.accumulate(
             [[rows[row] for row in batch] for batch in numbers],
             [
@@ -93,7 +94,7 @@ def optimizer_step(
     if before_move is not None:
         before_move()
     failpoint(Point.OPTIMIZER)
-    with doing(f"{name}: gradients"):
+    with span("optimizer_step", step=name):
         grad_norm = engine.apply_gradients()
     failpoint(Point.STEPPED)
     if not math.isfinite(grad_norm):

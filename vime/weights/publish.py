@@ -44,7 +44,6 @@ class PublishReport:
     pause_s: float  # from the engines' pause to their resume: nothing is generated
     transfer_s: float
     confirm_s: float
-    total_s: float  # with the wait for the engines to pause
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -52,7 +51,6 @@ class PublishReport:
             "weights/publish_bytes": float(self.num_bytes),
             "weights/confirm_time": self.confirm_s,
             "perf/pause_time": self.pause_s,
-            "perf/update_weights_time": self.total_s,
         }
 
 
@@ -129,7 +127,6 @@ def _publish(
         pause_s=resumed - paused,
         transfer_s=sent - paused,
         confirm_s=confirmed - sent,
-        total_s=resumed - started,
     )
 
 

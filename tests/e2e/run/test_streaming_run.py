@@ -1,8 +1,10 @@
 """Mode streaming through train.py and train_async.py, with real parts and real SIGKILLs."""
 
+import json
 import signal
 from pathlib import Path
 
+from tests.helpers.metrics_page import documented_spans, undocumented
 from tests.helpers.training import Finished, TinyTask, Training, train
 from vime.handoff.audit import audit_run
 
@@ -16,6 +18,7 @@ def assert_every_round_trained_once(finished: Finished, num_rounds: int, *, last
     state = "trained" if last_checkpoint is None else "durable"
     assert report.groups == {state: 4 * num_rounds}
     assert sorted(finished.metrics()) == list(range(num_rounds))
+    assert undocumented(name for line in finished.metrics().values() for name in line) == []
 
 
 def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
@@ -45,3 +48,13 @@ def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: 
     staleness = [line["transferqueue/sample_staleness/max"] for line in finished.metrics().values()]
     assert set(staleness) <= {0.0, 1.0}
     assert max(staleness) == 1.0  # the second round was answered by the weights of the first
+    trace = json.loads((finished.run_dir / "trace.json").read_text())["traceEvents"]
+    spans = {entry["name"] for entry in trace if entry["ph"] == "X"}
+    assert spans <= set(documented_spans())
+    assert spans >= {  # a group from its prompt to the weights that it made
+        "generate_group", "reward_group", "transferqueue_put_group", "commit_group", "lease_round",
+        "transferqueue_get_groups", "transferqueue_ack_groups", "convert_round", "plan_round", "forward_backward",
+        "optimizer_step", "note_trained", "pause_engines", "load_weights", "confirm_weights", "resume_engines",
+        "release_slots",
+    }  # fmt: skip
+    assert [entry for entry in trace if entry["ph"] == "B"] == []  # whatever began has ended

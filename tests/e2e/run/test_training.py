@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.metrics_page import undocumented
 from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
 from vime.observability.stuck import explain
 
@@ -52,6 +53,7 @@ def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp
         rates = ("perf/train_tokens_per_sec", "perf/train_tflops", "perf/peak_memory")
         assert all(metrics[rollout_id][name] > 0 for name in rates)
         assert metrics[rollout_id]["perf/padding_waste"] == metrics[rollout_id]["perf/dp_imbalance_flops"] == 0
+        assert undocumented(metrics[rollout_id]) == []
     hashes = finished.confirmed_hashes()
     assert len(hashes) == ROUNDS + 1  # the initial weights, then one version a round
     assert len(set(hashes)) == ROUNDS + 1

@@ -36,7 +36,7 @@ def test_totals_are_sums_over_the_rounds(tmp_path: Path) -> None:
                 "rollout/num_samples": 8,
                 "rollout/num_tokens": 100 + step,
                 "perf/train_time": 2.0,
-                "perf/rollout_wait_time": 1.0,
+                "perf/wait_time": 1.0,
                 "perf/step_time": 3.5,  # the whole round: not a phase
                 "perf/pause_time": 0.5,  # inside another phase
             },
@@ -45,7 +45,7 @@ def test_totals_are_sums_over_the_rounds(tmp_path: Path) -> None:
     summary = summarise(tmp_path)
     assert summary.rewards == {0: 0.25, 1: 0.5, 2: 0.75}
     assert (summary.num_rounds, summary.num_samples, summary.num_tokens) == (3, 24, 303)  # 3 x 8; 100 + 101 + 102
-    assert summary.phase_s == {"train": 6.0, "rollout wait": 3.0}
+    assert summary.phase_s == {"train": 6.0, "wait": 3.0}
     assert summary.outcome == "not finished"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from vime.config.parse import parse
 from vime.ray import trainers as trainers_module
-from vime.ray.trainers import STALENESS_MAX, STALENESS_MEAN, Trainers
+from vime.ray.trainers import RankRound, Trainers
 from vime.types import ClusterError, Role
 
 FLAGS = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--use-opd", "--opd-teacher-load", "x"]
@@ -41,7 +41,12 @@ def test_every_world_computes_before_one_is_waited_for(
         def call(self, _method: str, *arguments: Any) -> list[Any]:
             given = arguments[3]
             assert given == {"reference": {0: 1.0}, "teacher": {0: 1.0}}
-            return [({STALENESS_MEAN: 0.0, STALENESS_MAX: 0.0, trainers_module.PEAK_MEMORY: 1.0}, {})]
+            # two replicas that hold three rows and one row: peaks are compared, staleness is pooled
+            rounds = ((1.0, [0, 1, 1]), (2.5, [2]))
+            return [
+                RankRound(metrics={trainers_module.PEAK_MEMORY: peak}, staleness=staleness, taught={})
+                for peak, staleness in rounds
+            ]
 
     monkeypatch.setattr(trainers_module, "Ranks", FakeRanks)
     monkeypatch.setattr(trainers_module.ray, "put", lambda value: value)
@@ -50,5 +55,9 @@ def test_every_world_computes_before_one_is_waited_for(
         with pytest.raises(ClusterError, match="reference ranks to compute: died"):
             trainers.train(0, None, 0, is_judged=False)
     else:
-        assert trainers.train(0, None, 0, is_judged=False)
+        assert trainers.train(0, None, 0, is_judged=False) == {
+            "transferqueue/sample_staleness/mean": 1.0,  # (0 + 1 + 1 + 2) / 4
+            "transferqueue/sample_staleness/max": 2.0,
+            "perf/peak_memory": 2.5,
+        }
     assert order == ["reference begins", "teacher begins", "reference ends", "teacher ends"]

@@ -101,7 +101,7 @@ def test_engines_resume_only_after_every_report_was_compared():
     assert (report.version, report.content_hash, report.num_tensors) == (4, content_hash(WEIGHTS), 2)
     assert report.num_bytes == 2 * 4 + 3 * 4
     assert report.engine_reports[0].engine == "e0"
-    assert report.transfer_s + report.confirm_s <= report.pause_s <= report.total_s
+    assert report.transfer_s + report.confirm_s <= report.pause_s
 
 
 def test_another_hash_stops_before_resume():

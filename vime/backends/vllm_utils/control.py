@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from vime.observability.events import span
 from vime.types import EngineAddress, EngineError, EngineReport, Version, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -122,7 +123,8 @@ class FleetControl:
 
         Clears the prefix cache, in every mode: the weights are about to change under it.
         """
-        self._http.post("/pause", params={"mode": mode, "clear_cache": "true"})
+        with span("pause_engines"):
+            self._http.post("/pause", params={"mode": mode, "clear_cache": "true"})
 
     def start_update(self) -> None:
         self._http.post("/start_weight_update")
@@ -131,19 +133,22 @@ class FleetControl:
         self._http.post("/update_weights", {"update_info": update_info})
 
     def finish_update(self, version: Version) -> None:
-        self._http.post("/finish_weight_update", {"weight_version": str(version)})
+        with span("load_weights", version=version):
+            self._http.post("/finish_weight_update", {"weight_version": str(version)})
 
     def reports(self) -> list[EngineReport]:
         """Version and content hash of each engine. EngineError when an engine's own workers disagree."""
-        versions = self._http.get("/weight_info")
-        workers = self.call_workers("vime_weight_report")
+        with span("confirm_weights"):
+            versions = self._http.get("/weight_info")
+            workers = self.call_workers("vime_weight_report")
         return [
             _report(address, str(version["weight_version"]), reports)
             for address, version, reports in zip(self._http.addresses, versions, workers, strict=True)
         ]
 
     def resume(self) -> None:
-        self._http.post("/resume")
+        with span("resume_engines"):
+            self._http.post("/resume")
 
     def is_paused(self) -> list[bool]:
         return [bool(answer["is_paused"]) for answer in self._http.get("/is_paused")]
