@@ -3,7 +3,7 @@
 #   ./scripts/chaos.sh OUT                                            every target at every point, hours
 #   ./scripts/chaos.sh OUT --case trainer@trainer.optimizer:2         one
 #   ./scripts/chaos.sh OUT --random 200 --seed 1                      anything, any time
-# MODE=off|buffer|streaming: --transferqueue-mode. SCRIPT=train_async.py: the overlapped rhythm.
+# ROUNDS=60: for ten random kills a run. MODE=off|buffer|streaming: --transferqueue-mode. SCRIPT=train_async.py: the overlapped rhythm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -16,7 +16,7 @@ DATA=data/chaos
 FLAGS=(
   --device cpu --hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --input-key input --label-key label
   --custom-rm-path scripts/chaos_reward.py:even_share --rollout-batch-size 4 --n-samples-per-prompt 4
-  --rollout-max-response-len 12 --rollout-max-context-len 64 --micro-batch-size 8 --lr 1e-3 --num-rollout 4
+  --rollout-max-response-len 12 --rollout-max-context-len 64 --micro-batch-size 8 --lr 1e-3 --num-rollout "${ROUNDS:-4}" --keep-checkpoints 3
   --transferqueue-mode "${MODE:-streaming}" --engine-health-interval-secs 1 --engine-health-timeout-secs 5
   --debug-engine-module vime.backends.vllm_utils.scripted_server
 )

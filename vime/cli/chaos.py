@@ -35,6 +35,10 @@ OF_GROUPS = (
 PASSES = dict.fromkeys(OF_GROUPS, 6) | {Point.STOP: 1}
 """Which pass of a point is met; 2 for the others: not in the first round, so that there is something to lose."""
 
+AT_WORK, WORK_S, START_S = 2 / 3, 6.0, 20.0
+"""Of random kills: the share that waits until rounds are trained, and up to how many seconds after that or the start.
+A tiny model trains two rounds a second and starts in 20 s, so a run of 60 rounds takes ten kills."""
+
 
 class ChaosError(VimeError):
     """A killed run lost something, repeated something or left something behind."""
@@ -50,7 +54,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for all runs and the table; must be new")
     parser.add_argument("--case", nargs="+", default=[], metavar="CASE", help="these instead of all")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N kills at random times instead")
-    parser.add_argument("--kills-per-run", type=int, default=5, help="of --random, one after the other")
+    parser.add_argument("--kills-per-run", type=int, default=10, help="of --random, one after the other")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--script", default="train.py", help="what to run (default: train.py)")
     parser.add_argument("--deadline", type=float, default=300, help="of one run from start to end, seconds")
@@ -77,7 +81,7 @@ def run_chaos(arguments: argparse.Namespace) -> None:
         raise ChaosError(f"the undisturbed run failed: {whole}. Its output: {undisturbed.log}")
     batches = [[case] for case in cases]
     if arguments.random:
-        batches = random_batches(arguments.random, arguments.kills_per_run, arguments.seed, whole.seconds)
+        batches = random_batches(arguments.random, arguments.kills_per_run, arguments.seed)
     (out / "table.md").write_text(HEAD)
     say(HEAD.rstrip())
     outcomes = []
@@ -113,10 +117,13 @@ def parse_case(text: str) -> Case:
     return Case(target=target, point=points[name], count=int(count or 1), signal=SIGNALS[how or "kill"])
 
 
-def random_batches(total: int, per_run: int, seed: int, took_s: float) -> list[list[Case]]:
-    """Kills of any process, each up to the length of an undisturbed run after the start or the kill before."""
-    chance = random.Random(seed)
-    cases = [Case(target=ANY, draw=chance.random(), after_s=chance.uniform(0, took_s)) for _ in range(total)]
+def random_batches(total: int, per_run: int, seed: int) -> list[list[Case]]:
+    """Kills of any process, two of three while rounds are trained, the others in the start before."""
+    chance, cases = random.Random(seed), []
+    for _ in range(total):
+        is_at_work = chance.random() < AT_WORK
+        after_s = chance.uniform(0, WORK_S if is_at_work else START_S)
+        cases.append(Case(target=ANY, draw=chance.random(), is_at_work=is_at_work, after_s=after_s))
     return [cases[first : first + per_run] for first in range(0, total, per_run)]
 
 

@@ -32,6 +32,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "manager": ("ray::RolloutManager",),
     "trainer": ("ray::TrainerActor",),
     "engine": ("-m", "--worker-extension-cls"),
+    "engine-core": ("VLLM::EngineCore",),  # vLLM's own child; the scripted engine has none
     "engine-actor": ("ray::EngineActor",),
     "router": ("-m", "vllm_router.launch_router"),
     "storage": ("ray::SimpleStorageUnit",),
@@ -55,20 +56,22 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Kill `target` in the phase of `point` at its pass number `count`, or `after_s` seconds after the start or the
-    kill before. `draw`, from 0 to 1, says which of several."""
+    """Kill `target` in the phase of `point` at its pass number `count`; or `after_s` seconds after the start or the
+    kill before; or, with `is_at_work`, after the engines next have their first weights: a start takes longer than any
+    round, and most kills would hit it. `draw`, from 0 to 1, says which of several."""
 
     target: str
     draw: float = 0.0
     point: Point | None = None
     count: int = 1
     after_s: float = 0.0
+    is_at_work: bool = False
     signal: signal.Signals = signal.SIGKILL
 
     def __str__(self) -> str:
         how = "" if self.signal is signal.SIGKILL else "/stop"
-        where = f"after {self.after_s:.1f} s" if self.point is None else f"{self.point}:{self.count}"
-        return f"{self.target}@{where}{how}"
+        where = f"{'work' if self.is_at_work else 'start'}+{self.after_s:.1f}s"
+        return f"{self.target}@{where if self.point is None else f'{self.point}:{self.count}'}{how}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +100,7 @@ class ChaosRun:
         self.directory = plan.out / name
         self.log = plan.out / f"{name}.out"
         self._notes = plan.out / f"{name}.failpoints"
+        self._driver_events = self.directory / "events" / "driver.jsonl"
         self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes]
         self.hashes: dict[int, str] = {}
@@ -140,15 +144,14 @@ class ChaosRun:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._since = time.monotonic()
+        self._note_time()
         self._ends = self._since + self._plan.deadline_s * (1 + len(waiting))
 
     def _strike(self, case: Case) -> str | None:
         """Send the signal at its moment. None when the attempt ended before; else what there is to say of it, in
         brackets why nothing was hit."""
         note = self._notes / f"{case.point}.{case.count}"
-        due = self._since + case.after_s
-        while not (note.exists() if case.point is not None else time.monotonic() >= due):
+        while not (note.exists() if case.point is not None else self._is_due(case)):
             if self._is_over(f"{case} to be due"):
                 return None
         try:
@@ -161,9 +164,21 @@ class ChaosRun:
         except psutil.NoSuchProcess:
             return " (had just ended)"
         finally:
-            self._since = time.monotonic()
+            self._note_time()
             if case.point is not None:
                 go_ahead(note).touch()
+
+    def _note_time(self) -> None:
+        """The moment from which the next kill counts, and how much the driver had told by then."""
+        self._since, self._told, self._at_work = time.monotonic(), _size(self._driver_events), False
+
+    def _is_due(self, case: Case) -> bool:
+        if case.is_at_work and not self._at_work and _size(self._driver_events) > self._told:
+            with self._driver_events.open("rb") as told:
+                told.seek(self._told)
+                if b'"first_weights"' in told.read():
+                    self._at_work, self._since = True, time.monotonic()
+        return (self._at_work or not case.is_at_work) and time.monotonic() >= self._since + case.after_s
 
     def _is_over(self, name: str) -> bool:
         """Whether the attempt has ended; waits a moment."""
@@ -238,6 +253,10 @@ class ChaosRun:
         with self.log.open("ab") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
         return KEPT if done.returncode == 0 else "BROKEN"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _is_guard(argument: str) -> bool:

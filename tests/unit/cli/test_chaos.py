@@ -96,7 +96,14 @@ def test_a_case_is_read_as_it_is_written() -> None:
 
 
 def test_random_kills_depend_on_the_seed_alone() -> None:
-    batches = random_batches(7, 3, seed=1, took_s=20.0)
+    batches = random_batches(7, 3, seed=1)
     assert [len(batch) for batch in batches] == [3, 3, 1]
-    assert batches == random_batches(7, 3, seed=1, took_s=20.0) != random_batches(7, 3, seed=2, took_s=20.0)
-    assert all(0 <= case.after_s <= 20 for batch in batches for case in batch)
+    assert batches == random_batches(7, 3, seed=1) != random_batches(7, 3, seed=2)
+    assert {case.is_at_work for batch in batches for case in batch} == {True, False}
+
+
+def test_a_kill_at_work_waits_for_the_weights_of_the_life_that_it_hits(tmp_path: Path) -> None:
+    at_once = Case(target="driver", is_at_work=True)
+    outcome = complete(tmp_path, at_once, at_once, fault="works")
+    assert outcome.killed == ["driver@work+0.0s"] * 2
+    assert outcome.codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
