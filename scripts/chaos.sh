@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Kill every process of a small run in every phase and print what was lost (nothing may be): docs/faults.md.
-#   ./scripts/chaos.sh OUT                                            every target at every point, hours
+#   ./scripts/chaos.sh OUT                                            each phase with each process it concerns, an hour
 #   ./scripts/chaos.sh OUT --case trainer@trainer.optimizer:2         one
 #   ./scripts/chaos.sh OUT --random 200 --seed 1                      anything, any time
-# ROUNDS=60: for ten random kills a run. MODE=off|buffer|streaming: --transferqueue-mode. SCRIPT=train_async.py: the overlapped rhythm.
+# ROUNDS=4: enough for one case; ten in a run need the default. MODE=off|buffer|streaming: --transferqueue-mode.
+# SCRIPT=train_async.py: the overlapped rhythm. SECONDS_PER_LEASE=8: shorter than a stop (/stop) lasts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -16,9 +17,10 @@ DATA=data/chaos
 FLAGS=(
   --device cpu --hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --input-key input --label-key label
   --custom-rm-path scripts/chaos_reward.py:even_share --rollout-batch-size 4 --n-samples-per-prompt 4
-  --rollout-max-response-len 12 --rollout-max-context-len 64 --micro-batch-size 8 --lr 1e-3 --num-rollout "${ROUNDS:-4}" --keep-checkpoints 3
+  --rollout-max-response-len 12 --rollout-max-context-len 64 --micro-batch-size 8 --lr 1e-3 --num-rollout "${ROUNDS:-60}" --keep-checkpoints 3
   --transferqueue-mode "${MODE:-streaming}" --engine-health-interval-secs 1 --engine-health-timeout-secs 5
   --debug-engine-module vime.backends.vllm_utils.scripted_server
 )
+[ "${MODE:-streaming}" = streaming ] && FLAGS+=(--transferqueue-lease-timeout-secs "${SECONDS_PER_LEASE:-8}")
 [ "${SCRIPT:-train.py}" = train_async.py ] && FLAGS+=(--max-staleness 1)
 exec "$PYTHON" -m vime chaos "$OUT" --script "${SCRIPT:-train.py}" "$@" -- "${FLAGS[@]}"

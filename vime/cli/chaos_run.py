@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import psutil
 from vime.handoff.ledger_types import LEDGER_NAME
 from vime.observability.events import Event, EventKind, read_events
 from vime.types import WaitTimeoutError
-from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, go_ahead
+from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
 MARK = "VIME_CHAOS_RUN"
 """In the environment of every process of a run, whoever started it: so that nothing else is ever killed."""
@@ -27,6 +29,10 @@ END_GRACE_S = 30.0  # for what a killed driver leaves to end by itself
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL = "kept", "equal"
+NOT_REACHED = "(not reached)"
+STOPPED_S = 20.0  # then SIGCONT: longer than a lease, shorter than a run waits for a part that says nothing
+SAID = 90  # characters of an error
+LIVES_ON = 2  # rounds trained after a kill: then it ended nothing
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "driver": (),  # the process that was started
     "manager": ("ray::RolloutManager",),
@@ -75,17 +81,38 @@ class Case:
 
 
 @dataclass(slots=True, kw_only=True)
+class Strike:
+    """One case: what was hit, and how the run went on."""
+
+    case: Case
+    hit: str = NOT_REACHED  # name of the process; in brackets why there was none
+    then: str = "-"
+    told: int = 0  # bytes of the driver's event log at that moment
+
+    @property
+    def is_hit(self) -> bool:
+        return not self.hit.startswith("(")
+
+    def __str__(self) -> str:
+        is_said = self.is_hit and self.case.target != ANY
+        return f"{self.case}{'' if is_said else ' ' + self.hit}"
+
+
+@dataclass(slots=True, kw_only=True)
 class Outcome:
     """What became of one run."""
 
-    killed: list[str] = field(default_factory=list)  # each case, with what came in its way
-    num_kills: int = 0
+    strikes: list[Strike] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)  # exit code of each attempt; negative: ended by that signal
     left: list[str] = field(default_factory=list)  # what did not end by itself
     audit: str = "-"  # of the ledger, where there is one
     weights: str = "-"  # of every published version, beside the undisturbed run's
     num_restarts: int = 0  # by the run itself, and by a new command
     seconds: float = 0.0
+
+    @property
+    def num_kills(self) -> int:
+        return sum(strike.is_hit for strike in self.strikes)
 
     @property
     def is_good(self) -> bool:
@@ -103,6 +130,7 @@ class ChaosRun:
         self._driver_events = self.directory / "events" / "driver.jsonl"
         self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes]
+        self._stopped: list[tuple[psutil.Process, float]] = []  # until when
         self.hashes: dict[int, str] = {}
 
     def complete(self, cases: Sequence[Case] = ()) -> Outcome:
@@ -111,30 +139,44 @@ class ChaosRun:
         self._plan.out.mkdir(parents=True, exist_ok=True)
         while outcome.codes[-1:] != [0] and len(outcome.codes) <= len(cases) + MORE_RESTARTS and not outcome.left:
             self._start(waiting)
+            first_of_attempt = len(outcome.strikes)
             try:
-                while waiting and (struck := self._strike(waiting[0])) is not None:
-                    outcome.killed.append(f"{waiting.pop(0)}{struck}")
-                    outcome.num_kills += not struck.endswith(")")
+                while waiting and (strike := self._strike(waiting[0])) is not None:
+                    outcome.strikes.append(strike)
+                    del waiting[0]
                 outcome.codes.append(self._wait_for_end())
                 outcome.left = self._wait_for_members()
             except WaitTimeoutError as error:
                 outcome.left = [str(error)]
             finally:
                 self._kill_members()
-        outcome.killed += [f"{case} (not reached)" for case in waiting]
+            self._explain(outcome.strikes[first_of_attempt:], outcome.codes[-1] if outcome.codes else 0)
+        outcome.strikes += [Strike(case=case) for case in waiting]
         outcome.seconds = time.monotonic() - started
         outcome.weights, outcome.audit = self._compare(), self._audit()
         outcome.num_restarts = len(outcome.codes) - 1 + len(self._events(EventKind.RUN_RESTARTED))
         return outcome
 
+    def _explain(self, strikes: Sequence[Strike], code: int) -> None:
+        """How the run went on after each of an attempt's strikes; the attempt ended with `code`."""
+        told = self._driver_events.read_bytes() if self._driver_events.exists() else b""
+        for strike, after in itertools.zip_longest(strikes, strikes[1:]):
+            between = told[strike.told : None if after is None else after.told].splitlines()
+            restarts = [line for line in between if b'"run_restarted"' in line]
+            strike.then = "went on"
+            if restarts:
+                error = json.loads(restarts[0])["error"]
+                strike.then = f"restarted itself: {error.splitlines()[0][:SAID]}"
+            elif after is None and code:
+                strike.then = f"ended with {code}, was started again"
+
     def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
         own = ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
-        environment = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1"}
-        armed = {case.point: case.count for case in reversed(waiting) if case.point is not None}
-        if armed:
-            entries = [f"{point}:{count}:{Action.HOLD}" for point, count in armed.items()]
-            environment |= {ARMED: ",".join(entries), DIRECTORY: str(self._notes)}
+        environment = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1", DIRECTORY: str(self._notes)}
+        environment.pop(ARMED, None)
+        self._armed: Case | None = None
+        self._arm(waiting[0] if waiting else None)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, self._plan.script, *own, *self._plan.flags],
@@ -147,43 +189,71 @@ class ChaosRun:
         self._note_time()
         self._ends = self._since + self._plan.deadline_s * (1 + len(waiting))
 
-    def _strike(self, case: Case) -> str | None:
-        """Send the signal at its moment. None when the attempt ended before; else what there is to say of it, in
-        brackets why nothing was hit."""
+    def _strike(self, case: Case) -> Strike | None:
+        """Send the signal at its moment. None when the attempt ended before."""
         note = self._notes / f"{case.point}.{case.count}"
-        while not (note.exists() if case.point is not None else self._is_due(case)):
+        while not self._is_due(case, note):
             if self._is_over(f"{case} to be due"):
                 return None
         try:
             victims = self._find(case.target)
             if not victims:
-                return " (was not there)"
+                return self._noted(case, "(was not there)")
             name, victim = victims[int(case.draw * len(victims))]
+            strike = self._noted(case, name)
             victim.send_signal(case.signal)
-            return f" {name}" if case.target == ANY else ""
+            if case.signal is signal.SIGSTOP:
+                self._stopped.append((victim, time.monotonic() + STOPPED_S))
+            return strike
         except psutil.NoSuchProcess:
-            return " (had just ended)"
+            return self._noted(case, "(had just ended)")
         finally:
             self._note_time()
             if case.point is not None:
                 go_ahead(note).touch()
 
+    def _noted(self, case: Case, hit: str) -> Strike:
+        return Strike(case=case, hit=hit, told=_size(self._driver_events))
+
     def _note_time(self) -> None:
         """The moment from which the next kill counts, and how much the driver had told by then."""
-        self._since, self._told, self._at_work = time.monotonic(), _size(self._driver_events), False
+        self._since, self._told, self._has_news = time.monotonic(), _size(self._driver_events), 0
+        self._at_work: float | None = None
 
-    def _is_due(self, case: Case) -> bool:
-        if case.is_at_work and not self._at_work and _size(self._driver_events) > self._told:
-            with self._driver_events.open("rb") as told:
-                told.seek(self._told)
-                if b'"first_weights"' in told.read():
-                    self._at_work, self._since = True, time.monotonic()
-        return (self._at_work or not case.is_at_work) and time.monotonic() >= self._since + case.after_s
+    def _is_due(self, case: Case, note: Path) -> bool:
+        self._hear()
+        if case.point is not None:
+            if self._armed is not case and self._at_work is not None:
+                self._arm(case)
+            return self._armed is case and note.exists()
+        begin = self._at_work if case.is_at_work else self._since
+        return begin is not None and time.monotonic() >= begin + case.after_s
+
+    def _hear(self) -> None:
+        """Whether the run is at work since the last strike: its engines have had their first weights, or it trained
+        rounds all the same. Before, no point is armed: it would be met in what the strike has left."""
+        size = _size(self._driver_events)
+        if size == self._has_news or self._at_work is not None:
+            return
+        self._has_news = size
+        with self._driver_events.open("rb") as events:
+            events.seek(self._told)
+            news = events.read()
+        if b'"first_weights"' in news or news.count(b'"round_trained"') >= LIVES_ON:
+            self._at_work = time.monotonic()
+
+    def _arm(self, case: Case | None) -> None:
+        self._armed = case
+        arm(self._notes, "" if case is None or case.point is None else f"{case.point}:{case.count}:{Action.HOLD}")
 
     def _is_over(self, name: str) -> bool:
         """Whether the attempt has ended; waits a moment."""
         if time.monotonic() > self._ends:
             raise WaitTimeoutError(name, self._plan.deadline_s, "the run", f"Raise --deadline, or see {self.log}.")
+        for stopped in [stopped for stopped in self._stopped if time.monotonic() > stopped[1]]:
+            self._stopped.remove(stopped)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stopped[0].resume()
         time.sleep(POLL_S)
         return self._process.poll() is not None
 
