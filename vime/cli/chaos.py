@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vime.cli.chaos_run import ANY, TARGETS, Case, ChaosRun, Outcome, Plan
+from vime.cli.chaos_run import ANY, TARGETS, Case, ChaosRun, Outcome, Plan, published
 from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
@@ -69,6 +69,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--kills-per-run", type=int, default=10, help="one after the other (default: 10)")
     parser.add_argument("--every", action="store_true", help="every target at every point, hours")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument(
+        "--undisturbed", type=Path, metavar="RUN_DIR", help="a complete run of the same flags, instead of a new one"
+    )
     parser.add_argument("--script", default="train.py", help="what to run (default: train.py)")
     parser.add_argument("--deadline", type=float, default=300, help="of one run from start to end, seconds")
     parser.add_argument(
@@ -87,17 +90,14 @@ def run_chaos(arguments: argparse.Namespace) -> None:
     plan = Plan(out=out, script=arguments.script, flags=tuple(arguments.flags), deadline_s=arguments.deadline)
     say = Console(highlight=False, markup=False, soft_wrap=True).print
     cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else MATRIX)]
-    undisturbed = ChaosRun(plan, "undisturbed", expected=None)
-    whole = undisturbed.complete()
-    say(f"undisturbed: {whole.seconds:.1f} s, exit code {whole.codes}, versions {sorted(undisturbed.hashes)}")
-    if len(whole.codes) != 1 or not whole.is_good:
-        raise ChaosError(f"the undisturbed run failed: {whole}. Its output: {undisturbed.log}")
+    expected = _undisturbed(plan, arguments.undisturbed, say)
     if arguments.random:
         cases = list(random_cases(arguments.random, arguments.seed))
+    out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(HEAD)
     outcomes = []
     for number, batch in enumerate(in_runs(cases, arguments.kills_per_run)):
-        outcome = ChaosRun(plan, f"run-{number:03d}", expected=undisturbed.hashes).complete(batch)
+        outcome = ChaosRun(plan, f"run-{number:03d}", expected=expected).complete(batch)
         outcomes.append(outcome)
         with (out / "table.md").open("a") as table:
             table.writelines(f"{line}\n" for line in table_lines(number, outcome))
@@ -107,6 +107,23 @@ def run_chaos(arguments: argparse.Namespace) -> None:
     say(f"{len(outcomes)} runs, {kills} kills, {len(failed)} failed")
     if failed:
         raise ChaosError(f"runs {failed} failed; see {out}/table.md and the runs beside it.")
+
+
+def _undisturbed(plan: Plan, earlier: Path | None, say: Callable[[str], None]) -> Mapping[int, str]:
+    """Content hash by version of a run that nobody disturbs."""
+    if earlier is not None:
+        hashes = published(earlier)
+        if not hashes:
+            raise ConfigError(
+                f"--undisturbed {earlier}: no version was published there. Name a complete run's directory."
+            )
+        return hashes
+    run = ChaosRun(plan, "undisturbed", expected=None)
+    whole = run.complete()
+    say(f"undisturbed: {whole.seconds:.1f} s, exit code {whole.codes}, {len(run.hashes)} versions")
+    if len(whole.codes) != 1 or not whole.is_good:
+        raise ChaosError(f"the undisturbed run failed: {whole}. Its output: {run.log}")
+    return run.hashes
 
 
 def parse_case(text: str) -> Case:

@@ -154,7 +154,7 @@ class ChaosRun:
         outcome.strikes += [Strike(case=case) for case in waiting]
         outcome.seconds = time.monotonic() - started
         outcome.weights, outcome.audit = self._compare(), self._audit()
-        outcome.num_restarts = len(outcome.codes) - 1 + len(self._events(EventKind.RUN_RESTARTED))
+        outcome.num_restarts = len(outcome.codes) - 1 + len(_events(self.directory, EventKind.RUN_RESTARTED))
         return outcome
 
     def _explain(self, strikes: Sequence[Strike], code: int) -> None:
@@ -300,13 +300,9 @@ class ChaosRun:
                 continue
         return members
 
-    def _events(self, kind: EventKind) -> list[Event]:
-        events = read_events(self.directory) if (self.directory / "events").is_dir() else []
-        return [event for event in events if event.kind == kind]
-
     def _compare(self) -> str:
         """Every version that any attempt published has one content, the expected one; and the last one is there."""
-        for event in self._events(EventKind.WEIGHTS_CONFIRMED):
+        for event in _events(self.directory, EventKind.WEIGHTS_CONFIRMED):
             version, content = int(str(event.fields["version"])), str(event.fields["content_hash"])
             known = self.hashes if self._expected is None else self._expected
             if content != known.get(version, content if self._expected is None else None):
@@ -323,6 +319,17 @@ class ChaosRun:
         with self.log.open("ab") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
         return KEPT if done.returncode == 0 else "BROKEN"
+
+
+def published(run_dir: Path) -> dict[int, str]:
+    """Content hash by version of a run that was never killed."""
+    events = _events(run_dir, EventKind.WEIGHTS_CONFIRMED)
+    return {int(str(event.fields["version"])): str(event.fields["content_hash"]) for event in events}
+
+
+def _events(run_dir: Path, kind: EventKind) -> list[Event]:
+    events = read_events(run_dir) if (run_dir / "events").is_dir() else []
+    return [event for event in events if event.kind == kind]
 
 
 def _size(path: Path) -> int:

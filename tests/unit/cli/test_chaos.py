@@ -82,6 +82,10 @@ def test_the_command_writes_a_table_and_fails_with_its_worst_row(tmp_path: Path)
     table = (tmp_path / "good" / "table.md").read_text().splitlines()
     went_on = "ended with -9, was started again"
     assert table[-1] == f"| 000 | driver@trainer.optimizer:2 | {went_on} | - | equal | none | good |"
+    known = ["--undisturbed", str(tmp_path / "good" / "undisturbed")]
+    assert main(["chaos", str(tmp_path / "again"), *case, *known, "--", "--fault", "none"]) == 0
+    assert not (tmp_path / "again" / "undisturbed").exists()
+    assert main(["chaos", str(tmp_path / "none"), *case, "--undisturbed", str(tmp_path), "--", "--fault", "none"]) == 2
     assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 3
     assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 2  # the directory is used
 
