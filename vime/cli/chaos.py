@@ -18,7 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
-from vime.cli.chaos_run import ANY, TARGETS, Case, ChaosRun, Outcome, Plan, published
+from vime.cli.chaos_faults import FAULTS
+from vime.cli.chaos_members import ANY, TARGETS
+from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan, published
 from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
@@ -61,7 +63,7 @@ def add_parser(commands: Any) -> None:
         "chaos",
         help="kill processes of a run in every phase; exit 3 when anything was lost",
         description="Cases: TARGET@POINT[:PASS][/stop], for example trainer@trainer.optimizer:2. "
-        f"Targets: {', '.join(TARGETS)}. Points: {', '.join(Point)}.",
+        f"Targets: {', '.join([*TARGETS, *FAULTS])}. Points: {', '.join(Point)}.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for all runs and the table; must be new")
     parser.add_argument("--case", nargs="+", default=[], metavar="CASE", help="these instead of the matrix")
@@ -132,7 +134,12 @@ def parse_case(text: str) -> Case:
     rest, _, how = rest.partition("/")
     name, _, count = rest.partition(":")
     points = {str(point): point for point in Point}
-    if target not in TARGETS or name not in points or how not in ("", *SIGNALS) or not (count or "1").isdigit():
+    if (
+        target not in {*TARGETS, *FAULTS}
+        or name not in points
+        or how not in ("", *SIGNALS)
+        or not (count or "1").isdigit()
+    ):
         raise ConfigError(f"--case {text}: expected TARGET@POINT[:PASS][/stop]. See `vime chaos --help`.")
     return Case(target=target, point=points[name], count=int(count or 1), signal=SIGNALS[how or "kill"])
 

@@ -10,44 +10,27 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from vime.cli.chaos_faults import FAULTS, fill_disk, tear_spool
+from vime.cli.chaos_members import ANY, POLL_S, Members
 from vime.handoff.ledger_types import LEDGER_NAME
 from vime.observability.events import Event, EventKind, read_events
 from vime.types import WaitTimeoutError
 from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
-MARK = "VIME_CHAOS_RUN"
-"""In the environment of every process of a run, whoever started it: so that nothing else is ever killed."""
-POLL_S = 0.05
 END_GRACE_S = 30.0  # for what a killed driver leaves to end by itself
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL = "kept", "equal"
 NOT_REACHED = "(not reached)"
-STOPPED_S = 20.0  # then SIGCONT: longer than a lease, shorter than a run waits for a part that says nothing
+STOPPED_S = 20.0  # then SIGCONT, or room on the disk: longer than a lease, shorter than most deadlines
 SAID = 90  # characters of an error
 LIVES_ON = 2  # rounds trained after a kill: then it ended nothing
-TARGETS: Mapping[str, tuple[str, ...]] = {
-    "driver": (),  # the process that was started
-    "manager": ("ray::RolloutManager",),
-    "trainer": ("ray::TrainerActor",),
-    "engine": ("-m", "--worker-extension-cls"),
-    "engine-core": ("VLLM::EngineCore",),  # vLLM's own child; the scripted engine has none
-    "engine-actor": ("ray::EngineActor",),
-    "router": ("-m", "vllm_router.launch_router"),
-    "storage": ("ray::SimpleStorageUnit",),
-    "controller": ("ray::TransferQueueController",),
-    "ledger": ("ray::LedgerActor",),
-}
-"""What the command line of each target contains; Ray gives its workers the name of their actor."""
-ANY = "any"
-"""Whichever of them is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +111,10 @@ class ChaosRun:
         self.log = plan.out / f"{name}.out"
         self._notes = plan.out / f"{name}.failpoints"
         self._driver_events = self.directory / "events" / "driver.jsonl"
-        self._mark = uuid.uuid4().hex
+        self._members = Members()
         self._process: subprocess.Popen[bytes]
-        self._stopped: list[tuple[psutil.Process, float]] = []  # until when
+        self._undo: list[tuple[float, Callable[[], object]]] = []  # from when on, and what
+        self._is_to_be_torn = False
         self.hashes: dict[int, str] = {}
 
     def complete(self, cases: Sequence[Case] = ()) -> Outcome:
@@ -145,11 +129,15 @@ class ChaosRun:
                     outcome.strikes.append(strike)
                     del waiting[0]
                 outcome.codes.append(self._wait_for_end())
-                outcome.left = self._wait_for_members()
+                outcome.left = self._members.wait_until_gone(END_GRACE_S)
             except WaitTimeoutError as error:
                 outcome.left = [str(error)]
             finally:
-                self._kill_members()
+                self._members.kill()
+                self._process.wait(END_GRACE_S)
+            self._mend(float("inf"))
+            if self._is_to_be_torn:
+                self._is_to_be_torn = not tear_spool(self.directory)
             self._explain(outcome.strikes[first_of_attempt:], outcome.codes[-1] if outcome.codes else 0)
         outcome.strikes += [Strike(case=case) for case in waiting]
         outcome.seconds = time.monotonic() - started
@@ -173,7 +161,7 @@ class ChaosRun:
     def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
         own = ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
-        environment = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1", DIRECTORY: str(self._notes)}
+        environment = {**os.environ, **self._members.environment, "PYTHONUNBUFFERED": "1", DIRECTORY: str(self._notes)}
         environment.pop(ARMED, None)
         self._armed: Case | None = None
         self._arm(waiting[0] if waiting else None)
@@ -195,25 +183,38 @@ class ChaosRun:
         while not self._is_due(case, note):
             if self._is_over(f"{case} to be due"):
                 return None
+        strike = Strike(case=case, told=_size(self._driver_events))
         try:
-            victims = self._find(case.target)
-            if not victims:
-                return self._noted(case, "(was not there)")
-            name, victim = victims[int(case.draw * len(victims))]
-            strike = self._noted(case, name)
-            victim.send_signal(case.signal)
-            if case.signal is signal.SIGSTOP:
-                self._stopped.append((victim, time.monotonic() + STOPPED_S))
-            return strike
+            strike.hit = self._hit(case)
         except psutil.NoSuchProcess:
-            return self._noted(case, "(had just ended)")
+            strike.hit = "(had just ended)"
         finally:
             self._note_time()
             if case.point is not None:
                 go_ahead(note).touch()
+        return strike
 
-    def _noted(self, case: Case, hit: str) -> Strike:
-        return Strike(case=case, hit=hit, told=_size(self._driver_events))
+    def _hit(self, case: Case) -> str:
+        """Who was hit, or in brackets why nobody."""
+        if case.target == "disk":
+            self._undo.append((time.monotonic() + STOPPED_S, fill_disk(self._plan.out)))
+            return case.target
+        self._is_to_be_torn = self._is_to_be_torn or case.target == "spool"
+        victims = self._members.find("driver" if case.target in FAULTS else case.target, self._process.pid)
+        if not victims:
+            return "(was not there)"
+        name, victim = victims[int(case.draw * len(victims))]
+        victim.send_signal(case.signal)
+        if case.signal is signal.SIGSTOP:
+            self._undo.append((time.monotonic() + STOPPED_S, victim.resume))
+        return name
+
+    def _mend(self, now: float) -> None:
+        """Undo what was to last until `now`."""
+        for entry in [entry for entry in self._undo if entry[0] < now]:
+            self._undo.remove(entry)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                entry[1]()
 
     def _note_time(self) -> None:
         """The moment from which the next kill counts, and how much the driver had told by then."""
@@ -250,10 +251,7 @@ class ChaosRun:
         """Whether the attempt has ended; waits a moment."""
         if time.monotonic() > self._ends:
             raise WaitTimeoutError(name, self._plan.deadline_s, "the run", f"Raise --deadline, or see {self.log}.")
-        for stopped in [stopped for stopped in self._stopped if time.monotonic() > stopped[1]]:
-            self._stopped.remove(stopped)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                stopped[0].resume()
+        self._mend(time.monotonic())
         time.sleep(POLL_S)
         return self._process.poll() is not None
 
@@ -261,44 +259,6 @@ class ChaosRun:
         while not self._is_over("the end of an attempt"):
             pass
         return self._process.wait()
-
-    def _wait_for_members(self) -> list[str]:
-        """What is still there of the run END_GRACE_S after its driver ended."""
-        ends = time.monotonic() + END_GRACE_S
-        while members := self._members():
-            if time.monotonic() > ends:
-                return [" ".join(_command(member)[:3])[:80] or str(member.pid) for member in members]
-            time.sleep(POLL_S)
-        return []
-
-    def _kill_members(self) -> None:
-        """End every process of this run and of no other."""
-        for member in self._members():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        self._process.wait(END_GRACE_S)
-
-    def _find(self, target: str) -> list[tuple[str, psutil.Process]]:
-        """The processes of `target` with its name, oldest first."""
-        found = []
-        for member in sorted(self._members(), key=lambda process: process.pid):
-            command = _command(member)
-            for name, wanted in TARGETS.items():
-                is_named = all(part in " ".join(command) for part in wanted) and not any(map(_is_guard, command))
-                if target in (name, ANY) and (is_named if wanted else member.pid == self._process.pid):
-                    found.append((name, member))
-        return found
-
-    def _members(self) -> list[psutil.Process]:
-        members = []
-        for process in psutil.process_iter():
-            try:
-                is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
-                if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                    members.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return members
 
     def _compare(self) -> str:
         """Every version that any attempt published has one content, the expected one; and the last one is there."""
@@ -334,15 +294,3 @@ def _events(run_dir: Path, kind: EventKind) -> list[Event]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _is_guard(argument: str) -> bool:
-    """The parent of a server, which has the server's command line in its own."""
-    return argument.endswith("guard.py")
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []

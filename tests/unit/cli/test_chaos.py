@@ -10,7 +10,8 @@ import pytest
 
 from vime.cli import chaos_run
 from vime.cli.chaos import EVERY, MATRIX, in_runs, parse_case, random_cases
-from vime.cli.chaos_run import TARGETS, Case, ChaosRun, Outcome, Plan
+from vime.cli.chaos_members import TARGETS
+from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan
 from vime.cli.main import main
 from vime.types import ConfigError
 from vime.utils.failpoints import Point
