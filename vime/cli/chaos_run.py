@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from vime.cli.chaos_faults import FAULTS, fill_disk, tear_spool
-from vime.cli.chaos_members import ANY, POLL_S, Members
+from vime.cli.chaos_members import ANY, POLL_S, TARGETS, Members
 from vime.handoff.ledger_types import LEDGER_NAME
 from vime.observability.events import Event, EventKind, read_events
 from vime.types import WaitTimeoutError
@@ -29,6 +29,7 @@ MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL = "kept", "equal"
 NOT_REACHED = "(not reached)"
 STOPPED_S = 20.0  # then SIGCONT, or room on the disk: longer than a lease, shorter than most deadlines
+PATIENCE_S, LOOK_S = 15.0, 0.3
 SAID = 90  # characters of an error
 LIVES_ON = 2  # rounds trained after a kill: then it ended nothing
 
@@ -47,7 +48,8 @@ class Plan:
 class Case:
     """Kill `target` in the phase of `point` at its pass number `count`; or `after_s` seconds after the start or the
     kill before; or, with `is_at_work`, after the engines next have their first weights: a start takes longer than any
-    round, and most kills would hit it. `draw`, from 0 to 1, says which of several."""
+    round, and most kills would hit it. `draw`, from 0 to 1, says which of several, and with target ANY which target: a
+    kill waits PATIENCE_S for one that is still being started, and then takes one that is there."""
 
     target: str
     draw: float = 0.0
@@ -200,7 +202,10 @@ class ChaosRun:
             self._undo.append((time.monotonic() + STOPPED_S, fill_disk(self._plan.out)))
             return case.target
         self._is_to_be_torn = self._is_to_be_torn or case.target == "spool"
-        victims = self._members.find("driver" if case.target in FAULTS else case.target, self._process.pid)
+        target = _drawn_target(case.draw) if case.target == ANY else "driver" if case.target in FAULTS else case.target
+        victims = self._members.find(target, self._process.pid)
+        if case.target == ANY and not victims:
+            victims = self._members.find(ANY, self._process.pid)
         if not victims:
             return "(was not there)"
         name, victim = victims[int(case.draw * len(victims))]
@@ -227,8 +232,13 @@ class ChaosRun:
             if self._armed is not case and self._at_work is not None:
                 self._arm(case)
             return self._armed is case and note.exists()
-        begin = self._at_work if case.is_at_work else self._since
-        return begin is not None and time.monotonic() >= begin + case.after_s
+        begin, now = self._at_work if case.is_at_work else self._since, time.monotonic()
+        if begin is None or now < begin + case.after_s:
+            return False
+        if case.target != ANY or case.is_at_work or now > begin + case.after_s + PATIENCE_S:
+            return True
+        time.sleep(LOOK_S)  # to look at every process of the machine takes a while
+        return bool(self._members.find(_drawn_target(case.draw), self._process.pid))
 
     def _hear(self) -> None:
         """Whether the run is at work since the last strike: its engines have had their first weights, or it trained
@@ -279,6 +289,10 @@ class ChaosRun:
         with self.log.open("ab") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
         return KEPT if done.returncode == 0 else "BROKEN"
+
+
+def _drawn_target(draw: float) -> str:
+    return list(TARGETS)[int(draw * len(TARGETS))]
 
 
 def published(run_dir: Path) -> dict[int, str]:
