@@ -1,24 +1,41 @@
 #!/usr/bin/env bash
 # Kill every process of a small run in every phase and print what was lost (nothing may be): docs/faults.md.
-#   ./scripts/chaos.sh OUT                                            every target at every point, hours
+#   ./scripts/chaos.sh OUT                                            each phase with each process it concerns, an hour
 #   ./scripts/chaos.sh OUT --case trainer@trainer.optimizer:2         one
 #   ./scripts/chaos.sh OUT --random 200 --seed 1                      anything, any time
-# MODE=off|buffer|streaming: --transferqueue-mode. SCRIPT=train_async.py: the overlapped rhythm.
+# ROUNDS=4: enough for one case; ten in a run need the default. MODE=off|buffer|streaming: --transferqueue-mode.
+# SCRIPT=train_async.py: the overlapped rhythm. SECONDS_PER_LEASE=8: shorter than a stop (/stop) lasts.
+# ENGINE=vllm: the quick start's model on vLLM under --reference-mode, instead of a scripted engine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 OUT=${1:?usage: ./scripts/chaos.sh OUT [--case ... | --random N]}; shift
 PYTHON=${VIME_VENV:-.venv}/bin/python
-MODEL=models/chaos
-DATA=data/chaos
-
-"$PYTHON" examples/quickstart/prepare.py --model-dir "$MODEL" --data-dir "$DATA" --steps 1 --num-train 64 --num-eval 8
 FLAGS=(
-  --device cpu --hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --input-key input --label-key label
-  --custom-rm-path scripts/chaos_reward.py:even_share --rollout-batch-size 4 --n-samples-per-prompt 4
-  --rollout-max-response-len 12 --rollout-max-context-len 64 --micro-batch-size 8 --lr 1e-3 --num-rollout 4
-  --transferqueue-mode "${MODE:-streaming}" --engine-health-interval-secs 1 --engine-health-timeout-secs 5
-  --debug-engine-module vime.backends.vllm_utils.scripted_server
+  --device cpu --input-key input --label-key label --rollout-batch-size 4 --n-samples-per-prompt 4 --keep-checkpoints 3
+  --transferqueue-mode "${MODE:-streaming}"
 )
-[ "${SCRIPT:-train.py}" = train_async.py ] && FLAGS+=(--max-staleness 1)
+if [ "${ENGINE:-scripted}" = vllm ]; then
+  MODEL=models/quickstart-seed0
+  DATA=data/quickstart-seed0
+  ROUNDS=${ROUNDS:-12}
+  "$PYTHON" examples/quickstart/prepare.py --model-dir "$MODEL" --data-dir "$DATA" --seed 0
+  FLAGS+=(
+    --reference-mode --rm-type exact_match --advantage-estimator grpo --calculate-per-token-loss --weight-decay 0
+    --rollout-max-response-len 48 --rollout-max-context-len 128 --lr 2e-4 --rollout-shuffle --rollout-seed 0
+    --use-dynamic-batch-size --max-tokens-per-gpu 2048
+  )
+else
+  MODEL=models/chaos
+  DATA=data/chaos
+  "$PYTHON" examples/quickstart/prepare.py --model-dir "$MODEL" --data-dir "$DATA" --steps 1 --num-train 64 --num-eval 8
+  FLAGS+=(
+    --debug-engine-module vime.backends.vllm_utils.scripted_server --custom-rm-path scripts/chaos_reward.py:even_share
+    --rollout-max-response-len 12 --rollout-max-context-len 64 --lr 1e-3 --micro-batch-size 8
+    --engine-health-interval-secs 1 --engine-health-timeout-secs 5
+  )
+fi
+FLAGS+=(--hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --num-rollout "${ROUNDS:-60}")
+[ "${MODE:-streaming}" != streaming ] || FLAGS+=(--transferqueue-lease-timeout-secs "${SECONDS_PER_LEASE:-8}")
+[ "${SCRIPT:-train.py}" != train_async.py ] || FLAGS+=(--max-staleness 1)
 exec "$PYTHON" -m vime chaos "$OUT" --script "${SCRIPT:-train.py}" "$@" -- "${FLAGS[@]}"

@@ -1,11 +1,12 @@
 """What `vime chaos` sees of a training run, without training: four versions, a checkpoint after each, failpoints.
 
-python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails]
+python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails|works]
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,11 @@ events = EventLog(arguments.run_dir, "driver")
 for version in range(first, ROUNDS + 1):
     content = f"{version}-again" if is_resumed and arguments.fault == "forgets" else str(version)
     events.emit(EventKind.WEIGHTS_CONFIRMED, version=version, content_hash=content, engines=[])
+    if version == first and arguments.fault == "works":
+        events.emit(EventKind.PART_STARTED, part="first_weights", waited_s=0.0)
+        num_lives = len((arguments.run_dir / "events" / "driver.jsonl").read_text().split("first_weights")) - 1
+        if num_lives < 3:
+            signal.pause()  # until it is killed
     failpoint(Point.OPTIMIZER)
     saved.write_text(str(version))
 if is_resumed and arguments.fault == "leaves":

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from vime.cli.chaos_faults import FAULTS, fill_disk, tear_spool
+from vime.cli.chaos_members import ANY, POLL_S, TARGETS, Members
 from vime.handoff.ledger_types import LEDGER_NAME
 from vime.observability.events import Event, EventKind, read_events
 from vime.types import WaitTimeoutError
-from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, go_ahead
+from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
-MARK = "VIME_CHAOS_RUN"
-"""In the environment of every process of a run, whoever started it: so that nothing else is ever killed."""
-POLL_S = 0.05
 END_GRACE_S = 30.0  # for what a killed driver leaves to end by itself
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL = "kept", "equal"
-TARGETS: Mapping[str, tuple[str, ...]] = {
-    "driver": (),  # the process that was started
-    "manager": ("ray::RolloutManager",),
-    "trainer": ("ray::TrainerActor",),
-    "engine": ("-m", "--worker-extension-cls"),
-    "engine-actor": ("ray::EngineActor",),
-    "router": ("-m", "vllm_router.launch_router"),
-    "storage": ("ray::SimpleStorageUnit",),
-    "controller": ("ray::TransferQueueController",),
-    "ledger": ("ray::LedgerActor",),
-}
-"""What the command line of each target contains; Ray gives its workers the name of their actor."""
-ANY = "any"
-"""Whichever of them is there."""
+NOT_REACHED = "(not reached)"
+STOPPED_S = 20.0  # then SIGCONT, or room on the disk: longer than a lease, shorter than most deadlines
+PATIENCE_S, LOOK_S = 15.0, 0.3
+SAID = 90  # characters of an error
+LIVES_ON = 2  # rounds trained after a kill: then it ended nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,34 +46,58 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Kill `target` in the phase of `point` at its pass number `count`, or `after_s` seconds after the start or the
-    kill before. `draw`, from 0 to 1, says which of several."""
+    """Kill `target` in the phase of `point` at its pass number `count`; or `after_s` seconds after the start or the
+    kill before; or, with `is_at_work`, after the engines next have their first weights: a start takes longer than any
+    round, and most kills would hit it. `draw`, from 0 to 1, says which of several, and with target ANY which target: a
+    kill waits PATIENCE_S for one that is still being started, and then takes one that is there."""
 
     target: str
     draw: float = 0.0
     point: Point | None = None
     count: int = 1
     after_s: float = 0.0
+    is_at_work: bool = False
     signal: signal.Signals = signal.SIGKILL
 
     def __str__(self) -> str:
         how = "" if self.signal is signal.SIGKILL else "/stop"
-        where = f"after {self.after_s:.1f} s" if self.point is None else f"{self.point}:{self.count}"
-        return f"{self.target}@{where}{how}"
+        where = f"{'work' if self.is_at_work else 'start'}+{self.after_s:.1f}s"
+        return f"{self.target}@{where if self.point is None else f'{self.point}:{self.count}'}{how}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Strike:
+    """One case: what was hit, and how the run went on."""
+
+    case: Case
+    hit: str = NOT_REACHED  # name of the process; in brackets why there was none
+    then: str = "-"
+    told: int = 0  # bytes of the driver's event log at that moment
+
+    @property
+    def is_hit(self) -> bool:
+        return not self.hit.startswith("(")
+
+    def __str__(self) -> str:
+        is_said = self.is_hit and self.case.target != ANY
+        return f"{self.case}{'' if is_said else ' ' + self.hit}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """What became of one run."""
 
-    killed: list[str] = field(default_factory=list)  # each case, with what came in its way
-    num_kills: int = 0
+    strikes: list[Strike] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)  # exit code of each attempt; negative: ended by that signal
     left: list[str] = field(default_factory=list)  # what did not end by itself
     audit: str = "-"  # of the ledger, where there is one
     weights: str = "-"  # of every published version, beside the undisturbed run's
     num_restarts: int = 0  # by the run itself, and by a new command
     seconds: float = 0.0
+
+    @property
+    def num_kills(self) -> int:
+        return sum(strike.is_hit for strike in self.strikes)
 
     @property
     def is_good(self) -> bool:
@@ -97,8 +112,11 @@ class ChaosRun:
         self.directory = plan.out / name
         self.log = plan.out / f"{name}.out"
         self._notes = plan.out / f"{name}.failpoints"
-        self._mark = uuid.uuid4().hex
+        self._driver_events = self.directory / "events" / "driver.jsonl"
+        self._members = Members()
         self._process: subprocess.Popen[bytes]
+        self._undo: list[tuple[float, Callable[[], object]]] = []  # from when on, and what
+        self._is_to_be_torn = False
         self.hashes: dict[int, str] = {}
 
     def complete(self, cases: Sequence[Case] = ()) -> Outcome:
@@ -107,30 +125,48 @@ class ChaosRun:
         self._plan.out.mkdir(parents=True, exist_ok=True)
         while outcome.codes[-1:] != [0] and len(outcome.codes) <= len(cases) + MORE_RESTARTS and not outcome.left:
             self._start(waiting)
+            first_of_attempt = len(outcome.strikes)
             try:
-                while waiting and (struck := self._strike(waiting[0])) is not None:
-                    outcome.killed.append(f"{waiting.pop(0)}{struck}")
-                    outcome.num_kills += not struck.endswith(")")
+                while waiting and (strike := self._strike(waiting[0])) is not None:
+                    outcome.strikes.append(strike)
+                    del waiting[0]
                 outcome.codes.append(self._wait_for_end())
-                outcome.left = self._wait_for_members()
+                outcome.left = self._members.wait_until_gone(END_GRACE_S)
             except WaitTimeoutError as error:
                 outcome.left = [str(error)]
             finally:
-                self._kill_members()
-        outcome.killed += [f"{case} (not reached)" for case in waiting]
+                self._members.kill()
+                self._process.wait(END_GRACE_S)
+            self._mend(float("inf"))
+            if self._is_to_be_torn:
+                self._is_to_be_torn = not tear_spool(self.directory)
+            self._explain(outcome.strikes[first_of_attempt:], outcome.codes[-1] if outcome.codes else 0)
+        outcome.strikes += [Strike(case=case) for case in waiting]
         outcome.seconds = time.monotonic() - started
         outcome.weights, outcome.audit = self._compare(), self._audit()
-        outcome.num_restarts = len(outcome.codes) - 1 + len(self._events(EventKind.RUN_RESTARTED))
+        outcome.num_restarts = len(outcome.codes) - 1 + len(_events(self.directory, EventKind.RUN_RESTARTED))
         return outcome
+
+    def _explain(self, strikes: Sequence[Strike], code: int) -> None:
+        """How the run went on after each of an attempt's strikes; the attempt ended with `code`."""
+        told = self._driver_events.read_bytes() if self._driver_events.exists() else b""
+        for strike, after in itertools.zip_longest(strikes, strikes[1:]):
+            between = told[strike.told : None if after is None else after.told].splitlines()
+            restarts = [line for line in between if b'"run_restarted"' in line]
+            strike.then = "went on"
+            if restarts:
+                error = json.loads(restarts[0])["error"]
+                strike.then = f"restarted itself: {error.splitlines()[0][:SAID]}"
+            elif after is None and code:
+                strike.then = f"ended with {code}, was started again"
 
     def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
         own = ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
-        environment = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1"}
-        armed = {case.point: case.count for case in reversed(waiting) if case.point is not None}
-        if armed:
-            entries = [f"{point}:{count}:{Action.HOLD}" for point, count in armed.items()]
-            environment |= {ARMED: ",".join(entries), DIRECTORY: str(self._notes)}
+        environment = {**os.environ, **self._members.environment, "PYTHONUNBUFFERED": "1", DIRECTORY: str(self._notes)}
+        environment.pop(ARMED, None)
+        self._armed: Case | None = None
+        self._arm(waiting[0] if waiting else None)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, self._plan.script, *own, *self._plan.flags],
@@ -140,35 +176,92 @@ class ChaosRun:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._since = time.monotonic()
+        self._note_time()
         self._ends = self._since + self._plan.deadline_s * (1 + len(waiting))
 
-    def _strike(self, case: Case) -> str | None:
-        """Send the signal at its moment. None when the attempt ended before; else what there is to say of it, in
-        brackets why nothing was hit."""
+    def _strike(self, case: Case) -> Strike | None:
+        """Send the signal at its moment. None when the attempt ended before."""
         note = self._notes / f"{case.point}.{case.count}"
-        due = self._since + case.after_s
-        while not (note.exists() if case.point is not None else time.monotonic() >= due):
+        while not self._is_due(case, note):
             if self._is_over(f"{case} to be due"):
                 return None
+        strike = Strike(case=case, told=_size(self._driver_events))
         try:
-            victims = self._find(case.target)
-            if not victims:
-                return " (was not there)"
-            name, victim = victims[int(case.draw * len(victims))]
-            victim.send_signal(case.signal)
-            return f" {name}" if case.target == ANY else ""
+            strike.hit = self._hit(case)
         except psutil.NoSuchProcess:
-            return " (had just ended)"
+            strike.hit = "(had just ended)"
         finally:
-            self._since = time.monotonic()
+            self._note_time()
             if case.point is not None:
                 go_ahead(note).touch()
+        return strike
+
+    def _hit(self, case: Case) -> str:
+        """Who was hit, or in brackets why nobody."""
+        if case.target == "disk":
+            self._undo.append((time.monotonic() + STOPPED_S, fill_disk(self._plan.out)))
+            return case.target
+        self._is_to_be_torn = self._is_to_be_torn or case.target == "spool"
+        target = _drawn_target(case.draw) if case.target == ANY else "driver" if case.target in FAULTS else case.target
+        victims = self._members.find(target, self._process.pid)
+        if case.target == ANY and not victims:
+            victims = self._members.find(ANY, self._process.pid)
+        if not victims:
+            return "(was not there)"
+        name, victim = victims[int(case.draw * len(victims))]
+        victim.send_signal(case.signal)
+        if case.signal is signal.SIGSTOP:
+            self._undo.append((time.monotonic() + STOPPED_S, victim.resume))
+        return name
+
+    def _mend(self, now: float) -> None:
+        """Undo what was to last until `now`."""
+        for entry in [entry for entry in self._undo if entry[0] < now]:
+            self._undo.remove(entry)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                entry[1]()
+
+    def _note_time(self) -> None:
+        """The moment from which the next kill counts, and how much the driver had told by then."""
+        self._since, self._told, self._has_news = time.monotonic(), _size(self._driver_events), 0
+        self._at_work: float | None = None
+
+    def _is_due(self, case: Case, note: Path) -> bool:
+        self._hear()
+        if case.point is not None:
+            if self._armed is not case and self._at_work is not None:
+                self._arm(case)
+            return self._armed is case and note.exists()
+        begin, now = self._at_work if case.is_at_work else self._since, time.monotonic()
+        if begin is None or now < begin + case.after_s:
+            return False
+        if case.target != ANY or case.is_at_work or now > begin + case.after_s + PATIENCE_S:
+            return True
+        time.sleep(LOOK_S)  # to look at every process of the machine takes a while
+        return bool(self._members.find(_drawn_target(case.draw), self._process.pid))
+
+    def _hear(self) -> None:
+        """Whether the run is at work since the last strike: its engines have had their first weights, or it trained
+        rounds all the same. Before, no point is armed: it would be met in what the strike has left."""
+        size = _size(self._driver_events)
+        if size == self._has_news or self._at_work is not None:
+            return
+        self._has_news = size
+        with self._driver_events.open("rb") as events:
+            events.seek(self._told)
+            news = events.read()
+        if b'"first_weights"' in news or news.count(b'"round_trained"') >= LIVES_ON:
+            self._at_work = time.monotonic()
+
+    def _arm(self, case: Case | None) -> None:
+        self._armed = case
+        arm(self._notes, "" if case is None or case.point is None else f"{case.point}:{case.count}:{Action.HOLD}")
 
     def _is_over(self, name: str) -> bool:
         """Whether the attempt has ended; waits a moment."""
         if time.monotonic() > self._ends:
             raise WaitTimeoutError(name, self._plan.deadline_s, "the run", f"Raise --deadline, or see {self.log}.")
+        self._mend(time.monotonic())
         time.sleep(POLL_S)
         return self._process.poll() is not None
 
@@ -177,51 +270,9 @@ class ChaosRun:
             pass
         return self._process.wait()
 
-    def _wait_for_members(self) -> list[str]:
-        """What is still there of the run END_GRACE_S after its driver ended."""
-        ends = time.monotonic() + END_GRACE_S
-        while members := self._members():
-            if time.monotonic() > ends:
-                return [" ".join(_command(member)[:3])[:80] or str(member.pid) for member in members]
-            time.sleep(POLL_S)
-        return []
-
-    def _kill_members(self) -> None:
-        """End every process of this run and of no other."""
-        for member in self._members():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        self._process.wait(END_GRACE_S)
-
-    def _find(self, target: str) -> list[tuple[str, psutil.Process]]:
-        """The processes of `target` with its name, oldest first."""
-        found = []
-        for member in sorted(self._members(), key=lambda process: process.pid):
-            command = _command(member)
-            for name, wanted in TARGETS.items():
-                is_named = all(part in " ".join(command) for part in wanted) and not any(map(_is_guard, command))
-                if target in (name, ANY) and (is_named if wanted else member.pid == self._process.pid):
-                    found.append((name, member))
-        return found
-
-    def _members(self) -> list[psutil.Process]:
-        members = []
-        for process in psutil.process_iter():
-            try:
-                is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
-                if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                    members.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return members
-
-    def _events(self, kind: EventKind) -> list[Event]:
-        events = read_events(self.directory) if (self.directory / "events").is_dir() else []
-        return [event for event in events if event.kind == kind]
-
     def _compare(self) -> str:
         """Every version that any attempt published has one content, the expected one; and the last one is there."""
-        for event in self._events(EventKind.WEIGHTS_CONFIRMED):
+        for event in _events(self.directory, EventKind.WEIGHTS_CONFIRMED):
             version, content = int(str(event.fields["version"])), str(event.fields["content_hash"])
             known = self.hashes if self._expected is None else self._expected
             if content != known.get(version, content if self._expected is None else None):
@@ -240,13 +291,20 @@ class ChaosRun:
         return KEPT if done.returncode == 0 else "BROKEN"
 
 
-def _is_guard(argument: str) -> bool:
-    """The parent of a server, which has the server's command line in its own."""
-    return argument.endswith("guard.py")
+def _drawn_target(draw: float) -> str:
+    return list(TARGETS)[int(draw * len(TARGETS))]
 
 
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
+def published(run_dir: Path) -> dict[int, str]:
+    """Content hash by version of a run that was never killed."""
+    events = _events(run_dir, EventKind.WEIGHTS_CONFIRMED)
+    return {int(str(event.fields["version"])): str(event.fields["content_hash"]) for event in events}
+
+
+def _events(run_dir: Path, kind: EventKind) -> list[Event]:
+    events = read_events(run_dir) if (run_dir / "events").is_dir() else []
+    return [event for event in events if event.kind == kind]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -3,6 +3,9 @@
     VIME_FAILPOINTS=trainer.optimizer:2:kill     the second pass of a process kills it; several are joined by commas
     VIME_FAILPOINTS_DIR=DIR                      where it is noted, first of all, that a point has fired
 
+With VIME_FAILPOINTS_DIR alone, the file DIR/armed says what is armed, in the same words, and may be replaced while the
+processes run: passes count from then. A pass then costs one look at that file.
+
 A note is a file that only one process can make. So a point fires once in DIR, whichever rank gets there first, and a
 run that was killed by it goes on when it is started again. `hold` waits until the note has a neighbour with the suffix
 `.go`: meanwhile a test may do to any other process what it likes. When nothing is armed a pass costs one dict lookup.
@@ -20,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 
 ARMED, DIRECTORY = "VIME_FAILPOINTS", "VIME_FAILPOINTS_DIR"
+ARMED_FILE = "armed"
 HOLD_S = 120.0
 POLL_S = 0.02
 EXIT_CODE = 70
@@ -160,6 +164,37 @@ def read_armed(environment: Mapping[str, str]) -> dict[str, Failpoint]:
     return armed
 
 
+class ArmedFile:
+    """What DIR/armed arms now: nothing while it is not there."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path, self._lock = directory / ARMED_FILE, threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._armed: dict[str, Failpoint] = {}
+
+    def get(self, point: Point) -> Failpoint | None:
+        with self._lock:
+            try:
+                found = self._path.stat()
+            except FileNotFoundError:
+                return None
+            if self._seen != (found.st_ino, found.st_mtime_ns):
+                self._armed = read_armed({ARMED: self._path.read_text(), DIRECTORY: str(self._path.parent)})
+                self._seen = (found.st_ino, found.st_mtime_ns)
+            return self._armed.get(point)
+
+
+def arm(directory: Path, text: str) -> None:
+    """Make DIR/armed say `text`, at once, and forget the notes of what it names: they may fire again."""
+    for failpoint_ in read_armed({ARMED: text, DIRECTORY: str(directory)}).values():
+        failpoint_.note.unlink(missing_ok=True)
+        go_ahead(failpoint_.note).unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    draft = directory / f"{ARMED_FILE}.draft"
+    draft.write_text(text)
+    draft.rename(directory / ARMED_FILE)
+
+
 def failpoint(point: Point) -> None:
     """Pass `point`."""
     armed = _ARMED.get(point)
@@ -173,7 +208,13 @@ def check_armed() -> None:
     read_armed(os.environ)
 
 
-try:
-    _ARMED = read_armed(os.environ)
-except ValueError:  # the driver's `check_armed` says it, to the user
-    _ARMED = {}
+def _of_this_process() -> Mapping[str, Failpoint] | ArmedFile:
+    if os.environ.get(DIRECTORY) and not os.environ.get(ARMED):
+        return ArmedFile(Path(os.environ[DIRECTORY]))
+    try:
+        return read_armed(os.environ)
+    except ValueError:  # the driver's `check_armed` says it, to the user
+        return {}
+
+
+_ARMED = _of_this_process()

@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from vime.cli import chaos_run
-from vime.cli.chaos import every_case, parse_case, random_batches
-from vime.cli.chaos_run import TARGETS, Case, ChaosRun, Outcome, Plan
+from vime.cli.chaos import EVERY, MATRIX, in_runs, parse_case, random_cases
+from vime.cli.chaos_members import TARGETS
+from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan
 from vime.cli.main import main
 from vime.types import ConfigError
 from vime.utils.failpoints import Point
@@ -25,9 +26,13 @@ def complete(tmp_path: Path, *cases: Case, fault: str = "") -> Outcome:
     return ChaosRun(plan, "run", expected=EXPECTED).complete(cases)
 
 
+def killed(outcome: Outcome) -> list[str]:
+    return [str(strike) for strike in outcome.strikes]
+
+
 def test_a_run_that_is_killed_and_goes_on_is_good(tmp_path: Path) -> None:
     outcome = complete(tmp_path, AT_THE_SECOND_STEP)
-    assert outcome.killed == ["driver@trainer.optimizer:2"]
+    assert killed(outcome) == ["driver@trainer.optimizer:2"]
     assert outcome.codes == [-signal.SIGKILL, 0]
     assert (outcome.weights, outcome.left, outcome.num_kills) == ("equal", [], 1)
     assert outcome.is_good
@@ -43,13 +48,13 @@ def test_each_kill_hits_an_attempt_of_its_own(tmp_path: Path) -> None:
 
 def test_a_point_that_is_not_reached_is_said(tmp_path: Path) -> None:
     outcome = complete(tmp_path, Case(target="driver", point=Point.CLEAR, count=1))
-    assert outcome.killed == ["driver@driver.clear:1 (not reached)"]
+    assert killed(outcome) == ["driver@driver.clear:1 (not reached)"]
     assert (outcome.codes, outcome.num_kills) == ([0], 0)
 
 
 def test_a_target_that_is_not_there_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
     outcome = complete(tmp_path, Case(target="ledger", point=Point.OPTIMIZER, count=2))
-    assert outcome.killed == ["ledger@trainer.optimizer:2 (was not there)"]
+    assert killed(outcome) == ["ledger@trainer.optimizer:2 (was not there)"]
     assert outcome.codes == [0]
 
 
@@ -76,8 +81,12 @@ def test_the_command_writes_a_table_and_fails_with_its_worst_row(tmp_path: Path)
     case = ["--case", "driver@trainer.optimizer:2", "--script", SCRIPT]
     assert main(["chaos", str(tmp_path / "good"), *case, "--", "--fault", "none"]) == 0
     table = (tmp_path / "good" / "table.md").read_text().splitlines()
-    assert table[-1].startswith("| 000 | driver@trainer.optimizer:2 | -9 0 | 1 | ")
-    assert table[-1].endswith("| - | equal | none | good |")
+    went_on = "ended with -9, was started again"
+    assert table[-1] == f"| 000 | driver@trainer.optimizer:2 | {went_on} | - | equal | none | good |"
+    known = ["--undisturbed", str(tmp_path / "good" / "undisturbed")]
+    assert main(["chaos", str(tmp_path / "again"), *case, *known, "--", "--fault", "none"]) == 0
+    assert not (tmp_path / "again" / "undisturbed").exists()
+    assert main(["chaos", str(tmp_path / "none"), *case, "--undisturbed", str(tmp_path), "--", "--fault", "none"]) == 2
     assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 3
     assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 2  # the directory is used
 
@@ -92,11 +101,31 @@ def test_a_case_is_read_as_it_is_written() -> None:
     assert parse_case("engine@trainer.publish.send:3/stop") == Case(
         target="engine", point=Point.SEND, count=3, signal=signal.SIGSTOP
     )
-    assert len(list(every_case())) == len(TARGETS) * len(Point)
+
+
+def test_the_matrix_meets_every_point_and_every_target_and_each_case_can_be_read() -> None:
+    assert len({str(parse_case(text)) for text in EVERY}) == len(TARGETS) * len(Point)
+    cases = [parse_case(text) for text in MATRIX]
+    assert {case.point for case in cases} == set(Point)
+    assert {case.target for case in cases} == set(TARGETS) - {"engine-core"}
+    assert len({str(case) for case in cases}) == len(cases)
+
+
+def test_a_run_takes_several_cases_and_one_that_waits_for_its_end_as_the_last() -> None:
+    cases = [parse_case(f"driver@driver.{name}:1") for name in ("stop", "clear", "trained", "durable")]
+    runs = [[str(case.point) for case in run] for run in in_runs([*cases, cases[0]], 2)]
+    assert runs == [["driver.clear", "driver.trained"], ["driver.durable", "driver.stop"], ["driver.stop"]]
 
 
 def test_random_kills_depend_on_the_seed_alone() -> None:
-    batches = random_batches(7, 3, seed=1, took_s=20.0)
-    assert [len(batch) for batch in batches] == [3, 3, 1]
-    assert batches == random_batches(7, 3, seed=1, took_s=20.0) != random_batches(7, 3, seed=2, took_s=20.0)
-    assert all(0 <= case.after_s <= 20 for batch in batches for case in batch)
+    cases = list(random_cases(20, seed=1))
+    assert cases == list(random_cases(20, seed=1)) != list(random_cases(20, seed=2))
+    assert {case.is_at_work for case in cases} == {True, False}
+    assert [len(run) for run in in_runs(cases, 6)] == [6, 6, 6, 2]
+
+
+def test_a_kill_at_work_waits_for_the_weights_of_the_life_that_it_hits(tmp_path: Path) -> None:
+    at_once = Case(target="driver", is_at_work=True)
+    outcome = complete(tmp_path, at_once, at_once, fault="works")
+    assert killed(outcome) == ["driver@work+0.0s"] * 2
+    assert outcome.codes == [-signal.SIGKILL, -signal.SIGKILL, 0]

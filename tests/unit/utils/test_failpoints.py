@@ -72,6 +72,20 @@ def test_a_hold_that_nobody_ends_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         armed.meet()
 
 
+def test_what_is_armed_may_change_while_a_process_runs_and_counts_from_then(tmp_path: Path) -> None:
+    armed = failpoints.ArmedFile(tmp_path)
+    assert armed.get(Point.CLEAR) is None
+    for _ in range(2):  # the second time its note of the first is forgotten
+        failpoints.arm(tmp_path, "driver.clear:2:raise")
+        (first := armed.get(Point.CLEAR)).meet()
+        assert armed.get(Point.CLEAR) is first
+        assert armed.get(Point.STOP) is None
+        with pytest.raises(FailpointError, match=r"driver.clear, pass 2"):
+            first.meet()
+    failpoints.arm(tmp_path, "")
+    assert armed.get(Point.CLEAR) is None
+
+
 def test_of_two_ranks_that_pass_one_fires(tmp_path: Path) -> None:
     ranks = [read_armed({ARMED: "trainer.fetch:1:raise", DIRECTORY: str(tmp_path)})["trainer.fetch"] for _ in range(2)]
     with pytest.raises(FailpointError, match=r"trainer.fetch, pass 1: a rank has its ticket"):

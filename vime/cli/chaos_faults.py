@@ -1,0 +1,51 @@
+"""Faults of a chaos run that are no signal: a full disk, a torn spool. Each answers how it is undone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from vime.handoff.ledger_types import SPOOL_NAME
+from vime.handoff.spool import SUFFIX
+from vime.types import ConfigError
+
+SMALL_DISK_BYTES = 1 << 30
+BALLAST = "ballast"
+CHUNK_BYTES = 1 << 16
+TORN_BYTES = 11  # less than a record: cuts into the last one
+
+
+def fill_disk(out: Path) -> Callable[[], None]:
+    """Leave not one byte on the file system of `out`."""
+    if shutil.disk_usage(out).free > SMALL_DISK_BYTES:
+        raise ConfigError(
+            f"target disk fills the file system of {out}, which has more than {SMALL_DISK_BYTES >> 20} MiB free. Mount "
+            "a small one: mount -t tmpfs -o size=64m tmpfs DIRECTORY, and name OUT inside it."
+        )
+    ballast = out / BALLAST
+    with ballast.open("wb", buffering=0) as file:
+        size = CHUNK_BYTES
+        while size:
+            try:
+                file.write(b"\0" * size)
+                os.fsync(file.fileno())
+            except OSError:
+                size //= 2
+    return lambda: ballast.unlink(missing_ok=True)
+
+
+def tear_spool(run_dir: Path) -> bool:
+    """Cut into the last record of a run's spool, which was acknowledged; False when there is none."""
+    segments = sorted((run_dir / SPOOL_NAME).glob(f"segment-*{SUFFIX}"))
+    if not segments or segments[-1].stat().st_size < 4 * TORN_BYTES:
+        return False
+    os.truncate(segments[-1], segments[-1].stat().st_size - TORN_BYTES)
+    return True
+
+
+FAULTS: Mapping[str, str] = {
+    "disk": "full for some seconds; a disk of its own is needed",
+    "spool": "the driver is killed and the spool loses its end",
+}

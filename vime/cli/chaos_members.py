@@ -1,0 +1,90 @@
+"""The processes of one chaos run: which of them is what, and nothing but them is ever killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Mapping
+
+import psutil
+
+MARK = "VIME_CHAOS_RUN"
+"""In the environment of every process of a run, whoever started it."""
+POLL_S = 0.05
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "driver": (),  # the process that was started
+    "manager": ("ray::RolloutManager",),
+    "trainer": ("ray::TrainerActor",),
+    "engine": ("-m", "--worker-extension-cls"),
+    "engine-core": ("VLLM::EngineCore",),  # vLLM's own child; the scripted engine has none
+    "engine-actor": ("ray::EngineActor",),
+    "router": ("-m", "vllm_router.launch_router"),
+    "storage": ("ray::SimpleStorageUnit",),
+    "controller": ("ray::TransferQueueController",),
+    "ledger": ("ray::LedgerActor",),
+}
+"""What the command line of each target contains; Ray gives its workers the name of their actor."""
+ANY = "any"
+"""Whichever of them is there."""
+
+
+class Members:
+    """Every process with this run's mark but the caller itself."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes a process a member, and all that it starts."""
+        return {MARK: self._mark}
+
+    def find(self, target: str, driver: int) -> list[tuple[str, psutil.Process]]:
+        """The processes of `target` with its name, oldest first; `driver` is the number of the driver's."""
+        found = []
+        for member in sorted(self.all(), key=lambda process: process.pid):
+            command = _command(member)
+            for name, wanted in TARGETS.items():
+                is_named = all(part in " ".join(command) for part in wanted) and not any(map(_is_guard, command))
+                if target in (name, ANY) and (is_named if wanted else member.pid == driver):
+                    found.append((name, member))
+        return found
+
+    def all(self) -> list[psutil.Process]:
+        members = []
+        for process in psutil.process_iter():
+            try:
+                is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
+                if is_member and process.status() != psutil.STATUS_ZOMBIE:
+                    members.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return members
+
+    def wait_until_gone(self, grace_s: float) -> list[str]:
+        """What is still there after `grace_s`."""
+        ends = time.monotonic() + grace_s
+        while members := self.all():
+            if time.monotonic() > ends:
+                return [" ".join(_command(member)[:3])[:80] or str(member.pid) for member in members]
+            time.sleep(POLL_S)
+        return []
+
+    def kill(self) -> None:
+        for member in self.all():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+
+
+def _is_guard(argument: str) -> bool:
+    """The parent of a server, which has the server's command line in its own."""
+    return argument.endswith("guard.py")
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
