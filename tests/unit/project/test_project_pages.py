@@ -116,6 +116,24 @@ def test_the_page_for_agents_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= MAX_AGENTS_LINES
 
 
+def test_a_newcomer_finds_every_page_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert [page for page in pages if f"docs/{page}" not in readme] == []
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    links = re.compile(r"\]\((?!https?:)([^)#]+)")
+    dead = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path in tracked_files()
+        if path.suffix == ".md"
+        for target in links.findall(path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert dead == []
+
+
 def test_every_shell_script_stops_at_its_first_error() -> None:
     entry_points = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]
     lax = [path.name for path in entry_points if not re.search(r"^set -\w*e", path.read_text(), re.MULTILINE)]

@@ -1,0 +1,57 @@
+"""docs/streaming.md names code, tests and chaos cases that exist, and its diagram is its table."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.unit.project.test_project_pages import defined_names
+from vime.cli.chaos import parse_case
+from vime.handoff.ledger_types import State
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "streaming.md").read_text()
+NAMED = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
+CASE = re.compile(r"`([a-z-]+@[\w.:]+)`")
+ARROW = re.compile(r"^    (\S+) --> (\S+)$", re.MULTILINE)
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the first table behind a heading, without its head."""
+    table = re.search(r"^\|.*?(?=^[^|]|\Z)", PAGE.split(f"\n## {heading}\n")[1], re.MULTILINE | re.DOTALL)
+    assert table is not None
+    lines = table.group().strip().splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_function_and_test_that_the_page_names_exists() -> None:
+    missing = [
+        f"{file}::{name}"
+        for file, name in NAMED.findall(PAGE)
+        if not (ROOT / file).is_file() or name not in defined_names((ROOT / file).read_text())
+    ]
+    assert missing == []
+
+
+def test_every_row_of_what_dies_names_a_test_or_a_chaos_case() -> None:
+    """A case names a process and a failpoint; `parse_case` refuses one that is not there."""
+    for row in rows("What happens when X dies"):
+        tests, cases = NAMED.findall(row[-1]), CASE.findall(row[-1])
+        assert tests or cases, row
+        assert all(name.startswith("test_") for _, name in tests), row
+        for case in cases:
+            parse_case(case)
+
+
+def test_the_diagram_and_the_table_of_transitions_are_the_same() -> None:
+    drawn = {(source.replace("[*]", "(new)"), target) for source, target in ARROW.findall(PAGE) if target != "[*]"}
+    listed = {
+        (source, target)
+        for sources, targets, *_ in rows("A group")
+        for source in re.findall(r"\(new\)|\w+", sources)
+        for target in re.findall(r"\w+", targets)
+    }
+    assert drawn == listed
+    assert {name for arrow in drawn for name in arrow} == {"(new)", *State}
+    ends = {source for source, target in ARROW.findall(PAGE) if target == "[*]"}
+    assert ends == {State.DURABLE, State.DROPPED}
