@@ -7,7 +7,7 @@ from vime.config.rollout import RolloutConfig
 from vime.config.run import DebugConfig
 from vime.types import ConfigError
 
-STREAMING = "streaming"
+BUFFER, STREAMING = "buffer", "streaming"
 ROUNDS, GROUPS = "vime.rollout.vllm_rollout.generate_rollout", "vime.rollout.transferqueue_rollout.generate_rollout"
 
 

@@ -11,7 +11,7 @@ import ray
 
 from vime.batching.flops import RoundWork
 from vime.config.parse import Config
-from vime.config.queue_checks import STREAMING
+from vime.config.queue_checks import BUFFER, STREAMING
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_types import RoundLease
 from vime.observability.events import open_events, span
@@ -149,8 +149,11 @@ class RolloutManager:
         with span("plan_round", rollout_id=rollout_id):
             planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
         failpoint(Point.PUT)
+        began = time.monotonic()
         with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
             ticket = self._carrier.put(planned.plan, groups)
+        if self._config.queue.transferqueue_mode == BUFFER:  # mode streaming has put each group before
+            metrics["transferqueue/put_latency"] = (time.monotonic() - began) / len(groups)
         failpoint(Point.STORED)
         lease = self._source.lease if self._producer is not None else None
         if lease is not None and self._config.queue.transferqueue_ack_on_train_data:

@@ -7,6 +7,7 @@ method that reaches a collective is called on all ranks at once by `Trainers`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from vime.config.parse import Config
+from vime.config.queue_checks import BUFFER
 from vime.handoff.staleness import check_staleness, staleness_metrics
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
+GET_LATENCY = "transferqueue/get_latency"  # mode streaming: said where groups are leased
 PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
 
 
@@ -62,6 +65,7 @@ class RankRound:
 
     metrics: dict[str, float]  # the same on every rank but for memory
     staleness: list[int]  # of each row that trained here
+    fetch_s: float  # until the rows were here
     taught: ArrayColumns  # what a critic on other ranks learns from
 
 
@@ -124,9 +128,10 @@ class TrainerActor:
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
 
-        worker = self._worker
+        worker, began = self._worker, time.monotonic()
         failpoint(Point.FETCH)
         plan, rows = _fetch(worker, self._carrier, ticket, rollout_id)
+        fetch_s = time.monotonic() - began
         failpoint(Point.FORWARD)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
@@ -142,6 +147,7 @@ class TrainerActor:
         return RankRound(
             metrics={**metrics, PEAK_MEMORY: peak_memory_gib(worker.backend.device)},
             staleness=staleness,
+            fetch_s=fetch_s,
             taught=to_arrays(taught) if worker.place.speaks else {},
         )
 
@@ -359,6 +365,7 @@ class Trainers:
 
     def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
         self._config = config
+        self._is_buffered = config.queue.transferqueue_mode == BUFFER
         self.device_name = ""  # of the policy's ranks; known when they are ready
         shared = shared_roles(config)
         self._policy = Ranks(config, run_dir, queue_address, shared)
@@ -410,6 +417,7 @@ class Trainers:
             **answers[0].metrics,
             **staleness_metrics([staleness for answer in answers for staleness in answer.staleness]),
             PEAK_MEMORY: max(answer.metrics[PEAK_MEMORY] for answer in answers),
+            **({GET_LATENCY: max(answer.fetch_s for answer in answers)} if self._is_buffered else {}),
         }
 
     def publish(

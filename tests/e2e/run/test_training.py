@@ -51,6 +51,7 @@ def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp
         assert metrics[rollout_id]["transferqueue/sample_staleness/max"] == 0
         assert metrics[rollout_id]["train/grad_norm"] > 0
         rates = ("perf/train_tokens_per_sec", "perf/train_tflops", "perf/peak_memory")
+        rates += ("transferqueue/put_latency", "transferqueue/get_latency")
         assert all(metrics[rollout_id][name] > 0 for name in rates)
         assert metrics[rollout_id]["perf/padding_waste"] == metrics[rollout_id]["perf/dp_imbalance_flops"] == 0
         assert undocumented(metrics[rollout_id]) == []

@@ -14,7 +14,7 @@ from vime.ray.trainers import RankRound, Trainers
 from vime.types import ClusterError, Role
 
 FLAGS = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--use-opd", "--opd-teacher-load", "x"]
-FLAGS += ["--separate-roles", "reference", "teacher"]
+FLAGS += ["--separate-roles", "reference", "teacher", "--transferqueue-mode", "buffer"]
 
 
 @pytest.mark.parametrize("broken", [(), (Role.REFERENCE,), (Role.REFERENCE, Role.TEACHER)])
@@ -42,10 +42,10 @@ def test_every_world_computes_before_one_is_waited_for(
             given = arguments[3]
             assert given == {"reference": {0: 1.0}, "teacher": {0: 1.0}}
             # two replicas that hold three rows and one row: peaks are compared, staleness is pooled
-            rounds = ((1.0, [0, 1, 1]), (2.5, [2]))
+            rounds = ((1.0, [0, 1, 1], 0.5), (2.5, [2], 0.25))
             return [
-                RankRound(metrics={trainers_module.PEAK_MEMORY: peak}, staleness=staleness, taught={})
-                for peak, staleness in rounds
+                RankRound(metrics={trainers_module.PEAK_MEMORY: peak}, staleness=staleness, fetch_s=fetch_s, taught={})
+                for peak, staleness, fetch_s in rounds
             ]
 
     monkeypatch.setattr(trainers_module, "Ranks", FakeRanks)
@@ -59,5 +59,6 @@ def test_every_world_computes_before_one_is_waited_for(
             "transferqueue/sample_staleness/mean": 1.0,  # (0 + 1 + 1 + 2) / 4
             "transferqueue/sample_staleness/max": 2.0,
             "perf/peak_memory": 2.5,
+            "transferqueue/get_latency": 0.5,  # of the slower one
         }
     assert order == ["reference begins", "teacher begins", "reference ends", "teacher ends"]
