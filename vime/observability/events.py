@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _PROCESS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OWN_FIELDS = ("t", "mono", "process", "kind")
+_SPAN = b'"kind": "span_'  # as `emit` writes it
 
 
 class EventKind(StrEnum):
@@ -139,13 +140,16 @@ def _doing(name: str, fields: Mapping[str, object]) -> AbstractContextManager[ob
     return doing(f"{name} ({shown})" if shown else name)
 
 
-def read_events(run_dir: Path, process: str = "*") -> list[Event]:
-    """All events of `process` (default: of all), oldest first. A line that a crash tore is left out and named in a
-    warning."""
+def read_events(
+    run_dir: Path, process: str = "*", *, newest_bytes: int | None = None, with_spans: bool = True
+) -> list[Event]:
+    """All events of `process` (default: of all), oldest first; or those in the `newest_bytes` of each file. A line that
+    a crash tore is left out and named in a warning. Most lines are spans: without them a long run is read quickly."""
     directory = Path(run_dir) / "events"
     if not directory.is_dir():
         raise DataError(f"{run_dir}: has no events directory. Expected the run directory of a Vime run.")
-    events = [event for path in sorted(directory.glob(f"{process}.jsonl")) for event in _read_file(path)]
+    paths = sorted(directory.glob(f"{process}.jsonl"))
+    events = [event for path in paths for event in _read_file(path, newest_bytes, with_spans)]
     return sorted(events, key=lambda event: event.time_s)
 
 
@@ -162,9 +166,15 @@ def outcome(events: Iterable[Event]) -> str:
     return found
 
 
-def _read_file(path: Path) -> Iterator[Event]:
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
+def _read_file(path: Path, newest_bytes: int | None, with_spans: bool) -> Iterator[Event]:
+    with path.open("rb") as file:
+        skipped = 0 if newest_bytes is None else max(0, os.fstat(file.fileno()).st_size - newest_bytes)
+        if skipped:
+            file.seek(skipped)
+            file.readline()  # the rest of a line
+        data = file.read()
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip() or (not with_spans and _SPAN in line):
             continue
         try:
             record = json.loads(line)
@@ -176,7 +186,8 @@ def _read_file(path: Path) -> Iterator[Event]:
                 fields={name: value for name, value in record.items() if name not in _OWN_FIELDS},
             )
         except (ValueError, KeyError, TypeError):
-            logger.warning("%s:%d: left out a line that is not an event (torn by a crash?)", path, number)
+            where = f"{path}:{number}" if not skipped else f"{path}: line {number} behind byte {skipped}"
+            logger.warning("%s: left out a line that is not an event (torn by a crash?)", where)
 
 
 def _end_torn_line(file: int) -> None:

@@ -82,7 +82,7 @@ def explain(run_dir: Path, *, sample_s: float = SAMPLE_S) -> Verdict:
             f"{run_dir}: no process has said what it waits for. Expected files in {run_dir / 'waits'}, which a run "
             "writes from its first second on; this one never began, or an older Vime made it."
         )
-    return judge(processes, outcome(read_events(run_dir, ROOT)))
+    return judge(processes, outcome(read_events(run_dir, ROOT, with_spans=False)))
 
 
 def judge(processes: Sequence[RunProcess], ended: str) -> Verdict:

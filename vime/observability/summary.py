@@ -56,7 +56,7 @@ def summarise(run_dir: Path) -> RunSummary:
     """Read everything the end screen shows. Raises DataError when `run_dir` holds no run."""
     run_dir = Path(run_dir)
     rounds = read_metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else {}
-    events = read_events(run_dir)
+    events = read_events(run_dir, with_spans=False)
     rewards = series(rounds, REWARD)
     title, answers = read_answers(run_dir)
     return RunSummary(

@@ -15,6 +15,8 @@ from typing import Any
 from vime.observability.events import Event, EventKind, read_events
 
 TRACE_FILE = "trace.json"
+NEWEST_BYTES = 4 << 20
+"""Of each process's log: about its last 12,000 spans. A viewer would not open the trace of a month."""
 _OWN = ("name", "duration_s", "error")
 _JUMP_S = 0.1  # between what two dates say and what the span measured: the date was changed meanwhile
 
@@ -29,9 +31,10 @@ class _Span:
 
 
 def write_trace(run_dir: Path) -> Path:
-    """Write the trace of all processes; answers its path."""
+    """Write the trace of all processes, of a long run its end; answers its path."""
     path = Path(run_dir) / TRACE_FILE
-    document = {"displayTimeUnit": "ms", "traceEvents": trace_events(read_events(run_dir))}
+    events = read_events(run_dir, newest_bytes=NEWEST_BYTES)
+    document = {"displayTimeUnit": "ms", "traceEvents": trace_events(events)}
     path.write_text(json.dumps(document, default=str))
     return path
 

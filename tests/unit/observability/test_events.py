@@ -51,6 +51,19 @@ def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path) -> None:
     assert 0 <= ended.fields["duration_s"] == pytest.approx(ended.monotonic_s - started.monotonic_s, abs=0.05)
 
 
+def test_the_end_of_a_long_log_and_a_log_without_spans_are_read_in_whole_lines(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "driver")
+    log.emit(EventKind.RUN_STARTED)
+    with log.span("train"):
+        pass
+    log.emit(EventKind.ROUND_TRAINED, rollout_id=0)
+    last = len(log.path.read_bytes().splitlines(keepends=True)[-1])
+    # two bytes more than the last line: the line before is cut, and left out
+    assert [event.kind for event in read_events(tmp_path, newest_bytes=last + 2)] == ["round_trained"]
+    assert [event.kind for event in read_events(tmp_path, with_spans=False)] == ["run_started", "round_trained"]
+    assert len(read_events(tmp_path, newest_bytes=1 << 20)) == 4
+
+
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     log = EventLog(tmp_path, "driver")
     long = "x" * 10_000
