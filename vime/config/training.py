@@ -170,6 +170,9 @@ class QueueConfig:
         "streaming: prompts and rounds whose holder is silent for so long go to others, seconds",
         minimum=1,
     )
+    transferqueue_prefetch_groups: int = flag(
+        0, "streaming: finished groups whose payloads are read before their round is complete; 0: none", minimum=0
+    )
     transferqueue_max_groups: int | None = flag(
         None, "streaming: finished groups that may wait to be trained; empty: as many as staleness allows", minimum=1
     )

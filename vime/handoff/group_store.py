@@ -41,18 +41,19 @@ class GroupStore:
         self._held: set[str] = set()  # keys that this process put into the queue and did not clear
         self.num_spool_reads = 0
 
-    def put(self, task: Task, data: bytes) -> int:
-        """Store one payload; answers its checksum when it is stored in both places."""
-        checksum = zlib.crc32(data)
+    def put(self, groups: Sequence[tuple[Task, bytes]]) -> list[int]:
+        """Store payloads; answers their checksums when all are stored in both places."""
+        checksums = [zlib.crc32(data) for _, data in groups]
         if self._spool is not None:
             with self._lock:
-                [checksum] = self._spool.append([(task, data)])
+                checksums = self._spool.append(groups)
         failpoint(Point.SPOOLED)
-        key = _key(task)
-        self._rows.put_rows(self._partition, [key], [{PAYLOAD_FIELD: np.frombuffer(data, dtype=np.uint8)}])
+        keys = [_key(task) for task, _ in groups]
+        rows = [{PAYLOAD_FIELD: np.frombuffer(data, dtype=np.uint8)} for _, data in groups]
+        self._rows.put_rows(self._partition, keys, rows)
         with self._lock:
-            self._held.add(key)
-        return checksum
+            self._held.update(keys)
+        return checksums
 
     def keep(self, task: Task, data: bytes) -> int | None:
         """Store what only a later attempt reads (the tokens of an aborted one), in the spool; None without a spool."""

@@ -122,6 +122,13 @@ class Ledger:
             waiting_for_room=tuple(memory.waiting),
         )
 
+    def has(self, *, ready: int = 0, slots: int = 0) -> bool:
+        """Whether at least so many groups are ready for a round to come and so many slots are free: asked at every
+        change for whoever waits, where `lease` and `issue` would cost a call between processes each."""
+        book = self._book
+        is_free = not slots or book.num_slots() - book.memory.usage.active >= slots
+        return is_free and (not ready or int(book.one(_NUM_READY, book.train_id)[0]) >= ready)
+
     def needed_payloads(self) -> dict[Task, int | None]:
         """Payloads that the spool must keep, with their checksum; None: whatever the attempt under way stores."""
         return needed_payloads(self._book.connection, self._book.rules.partition)

@@ -22,14 +22,16 @@ class LedgerPort(Protocol):
     def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any: ...
     async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any: ...
 
-    def wait_for_news(self, seen: int, timeout_s: float) -> int:
-        """Until the ledger has written more than line `seen` of its history, or `timeout_s` is over; the newest line.
+    def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
+        """Until the ledger has written more than line `seen` of its history and `Ledger.has(ready=, slots=)`, or
+        `timeout_s` is over; the newest line.
 
-        Pass the number that was answered before the call whose answer was "not yet": nothing is missed in between.
+        Pass the number that was answered before the call whose answer was "not yet", at first -1: nothing is missed in
+        between.
         """
         ...
 
-    async def wait_for_news_async(self, seen: int, timeout_s: float) -> int: ...
+    async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int: ...
 
 
 class LocalLedgerPort:
@@ -49,10 +51,13 @@ class LocalLedgerPort:
     async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
         return self.call(desk, name, *arguments, **options)
 
-    def wait_for_news(self, seen: int, timeout_s: float) -> int:
+    def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
+        def is_news() -> bool:
+            return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._ledger.sequence > seen, timeout_s)
+            self._changed.wait_for(is_news, timeout_s)
             return self._ledger.sequence
 
-    async def wait_for_news_async(self, seen: int, timeout_s: float) -> int:
-        return await asyncio.to_thread(self.wait_for_news, seen, timeout_s)
+    async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
+        return await asyncio.to_thread(self.wait_for_news, seen, timeout_s, ready=ready, slots=slots)

@@ -100,7 +100,8 @@ class RoundDesk:
             fresh: list[LeasedGroup] = []
             if have < count and not (row and row.is_final):
                 fresh = self._choose(version, count - have)
-            if not have and not self._suffices(len(fresh), least, drain):
+            is_drained = drain and fresh and count_in_flight(book) == 0
+            if not have and len(fresh) < least and not is_drained:
                 return self._no_groups(len(fresh), least, drain)
             fence = book.meta("fence", 0) + 1
             book.set_meta("fence", fence)
@@ -119,6 +120,15 @@ class RoundDesk:
         return LeaseAnswer(
             lease=RoundLease(round_id=round_id, fence=fence, version=version, groups=groups, is_replay=is_replay)
         )
+
+    def ready(self, *, version: Version, count: int) -> tuple[LeasedGroup, ...]:
+        """Up to `count` ready groups that a round on `version` may train, first ready first. Promises nothing: whoever
+        reads ahead asks the lease which of them it got."""
+        book = self._book
+        lines = book.query(_CANDIDATES[RoundOrder.COMMIT], book.train_id, count)
+        groups = [leased_group(book.rules.partition, line[1:]) for line in lines]
+        oldest = version - book.rules.max_staleness
+        return tuple(group for group in groups if oldest <= group.payload.min_version)
 
     def heartbeat(self, round_id: int, fence: int) -> None:
         """The holder lives: its lease gets a full timeout from now."""
@@ -253,9 +263,6 @@ class RoundDesk:
         book.memory.too_old += 1
         usage.active -= 1
         usage.hold(-group.payload.num_tokens, -group.payload.num_bytes, groups=-1)
-
-    def _suffices(self, num_ready: int, least: int, drain: bool) -> bool:
-        return num_ready >= least or (drain and num_ready > 0 and count_in_flight(self._book) == 0)
 
     def _no_groups(self, num_ready: int, least: int, drain: bool) -> LeaseAnswer:
         if drain and not num_ready and not count_in_flight(self._book):

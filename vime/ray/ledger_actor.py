@@ -55,13 +55,17 @@ class LedgerActor:
         finally:
             await self._tell()
 
-    async def wait_for_news(self, seen: int, timeout_s: float) -> int:
+    async def wait_for_news(self, seen: int, timeout_s: float, ready: int, slots: int) -> int:
         """See `LedgerPort.wait_for_news`. Holds up no other call."""
-        if self._ledger.sequence <= seen and timeout_s > 0:
+
+        def is_news() -> bool:
+            return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)
+
+        if timeout_s > 0 and not is_news():
             async with self._news:
                 try:
                     async with asyncio.timeout(timeout_s):
-                        await self._news.wait_for(lambda: self._ledger.sequence > seen)
+                        await self._news.wait_for(is_news)
                 except TimeoutError:
                     pass  # no news is an answer too
         return self._ledger.sequence
@@ -138,14 +142,14 @@ class LedgerClient:
             ref, name=f"the ledger's answer to {name}", owner="ledger", deadline_s=self._deadline_s
         )
 
-    def wait_for_news(self, seen: int, timeout_s: float) -> int:
-        ref = self._handle.wait_for_news.remote(seen, timeout_s)
+    def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
+        ref = self._handle.wait_for_news.remote(seen, timeout_s, ready, slots)
         longest_s = self._deadline_s + timeout_s
         [answer] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
         return int(answer)
 
-    async def wait_for_news_async(self, seen: int, timeout_s: float) -> int:
-        ref = self._handle.wait_for_news.remote(seen, timeout_s)
+    async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
+        ref = self._handle.wait_for_news.remote(seen, timeout_s, ready, slots)
         longest_s = self._deadline_s + timeout_s
         return int(await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=()))
 

@@ -24,6 +24,7 @@ from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.producer import GroupProducer
+from vime.rollout.read_ahead import ReadAhead
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.transferqueue_rollout import TransferQueueDataSource
 from vime.rollout.vllm_rollout import close_generation, generation_progress
@@ -106,8 +107,14 @@ class RolloutManager:
         self._store = open_group_store(self._config, self._run_dir, self._queue_address)
         args = self._config.flat
         self._producer = GroupProducer(args, source=self._source, ledger=ledger, store=self._store)
+        self._ahead = ReadAhead(ledger, self._store, limit=self._config.queue.transferqueue_prefetch_groups)
         self._source = TransferQueueDataSource(
-            args, prompts=self._source, ledger=ledger, store=self._store, producer=self._producer
+            args,
+            prompts=self._source,
+            ledger=ledger,
+            store=self._store,
+            producer=self._producer,
+            ahead=self._ahead,
         )
 
     def start_producing(self) -> None:
@@ -190,6 +197,7 @@ class RolloutManager:
     def close(self) -> None:
         if self._producer is not None:
             self._producer.stop()
+            self._ahead.close()
         close_generation()
         if self._store is not None:
             self._store.close()

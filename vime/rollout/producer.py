@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGr
 from vime.handoff.payload import samples_to_bytes
 from vime.observability.events import span
 from vime.rollout.generation import train_sampling_params
+from vime.rollout.group_writer import GroupWriter
 from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.types import HandoffError, Sample, SampleStatus, Version, WaitTimeoutError
@@ -58,12 +59,12 @@ class ProducerStats:
 
 class GroupProducer:
     """Lives on the rollout loop. Consumes prompts that the ledger issues; waits for slots, engines, rewards and room;
-    unblocked by the ledger's news and by the answers. One thread of its own writes payloads."""
+    unblocked by the ledger's news and by the answers."""
 
     def __init__(self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore) -> None:
         self._args, self._source, self._ledger, self._store = args, source, ledger, store
         self.name = f"rollout-manager.{os.getpid()}.{uuid.uuid4().hex[:6]}"
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-producer-writer")
+        self._writer = GroupWriter(store)
         self._stats = ProducerStats()
         self._running: dict[Task, asyncio.Task[None]] = {}
         self._future: Future[None] | None = None
@@ -79,7 +80,7 @@ class GroupProducer:
             self._future.cancel()
             self._future = None
             rollout_loop().run(_cancelled(list(self._running.values())), name="the producer to end", timeout_s=STOP_S)
-        self._writer.shutdown(wait=True)
+        self._writer.close()
 
     def raise_if_failed(self) -> None:
         """Raise what ended the producer."""
@@ -122,16 +123,16 @@ class GroupProducer:
     async def _take_prompts(self) -> Sequence[IssuedPrompt]:
         """Waits for: slots. Unblocked by: a group that is dropped, or the driver, which releases those of a round."""
         wanted = self._args.over_sampling_batch_size
+        seen = -1
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while True:
-                seen = await self._ledger.wait_for_news_async(-1, 0.0)
                 grant: PromptGrant = await self._ledger.call_async(
                     "prompts", "issue", self.name, wanted, request=uuid.uuid4().hex
                 )
                 self.waits_for = grant.waits_for
                 if grant.prompts:
                     return grant.prompts
-                await self._ledger.wait_for_news_async(seen, NEWS_S)
+                seen = await self._ledger.wait_for_news_async(seen, NEWS_S, slots=1)
 
     async def _heartbeat(self) -> None:
         """Keep what this producer works on; give up what the ledger gave to others. Waits for: the clock."""
@@ -153,7 +154,7 @@ class GroupProducer:
         except TransitionError as error:
             logger.warning("%s", error)
             self._stats.late_groups += 1
-            await self._off_loop(self._store.forget, [task])
+            await self._writer.run(self._store.forget, [task])
 
     async def _hand_over(self, task: Task, samples: list[Sample]) -> None:
         stats = self._stats
@@ -180,7 +181,7 @@ class GroupProducer:
         failpoint(Point.SPOOL)
         began = time.monotonic()
         with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
-            checksum = await self._off_loop(self._store.put, task, data)
+            checksum = await self._writer.put(task, data)
         stats.put_times_s.append(time.monotonic() - began)
         oldest, newest = group_versions(samples)
         failpoint(Point.COMMIT)
@@ -200,9 +201,8 @@ class GroupProducer:
     async def _wait_for_room(self, task: Task, num_tokens: int, num_bytes: int) -> None:
         """Waits for: room under --transferqueue-max-groups, -tokens, -bytes. Unblocked by: a trained round."""
         limit_s = self._args.rollout_timeout_secs
-        ends = time.monotonic() + limit_s
+        ends, seen = time.monotonic() + limit_s, -1
         while True:
-            seen = await self._ledger.wait_for_news_async(-1, 0.0)
             answer: Admission = await self._ledger.call_async(
                 "prompts", "admit", task, num_tokens=num_tokens, num_bytes=num_bytes
             )
@@ -211,10 +211,7 @@ class GroupProducer:
             left = ends - time.monotonic()
             if left <= 0:
                 raise WaitTimeoutError(f"group {task}: {answer.waits_for}", limit_s, "trainer", "Raise the bound.")
-            await self._ledger.wait_for_news_async(seen, min(left, NEWS_S))
-
-    async def _off_loop(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
+            seen = await self._ledger.wait_for_news_async(seen, min(left, NEWS_S))
 
 
 def group_versions(samples: list[Sample]) -> tuple[Version, Version]:

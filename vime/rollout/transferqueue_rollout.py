@@ -15,13 +15,13 @@ from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import LedgerStatus
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import LeaseAnswer, RoundLease
-from vime.handoff.payload import bytes_to_samples
 from vime.observability.events import span
 from vime.rollout import vllm_rollout
 from vime.rollout.groups import mark_samples
 from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
 from vime.rollout.producer import GroupProducer
 from vime.rollout.progress import BOARD, RoundProgress
+from vime.rollout.read_ahead import ReadAhead
 from vime.types import HandoffError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -50,10 +50,17 @@ class TransferQueueDataSource:
     """
 
     def __init__(
-        self, args: Any, *, prompts: Any, ledger: LedgerPort, store: GroupStore, producer: GroupProducer
+        self,
+        args: Any,
+        *,
+        prompts: Any,
+        ledger: LedgerPort,
+        store: GroupStore,
+        producer: GroupProducer,
+        ahead: ReadAhead,
     ) -> None:
         self._args, self._prompts = args, prompts
-        self._ledger, self._store, self._producer = ledger, store, producer
+        self._ledger, self._store, self._producer, self._ahead = ledger, store, producer, ahead
         self._round_id = -1
         self._get_time_s = 0.0
         self._too_old = 0  # of the ledger's count, what the rounds before have reported
@@ -62,6 +69,7 @@ class TransferQueueDataSource:
     def begin(self, round_id: int) -> None:
         """The next `get_samples` answers the groups of this round."""
         self._round_id, self.lease = round_id, None
+        self._ahead.start()
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """Waits for: `num_groups` ready groups. Unblocked by: the producer's commits. Asking again for a round gives
@@ -73,11 +81,8 @@ class TransferQueueDataSource:
         failpoint(Point.LEASED)
         began = time.monotonic()
         with span("transferqueue_get_groups", rollout_id=round_id, num_groups=len(lease.groups)):
-            payloads = self._store.get([(group.task, group.payload.checksum) for group in lease.groups])
-        groups = [bytes_to_samples(data) for data in payloads]
-        for leased, samples in zip(lease.groups, groups, strict=True):
-            if samples[0].group_index != leased.task.group:
-                raise HandoffError(f"group {leased.task}: its payload is of group {samples[0].group_index}.")
+            groups = self._ahead.take(lease.groups, next_version=self._round_id + 1)
+        for samples in groups:
             for sample in samples:
                 sample.rollout_id = self._round_id
         self.lease, self._get_time_s = lease, time.monotonic() - began
@@ -138,9 +143,8 @@ class TransferQueueDataSource:
 
     def _wait_for_lease(self, num_groups: int) -> RoundLease:
         args, name = self._args, f"round {self._round_id}"
-        limit_s, began = args.rollout_timeout_secs, time.monotonic()
+        limit_s, began, seen = args.rollout_timeout_secs, time.monotonic(), -1
         while True:
-            seen = self._ledger.wait_for_news(-1, 0.0)
             answer: LeaseAnswer = self._ledger.call(
                 "rounds", "lease", self._round_id, version=self._round_id, holder="trainer", count=num_groups
             )
@@ -156,7 +160,7 @@ class TransferQueueDataSource:
                     "vLLM engines and reward function",
                     "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
                 )
-            self._ledger.wait_for_news(seen, NEWS_S)
+            seen = self._ledger.wait_for_news(seen, NEWS_S, ready=num_groups)
 
     def _post_progress(self, num_groups: int, answer: LeaseAnswer, elapsed_s: float) -> None:
         status = self._status()

@@ -15,6 +15,7 @@ from vime.handoff.memory import MemoryRows
 from vime.handoff.spool import Spool
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.producer import GroupProducer
+from vime.rollout.read_ahead import ReadAhead
 from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
 from vime.rollout.vllm_rollout import close_generation
 from vime.types import HandoffError, RewardError, WaitTimeoutError
@@ -48,8 +49,9 @@ class Streaming:
         self.report = self.port.call("rounds", "restore", None, has_payload)
         prompts = RolloutDataSourceWithBuffer(self.args)
         self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
+        self.ahead = ReadAhead(self.port, self.store, limit=self.args.transferqueue_prefetch_groups)
         self.source = TransferQueueDataSource(
-            self.args, prompts=prompts, ledger=self.port, store=self.store, producer=self.producer
+            self.args, prompts=prompts, ledger=self.port, store=self.store, producer=self.producer, ahead=self.ahead
         )
 
     def __enter__(self):
@@ -58,6 +60,7 @@ class Streaming:
 
     def __exit__(self, *_):
         self.producer.stop()
+        self.ahead.close()
         self.store.close()
         self.ledger.close()
 

@@ -312,6 +312,7 @@ READ = {
     "transferqueue_max_groups": (["64"], STREAMING),
     "transferqueue_max_tokens": (["9000"], STREAMING),
     "transferqueue_max_bytes": (["9000"], STREAMING),
+    "transferqueue_prefetch_groups": (["4"], STREAMING),
     "update_weight_disk_dir": (["weights"], ["--update-weight-transport", "disk"]),
     "wandb_project": (["p"], ["--use-wandb"]),
     "wandb_group": (["g"], ["--use-wandb"]),

@@ -75,6 +75,31 @@ def test_a_round_that_began_with_its_minimum_grows_to_its_count_and_keeps_its_or
     checked(tmp_path)
 
 
+def test_what_is_ready_can_be_seen_before_a_lease_and_is_not_changed_by_looking(tmp_path):
+    ledger = open_ledger(tmp_path, round_order=RoundOrder.INDEX, max_staleness=0)
+    a, b, c = issue(ledger, 3)
+    commit(ledger, c, a)
+    assert [found.task for found in ledger.rounds.ready(version=0, count=4)] == [c, a]  # b holds a lease up, not a look
+    assert [found.task for found in ledger.rounds.ready(version=0, count=1)] == [c]
+    assert ledger.rounds.ready(version=1, count=4) == ()  # a round on version 1 may not train them
+    commit(ledger, b)
+    assert groups_of(lease(ledger, 0, 2)) == [0, 1]
+    assert [found.task for found in ledger.rounds.ready(version=0, count=4)] == [c]
+    ledger.close()
+    checked(tmp_path)
+
+
+def test_whoever_waits_can_name_how_many_groups_and_slots_it_needs(ledger):
+    """8 slots."""
+    make_ready(ledger, 2)
+    issue(ledger, 3)
+    assert ledger.has(ready=2, slots=3)
+    assert not ledger.has(ready=3)
+    assert not ledger.has(slots=4)
+    lease(ledger, 0)
+    assert not ledger.has(ready=1)
+
+
 def test_a_late_ack_of_an_expired_lease_is_refused_and_the_groups_go_to_the_next(tmp_path, ledger, clock):
     make_ready(ledger, 2)
     old = lease(ledger, 0, holder="slow")
