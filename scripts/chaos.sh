@@ -8,6 +8,7 @@
 # ENGINE=vllm: the quick start's model on vLLM under --reference-mode, instead of a scripted engine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export TORCHDYNAMO_DISABLE=1 RAY_USAGE_STATS_ENABLED=0  # imports and processes that a start can do without
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 OUT=${1:?usage: ./scripts/chaos.sh OUT [--case ... | --random N]}; shift
 PYTHON=${VIME_VENV:-.venv}/bin/python
