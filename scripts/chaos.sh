@@ -38,5 +38,7 @@ else
 fi
 FLAGS+=(--hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --num-rollout "${ROUNDS:-60}")
 [ "${MODE:-streaming}" != streaming ] || FLAGS+=(--transferqueue-lease-timeout-secs "${SECONDS_PER_LEASE:-8}")
+HOW=(--script "${SCRIPT:-train.py}")
 [ "${SCRIPT:-train.py}" != train_async.py ] || FLAGS+=(--max-staleness 1)
-exec "$PYTHON" -m vime chaos "$OUT" --script "${SCRIPT:-train.py}" "$@" -- "${FLAGS[@]}"
+[ "${SCRIPT:-train.py}" != train_async.py ] || HOW+=(--own-weights)
+exec "$PYTHON" -m vime chaos "$OUT" "${HOW[@]}" "$@" -- "${FLAGS[@]}"
