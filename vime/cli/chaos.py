@@ -44,7 +44,8 @@ OTHERS = (
     *(f"{target}@driver.checkpoint.draft:2" for target in ("trainer", "manager", "ledger")),
     *(f"{target}@driver.durable:2" for target in ("ledger", "manager")),
     *(f"{target}@manager.generate:6/stop" for target in ("driver", "manager", "engine", "router", "ledger", "storage")),
-    *("trainer@trainer.optimizer:2/stop", "driver@trainer.optimizer:2/stop", "engine@trainer.publish.send:2/stop"),
+    *("manager@manager.commit:6/stop", "manager@manager.leased:2/stop", "engine@trainer.publish.send:2/stop"),
+    *("trainer@trainer.optimizer:2/stop", "driver@trainer.optimizer:2/stop"),
     *(f"{target}@driver.stop:1" for target in ("trainer", "manager", "engine", "ledger", "controller")),
 )
 MATRIX = (*OWN, *OTHERS)
