@@ -8,6 +8,7 @@
 # ENGINE=vllm: the quick start's model on vLLM under --reference-mode, instead of a scripted engine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export TORCHDYNAMO_DISABLE=1 RAY_USAGE_STATS_ENABLED=0  # imports and processes that a start can do without
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 OUT=${1:?usage: ./scripts/chaos.sh OUT [--case ... | --random N]}; shift
 PYTHON=${VIME_VENV:-.venv}/bin/python
@@ -37,5 +38,7 @@ else
 fi
 FLAGS+=(--hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --num-rollout "${ROUNDS:-60}")
 [ "${MODE:-streaming}" != streaming ] || FLAGS+=(--transferqueue-lease-timeout-secs "${SECONDS_PER_LEASE:-8}")
+HOW=(--script "${SCRIPT:-train.py}")
 [ "${SCRIPT:-train.py}" != train_async.py ] || FLAGS+=(--max-staleness 1)
-exec "$PYTHON" -m vime chaos "$OUT" --script "${SCRIPT:-train.py}" "$@" -- "${FLAGS[@]}"
+[ "${SCRIPT:-train.py}" != train_async.py ] || HOW+=(--own-weights)
+exec "$PYTHON" -m vime chaos "$OUT" "${HOW[@]}" "$@" -- "${FLAGS[@]}"

@@ -1,6 +1,6 @@
 """What `vime chaos` sees of a training run, without training: four versions, a checkpoint after each, failpoints.
 
-python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails|works]
+python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails|works|differs]
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ first = int(saved.read_text()) if is_resumed else 0
 events = EventLog(arguments.run_dir, "driver")
 for version in range(first, ROUNDS + 1):
     content = f"{version}-again" if is_resumed and arguments.fault == "forgets" else str(version)
+    if arguments.fault == "differs":
+        content = f"{version} of another kind"
     events.emit(EventKind.WEIGHTS_CONFIRMED, version=version, content_hash=content, engines=[])
     if version == first and arguments.fault == "works":
         events.emit(EventKind.PART_STARTED, part="first_weights", waited_s=0.0)

@@ -44,7 +44,8 @@ OTHERS = (
     *(f"{target}@driver.checkpoint.draft:2" for target in ("trainer", "manager", "ledger")),
     *(f"{target}@driver.durable:2" for target in ("ledger", "manager")),
     *(f"{target}@manager.generate:6/stop" for target in ("driver", "manager", "engine", "router", "ledger", "storage")),
-    *("trainer@trainer.optimizer:2/stop", "driver@trainer.optimizer:2/stop", "engine@trainer.publish.send:2/stop"),
+    *("manager@manager.commit:6/stop", "manager@manager.leased:2/stop", "engine@trainer.publish.send:2/stop"),
+    *("trainer@trainer.optimizer:2/stop", "driver@trainer.optimizer:2/stop"),
     *(f"{target}@driver.stop:1" for target in ("trainer", "manager", "engine", "ledger", "controller")),
 )
 MATRIX = (*OWN, *OTHERS)
@@ -74,6 +75,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--undisturbed", type=Path, metavar="RUN_DIR", help="a complete run of the same flags, instead of a new one"
     )
+    parser.add_argument(
+        "--own-weights",
+        action="store_true",
+        help="what is trained depends on time (train_async.py): compare the attempts of a run with each other only",
+    )
     parser.add_argument("--script", default="train.py", help="what to run (default: train.py)")
     parser.add_argument("--deadline", type=float, default=300, help="of one run from start to end, seconds")
     parser.add_argument(
@@ -89,7 +95,13 @@ def run_chaos(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"{out} is there already. Name a new directory: runs of another time would be mixed with these."
         )
-    plan = Plan(out=out, script=arguments.script, flags=tuple(arguments.flags), deadline_s=arguments.deadline)
+    plan = Plan(
+        out=out,
+        script=arguments.script,
+        flags=tuple(arguments.flags),
+        deadline_s=arguments.deadline,
+        has_own_weights=arguments.own_weights,
+    )
     say = Console(highlight=False, markup=False, soft_wrap=True).print
     cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else MATRIX)]
     expected = _undisturbed(plan, arguments.undisturbed, say)

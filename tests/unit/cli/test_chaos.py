@@ -88,6 +88,9 @@ def test_the_command_writes_a_table_and_fails_with_its_worst_row(tmp_path: Path)
     assert not (tmp_path / "again" / "undisturbed").exists()
     assert main(["chaos", str(tmp_path / "none"), *case, "--undisturbed", str(tmp_path), "--", "--fault", "none"]) == 2
     assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 3
+    assert main(["chaos", str(tmp_path / "own"), "--own-weights", *case, "--", "--fault", "forgets"]) == 3
+    other = ["--own-weights", *case, *known, "--", "--fault", "differs"]
+    assert main(["chaos", str(tmp_path / "differs"), *other]) == 0
     assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 2  # the directory is used
 
 
