@@ -30,6 +30,7 @@ from vime.rollout import transferqueue_rollout as consumer_module
 from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.producer import GroupProducer
+from vime.rollout.read_ahead import ReadAhead
 from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
 from vime.types import SampleStatus
 
@@ -94,7 +95,10 @@ class Run:
         self.store = GroupStore(TimedRows(clock), Spool(self.spool), partition="train")
         prompts = RolloutDataSourceWithBuffer(self.args)
         self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
-        parts: dict[str, Any] = {"ledger": self.port, "store": self.store, "producer": self.producer}
+        at_once = ReadAhead(self.port, self.store, limit=0)  # the clock of a read is the lease's then
+        parts: dict[str, Any] = {
+            "ledger": self.port, "store": self.store, "producer": self.producer, "ahead": at_once,
+        }  # fmt: skip
         self.source = TransferQueueDataSource(self.args, prompts=prompts, **parts)
 
     def let_go(self, *groups: int, ready: int, in_flight: int) -> None:
