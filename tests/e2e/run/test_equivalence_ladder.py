@@ -33,6 +33,7 @@ def flags(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> list
     plugin.write_text(FILTER)
     return [
         *tiny_task.flags(), "--num-rollout", str(ROUNDS), "--save-interval", "1", "--reference-mode",
+        "--actor-num-gpus-per-node", "2",
         "--over-sampling-batch-size", "6", "--dynamic-sampling-filter-path", f"{plugin}:keep",
     ]  # fmt: skip
 
