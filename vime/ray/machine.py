@@ -13,8 +13,6 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog, span
 from vime.observability.screen import Screen
@@ -28,7 +26,7 @@ from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
-from vime.ray.waits import wait_for
+from vime.ray.waits import said_meanwhile, wait_for
 from vime.seams import Carrier
 from vime.types import AgreementError
 from vime.utils.failpoints import Point, failpoint
@@ -266,9 +264,9 @@ class Machine:
             self.saver.poll()
             if interruptible:
                 self.watchers.interrupts.raise_if_asked("generation")
-                done, _ = ray.wait([self.parts.manager.progress.remote()], timeout=0.2)
-                if done:
-                    self.watchers.screen.activity(ray.get(done[0], timeout=1))
+                progress = said_meanwhile(self.parts.manager.progress.remote(), within_s=0.2)
+                if progress is not None:
+                    self.watchers.screen.activity(progress)
             if self.parts.engines is not None:
                 self.parts.engines.check(is_updating=self.doing is Doing.PUBLISHING)
 

@@ -81,6 +81,16 @@ async def wait_for_async(
         _raise_named(error, name, owner)
 
 
+def said_meanwhile(ref: Any, within_s: float) -> Any:
+    """A look aside, while something else is waited for: the answer, or None when there is none. Never an error: what is
+    wrong is said by the wait itself."""
+    try:
+        done, _ = ray.wait([ref], timeout=within_s)
+        return ray.get(done[0], timeout=within_s) if done else None
+    except ray.exceptions.RayError:
+        return None
+
+
 def blocking_party() -> str:
     """What `vime why-stuck` says of this run now, as the end of a message; empty where there is no run."""
     run_dir = run_directory()
@@ -134,7 +144,7 @@ def _raise_named(error: Exception, name: str, owner: str) -> NoReturn:
         raise _ActorDiedError(
             f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
         ) from error
-    raise error
+    raise ClusterError(f"{name}: {owner}: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _tail(error: Exception, lines: int = 12) -> str:

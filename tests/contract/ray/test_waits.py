@@ -5,7 +5,7 @@ import time
 import pytest
 import ray
 
-from vime.ray.waits import Interrupted, wait_for
+from vime.ray.waits import Interrupted, _raise_named, said_meanwhile, wait_for
 from vime.types import ClusterError, StaleError, WaitTimeoutError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -83,3 +83,24 @@ def test_the_poll_may_end_the_wait(ranks) -> None:
 
     with pytest.raises(Interrupted):
         wait([ranks[0].hang.remote()], on_poll=poll)
+
+
+def test_a_death_is_said_by_the_wait_and_not_by_who_looks_aside_meanwhile(ranks) -> None:
+    # a RolloutManager died between two looks at its progress, and the run ended instead of starting again
+    def look() -> None:
+        assert said_meanwhile(ranks[0].answer.remote(1), within_s=0.2) is None
+
+    assert said_meanwhile(ranks[1].answer.remote(1), within_s=20.0) == 1
+    wait_for([ranks[0].answer.remote(0)], name="a rank", owner="trainer", deadline_s=60.0)
+    ranks[0].die.remote()
+    with pytest.raises(ClusterError, match="ranks to train: trainer died"):
+        wait([ranks[0].hang.remote()], on_poll=look)
+
+
+def test_what_ray_lost_is_the_clusters_failure() -> None:
+    # whatever Ray says of a lost object may not happen again: a run starts again after a ClusterError
+    class Lost(ray.exceptions.RayError):
+        pass
+
+    with pytest.raises(ClusterError, match="a column: trainer: Lost: its owner died"):
+        _raise_named(Lost("its owner died"), "a column", "trainer")
