@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers.metrics_page import undocumented
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
 from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
 from vime.rollout.convert import to_train_groups
@@ -176,3 +177,10 @@ def test_evaluation_is_not_cut_by_a_round_that_ends(tmp_path, model_dir):
         rounds.play(4)
         output = generate_rollout(rounds.args, 4, rounds.source, evaluation=True)
     assert [sample.reward for sample in output.data["own"]] == [1.0]
+
+
+def test_every_number_is_on_the_page_of_metrics(tmp_path, model_dir):
+    with Rounds(tmp_path, model_dir, "--max-staleness", 1) as rounds:
+        _, second, _ = rounds.play_two()
+    assert "rollout/resumed_tokens" in second.metrics
+    assert undocumented(second.metrics) == []

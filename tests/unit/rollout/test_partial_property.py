@@ -72,7 +72,7 @@ async def attempt(args, engine, samples):
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans()), max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps=STEPS, policy=st.sampled_from(["correct", "mask"]), staleness=st.integers(0, 3))
 def test_each_token_is_there_once_with_the_version_and_log_probability_of_who_sampled_it(
     model_dir, steps, policy, staleness
