@@ -25,7 +25,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "controller": ("ray::TransferQueueController",),
     "ledger": ("ray::LedgerActor",),
 }
-"""What the command line of each target contains. Ray gives its workers the name of their actor, the router names itself."""
+"""What the command line of each target contains; Ray gives its workers the name of their actor, the router its own."""
 ANY = "any"
 """Whichever of them is there."""
 
