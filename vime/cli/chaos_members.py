@@ -20,12 +20,12 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "engine": ("-m", "--worker-extension-cls"),
     "engine-core": ("VLLM::EngineCore",),  # vLLM's own child; the scripted engine has none
     "engine-actor": ("ray::EngineActor",),
-    "router": ("-m", "vllm_router.launch_router"),
+    "router": ("vllm::router",),
     "storage": ("ray::SimpleStorageUnit",),
     "controller": ("ray::TransferQueueController",),
     "ledger": ("ray::LedgerActor",),
 }
-"""What the command line of each target contains; Ray gives its workers the name of their actor."""
+"""What the command line of each target contains; Ray gives its workers the name of their actor, the router its own."""
 ANY = "any"
 """Whichever of them is there."""
 
