@@ -4,7 +4,9 @@
         ... http://127.0.0.1:{engine.port}
 
 The script sees a `Request` and answers one `Reply` for each of the n samples (called with `sample` 0..n-1). It may
-answer a `Failure` (status code) or `Hang()` (no answer until the client goes away or the engine is closed).
+answer a `Failure` (status code), `Hang()` (no answer until the client goes away or the engine is closed), or
+`Held(Reply)`: the whole request waits until it is aborted, by its id or by `abort_all`, and that is what it is then
+answered with. The engine is its own router: it says that it is the only worker.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -50,7 +52,14 @@ class Hang:
     """No answer."""
 
 
-Script = Callable[[Request], Reply | Failure | Hang]
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an aborted request is answered with; its finish reason becomes "abort"."""
+
+    reply: Reply
+
+
+Script = Callable[[Request], Reply | Failure | Hang | Held]
 
 
 class ScriptedEngine:
@@ -63,6 +72,10 @@ class ScriptedEngine:
         self.requests: list[dict[str, Any]] = []
         self.disconnects = self.most_at_once = self._open = 0
         self.disconnected = threading.Event()
+        self.is_deaf = False  # as to aborts
+        self.workers: list[str] | None = []  # that it names as a router; none: itself
+        self.num_held = threading.Semaphore(0)  # acquire it once for each request that is to be held
+        self._held: dict[str, asyncio.Event] = {}  # by the request's id, as the engine says it
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="scripted-engine", daemon=True)
@@ -83,11 +96,26 @@ class ScriptedEngine:
     async def _serve(self) -> None:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/list_workers", self._list_workers)
+        app.router.add_post("/abort_requests", self._abort)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.port = self._runner.addresses[0][1]
+
+    def abort_all(self) -> None:
+        """What --pause-mode abort does to requests that are held. Any thread."""
+        self._loop.call_soon_threadsafe(lambda: [aborted.set() for aborted in self._held.values()])
+
+    async def _list_workers(self, _: web.Request) -> web.Response:
+        return web.json_response({"urls": [f"http://127.0.0.1:{self.port}"] if self.workers == [] else self.workers})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        for name in (await request.json())["request_ids"]:
+            if name in self._held and not self.is_deaf:
+                self._held[name].set()
+        return web.json_response({})
 
     async def _generate(self, request: web.Request) -> web.Response:
         self._open += 1
@@ -102,7 +130,7 @@ class ScriptedEngine:
         body = await request.json()
         number = len(self.requests)
         self.requests.append(body)
-        choices = []
+        choices, is_held = [], False
         for sample in range(body["sampling_params"]["n"]):
             reply = self._script(
                 Request(
@@ -118,8 +146,20 @@ class ScriptedEngine:
             if isinstance(reply, Hang):
                 await self._hang()
                 return web.Response(status=503)
+            if isinstance(reply, Held):
+                is_held, reply = True, replace(reply.reply, finish_reason="abort")
             choices.append(choice(sample, reply))
+        if is_held:
+            await self._hold(f"generate-tokens-{body['request_id']}")
         return web.json_response({"choices": choices, "usage": {}})
+
+    async def _hold(self, name: str) -> None:
+        aborted = self._held[name] = asyncio.Event()
+        self.num_held.release()
+        try:
+            await aborted.wait()
+        finally:
+            del self._held[name]
 
     async def _hang(self) -> None:
         try:

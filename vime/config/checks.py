@@ -51,6 +51,8 @@ def resolve(given: Config) -> Config:
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
         transferqueue_mode=_resolve_mode(config),
+        mixed_version_policy=queue.mixed_version_policy
+        or ("mask" if rollout.mask_offpolicy_in_partial_rollout else "correct"),
         rollout_function_path=resolve_rollout_function(rollout, _resolve_mode(config)),
         transfer_queue_extra_data_fields=_resolve_columns(config),
         **resolve_algo(config.algo, max_staleness=staleness),

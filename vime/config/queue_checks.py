@@ -26,6 +26,7 @@ def check_queue(config: Config) -> None:
             else f"It needs --transferqueue-mode {STREAMING}."
         )
         raise ConfigError(f"--rollout-function-path {rollout.rollout_function_path} with mode {mode}: {advice}")
+    _check_partial(config)
     if mode != STREAMING:
         return
     _check_debug(config.debug)
@@ -34,6 +35,32 @@ def check_queue(config: Config) -> None:
         raise ConfigError(
             f"--transferqueue-max-groups {queue.transferqueue_max_groups} is below --rollout-batch-size {wanted}: no "
             "round would ever be whole. Raise it, or leave it out."
+        )
+
+
+def _check_partial(config: Config) -> None:
+    """--partial-rollout and --mixed-version-policy: what contradicts itself, and what could never be trained."""
+    rollout, queue = config.rollout, config.queue
+    policy, mask = queue.mixed_version_policy, "--mask-offpolicy-in-partial-rollout"
+    if rollout.mask_offpolicy_in_partial_rollout and policy != "mask":
+        raise ConfigError(f"{mask} with --mixed-version-policy {policy}: it means mask. Keep one of the two.")
+    if not rollout.partial_rollout:
+        return
+    if policy == "reject":
+        raise ConfigError(
+            "--partial-rollout with --mixed-version-policy reject: an answer that newer weights go on with would be "
+            "refused when it is finished. Use correct or mask, or leave --partial-rollout out."
+        )
+    if queue.transferqueue_mode == STREAMING and not queue.transferqueue_durable:
+        raise ConfigError(
+            "--partial-rollout with --no-transferqueue-durable: the tokens of an aborted answer are kept in the spool. "
+            "Keep one of the two."
+        )
+    if queue.transferqueue_mode != STREAMING and policy == "correct" and queue.transferqueue_max_staleness == 0:
+        raise ConfigError(
+            "--partial-rollout with --transferqueue-max-staleness 0: the next round may not train tokens of this one's "
+            f"weights, so every answer would begin anew. Add {mask}, which keeps them as context, or raise the bound "
+            "to 1."
         )
 
 

@@ -36,6 +36,21 @@ def _uses_engines_to_train(config: Config) -> bool:
     return not config.rollout.rollout_function_path.startswith("vime.rollout.sft_rollout.")
 
 
+def _may_cut_answers(config: Config) -> bool:
+    """Whether a group may be aborted before it is finished."""
+    rollout, is_streaming = config.rollout, config.queue.transferqueue_mode == "streaming"
+    has_surplus = (rollout.over_sampling_batch_size or 0) > rollout.rollout_batch_size
+    has_plugin = bool(rollout.dynamic_sampling_filter_path or rollout.custom_generate_function_path)
+    return _uses_engines_to_train(config) and (is_streaming or has_surplus or has_plugin)
+
+
+def _may_mix_versions(config: Config) -> bool:
+    """Whether weights may move in the middle of an answer, or between two parts of it."""
+    if config.queue.transferqueue_mode == "streaming":
+        return config.queue.transferqueue_max_staleness > 0
+    return config.rollout.partial_rollout
+
+
 READ_WHEN = (
     Condition(
         ("min_lr", "lr_decay_iters"),
@@ -64,6 +79,20 @@ READ_WHEN = (
         ("over_sampling_batch_size", "dynamic_sampling_filter_path", "rollout_sample_filter_path"),
         _uses_engines_to_train,
         "with another --rollout-function-path than sft_rollout",
+    ),
+    Condition(
+        ("partial_rollout",),
+        _may_cut_answers,
+        "with --over-sampling-batch-size above --rollout-batch-size, --dynamic-sampling-filter-path, "
+        "--custom-generate-function-path, or --transferqueue-mode streaming",
+    ),
+    Condition(
+        ("mask_offpolicy_in_partial_rollout",), lambda config: config.rollout.partial_rollout, "with --partial-rollout"
+    ),
+    Condition(
+        ("mask_offpolicy_in_partial_rollout", "mixed_version_policy"),
+        _may_mix_versions,
+        "with --partial-rollout in mode off or buffer, or --transferqueue-mode streaming and a --max-staleness above 0",
     ),
     Condition(("rm_url",), lambda config: config.reward.rm_type == "remote_rm", "with --rm-type remote_rm"),
     Condition(

@@ -22,6 +22,11 @@ def check_reference_mode(config: Config) -> None:
             "weights or by older ones would depend on who is faster, and on whether the run was restarted. Use 0, with "
             "train.py, or leave --reference-mode out."
         )
+    if config.rollout.partial_rollout:
+        raise ConfigError(
+            "--reference-mode with --partial-rollout: where an answer is cut depends on who is faster, and it goes on "
+            "under another seed. Leave one of the two out."
+        )
     if pause != "wait":
         raise ConfigError(
             f"--reference-mode with --pause-mode {pause}: an answer would be cut where the update happens to meet it. "

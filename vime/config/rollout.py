@@ -51,6 +51,14 @@ class RolloutConfig:
         "prompt groups requested at a time; surplus groups are aborted or kept for later (empty: --rollout-batch-size)",
         minimum=1,
     )
+    partial_rollout: bool = flag(
+        False,
+        "answers that are aborted keep tokens, log-probabilities and versions, and are gone on with before any new "
+        "prompt: surplus groups of a round; mode streaming: groups under way when the run stops, from disk",
+    )
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "with --partial-rollout: tokens of older weights leave the loss; the same as --mixed-version-policy mask"
+    )
     dynamic_sampling_filter_path: str | None = flag(
         None,
         "keeps or drops a finished group, for example vime.rollout.filter_hub.check_reward_nonzero_std",

@@ -151,8 +151,15 @@ class QueueConfig:
     )
     stale_policy: str = flag(
         "drop",
-        "streaming: a group that is too old when its round begins is dropped, or its prompt is answered again",
+        "streaming: a group that is too old when its round begins, or that --mixed-version-policy rejects, is dropped, "
+        "or its prompt is answered again",
         choices=("drop", "retry"),
+    )
+    mixed_version_policy: str | None = flag(
+        None,
+        "an answer sampled by several versions: correct: its tokens are trained, under --off-policy-correction; mask: "
+        "only those of its newest version are; reject: its group is not trained, see --stale-policy (empty: correct)",
+        choices=("correct", "mask", "reject"),
     )
     transferqueue_durable: bool = flag(
         True, "streaming: keep finished groups on disk until a checkpoint carries them, for a restart"

@@ -38,8 +38,8 @@ _LINES = """select h.sequence, h.event, coalesce(p.name, ''), coalesce(h.grp, -1
     coalesce(h.round, 0), coalesce(h.num_tokens, 0), coalesce(h.num_bytes, 0), coalesce(h.note, '')
     from history h left join partition p on p.id = h.partition order by h.sequence"""
 _GROUPS = """select p.name, g.grp, g.attempt, g.state, g.round, g.position, g.checksum, g.num_bytes, g.num_tokens,
-    g.min_version, g.max_version from prompt_group g join partition p on p.id = g.partition
-    order by g.partition, g.grp"""
+    g.min_version, g.max_version, g.partial_attempt, g.partial_checksum from prompt_group g
+    join partition p on p.id = g.partition order by g.partition, g.grp"""
 SIZED = (State.READY, State.LEASED, State.TRAINED, State.DURABLE)
 IN_ROUND = (State.LEASED, State.TRAINED, State.DURABLE)
 NEEDED = (State.READY, State.LEASED, State.TRAINED)
@@ -58,6 +58,8 @@ class GroupFacts:
     num_tokens: int
     min_version: int
     max_version: int
+    partial_attempt: int | None
+    partial_checksum: int
 
     @property
     def task(self) -> Task:
@@ -249,6 +251,12 @@ def _check_partitions(facts: list[GroupFacts], train: str) -> Iterator[Finding]:
 
 def _check_spool(facts: list[GroupFacts], read_payload: ReadPayload) -> Iterator[Finding]:
     for fact in facts:
+        if fact.partial_attempt is not None and fact.state in (State.ISSUED, State.RETRY):
+            task = Task(fact.partition, fact.group, fact.partial_attempt)
+            try:
+                read_payload(task, fact.partial_checksum)
+            except HandoffError as error:
+                yield Finding("spool", str(task), f"{fact.state} goes on from tokens that cannot be read: {error}")
         if fact.state not in NEEDED:
             continue
         try:

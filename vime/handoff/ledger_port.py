@@ -40,6 +40,7 @@ class LocalLedgerPort:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._changed = threading.Condition()
+        self._wakers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}  # of coroutines that wait for news
 
     def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
         with self._changed:
@@ -47,17 +48,34 @@ class LocalLedgerPort:
                 return getattr(getattr(self._ledger, desk) if desk else self._ledger, name)(*arguments, **options)
             finally:
                 self._changed.notify_all()
+                for woken, loop in self._wakers.items():
+                    loop.call_soon_threadsafe(woken.set)
 
     async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
         return self.call(desk, name, *arguments, **options)
 
     def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
-        def is_news() -> bool:
-            return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)
-
         with self._changed:
-            self._changed.wait_for(is_news, timeout_s)
+            self._changed.wait_for(lambda: self._has_news(seen, ready, slots), timeout_s)
             return self._ledger.sequence
 
     async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
-        return await asyncio.to_thread(self.wait_for_news, seen, timeout_s, ready=ready, slots=slots)
+        """No thread waits, so that a loop that is stopped leaves nothing behind that holds its process up."""
+        woken = asyncio.Event()
+        with self._changed:
+            self._wakers[woken] = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._has_news(seen, ready, slots):
+                    await woken.wait()
+                    woken.clear()
+        except TimeoutError:
+            pass  # no news is an answer too
+        finally:
+            with self._changed:
+                del self._wakers[woken]
+        return self._ledger.sequence
+
+    def _has_news(self, seen: int, ready: int, slots: int) -> bool:
+        with self._changed:
+            return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)

@@ -70,7 +70,7 @@ class PromptDesk:
             )
         repeated = memory.requests.get((producer, request))
         if repeated:
-            return PromptGrant(prompts=tuple(self._prompt(task) for task in repeated))
+            return self._grant(repeated)
         with book.transaction():
             number = book.partition_id(partition)
             tasks, is_at_end = self._take(producer, count, request, partition, number, end)
@@ -80,7 +80,7 @@ class PromptDesk:
         for task in tasks:
             memory.fly(Flight(task, producer, request, deadline))
         if tasks:
-            return PromptGrant(prompts=tuple(self._prompt(task) for task in tasks))
+            return self._grant(tasks)
         return self._no_prompt(number, is_at_end=is_at_end)
 
     def _take(
@@ -247,11 +247,9 @@ class PromptDesk:
         place = (row.partition, task.group, task.attempt)
         return self._book.write(event, *place, tokens=tokens, num_bytes=num_bytes, note=note)
 
-    def _prompt(self, task: Task) -> IssuedPrompt:
-        row = find_group(self._book, task) if task.attempt > 1 else None
-        if row is None or row.partial_attempt is None or row.partial_checksum is None:
-            return IssuedPrompt(task=task)
-        return IssuedPrompt(task=task, partial=(replace(task, attempt=row.partial_attempt), row.partial_checksum))
+    def _grant(self, tasks: list[Task]) -> PromptGrant:
+        prompts = tuple(issued_prompt(self._book, task) for task in tasks)
+        return PromptGrant(prompts=prompts, serving=self._book.meta("serving", 0))
 
     def _no_prompt(self, number: int, *, is_at_end: bool) -> PromptGrant:
         usage = self._book.memory.usage
@@ -264,6 +262,14 @@ class PromptDesk:
             waits_for=f"a slot: {usage.active} groups are under way and {usage.retry} to be retried, of "
             f"{self._book.num_slots()}; a served round or a dropped group frees one",
         )
+
+
+def issued_prompt(book: Book, task: Task) -> IssuedPrompt:
+    """With the tokens that an earlier attempt left."""
+    row = find_group(book, task) if task.attempt > 1 else None
+    if row is None or row.partial_attempt is None or row.partial_checksum is None:
+        return IssuedPrompt(task=task)
+    return IssuedPrompt(task=task, partial=(replace(task, attempt=row.partial_attempt), row.partial_checksum))
 
 
 def refuse_late(task: Task, row: GroupRow) -> TransitionError:

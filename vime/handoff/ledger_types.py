@@ -108,6 +108,7 @@ class PromptGrant:
     """Prompts for a producer; when empty, `waits_for` says what has to happen first."""
 
     prompts: tuple[IssuedPrompt, ...]
+    serving: Version = 0  # the newest version that every engine confirmed
     waits_for: str = ""
     is_exhausted: bool = False  # no prompt is left and none can come back
 

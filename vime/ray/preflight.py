@@ -143,3 +143,10 @@ def _check_prefetch(config: Config) -> None:
             f"{interval} its tokens are up to {interval} version(s) old, but --transferqueue-max-staleness is "
             f"{staleness}. Set it to {interval}, or use train.py."
         )
+    cuts = config.rollout.partial_rollout and config.queue.transferqueue_mode != STREAMING
+    if cuts and staleness == interval and config.queue.mixed_version_policy == "correct":
+        raise ConfigError(
+            f"--partial-rollout under train_async.py with --transferqueue-max-staleness {staleness}: tokens of a cut "
+            f"answer are up to {interval + 1} versions old when the next round trains, so it would begin anew. Set it "
+            f"to {interval + 1}, or add --mask-offpolicy-in-partial-rollout."
+        )

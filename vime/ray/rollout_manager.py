@@ -122,6 +122,11 @@ class RolloutManager:
         assert self._producer is not None
         self._producer.start()
 
+    def stop_producing(self) -> None:
+        """Answer no prompt any more; with --partial-rollout what is under way is kept, if the engines still answer."""
+        assert self._producer is not None
+        self._producer.stop()
+
     def forget(self, lease: RoundLease) -> None:
         """The round's payloads need not be in the queue any more."""
         if hasattr(self._source, "ack_samples"):
@@ -145,7 +150,10 @@ class RolloutManager:
         with span("generate_round", rollout_id=rollout_id):
             output = self._samples(rollout_id)
         metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
-        cursor = self._cursor(rollout_id)
+        # which prompts were drawn up to this round; in mode streaming: where the ledger is that knows it
+        cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
+        if self._producer is not None:
+            cursor |= {LEDGER_RUN: str(self._run_dir)}
         failpoint(Point.CONVERT)
         with span("convert_round", rollout_id=rollout_id):
             groups = to_train_groups(self._config.flat, output.samples, rollout_id)
@@ -214,13 +222,6 @@ class RolloutManager:
         if debug.save_debug_rollout_data:
             save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
         return output
-
-    def _cursor(self, rollout_id: int) -> dict[str, Any]:
-        """Which prompts were drawn up to this round. In mode streaming: where the ledger is that knows it."""
-        if self._source is None:
-            return {}
-        state: dict[str, Any] = self._source.save(rollout_id)
-        return state | {LEDGER_RUN: str(self._run_dir)} if self._producer is not None else state
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:

@@ -20,10 +20,13 @@ from vime.handoff.queue_view import copy_queue
 from vime.observability.events import span
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.waits import wait_for
+from vime.rollout.halt import KEEP_S
+from vime.rollout.producer import STOP_S
 from vime.types import HandoffError, Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 
 logger = logging.getLogger(__name__)
+CLOSE_S = 2 * KEEP_S + STOP_S  # beyond the producer's own deadlines
 ORIGIN_NAME = "ledger.origin"  # in a run directory: whose queue its own was copied from
 
 
@@ -124,8 +127,15 @@ class Stream:
             logger.warning("rounds up to %d are saved, but not marked durable: %s", rollout_id, error)
 
     def close(self) -> None:
-        """Calling it again does nothing."""
+        """Called while the engines still answer. Calling it again does nothing."""
+        is_first = not self._is_closed.is_set()
         self._is_closed.set()
+        if is_first and self._config.rollout.partial_rollout:
+            stopped = self._manager.stop_producing.remote()
+            try:
+                wait_for([stopped], name="answers under way to be kept", owner="RolloutManager", deadline_s=CLOSE_S)
+            except VimeError as error:  # they are answered again
+                logger.warning("what was under way is not kept: %s", error)
 
     def _ask(self, ref: Any, name: str) -> Any:
         deadline_s = self._config.queue.transferqueue_timeout_secs

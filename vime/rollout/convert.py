@@ -159,7 +159,8 @@ def _check_versions(args: Any, sample: Sample, rollout_id: int) -> None:
     oldest, newest = sample.oldest_trainable_version, sample.weight_versions[-1]
     assert oldest is not None  # the spans tile the response
     bound = args.transferqueue_max_staleness
-    if rollout_id - oldest > bound or newest > rollout_id:
+    is_too_old = any(sample.loss_mask) and rollout_id - oldest > bound  # context may be of any age
+    if is_too_old or newest > rollout_id:
         raise StaleError(
             f"sample {sample.index} of group {sample.group_index}: versions {sample.weight_versions} in round "
             f"{rollout_id}, expected {max(0, rollout_id - bound)}..{rollout_id}: --transferqueue-max-staleness {bound}."

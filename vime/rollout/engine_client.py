@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import logging
 import uuid
@@ -20,12 +21,15 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.rollout.halt import current_halt, is_halted
 from vime.types import EngineError, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
 ROUTE = "/inference/v1/generate"
+WORKERS_ROUTE, ABORT_ROUTE = "/list_workers", "/abort_requests"  # of the router, of an engine
+ABORT_S = 2.0
 MAX_ATTEMPTS = 8
 LONGEST_BACKOFF_S = 8.0
 SERVERS = ("router", "engine")
@@ -49,17 +53,21 @@ class Answer:
     routed_experts: NDArray[Any] | None = None
 
 
+NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
+
+
 class EngineClient:
     """HTTP client of the router. Belongs to one event loop.
 
     At most `max_in_flight` requests are open; each has `timeout_s` from the moment it may start. Cancelling the caller
-    closes the connection, which aborts the request in the engine.
+    closes the connection, which aborts the request in the engine; `abort` ends it with the tokens so far.
     """
 
     def __init__(self, url: str, *, max_in_flight: int, timeout_s: float, first_backoff_s: float = 0.25) -> None:
         self.url = url
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
         self._slots = asyncio.Semaphore(max_in_flight)
+        self._warned: set[str] = set()
         self._http = httpx.AsyncClient(
             base_url=url,
             # A proxy from the environment must never stand between trainer and engines.
@@ -71,18 +79,27 @@ class EngineClient:
     async def generate(
         self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], *, n: int = 1, session_id: str = ""
     ) -> list[Answer]:
-        """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`."""
+        """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
+
+        Under a `Halt` that is set nothing is asked: the answers are empty and aborted.
+        """
+        request_id, halt = uuid.uuid4().hex, current_halt()
         body = {
-            "request_id": uuid.uuid4().hex,
+            "request_id": request_id,
             "token_ids": list(token_ids),
             "stream": False,
             "sampling_params": {**sampling_params, "n": n, "logprobs": 0, "detokenize": "stop" in sampling_params},
         }
-        headers = {"X-Session-ID": session_id} if session_id else {}
+        headers = {"X-Request-Id": request_id} | ({"X-Session-ID": session_id} if session_id else {})
         with waiting("one of the requests before to end", deadline_s=None):
             await self._slots.acquire()
         try:
-            with waiting("an answer", *SERVERS, deadline_s=self._timeout_s):
+            if halt is not None and halt.is_set:
+                return [NOTHING] * n
+            with contextlib.ExitStack() as stack:
+                if halt is not None:
+                    stack.enter_context(halt.holding(request_id, self.abort))
+                stack.enter_context(waiting("an answer", *SERVERS, deadline_s=self._timeout_s))
                 async with asyncio.timeout(self._timeout_s):
                     answer = await self._post(body, headers)
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -94,17 +111,43 @@ class EngineClient:
             ) from error
         finally:
             self._slots.release()
-        return _read_answers(answer, n)
+        return [NOTHING] * n if answer is None else _read_answers(answer, n)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Tell every engine to give these requests up: they are answered with the tokens so far. One that an engine
+        does not know, or an engine that does not answer, is passed over."""
+        try:
+            answer = await self._http.get(WORKERS_ROUTE, timeout=ABORT_S)
+            workers = [str(url) for url in answer.raise_for_status().json()["urls"]]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            self._warn(self.url, f"it does not say which engines there are: {error!r}")
+            return
+        body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
+        posts = [self._http.post(f"{worker}{ABORT_ROUTE}", json=body, timeout=ABORT_S) for worker in workers]
+        for worker, told in zip(workers, await asyncio.gather(*posts, return_exceptions=True), strict=True):
+            if isinstance(told, BaseException) and not isinstance(told, httpx.HTTPError):
+                raise told
+            if isinstance(told, BaseException) or not told.is_success:
+                self._warn(worker, f"{ABORT_ROUTE}: {told!r}")
+
+    def _warn(self, server: str, trouble: str) -> None:
+        """Once for each server: an abort is repeated until it is obeyed."""
+        if server not in self._warned:
+            self._warned.add(server)
+            logger.warning("requests under way are not cut short by %s: %s", server, trouble)
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
     async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times."""
+        """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
+        not again: None."""
         trouble = ""
         for attempt in range(MAX_ATTEMPTS):
-            if attempt:
+            if attempt and not is_halted():
                 await asyncio.sleep(min(self._first_backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
+            if attempt and is_halted():
+                return None
             try:
                 response = await self._http.post(ROUTE, json=body, headers=headers)
             except httpx.TransportError as error:

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.rollout.engine_client import Answer, EngineClient
+from vime.rollout.halt import is_halted
 from vime.rollout.loops import raise_first, rollout_loop
+from vime.rollout.partial import may_mix
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.rollout.routed_experts import join_routed_experts
 from vime.rollout.seeds import request_seed
@@ -61,25 +63,33 @@ async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]
 async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
     """One answer for each sample, in place. Samples with equal tokens share one request, but not in --reference-mode.
 
-    A "seed" among the sampling parameters is sent as it is.
+    A "seed" among the sampling parameters is sent as it is. A sample whose status is aborted goes on: what it has
+    counts against max_tokens. When generation is halted (vime/rollout/halt.py) samples are aborted, with their tokens.
     """
-    budget = min(sampling_params["max_tokens"], context_limit(args) - max(len(s.tokens) for s in samples))
-    if budget < 1:
-        for sample in samples:
-            sample.status = SampleStatus.TRUNCATED
-        return samples
+    budgets = [_budget(args, sample, sampling_params) for sample in samples]
     first = samples[0].tokens
     # vLLM refuses n > 1 with greedy sampling: the n answers would be equal.
     may_share = len(samples) > 1 and sampling_params["temperature"] > 0 and not args.reference_mode
-    is_shared = may_share and all(s.tokens == first for s in samples)
-    client, params = engine_client(args), {**sampling_params, "max_tokens": budget}
-    if is_shared:
-        answers = await client.generate(first, params, n=len(samples), session_id=samples[0].session_id)
-        await _in_parallel([_finish(args, s, [a], params) for s, a in zip(samples, answers, strict=True)])
-    else:
-        copies = [sum(other.index == s.index for other in samples[:place]) for place, s in enumerate(samples)]
-        await _in_parallel([_finish(args, s, [], params, copy=n) for s, n in zip(samples, copies, strict=True)])
+    may_share = may_share and len(set(budgets)) == 1 and budgets[0] > 0
+    parts: list[list[Answer]] = [[] for _ in samples]
+    if may_share and all(sample.tokens == first for sample in samples):
+        params, session_id = {**sampling_params, "max_tokens": budgets[0]}, samples[0].session_id
+        answers = await engine_client(args).generate(first, params, n=len(samples), session_id=session_id)
+        parts = [[answer] for answer in answers]
+    copies = [sum(other.index == s.index for other in samples[:place]) for place, s in enumerate(samples)]
+    await _in_parallel(
+        [
+            _finish(args, sample, part, {**sampling_params, "max_tokens": budget}, copy=copy)
+            for sample, part, budget, copy in zip(samples, parts, budgets, copies, strict=True)
+        ]
+    )
     return samples
+
+
+def _budget(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> int:
+    """Tokens that the answer may still get; not positive when there is no room for one."""
+    done = sample.response_length if sample.status is SampleStatus.ABORTED else 0
+    return min(int(sampling_params["max_tokens"]) - done, context_limit(args) - len(sample.tokens))
 
 
 def engine_client(args: Any) -> EngineClient:
@@ -119,16 +129,19 @@ async def _in_parallel(coroutines: Sequence[Any]) -> None:
 
 
 async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any], *, copy: int = 0) -> None:
-    """Ask until an answer is not an engine's abort, then write it into the sample.
+    """Ask until an answer is not an engine's abort, or generation is halted, then write it into the sample.
 
     A weight update with --pause-mode abort ends requests early. Their tokens are kept and continued by the new weights
-    when the staleness bound allows two versions in one answer, and sampled anew otherwise.
+    when two versions in one answer are allowed, and sampled anew otherwise.
     """
+    if params["max_tokens"] < 1:
+        sample.status = SampleStatus.TRUNCATED
+        return
     deadline_s = args.generate_timeout_secs
     try:
         async with asyncio.timeout(deadline_s if parts else None):
-            while not parts or parts[-1].finish_reason == "abort":
-                if args.transferqueue_max_staleness == 0:
+            while (not parts or parts[-1].finish_reason == "abort") and not is_halted():
+                if not may_mix(args):
                     parts.clear()
                 parts.append(await _continue(args, sample, parts, params, copy=copy))
     except TimeoutError as error:
@@ -136,11 +149,12 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
             f"sample {sample.index} to be finished after an abort", deadline_s, "vLLM", "Raise --generate-timeout-secs."
         ) from error
     if args.use_rollout_routing_replay:
-        sample.rollout_routed_experts = join_routed_experts(parts)
+        before = sample.rollout_routed_experts if sample.status is SampleStatus.ABORTED else None
+        sample.rollout_routed_experts = join_routed_experts(parts, before)
     for part in parts:
         if part.token_ids:
             sample.append_response_tokens(part.token_ids, part.log_probs, versions=part.versions)
-    sample.status = _status(parts[-1])
+    sample.status = _status(parts[-1]) if parts else SampleStatus.ABORTED
     tokenizer = load_tokenizer(args.hf_checkpoint)
     sample.response = str(tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True))
 

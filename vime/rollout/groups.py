@@ -9,7 +9,9 @@ from typing import Any
 
 from vime.observability.events import span
 from vime.rollout.generation import generate_group
+from vime.rollout.halt import is_halted
 from vime.rollout.loops import raise_first
+from vime.rollout.partial import OPEN
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_hub import async_rm, batched_async_rm
 from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus, VimeError
@@ -22,16 +24,16 @@ UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
 async def generate_and_rm_group(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
     """Answers and rewards for one prompt.
 
-    Consumes the pending samples (they are written in place). Waits for the engines and the reward function, each with
-    its own deadline. A custom generate function may have set rewards itself; those are kept. Samples that came back
-    aborted or failed get no reward: the caller drops their group.
+    Consumes the pending and aborted samples (they are written in place); finished ones stay as they are. Waits for the
+    engines and the reward function, each with its own deadline. A custom generate function may have set rewards itself;
+    those are kept. A group of which a sample came back aborted or failed, or that is halted, gets no reward.
     """
     failpoint(Point.GENERATE)
     number = group[0].group_index
     with span("generate_group", group=number):
         samples = await _generate(args, group, sampling_params)
     waiting = [sample for sample in samples if sample.reward is None]
-    if any(sample.status in UNUSABLE for sample in samples) or not waiting:
+    if any(sample.status in UNUSABLE for sample in samples) or not waiting or is_halted():
         return samples
     failpoint(Point.REWARD)
     with span("reward_group", group=number):
@@ -79,14 +81,20 @@ def mark_samples(args: Any, groups: list[list[Sample]]) -> None:
 
 
 async def _generate(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
+    todo = [sample for sample in group if sample.status in OPEN]
     if plugin(args, "custom_generate_function_path") is None:
-        return await generate_group(args, group, sampling_params)
+        if todo:
+            await generate_group(args, todo, sampling_params)
+        return group
     try:
         async with asyncio.TaskGroup() as tasks:
-            pending = [tasks.create_task(_generate_custom(args, sample, sampling_params)) for sample in group]
+            pending = [
+                tasks.create_task(_generate_custom(args, sample, sampling_params)) if sample.status in OPEN else sample
+                for sample in group
+            ]
     except BaseExceptionGroup as failures:
         raise_first(failures)
-    return [sample for task in pending for sample in task.result()]
+    return [sample for entry in pending for sample in ([entry] if isinstance(entry, Sample) else entry.result())]
 
 
 async def _generate_custom(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> list[Sample]:

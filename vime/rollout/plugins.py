@@ -33,6 +33,13 @@ def check_plugins(args: Any) -> None:
     """Load every plug-in that is named and check its signature; ConfigError names the flag."""
     for name in SIGNATURES:
         plugin(args, name)
+    generate = plugin(args, "custom_generate_function_path")
+    if args.partial_rollout and generate is not None and not getattr(generate, "resumes", False):
+        raise ConfigError(
+            f"--partial-rollout with --custom-generate-function-path {args.custom_generate_function_path}: it does not "
+            "say that it can go on with a sample that has response tokens. When it can, set `resumes = True` on the "
+            "function (docs/customization.md); else leave --partial-rollout out."
+        )
     source = plugin(args, "data_source_path")
     missing = [method for method in _METHODS if not hasattr(source, method)]
     if isinstance(source, type) and missing:

@@ -18,13 +18,14 @@ from vime.rollout.engine_client import Answer
 from vime.types import NOT_RECORDED, HandoffError, Sample
 
 
-def join_routed_experts(parts: Sequence[Answer]) -> NDArray[Any] | None:
-    """[T - 1, layers, top_k] of an answer in several parts, each continuing the one before it.
+def join_routed_experts(parts: Sequence[Answer], before: Any = None) -> NDArray[Any] | None:
+    """[T - 1, layers, top_k] of an answer in several parts, each continuing the one before it, the first of them what
+    `before` holds.
 
     A later part computes the earlier tokens again, perhaps with newer weights. Their log-probabilities are those of the
     part that sampled them, so its experts are kept, and of the later part what is new.
     """
-    joined: NDArray[Any] | None = None
+    joined: NDArray[Any] | None = None if before is None else np.asarray(before)
     for part in parts:
         if not part.token_ids:
             continue

@@ -122,6 +122,7 @@ class TransferQueueDataSource:
             **sample_metrics(self._args, samples, "rollout"),
             **version_metrics(samples, "rollout"),
             **drop_metrics(stats.dropped),
+            **(stats.partial.metrics() if self._args.partial_rollout else {}),
             "rollout/reward_mean_before_filter": statistics.fmean(rewards),
             "rollout/num_groups": float(len(groups)),
             "rollout/removed_samples": float(sum(sample.remove_sample for sample in samples)),

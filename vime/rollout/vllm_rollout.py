@@ -3,7 +3,8 @@
 A round asks for `over_sampling_batch_size` groups at a time, keeps what the dynamic filter keeps, and stops when
 `rollout_batch_size` groups are kept. Surplus requests are aborted (closing the connection aborts them in the engine);
 their prompts, and those of surplus groups that had finished, go back to the data source as fresh prompts, because an
-answer kept for a later round would be of an older version.
+answer kept for a later round would be of an older version. With --partial-rollout they go back as they are, each answer
+with its tokens and their versions, and are gone on with first in the next round (`partial.py` says which of them).
 
 Who finishes first decides what is kept. Under --reference-mode it does not matter: groups are looked at in the order in
 which they were asked for, and a slow one is waited for.
@@ -22,8 +23,18 @@ from typing import Any
 from vime.rollout.evaluate import evaluate_all
 from vime.rollout.generation import close_clients, train_sampling_params
 from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group, mark_samples
+from vime.rollout.halt import Halt
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
+from vime.rollout.partial import (
+    PartialStats,
+    is_unfinished,
+    num_response_tokens,
+    oldest_allowed,
+    resume,
+    settle_versions,
+    without_answer,
+)
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.rm_hub import close_judges
 from vime.seams import DataSource
@@ -32,6 +43,7 @@ from vime.types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     Sample,
+    SampleStatus,
     WaitTimeoutError,
 )
 from vime.utils.waits import waiting
@@ -87,10 +99,13 @@ class TrainingRound:
         self._dropped: Counter[str] = Counter()
         self._finished_samples: list[Sample] = []  # of every finished group, also of dropped ones
         self._num_tokens = 0
+        self._halt, self._partial = Halt(), PartialStats()
+        self._oldest = oldest_allowed(args, rollout_id)
         self._started = time.monotonic()
 
     async def run(self) -> RolloutFnTrainOutput:
         args = self._args
+        self._halt.govern()
         try:
             with waiting(f"the groups of round {self._rollout_id}", deadline_s=args.rollout_timeout_secs):
                 async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
@@ -124,10 +139,28 @@ class TrainingRound:
                 if not task.cancelled() and task.exception() is None:  # a failure is raised by the TaskGroup
                     self._take(prompts, task.result())
         self._post_progress()
+        if self._args.partial_rollout:
+            await self._halt.end(self._running)
         for task, prompts in self._running.items():
+            if self._args.partial_rollout and task.done():  # a failure is raised by the TaskGroup
+                self._give_back(prompts, task.result())
+                continue
             self._num_finished_surplus += task.done()
             task.cancel()
             self._surplus.append(prompts)
+
+    def _give_back(self, prompts: list[Sample], samples: list[Sample]) -> None:
+        """A group that this round does not need goes back: as it is with --partial-rollout, else as prompts."""
+        self._num_finished_surplus += not is_unfinished(samples)
+        is_usable = all(sample.status is not SampleStatus.FAILED for sample in samples)
+        if not (self._args.partial_rollout and is_usable and num_response_tokens(samples)):
+            self._surplus.append(prompts)
+            return
+        for sample in samples:
+            sample.rollout_id = -1
+        self._partial.partial_groups += 1
+        self._partial.partial_tokens += num_response_tokens(samples)
+        self._surplus.append(samples)
 
     def _issue(self, tasks: asyncio.TaskGroup) -> None:
         wanted = self._args.over_sampling_batch_size or self._wanted
@@ -142,18 +175,30 @@ class TrainingRound:
             if not group:
                 raise DataError(f"round {self._rollout_id}: the data source answered an empty group.")
             prompts = copy.deepcopy(group)
+            if num_response_tokens(group):
+                group = self._resumed(group)
             for sample in group:
                 sample.rollout_id = self._rollout_id
             task = tasks.create_task(generate_and_rm_group(self._args, group, sampling_params))
             self._running[task] = prompts
 
+    def _resumed(self, group: list[Sample]) -> list[Sample]:
+        """What is gone on with of a group that was cut; its prompts alone in a run without --partial-rollout."""
+        group_at = getattr(self._source, "group_at", None)
+        fresh = group_at(group[0].group_index) if group_at else [without_answer(sample) for sample in group]
+        if not self._args.partial_rollout:
+            return fresh
+        return resume(self._args, group, fresh, self._partial, oldest=self._oldest)
+
     def _take(self, prompts: list[Sample], samples: list[Sample]) -> None:
-        """Keep a finished group, drop it with a reason, or send its prompts back when the round is full."""
+        """Keep a finished group, drop it with a reason, or send it back when the round is full."""
         if len(self._kept) == self._wanted:
-            self._num_finished_surplus += 1
-            self._surplus.append(prompts)
+            self._give_back(prompts, samples)
             return
-        self._num_tokens += sum(sample.response_length for sample in samples)
+        self._num_tokens += num_response_tokens(samples)
+        if self._args.partial_rollout and is_unfinished(samples):
+            self._give_back(prompts, samples)
+            return
         unusable = next((sample.status for sample in samples if sample.status in UNUSABLE), None)
         if unusable is not None:
             self._dropped[str(unusable)] += 1
@@ -161,6 +206,7 @@ class TrainingRound:
         for sample in samples:
             sample.rollout_id = self._rollout_id
         self._finished_samples.extend(samples)
+        settle_versions(self._args, samples, self._partial, oldest=self._oldest)
         verdict = filter_verdict(self._args, samples)
         if verdict.keep:
             self._kept.append(samples)
@@ -179,6 +225,7 @@ class TrainingRound:
             "rollout/surplus_groups": float(self._num_finished_surplus),
             "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
             "rollout/removed_samples": float(sum(sample.remove_sample for sample in kept)),
+            **(self._partial.metrics() if self._args.partial_rollout else {}),
         }
 
     def _post_progress(self) -> None:

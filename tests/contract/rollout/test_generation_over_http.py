@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from tests.helpers.rollout_setup import make_args, write_model_directory
-from tests.helpers.scripted_engine import Failure, Hang, Reply, ScriptedEngine
+from tests.helpers.scripted_engine import Failure, Hang, Held, Reply, ScriptedEngine
 from vime.rollout import engine_client
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.generation import close_clients, generate, generate_group, train_sampling_params
+from vime.rollout.halt import Halt
 from vime.rollout.loops import rollout_loop
 from vime.rollout.seeds import request_seed
 from vime.types import EngineError, Sample, SampleStatus, VersionSpan, WaitTimeoutError
@@ -162,6 +163,19 @@ class TestAbortByAWeightUpdate:
         assert engine.requests[1]["token_ids"] == [1, A]
         assert (sample.tokens, sample.weight_versions) == ([1, A, B, EOS], [1])
 
+    def test_tokens_that_will_be_masked_are_kept_as_context_also_when_the_answer_must_be_fresh(self, ask):
+        with ScriptedEngine(self.script) as engine:
+            (sample,) = ask(engine, [prompt()], "--mixed-version-policy", "mask")
+        assert engine.requests[1]["token_ids"] == [1, A, A, A]
+        assert sample.weight_versions == [0, 1]
+
+    def test_an_answer_whose_versions_may_not_mix_is_sampled_anew(self, ask):
+        flags = ("--transferqueue-max-staleness", 1, "--mixed-version-policy", "reject")
+        with ScriptedEngine(self.script) as engine:
+            (sample,) = ask(engine, [prompt()], *flags)
+        assert engine.requests[1]["token_ids"] == [1, A]
+        assert sample.weight_versions == [1]
+
 
 class TestFailures:
     @pytest.mark.parametrize("status", [500, 503])
@@ -260,3 +274,57 @@ def test_no_more_requests_are_open_than_allowed():
     with ScriptedEngine(lambda _: Reply(token_ids=[EOS])) as engine:
         asyncio.run(run(engine))
     assert most == 3
+
+
+class TestHalt:
+    """What is under way ends with the tokens so far, and nothing more is asked."""
+
+    def halted(self, engine, work):
+        """`work(client)` under a halt that ends it as soon as `engine` holds a request."""
+
+        async def run():
+            client = EngineClient(f"http://127.0.0.1:{engine.port}", max_in_flight=1, timeout_s=20)
+            halt = Halt()
+            halt.govern()
+            task = asyncio.create_task(work(client))
+            await asyncio.to_thread(engine.num_held.acquire)
+            await halt.end([task])
+            await client.aclose()
+            return task.result()
+
+        return asyncio.run(run())
+
+    def test_answers_under_way_come_in_cut_and_those_that_wait_for_their_turn_are_empty(self):
+        async def work(client):
+            asks = (client.generate([1, letter], {"temperature": 1.0}, n=2) for letter in (5, 6))
+            return await asyncio.gather(*asks)
+
+        with ScriptedEngine(lambda request: Held(Reply(token_ids=[A, request.sample], version="3"))) as engine:
+            under_way, waiting = self.halted(engine, work)
+        assert [answer.token_ids for answer in under_way] == [[A, 0], [A, 1]]
+        assert {answer.finish_reason for answer in under_way} == {"abort"}
+        assert [answer.versions for answer in under_way] == [[VersionSpan(3, 0, 2)]] * 2
+        assert [(answer.token_ids, answer.finish_reason) for answer in waiting] == [((), "abort")] * 2
+        assert len(engine.requests) == 1
+
+    def test_an_engine_that_is_gone_is_passed_over(self):
+        async def work(client):
+            return await client.generate([1], {"temperature": 1.0})
+
+        with ScriptedEngine(lambda _: Reply(token_ids=[EOS])) as gone:
+            pass
+        with ScriptedEngine(lambda _: Held(Reply(token_ids=[A]))) as engine:
+            engine.workers = [f"http://127.0.0.1:{gone.port}", f"http://127.0.0.1:{engine.port}"]
+            [answer] = self.halted(engine, work)
+        assert answer.token_ids == [A]
+
+    def test_a_router_that_does_not_say_where_the_engines_are_ends_nothing(self, caplog):
+        async def run(engine):
+            client = EngineClient(f"http://127.0.0.1:{engine.port}", max_in_flight=1, timeout_s=20)
+            await client.abort(["r1"])
+            await client.aclose()
+
+        with ScriptedEngine(lambda _: Hang()) as engine:
+            engine.workers = None
+            asyncio.run(run(engine))
+        assert "does not say which engines there are" in caplog.text

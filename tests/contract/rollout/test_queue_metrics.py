@@ -25,7 +25,7 @@ from vime.handoff.ledger_types import LedgerRules, StalePolicy
 from vime.handoff.memory import MemoryRows
 from vime.handoff.spool import Spool
 from vime.handoff.staleness import check_staleness, staleness_metrics
-from vime.rollout import producer as producer_module
+from vime.rollout import group_work as producer_module
 from vime.rollout import transferqueue_rollout as consumer_module
 from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSourceWithBuffer

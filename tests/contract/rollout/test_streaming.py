@@ -4,78 +4,13 @@ import sys
 
 import pytest
 
-from tests.helpers.ledger_cases import Clock
-from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
+from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
-from vime.handoff.group_store import GroupStore
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import LocalLedgerPort
-from vime.handoff.ledger_types import LedgerRules, RoundOrder
-from vime.handoff.memory import MemoryRows
-from vime.handoff.spool import Spool
-from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.producer import GroupProducer
-from vime.rollout.read_ahead import ReadAhead
-from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
+from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
 from vime.rollout.vllm_rollout import close_generation
 from vime.types import HandoffError, RewardError, WaitTimeoutError
 
 EOS = 2
-LETTER = {letter: number for number, letter in enumerate("abcdefghij", start=5)}
-
-
-class Streaming:
-    """What the RolloutManager owns in mode streaming, and the driver's calls to the ledger."""
-
-    def __init__(self, directory, engine, model_dir, *flags, rounds=3, staleness=0, is_durable=True, **rules):
-        data = write_jsonl(directory / "prompts.jsonl", [{"input": letter, "label": letter} for letter in LETTER])
-        self.args = make_args(
-            "--hf-checkpoint", model_dir, "--vllm-router-ip", "127.0.0.1", "--vllm-router-port", engine.port,
-            "--prompt-data", data, "--label-key", "label", "--rm-type", "exact_match", "--rollout-batch-size", 2,
-            "--over-sampling-batch-size", 2, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 8,
-            "--rollout-timeout-secs", 30, "--transferqueue-mode", "streaming", *flags,
-        )  # fmt: skip
-        self.clock = Clock()
-        order = RoundOrder.INDEX if staleness == 0 else RoundOrder.COMMIT
-        bounds = LedgerRules(
-            max_slots=2 * (staleness + 1), max_staleness=staleness, lease_timeout_s=10.0, round_order=order,
-            num_rounds=rounds, groups_per_round=2, **rules,
-        )  # fmt: skip
-        self.ledger = Ledger(directory / "ledger.db", bounds, clock=self.clock)
-        self.port, self.rows = LocalLedgerPort(self.ledger), MemoryRows()
-        spool = Spool(directory / "spool") if is_durable else None
-        self.store = GroupStore(self.rows, spool, partition="train")
-        has_payload = spool.has if spool is not None else lambda *_: False
-        self.report = self.port.call("rounds", "restore", None, has_payload)
-        prompts = RolloutDataSourceWithBuffer(self.args)
-        self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
-        self.ahead = ReadAhead(self.port, self.store, limit=self.args.transferqueue_prefetch_groups)
-        self.source = TransferQueueDataSource(
-            self.args, prompts=prompts, ledger=self.port, store=self.store, producer=self.producer, ahead=self.ahead
-        )
-
-    def __enter__(self):
-        self.producer.start()
-        return self
-
-    def __exit__(self, *_):
-        self.producer.stop()
-        self.ahead.close()
-        self.store.close()
-        self.ledger.close()
-
-    def lease(self, round_id):
-        return generate_rollout(self.args, round_id, self.source)
-
-    def train(self, round_id):
-        """The optimizer steps on the round, and the engines confirm what it made."""
-        self.port.call("rounds", "trained", round_id, self.source.lease.fence)
-        self.port.call("rounds", "release", round_id + 1)
-
-    def play(self, round_id):
-        output = self.lease(round_id)
-        self.train(round_id)
-        return output
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +22,6 @@ def model_dir(tmp_path_factory):
 def closed_clients():
     yield
     close_generation()
-
-
-def groups_of(output):
-    return [group[0].group_index for group in output.samples]
-
-
-def wait_until(run, is_so):
-    """Return when it is so; the ledger's news and the test's own deadline bound it."""
-    while not is_so():
-        run.producer.raise_if_failed()
-        run.port.wait_for_news(run.ledger.sequence, 0.05)
 
 
 class ServedVersion:

@@ -284,6 +284,9 @@ READ = {
     "over_sampling_batch_size": (["8"], []),
     "dynamic_sampling_filter_path": (["a.b"], []),
     "rollout_sample_filter_path": (["a.b"], []),
+    "partial_rollout": ([], ["--over-sampling-batch-size", "8", "--max-staleness", "1"]),
+    "mask_offpolicy_in_partial_rollout": ([], ["--partial-rollout", "--over-sampling-batch-size", "8"]),
+    "mixed_version_policy": (["mask"], [*STREAMING, "--max-staleness", "1"]),
     "rm_url": (["http://judge"], ["--no-group-rm", "--rm-type", "remote_rm"]),
     "custom_reward_post_process_path": (["a.b"], []),
     "get_mismatch_metrics": ([], []),
@@ -329,6 +332,7 @@ UNREAD = {  # where the default already reads it: the flags under which nothing 
     "eval_prompt_data": ["--skip-eval-before-train"],
     "eps_clip_high": SFT,
     "vllm_server_concurrency": ["--reference-mode"],
+    "partial_rollout": ["--max-staleness", "1"],
     "micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"],
 }
 ON_ANOTHER_MACHINE = {"vllm_kv_cache_memory_bytes", "input_key", "label_key", "metadata_key", "tool_key"}

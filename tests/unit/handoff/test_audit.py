@@ -9,9 +9,9 @@ from tests.helpers.ledger_cases import groups_of, issue, lease, open_ledger
 from tests.helpers.rows import make_row
 from vime.handoff.audit import audit, spool_payloads
 from vime.handoff.ledger_types import LedgerFileError, Payload, Task
-from vime.handoff.payload import group_to_bytes, payload_size
+from vime.handoff.payload import group_to_bytes, payload_size, samples_to_bytes
 from vime.handoff.spool import Spool, SpoolReader
-from vime.types import TrainGroup
+from vime.types import Sample, SampleStatus, TrainGroup
 
 CHECKPOINT = 1  # of the run below: rounds 0 and 1 are durable, 2 is trained, 3 is leased
 
@@ -59,7 +59,8 @@ def healthy(tmp_path_factory):
     lease(ledger, 3)
     dropped, retried, _ = issue(ledger, 3)
     ledger.prompts.drop(dropped, "filter")
-    ledger.prompts.retry(retried, "aborted")
+    [partial] = spool.append([(retried, samples_to_bytes([cut_sample(retried.group)]))])
+    ledger.prompts.retry(retried, "aborted", partial=partial)
     fill(1, 3, "eval/x")
     ledger.prompts.drop(Task("eval/x", 0, 1), "evaluated")
     needed = ledger.needed_payloads()
@@ -73,6 +74,10 @@ def healthy(tmp_path_factory):
 def run(healthy, tmp_path):
     shutil.copytree(healthy, tmp_path / "run")
     return tmp_path / "run"
+
+
+def cut_sample(group):
+    return Sample(group_index=group, index=0, tokens=[1], status=SampleStatus.ABORTED)
 
 
 def look(directory, checkpoint_round=CHECKPOINT):
@@ -134,6 +139,11 @@ BREACHES = [
     ("tokens", "update history set num_tokens = 19 where event = 'trained'", "trained 19 tokens, its groups hold 20"),
     ("spool", f"update prompt_group set checksum = 1 {READY}", "its payload cannot be read"),
     ("spool", f"update prompt_group set num_bytes = 1 {READY}", "committed: 1 bytes"),
+    (
+        "spool",
+        "update prompt_group set partial_checksum = 1 where state = 'retry'",
+        "goes on from tokens that cannot be",
+    ),
     ("eval", "update prompt_group set state = 'trained', round = 2 where partition = 2", "trained in round 2; only"),
     ("eval", tell("leased", 0, 1, partition=2, round_id=3, note="3"), "leased for training in round 3"),
 ]

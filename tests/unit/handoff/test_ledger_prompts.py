@@ -137,6 +137,16 @@ def test_a_retried_group_is_issued_first_with_its_tokens(ledger):
     assert first.group == 0
 
 
+def test_a_grant_says_which_weights_are_served_also_when_it_is_delivered_twice(ledger):
+    for round_id in range(2):
+        tasks = issue(ledger, 2)
+        for task in tasks:
+            ledger.prompts.commit(task, payload(task.group, version=round_id))
+        ledger.rounds.trained(round_id, lease(ledger, round_id).fence)
+        ledger.rounds.release(round_id + 1)
+    assert [ledger.prompts.issue("p", 1, request="r").serving for _ in range(2)] == [2, 2]
+
+
 def test_prompts_come_to_an_end_only_when_none_can_come_back(ledger):
     def ask():
         return ledger.prompts.issue("p", 9, request=str(len(answers)), end=2)

@@ -22,8 +22,8 @@ def generate(engine) -> Iterator[Callable[..., concurrent.futures.Future]]:
     """Send a request of three prompt tokens (an answer of nine) from a thread; answers a future of its JSON."""
     with concurrent.futures.ThreadPoolExecutor(4, "client") as pool:
 
-        def send(**params: object) -> concurrent.futures.Future:
-            body = {"token_ids": [1, 2, 3], "sampling_params": params}
+        def send(request_id: str = "x", **params: object) -> concurrent.futures.Future:
+            body = {"request_id": request_id, "token_ids": [1, 2, 3], "sampling_params": params}
             url = f"{engine.address.url}/inference/v1/generate"
             return pool.submit(lambda: httpx.post(url, json=body, timeout=30).json())
 
@@ -32,8 +32,8 @@ def generate(engine) -> Iterator[Callable[..., concurrent.futures.Future]]:
         control(engine, "/resume")
 
 
-def control(engine: FakeEngine, route: str) -> httpx.Response:
-    return httpx.post(engine.address.url + route, timeout=30)
+def control(engine: FakeEngine, route: str, body: object = None) -> httpx.Response:
+    return httpx.post(engine.address.url + route, json=body, timeout=30)
 
 
 def test_answers_come_from_the_function_one_for_each_sample(generate):
@@ -57,6 +57,18 @@ def test_an_abort_returns_the_tokens_so_far(engine, generate):
     choices = pending.result(30)["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
     assert [len(choice["token_ids"]) for choice in choices] == [2, 2]
+
+
+def test_an_abort_by_id_ends_that_request_alone_and_unknown_ids_are_passed_over(engine, generate):
+    engine.faults.stall_tokens_after = 2
+    mine, other = (generate(request_id=name, max_tokens=9, logprobs=0) for name in ("mine", "other"))
+    engine.wait_until_running(2)
+    control(engine, "/abort_requests", {"request_ids": ["generate-tokens-mine", "generate-tokens-gone"]})
+    [cut] = mine.result(30)["choices"]
+    assert (cut["finish_reason"], len(cut["token_ids"])) == ("abort", 2)
+    engine.clear_stall()
+    [whole] = other.result(30)["choices"]
+    assert (whole["finish_reason"], len(whole["token_ids"])) == ("stop", 9)
 
 
 def test_pause_keep_holds_a_running_request_until_resume(engine, generate):

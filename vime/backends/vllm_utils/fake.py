@@ -91,6 +91,8 @@ class FakeEngine:
         self._is_paused = self._is_frozen = False
         self._num_aborts = 0
         self._num_running = 0
+        self._running: set[str] = set()  # request ids as the engine says them
+        self._aborted: set[str] = set()  # those of them that end before their time
         handler = type("Handler", (_Handler,), {"engine": self})
         self._server = _Server((host, port), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name=name, daemon=True)
@@ -160,7 +162,7 @@ class FakeEngine:
                 self._is_paused = self._is_frozen = False
                 self._changed.notify_all()
         elif route in ("/abort_requests", "/inference/v1/abort_requests"):
-            self._abort()
+            self._abort(body.get("request_ids"))
         elif route == "/init_weight_transfer_engine":
             self._connect(body["init_info"])
         elif route.endswith("_weight_update") or route == "/update_weights":
@@ -214,8 +216,13 @@ class FakeEngine:
                 if not self._counted.wait_for(lambda: self._num_running == 0, WAIT_S):
                     raise RuntimeError("running requests did not end")
 
-    def _abort(self) -> None:
+    def _abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests early; without ids all of them, and wait until they have ended."""
         with self._changed:
+            if request_ids:
+                self._aborted.update(self._running & set(request_ids))
+                self._changed.notify_all()
+                return
             self._num_aborts += 1
             self._changed.notify_all()
             self._counted.wait_for(lambda: self._num_running == 0, WAIT_S)
@@ -223,17 +230,21 @@ class FakeEngine:
     def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         params = body.get("sampling_params", {})
         prompt, limit = body["token_ids"], params.get("max_tokens", 16)
+        request_id = f"generate-tokens-{body.get('request_id', 'x')}"
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_paused, WAIT_S):
                 return 504, {"error": "paused"}
             self._num_running += 1
+            self._running.add(request_id)
             self._counted.notify_all()
             try:
                 answers = [self._answer(question) for question in self._questions(prompt, params, limit)]
                 longest = min(limit, max(len(tokens) for tokens, _ in answers))
-                versions = self._advance(longest)
+                versions = self._advance(longest, request_id)
             finally:
                 self._num_running -= 1
+                self._running.discard(request_id)
+                self._aborted.discard(request_id)
                 self._counted.notify_all()
         produced = len(versions)
         choices = [
@@ -244,7 +255,7 @@ class FakeEngine:
         usage = {"prompt_tokens": len(prompt), "completion_tokens": total, "total_tokens": len(prompt) + total}
         scores = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
         return 200, {
-            "request_id": f"generate-tokens-{body.get('request_id', 'x')}",
+            "request_id": request_id,
             "choices": choices,
             "prompt_logprobs": scores if params.get("prompt_logprobs") is not None else None,
             "usage": usage,
@@ -263,13 +274,13 @@ class FakeEngine:
             for sample in range(params.get("n", 1))
         ]
 
-    def _advance(self, longest: int) -> list[str]:
+    def _advance(self, longest: int, request_id: str) -> list[str]:
         """Sample token after token under the lock: the version of each that came before an abort."""
         aborts = self._num_aborts
         versions: list[str] = []
 
         def is_aborted() -> bool:
-            return self._num_aborts > aborts
+            return self._num_aborts > aborts or request_id in self._aborted
 
         def is_held() -> bool:
             after = self.faults.stall_tokens_after

@@ -1,0 +1,142 @@
+"""Answers in several parts: which tokens of an earlier attempt are gone on from, and which of them may be trained.
+
+A group that was cut keeps each answer's tokens, log-probabilities and versions. When it is taken up again its finished
+answers stay, the others go on behind their last token, and an answer that no round could train any more begins anew:
+after a version v that all engines serve, a token older than v - max staleness will never be within the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vime.types import Sample, SampleStatus, Version
+
+FINISHED = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
+OPEN = frozenset({SampleStatus.PENDING, SampleStatus.ABORTED})
+MIXED = "mixed_versions"
+"""Why --mixed-version-policy reject refused a group."""
+
+
+@dataclass(slots=True)
+class PartialStats:
+    """What became of answers in several parts."""
+
+    partial_groups: int = 0  # cut, and kept for later
+    partial_tokens: int = 0  # response tokens in them
+    resumed_groups: int = 0
+    resumed_tokens: int = 0  # response tokens that were not sampled again
+    discarded_tokens: int = 0  # response tokens that were, because they had become too old
+    masked_tokens: int = 0  # taken out of the loss by --mixed-version-policy mask
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rollout/partial_groups": float(self.partial_groups),
+            "rollout/partial_tokens": float(self.partial_tokens),
+            "rollout/resumed_groups": float(self.resumed_groups),
+            "rollout/resumed_tokens": float(self.resumed_tokens),
+            "rollout/discarded_tokens": float(self.discarded_tokens),
+            "rollout/masked_tokens": float(self.masked_tokens),
+        }
+
+
+def is_unfinished(samples: Sequence[Sample]) -> bool:
+    """Whether an answer, or a reward, of the group is missing and may still come."""
+    if any(sample.status is SampleStatus.FAILED for sample in samples):
+        return False
+    return any(sample.status in OPEN or sample.reward is None for sample in samples)
+
+
+def num_response_tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.response_length for sample in samples)
+
+
+def oldest_allowed(args: Any, version: Version) -> Version:
+    """Oldest version that a token may have when weights of `version` train on it."""
+    if args.debug_rollout_only:  # nothing is trained, and the weights never move
+        return 0
+    return max(0, version - int(args.transferqueue_max_staleness))
+
+
+def may_mix(args: Any) -> bool:
+    """Whether an answer may go on with newer weights where older ones were stopped."""
+    policy = args.mixed_version_policy
+    return bool(policy == "mask" or (policy != "reject" and args.transferqueue_max_staleness > 0))
+
+
+def without_answer(sample: Sample) -> Sample:
+    """The prompt alone, for a data source that cannot say what group number n is."""
+    return Sample(
+        group_index=sample.group_index,
+        index=sample.index,
+        session_id=sample.session_id,
+        prompt=sample.prompt,
+        tokens=sample.tokens[: sample.prompt_length],
+        multimodal_inputs=sample.multimodal_inputs,
+        multimodal_train_inputs=sample.multimodal_train_inputs,
+        label=sample.label,
+        metadata=sample.metadata,
+    )
+
+
+def resume(
+    args: Any, kept: Sequence[Sample], fresh: Sequence[Sample], stats: PartialStats, *, oldest: Version
+) -> list[Sample]:
+    """The group to go on with: of each answer what is `kept`, or in its place the `fresh` one.
+
+    `oldest`: see `oldest_allowed`. A generate function that answers several samples to one prompt is asked anew as a
+    whole when one of them is too old, because a prompt is its unit.
+    """
+    usable = [_is_usable(args, sample, oldest) for sample in kept]
+    if [sample.index for sample in kept] == [sample.index for sample in fresh]:
+        group = [mine if is_kept else new for mine, new, is_kept in zip(kept, fresh, usable, strict=True)]
+    elif all(usable):
+        group = list(kept)
+    else:
+        group, usable = list(fresh), [False] * len(kept)
+    num_kept = sum(sample.response_length for sample, is_kept in zip(kept, usable, strict=True) if is_kept)
+    stats.resumed_groups += num_kept > 0
+    stats.resumed_tokens += num_kept
+    stats.discarded_tokens += num_response_tokens(kept) - num_kept
+    return group
+
+
+def settle_versions(args: Any, samples: Sequence[Sample], stats: PartialStats, *, oldest: Version) -> str | None:
+    """What --mixed-version-policy does with a finished group; answers why it is refused, None when it is not.
+
+    `mask`: a token leaves the loss when it is older than its answer's newest one, or older than `oldest`. It stays in
+    the context, and its reward in the group's mean.
+    """
+    if args.mixed_version_policy == "reject":
+        return MIXED if any(len(trainable_versions(sample)) > 1 for sample in samples) else None
+    if args.mixed_version_policy == "mask":
+        for sample in samples:
+            stats.masked_tokens += _mask_before(sample, max({oldest, *trainable_versions(sample)}))
+    return None
+
+
+def trainable_versions(sample: Sample) -> set[Version]:
+    """The versions that sampled the tokens of the loss."""
+    spans = sample.token_policy_versions
+    return {span.version for span in spans if any(sample.loss_mask[span.start : span.end])}
+
+
+def _is_usable(args: Any, sample: Sample, oldest: Version) -> bool:
+    """Whether going on with it gives tokens to train on."""
+    versions = trainable_versions(sample)
+    if sample.response_length == 0 or not versions:
+        return sample.response_length > 0
+    if args.mixed_version_policy == "mask":  # what is too old is masked, and there will be new tokens
+        return sample.status in OPEN or max(versions) >= oldest
+    return min(versions) >= oldest
+
+
+def _mask_before(sample: Sample, version: Version) -> int:
+    """Take the tokens that older weights sampled out of the loss; answers how many were in it."""
+    num_masked = 0
+    for span in sample.token_policy_versions:
+        if span.version < version:
+            num_masked += sum(sample.loss_mask[span.start : span.end])
+            sample.loss_mask[span.start : span.end] = [0] * (span.end - span.start)
+    return num_masked
