@@ -104,7 +104,8 @@ class GroupProducer:
     async def _take_prompts(self) -> PromptGrant:
         """Waits for: slots. Unblocked by: a group that is dropped, or the driver, which releases those of a round. An
         empty grant when the producer stops: what it gives back is for others."""
-        wanted, seen = self._args.over_sampling_batch_size, -1
+        wanted = self._args.over_sampling_batch_size
+        seen = -1
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while not self._halt.is_set:
                 grant: PromptGrant = await self._ledger.call_async(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tests.helpers.metrics_page import FAMILIES, as_pattern, documented_metrics, documented_spans, undocumented
 from vime.batching.flops import RoundWork
-from vime.rollout.partial import PartialStats
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.value_loss import VALUE_STATISTICS, value_metrics
 
@@ -38,8 +37,7 @@ def in_loops() -> set[str]:
     named = to_metrics([one_a_bucket[name] for name in STATISTICS], with_mismatch=True)
     named |= value_metrics([0.5] * len(VALUE_STATISTICS))
     work = RoundWork(num_tokens=1, model_flops=1, executed_flops=1)
-    rates = work.rates(1.0, num_ranks=1, device_name="NVIDIA H100", bf16=True)
-    return {*named, *rates, *PartialStats().metrics()}
+    return {*named, *work.rates(1.0, num_ranks=1, device_name="NVIDIA H100", bf16=True)}
 
 
 def test_every_metric_of_the_code_is_on_the_page() -> None:
