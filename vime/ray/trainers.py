@@ -50,7 +50,8 @@ STOP_S = 20.0
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
     from vime.seams import Carrier, PendingSave
-    from vime.training.columns import ArrayColumns
+    from vime.training.columns import ArrayColumns, Columns
+    from vime.training.early import BegunRound
     from vime.training.evidence import Agreement
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
@@ -83,6 +84,7 @@ class TrainerActor:
         self._worker: TrainWorker
         self._publisher: Publisher | None = None
         self._pending_saves: list[PendingSave] = []
+        self._begun: BegunRound | None = None
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 lets the others meet."""
@@ -118,12 +120,26 @@ class TrainerActor:
             columns = self._worker.forward_columns(plan, rows)
         return to_arrays(columns) if self._worker.place.speaks else {}
 
+    def begin(self, rollout_id: int, ticket: Any, version: Version) -> None:
+        """Collective over all ranks of the policy: forward and backward over a portion of a round that is not whole
+        yet. What an earlier round left unfinished is dropped."""
+        from vime.training.early import BegunRound
+
+        plan, rows = _fetch(self._worker, self._carrier, ticket, rollout_id)
+        if self._begun is None or self._begun.rollout_id != rollout_id:
+            self._begun = BegunRound(self._config, self._worker, rollout_id)
+        bound = self._config.queue.transferqueue_max_staleness
+        check_staleness(list(rows.values()), version=version, max_staleness=bound)
+        with span("train_portion", rollout_id=rollout_id):
+            self._begun.begin(plan, rows)
+
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns, is_judged: bool
+        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns, is_judged: bool, num_begun: int
     ) -> RankRound | Agreement:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
-        columns of roles that other ranks play. Or answers how far trainer and engine are apart, when that is more than
-        they may be: then no weight has moved."""
+        columns of roles that other ranks play; `num_begun`: portions that the round was begun with, which `ticket` does
+        not hold. Or answers how far trainer and engine are apart, when that is more than they may be: then no weight
+        has moved."""
         from vime.training.agreement import Disagreement, Judge
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
@@ -135,12 +151,23 @@ class TrainerActor:
         failpoint(Point.FORWARD)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
-        staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
+        begun = self._begun if num_begun else None
+        if begun is not None and begun.is_spent:  # trained once, and found to disagree
+            plan, rows = begun.joined()
+        every_row = list(rows.values()) if begun is None or begun.is_spent else begun.rows_with(rows)
+        staleness = check_staleness(every_row, version=version, max_staleness=bound)
         threshold = self._config.agreement.train_rollout_diff_threshold if is_judged else None
+        judge = Judge(version=version, threshold=threshold)
+        columns: Columns = {}
         try:
             with span("train_round", rollout_id=rollout_id):
-                columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
-                metrics = worker.update(plan, rows, columns, Judge(version=version, threshold=threshold))
+                if begun is not None and not begun.is_spent:
+                    assert len(begun) == num_begun, "the driver waits for each portion before the round"
+                    metrics = begun.finish(plan, rows, judge)
+                else:
+                    columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
+                    metrics = worker.update(plan, rows, columns, judge)
+                self._begun = None
         except Disagreement as disagreement:
             return disagreement.agreement
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
@@ -394,10 +421,15 @@ class Trainers:
         for ranks in self._separate.values():
             ranks.wait_ready(on_poll)
 
+    def begin(self, rollout_id: int, ticket: Any, version: Version) -> None:
+        """A portion of a round that is not whole yet."""
+        self._policy.call("begin", rollout_id, ticket, version)
+
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool
+        self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool, num_begun: int = 0
     ) -> dict[str, float] | list[Agreement]:
-        """Metrics of the round, or every rank's Agreement when trainer and engine are too far apart.
+        """Metrics of the round, or every rank's Agreement when trainer and engine are too far apart. `num_begun`: the
+        portions that `begin` had of it.
 
         Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give
         the mean of the round.
@@ -405,7 +437,7 @@ class Trainers:
         given: ArrayColumns = {}
         for columns in _all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
             given |= _merged(columns)
-        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged)
+        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged, num_begun)
         if not isinstance(answers[0], RankRound):
             return answers
         learned: dict[str, float] = {}

@@ -72,18 +72,68 @@ def optimizer_step(
 
     A loss or gradient norm that is not finite raises on every rank, before the weights move.
     """
+    shares = accumulate(engine, backend, step, rows, columns, loss=loss, name=name)
+    return apply_step(
+        engine,
+        backend,
+        step,
+        rows,
+        shares,
+        scale=[1.0] * len(statistics),
+        statistics=statistics,
+        name=name,
+        rate_flag=rate_flag,
+        before_move=before_move,
+    )
+
+
+def accumulate(
+    engine: TrainEngine,
+    backend: TrainBackend,
+    step: StepPlan,
+    rows: Mapping[int, TrainRow],
+    columns: Columns,
+    *,
+    loss: PackLoss,
+    name: str,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> list[Tensor]:
+    """Forward and backward of a step or of a portion of one: this rank's statistics, one [S] a pack. Collective over
+    all trainer ranks."""
     numbers = step.micro_batches[backend.place.dp_rank]
     holds_tokens = backend.place.holds_tokens
     with span("forward_backward", step=name):
-        shares = engine.accumulate(
+        return engine.accumulate(
             [[rows[row] for row in batch] for batch in numbers],
             [
                 {key: [column[row] for row in batch] for key, column in columns.items()} if holds_tokens else {}
                 for batch in numbers
             ],
             loss,
+            is_first=is_first,
+            is_last=is_last,
         )
-        totals = _sum_over_replicas(shares, len(statistics), backend)
+
+
+def apply_step(
+    engine: TrainEngine,
+    backend: TrainBackend,
+    step: StepPlan,
+    rows: Mapping[int, TrainRow],
+    shares: Sequence[Tensor],
+    *,
+    scale: Sequence[float],
+    statistics: Sequence[str],
+    name: str,
+    rate_flag: str = "--lr",
+    before_move: Callable[[], None] | None = None,
+) -> StepResult:
+    """Apply the gradients that stand. `shares`: statistics of this rank's packs; `scale`: a factor for the sum of each.
+    The rest as in `optimizer_step`."""
+    numbers = step.micro_batches[backend.place.dp_rank]
+    sums = _sum_over_replicas(shares, len(statistics), backend)
+    totals = [value * factor for value, factor in zip(sums, scale, strict=True)]
     learning_rate = engine.learning_rate
     if not all(math.isfinite(value) for value in totals):
         raise VimeError(

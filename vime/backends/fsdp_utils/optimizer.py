@@ -50,6 +50,11 @@ class ShardOptimizer:
         for name, parameter in self.parameters.items():
             parameter.grad = self._shards[name].grad = None
 
+    def scale_gradients(self, factor: float) -> None:
+        for parameter in self.parameters.values():
+            if isinstance(parameter.grad, DTensor):
+                parameter.grad.to_local().mul_(factor)
+
     def step(self) -> float:
         """Clip and apply the reduced gradients, advance the schedule; the global gradient norm before clipping.
 
