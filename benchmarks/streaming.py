@@ -46,9 +46,9 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
     ]
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found)
-    print("\n| | rollout wait | train | move weights | reward, last third |\n|---|---|---|---|---|")
+    print("\n| | wait | train | move weights | reward, last third |\n|---|---|---|---|---|")
     for name, runs in found.items():
-        parts = [middle(runs, f"perf/{part}_time") for part in ("rollout_wait", "train", "update_weights")]
+        parts = [middle(runs, f"perf/{part}_time") for part in ("wait", "train", "update_weights")]
         rewards = [f"{late_reward(entry):.3f}" for entry in runs]
         print(f"| {name} | {parts[0]:.3f} | {parts[1]:.3f} | {parts[2]:.3f} | {', '.join(rewards)} |")
 
@@ -69,7 +69,7 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
     table(found)
     limit = max(seconds(found["rollout"]), seconds(found["train"]))
     print(f"\nbound {limit:.3f} s a round, reached {limit / seconds(found['overlapped']):.3f} of it")
-    for part in ("rollout_wait", "wait", "train", "update_weights", "pause"):
+    for part in ("wait", "train", "update_weights", "pause"):
         print(f"  perf/{part}_time: {middle(found['overlapped'], f'perf/{part}_time'):.3f} s")
 
 

@@ -290,7 +290,7 @@ def _begin_training(machine: Machine, rollout_id: int) -> None:
     parts, books = machine.parts, machine.watchers.books
     assert parts.trainers is not None, "mode streaming trains"
     while True:
-        with books.timed("perf/rollout_wait_time"):
+        with books.timed("perf/wait_time"):
             ticket = machine._wait_for_manager(parts.manager.portion.remote(rollout_id), "groups to begin a round with")
         if ticket is None:
             return

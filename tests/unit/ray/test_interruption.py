@@ -16,7 +16,6 @@ from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
 from vime.ray import launch, rollout_manager
-from vime.ray import machine as machine_module
 from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.interrupts import Interrupts
@@ -102,7 +101,6 @@ def test_a_round_that_was_trained_is_booked_when_the_interruption_comes_before_i
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Nine rounds, a checkpoint only when something ends them."""
-    monkeypatch.setattr(machine_module, "ray", SimpleNamespace())
     return make_machine(parse([]), tmp_path, num_rollout=9)
 
 
