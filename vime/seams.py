@@ -194,13 +194,9 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients that stand. Local."""
-        ...
-
-    def apply_gradients(self) -> float:
-        """Clip, step, advance the schedule; the global gradient norm before clipping. One that is not finite is
-        answered on every rank without touching the weights."""
+    def apply_gradients(self, scale: float = 1.0) -> float:
+        """Multiply the gradients by `scale`, clip, step, advance the schedule; their global norm before clipping. One
+        that is not finite is answered on every rank without touching the weights."""
         ...
 
     def finish_round(self) -> None:

@@ -32,7 +32,6 @@ from vime.types import AgreementError
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
-EARLY_TRAIN_TIME = "perf/early_train_time"  # of --train-early-groups: seconds of training while groups were missing
 GRACE_S = 60  # beyond a station's own deadline, so that its error, which says more, arrives first
 
 
@@ -165,7 +164,7 @@ class Machine:
                 raise
         if generated.work is not None:
             metrics |= generated.work.rates(
-                time.monotonic() - started + self.watchers.books.spent(EARLY_TRAIN_TIME),
+                time.monotonic() - started + self.watchers.books.spent("perf/early_train_time"),
                 num_ranks=len(trainers),
                 device_name=trainers.device_name,
                 bf16=self.config.parallel.bf16,
@@ -294,7 +293,7 @@ def _begin_training(machine: Machine, rollout_id: int) -> None:
             ticket = machine._wait_for_manager(parts.manager.portion.remote(rollout_id), "groups to begin a round with")
         if ticket is None:
             return
-        with books.timed(EARLY_TRAIN_TIME):
+        with books.timed("perf/early_train_time"):
             parts.trainers.begin(rollout_id, ticket, machine.versions.trained)
         parts.carrier.clear(ticket)
 

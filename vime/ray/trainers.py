@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, limit_threads, num_trainer_ranks
+from vime.ray.ranks_save import RanksSave
 from vime.ray.waits import wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import (
@@ -85,10 +86,6 @@ class TrainerActor:
         self._publisher: Publisher | None = None
         self._pending_saves: list[PendingSave] = []
         self._begun: BegunRound | None = None
-
-    def address(self) -> tuple[str, int]:
-        """Where rank 0 lets the others meet."""
-        return ray.util.get_node_ip_address(), free_port()
 
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
         """Collective over all ranks; answers the device's name. The backend is imported here, so that processes start
@@ -247,6 +244,11 @@ class TrainerActor:
         self._worker.backend.close()
 
 
+def _meeting_place(_rank_0: Any) -> tuple[str, int]:
+    """Where rank 0, in whose process this runs, lets the others meet."""
+    return ray.util.get_node_ip_address(), free_port()
+
+
 def _fetch(
     worker: TrainWorker, carrier: Carrier, ticket: Any, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
@@ -264,29 +266,6 @@ def _fetch(
             group=backend.replica_group,
             device=backend.device,
         )
-
-
-class RanksSave:
-    """A checkpoint that the ranks are writing: one answer owed by each, by process name."""
-
-    def __init__(self, owed: dict[Any, str]) -> None:
-        self._owed, self._refs = owed, list(owed)
-
-    def is_over(self) -> bool:
-        """All have answered, or one failed: the others may then never answer."""
-        done, pending = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
-        return not pending or any(_has_failed(ref) for ref in done)
-
-    def wait(self, name: str, deadline_s: float) -> None:
-        wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s, parties=list(self._owed.values()))
-
-
-def _has_failed(ref: Any) -> bool:
-    try:
-        ray.get(ref, timeout=10)
-    except ray.exceptions.RayError:
-        return True
-    return False
 
 
 class Ranks:
@@ -311,7 +290,7 @@ class Ranks:
     def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
         """Begin start-up on every rank; `wait_ready` waits for the answers."""
         deadline_s = self._config.cluster.start_timeout_secs
-        self._running = [self._actors[0].address.remote()]
+        self._running = [self._actors[0].__ray_call__.remote(_meeting_place)]
         [master] = self._wait(f"{self._name} rank 0 to be placed", deadline_s, on_poll)
         self._running = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
 
@@ -404,10 +383,6 @@ class Trainers:
     def _all(self) -> list[Ranks]:
         return [self._policy, *self._separate.values()]
 
-    @property
-    def _learning(self) -> list[Ranks]:
-        return [self._policy, *(ranks for role, ranks in self._separate.items() if role is Role.CRITIC)]
-
     def __len__(self) -> int:
         return sum(map(len, self._all))
 
@@ -463,7 +438,7 @@ class Trainers:
 
     def save(self, directory: Path, *, in_background: bool = False) -> RanksSave:
         owed: dict[Any, str] = {}
-        for ranks in self._learning:
+        for ranks in _learning(self._policy, self._separate):
             owed |= ranks.save(directory, in_background=in_background)
         return RanksSave(owed)
 
@@ -471,7 +446,7 @@ class Trainers:
         self._policy.call("save_hf", str(directory))
 
     def load(self, directory: Path) -> None:
-        for ranks in self._learning:
+        for ranks in _learning(self._policy, self._separate):
             ranks.call("load", str(directory))
 
     def weights_hash(self) -> str:
@@ -509,3 +484,7 @@ def _merged(answers: list[ArrayColumns]) -> ArrayColumns:
         for name, column in answer.items():
             merged.setdefault(name, {}).update(column)
     return merged
+
+
+def _learning(policy: Ranks, separate: Mapping[Role, Ranks]) -> list[Ranks]:
+    return [policy, *(ranks for role, ranks in separate.items() if role is Role.CRITIC)]

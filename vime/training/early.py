@@ -63,7 +63,6 @@ class BegunRound:
         step, backend = plan.steps[0], self._worker.backend
         of_tokens = max(1, unit.num_tokens) / max(1, step.num_tokens)
         of_loss = of_tokens if self._algo.calculate_per_token_loss else unit.num_samples / step.num_samples
-        self._worker.actor.scale_gradients(of_loss)
         check = AgreementCheck(rows, judge, backend, is_open=self._algo.loss_type != "sft_loss")
         logps = self._shifted([columns.get(OLD_LOGP, {}) for columns in self._columns]) or self._shifted(self._logps)
         done = apply_step(
@@ -73,6 +72,7 @@ class BegunRound:
             rows,
             self._shares,
             scale=rescale(of_loss=of_loss, of_tokens=of_tokens),
+            of_gradients=of_loss,
             statistics=STATISTICS,
             name=f"round {plan.rollout_id}, optimizer step 0",
             before_move=lambda: check.compare(logps),

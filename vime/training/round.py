@@ -124,13 +124,14 @@ def apply_step(
     shares: Sequence[Tensor],
     *,
     scale: Sequence[float],
+    of_gradients: float = 1.0,
     statistics: Sequence[str],
     name: str,
     rate_flag: str = "--lr",
     before_move: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Apply the gradients that stand. `shares`: statistics of this rank's packs; `scale`: a factor for the sum of each.
-    The rest as in `optimizer_step`."""
+    """Apply the gradients that stand. `shares`: statistics of this rank's packs; `scale`: a factor for the sum of each,
+    `of_gradients`: one for the gradients. The rest as in `optimizer_step`."""
     numbers = step.micro_batches[backend.place.dp_rank]
     sums = _sum_over_replicas(shares, len(statistics), backend)
     totals = [value * factor for value, factor in zip(sums, scale, strict=True)]
@@ -145,7 +146,7 @@ def apply_step(
         before_move()
     failpoint(Point.OPTIMIZER)
     with span("optimizer_step", step=name):
-        grad_norm = engine.apply_gradients()
+        grad_norm = engine.apply_gradients(of_gradients)
     failpoint(Point.STEPPED)
     if not math.isfinite(grad_norm):
         every_row = sorted({row for batches in step.micro_batches for batch in batches for row in batch})

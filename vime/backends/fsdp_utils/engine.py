@@ -153,11 +153,8 @@ class FsdpEngine:
         logp_T, entropy_T = (value_A.new_zeros(batch.num_tokens).index_copy(0, answer_A, value_A) for value_A in values)
         return logp_T, entropy_T
 
-    def scale_gradients(self, factor: float) -> None:
-        self._learning.scale_gradients(factor)
-
-    def apply_gradients(self) -> float:
-        return self._learning.step()
+    def apply_gradients(self, scale: float = 1.0) -> float:
+        return self._learning.step(scale)
 
     def finish_round(self) -> None:
         """Nothing to do where there is something to learn: parameters are gathered anew for each pass."""

@@ -115,11 +115,8 @@ class MegatronEngine:
         with contextlib.nullcontext() if is_last else self._learning.unfinished():
             return forward_backward(self._chunks, packs, self._sampling, loss)
 
-    def scale_gradients(self, factor: float) -> None:
-        self._learning.scale_gradients(factor)
-
-    def apply_gradients(self) -> float:
-        return self._learning.step()
+    def apply_gradients(self, scale: float = 1.0) -> float:
+        return self._learning.step(scale)
 
     def finish_round(self) -> None:
         self._learning.finish_round()

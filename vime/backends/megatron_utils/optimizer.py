@@ -129,17 +129,17 @@ class PolicyOptimizer:
         finally:
             self._model_config.finalize_model_grads_func = kept
 
-    def scale_gradients(self, factor: float) -> None:
-        for chunk in self.chunks:
-            chunk.scale_gradients(factor)
-
-    def step(self) -> float:
-        """Clip and apply the reduced gradients, advance the schedule; answers the global gradient norm before clipping.
+    def step(self, scale: float = 1.0) -> float:
+        """Multiply by `scale`, clip and apply the reduced gradients, advance the schedule; answers the global gradient
+        norm before clipping.
 
         Collective over all ranks. A norm that is not finite is answered without touching the weights: the same number
         reaches every rank, so the caller can raise everywhere.
         """
         optimizer = self.megatron
+        if scale != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
