@@ -159,7 +159,7 @@ class RolloutManager:
 
         began = time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
-            output = self._samples(rollout_id)
+            output = _samples(self._config, self._generate, self._source, rollout_id)
         metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
         # which prompts were drawn up to this round; in mode streaming: where the ledger is that knows it
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
@@ -249,17 +249,19 @@ class RolloutManager:
             self._store.close()
         self._carrier.close()
 
-    def _samples(self, rollout_id: int) -> RolloutFnTrainOutput:
-        debug = self._config.debug
-        if debug.load_debug_rollout_data:
-            samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
-            return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(self._config.flat, samples))
-        output = self._generate(self._config.flat, rollout_id, self._source)
-        if not isinstance(output, RolloutFnTrainOutput):
-            raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
-        if debug.save_debug_rollout_data:
-            save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
-        return output
+
+def _samples(config: Config, generate: Any, source: Any, rollout_id: int) -> RolloutFnTrainOutput:
+    """A round as it is generated, or as it was recorded."""
+    debug = config.debug
+    if debug.load_debug_rollout_data:
+        samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
+        return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(config.flat, samples))
+    output = generate(config.flat, rollout_id, source)
+    if not isinstance(output, RolloutFnTrainOutput):
+        raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
+    if debug.save_debug_rollout_data:
+        save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
+    return output
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:

@@ -99,7 +99,7 @@ def test_a_round_that_was_trained_is_booked_when_the_interruption_comes_before_i
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path: Path) -> Machine:
     """Nine rounds, a checkpoint only when something ends them."""
     return make_machine(parse([]), tmp_path, num_rollout=9)
 
