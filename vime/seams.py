@@ -100,7 +100,10 @@ class Carrier(Protocol):
     index with that ticket; `clear` runs in the driver when every consumer is done.
     """
 
-    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup]) -> Any: ...
+    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup], *, portion: int = 0) -> Any:
+        """`portion`: number from 1 of a part of the round that is put before the round; the round itself is 0."""
+        ...
+
     def fetch(self, ticket: Any, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]: ...
     def clear(self, ticket: Any) -> None: ...
     def close(self) -> None: ...
@@ -177,18 +180,23 @@ class TrainEngine(Protocol):
         batches: Sequence[Sequence[TrainRow]],
         columns: Sequence[Mapping[str, Sequence[Tensor]]],
         loss: PackLoss,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[Tensor]:
-        """Forget old gradients, then forward and backward over all micro-batches of one optimizer step.
+        """Forward and backward over micro-batches of one optimizer step: all of them, or one portion after another.
 
+        The first portion forgets old gradients; after the last the gradients stand, as those of one pass over the
+        micro-batches of all portions would. `forward` may be called between two portions.
         `columns[i][name][j]` is the [R] tensor of a further column for `batches[i][j]`. Every rank passes the same
         number of micro-batches, of which some may be empty. Answers the statistics of each pack, [] off
         `RankPlace.holds_tokens`.
         """
         ...
 
-    def apply_gradients(self) -> float:
-        """Clip, step, advance the schedule; the global gradient norm before clipping. One that is not finite is
-        answered on every rank without touching the weights."""
+    def apply_gradients(self, scale: float = 1.0) -> float:
+        """Multiply the gradients by `scale`, clip, step, advance the schedule; their global norm before clipping. One
+        that is not finite is answered on every rank without touching the weights."""
         ...
 
     def finish_round(self) -> None:

@@ -11,6 +11,7 @@ from vime.handoff.ledger_types import LedgerRules, RoundOrder
 from vime.handoff.memory import MemoryRows
 from vime.handoff.spool import SEGMENT_BYTES, Spool
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
+from vime.rollout.portions import Portions
 from vime.rollout.producer import GroupProducer
 from vime.rollout.read_ahead import ReadAhead
 from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
@@ -51,8 +52,9 @@ class Streaming:
         self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
         self.ahead = ReadAhead(self.port, self.store, limit=self.args.transferqueue_prefetch_groups)
         self.source = TransferQueueDataSource(
-            self.args, prompts=prompts, ledger=self.port, store=self.store, producer=self.producer, ahead=self.ahead
-        )
+            self.args, prompts=prompts, ledger=self.port, store=self.store, producer=self.producer, ahead=self.ahead,
+            portions=Portions(minimum=self.args.train_early_groups),
+        )  # fmt: skip
 
     def __enter__(self):
         if self._starts:

@@ -61,6 +61,26 @@ def plan_round(
     return RoundPlan(rollout_id=rollout_id, steps=tuple(steps))
 
 
+def join_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
+    """Plans of portions of one round, each of one step and with row numbers of its own, as the one plan of the round:
+    micro-batches and rows one portion after the other.
+
+    Example: portions of 4 and 2 rows; row 1 of the second is row 5 of the round.
+    """
+    steps, shifted, first = [step for plan in plans for step in plan.steps], [], 0
+    for step in steps:
+        shifted.append([[[first + row for row in batch] for batch in rank] for rank in step.micro_batches])
+        first += step.num_samples
+    whole = StepPlan(
+        micro_batches=tuple(
+            tuple(tuple(batch) for portion in shifted for batch in portion[rank]) for rank in range(len(shifted[0]))
+        ),
+        num_samples=sum(step.num_samples for step in steps),
+        num_tokens=sum(step.num_tokens for step in steps),
+    )
+    return RoundPlan(rollout_id=plans[0].rollout_id, steps=(whole,))
+
+
 def _check_limits(micro_batch_size: int | None, max_tokens: int | None, dp_size: int, samples_per_step: int) -> None:
     if (micro_batch_size is None) == (max_tokens is None):
         raise ConfigError(

@@ -30,6 +30,8 @@ def check_queue(config: Config) -> None:
     if mode != STREAMING:
         return
     _check_debug(config.debug)
+    if queue.train_early_groups:
+        _check_early(config)
     wanted = rollout.rollout_batch_size
     if queue.transferqueue_max_groups is not None and queue.transferqueue_max_groups < wanted:
         raise ConfigError(
@@ -69,4 +71,35 @@ def _check_debug(debug: DebugConfig) -> None:
         raise ConfigError(
             f"--debug-rollout-only with --transferqueue-mode {STREAMING}: rounds that nobody trains would never give "
             "their slots back. Use mode off."
+        )
+
+
+def _check_early(config: Config) -> None:
+    """--train-early-groups begins a step whose rows are not all known: what looks at all of them, or does not stand
+    still meanwhile, is refused."""
+    early, steps = config.queue.train_early_groups, config.batch.num_steps_per_rollout or 1
+    reasons = {
+        f"--num-steps-per-rollout {steps}": (steps > 1, "the first step would move the weights under the others"),
+        "--normalize-advantages": (config.algo.normalize_advantages, "it looks at every token of the step"),
+        "--advantage-estimator ppo": (config.algo.advantage_estimator == "ppo", "its critic learns from whole rounds"),
+        "--rollout-sample-filter-path": (
+            config.rollout.rollout_sample_filter_path is not None,
+            "it looks at whole rounds",
+        ),
+        "--custom-reward-post-process-path": (
+            config.reward.custom_reward_post_process_path is not None,
+            "it looks at whole rounds",
+        ),
+        "--separate-roles": (bool(config.cluster.separate_roles), "their columns travel round by round"),
+        "--offload-train": (config.cluster.offload_train, "the trainers sleep while engines generate"),
+        "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "it sums gradients over ranks in every pass"),
+        "--reference-mode": (config.debug.reference_mode, "which groups are together depends on who is faster"),
+    }
+    for flag, (is_given, why) in reasons.items():
+        if is_given:
+            raise ConfigError(f"--train-early-groups {early} with {flag}: {why}. Leave one of the two out.")
+    if early >= config.rollout.rollout_batch_size:
+        raise ConfigError(
+            f"--train-early-groups {early}: a round has {config.rollout.rollout_batch_size} groups "
+            "(--rollout-batch-size), so nothing would begin before it is whole. Lower it."
         )

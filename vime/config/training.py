@@ -177,6 +177,12 @@ class QueueConfig:
         "streaming: prompts and rounds whose holder is silent for so long go to others, seconds",
         minimum=1,
     )
+    train_early_groups: int = flag(
+        0,
+        "streaming with train.py: trainers begin the optimizer step of a round with so many finished groups at a time, "
+        "while the others are being answered; 0: when all are finished",
+        minimum=0,
+    )
     transferqueue_prefetch_groups: int = flag(
         0, "streaming: finished groups whose payloads are read before their round is complete; 0: none", minimum=0
     )

@@ -60,13 +60,14 @@ class TransferQueueBridge:
         self._prefix, self._extra = queue.transferqueue_partition, queue.transfer_queue_extra_data_fields
         self._timeout_s, self._capacity = queue.transferqueue_timeout_secs, queue.transferqueue_max_staleness + 1
 
-    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup]) -> QueueTicket:
+    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup], *, portion: int = 0) -> QueueTicket:
         """Store a round and answer its ticket. Runs in the RolloutManager, the only writer.
 
-        Waits for: room, at most `max staleness + 1` rounds may lie in the queue. Unblocked by: the driver's `clear`.
+        Waits for: room, at most `max staleness + 1` rounds may lie in the queue; a portion is part of one of them.
+        Unblocked by: the driver's `clear`.
         """
         check_round(plan, groups)
-        partition = f"{self._prefix}_{plan.rollout_id}"
+        partition = f"{self._prefix}_{plan.rollout_id}" + (f"_portion{portion}" if portion else "")
         attempt = uuid.uuid4().hex[:12]
         keys = [f"{group.group_index}#{attempt}" for group in groups]
         rows = [encode_group(group, self._extra) for group in groups]

@@ -57,13 +57,13 @@ class MemoryCarrier:
         self._changed = threading.Condition()
         self.partitions: dict[str, tuple[bytes, dict[str, Columns]]] = {}
 
-    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup]) -> MemoryTicket:
+    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup], *, portion: int = 0) -> MemoryTicket:
         """Waits for: a partition to be cleared. Unblocked by: `clear`."""
         check_round(plan, groups)
         keys = tuple(f"{plan.rollout_id}/{group.group_index}" for group in groups)
         payload = {key: encode_group(group, self._extra) for key, group in zip(keys, groups, strict=True)}
         manifest = Manifest(plan=plan, keys=keys, group_sizes=tuple(len(group.rows) for group in groups))
-        partition = f"memory_{plan.rollout_id}"
+        partition = f"memory_{plan.rollout_id}" + (f"_portion{portion}" if portion else "")
         with self._changed:
             if partition in self.partitions:
                 raise HandoffError(f"partition {partition} is there already; clear it before the round is put again.")

@@ -41,7 +41,13 @@ class ObjectRefCarrier:
     ) -> None:
         self._put, self._get, self._free, self._extra = put, get, free, tuple(extra)
 
-    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup]) -> ObjectRefTicket:
+    def put(
+        self,
+        plan: RoundPlan,
+        groups: Sequence[TrainGroup],
+        *,
+        portion: int = 0,  # noqa: ARG002  objects have no names that could meet
+    ) -> ObjectRefTicket:
         check_round(plan, groups)
         rows = [row for group in groups for row in group.rows]
         references = []

@@ -81,12 +81,12 @@ class AgreementGuard:
     def train(self, generated: GeneratedRound, version: Version) -> dict[str, float]:
         """One round on every rank. A disagreement is examined before any weight moves; with `warn` the round is then
         trained as it is (its first step is computed again)."""
-        rollout_id, ticket = generated.rollout_id, generated.ticket
-        answers = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged)
+        rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
+        answers = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
         if not isinstance(answers, dict):
             with contextlib.closing(self._witnesses(rollout_id, version)) as witnesses:
                 self._examine(rollout_id, merge(answers), witnesses, Stage.BEFORE_TRAINING)
-            answers = self._ranks.train(rollout_id, ticket, version, is_judged=False)
+            answers = self._ranks.train(rollout_id, ticket, version, is_judged=False, num_begun=num_begun)
         assert isinstance(answers, dict), "a round that is not judged is trained"
         self._unconfirmed = generated if answers.get(COMPARED) == 0 else None
         return answers | self._rescored.pop(rollout_id, {})

@@ -35,6 +35,10 @@ class RoundBooks:
             yield
         self._metrics[metric] = self._metrics.get(metric, 0.0) + time.monotonic() - started
 
+    def spent(self, metric: str) -> float:
+        """Seconds under `metric` in this round so far."""
+        return self._metrics.get(metric, 0.0)
+
     def finish(self, rollout_id: int, version: Version) -> None:
         """Write the round's line to tracking and screen, and open the next one."""
         now = time.monotonic()

@@ -73,6 +73,10 @@ def num_trainer_ranks(config: Config) -> int:
     return config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
 
 
+def data_parallel_size(config: Config) -> int:
+    return num_trainer_ranks(config) // config.parallel.ranks_per_replica
+
+
 def start_ray(config: Config) -> None:
     """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -130,7 +130,11 @@ class Machine:
         return generated
 
     def generate(self, rollout_id: int) -> GeneratedRound:
-        return self.finish_generation(self.start_generation(rollout_id))
+        """A round of generation; with --train-early-groups the trainers begin it meanwhile."""
+        pending = self.start_generation(rollout_id)
+        if self.config.queue.train_early_groups:
+            _begin_training(self, rollout_id)
+        return self.finish_generation(pending)
 
     def wait_until_generated(self, pending: Any) -> None:
         """Let a prefetched round finish, so that no weight moves under it. In mode streaming weights may: each token's
@@ -160,7 +164,7 @@ class Machine:
                 raise
         if generated.work is not None:
             metrics |= generated.work.rates(
-                time.monotonic() - started,
+                time.monotonic() - started + self.watchers.books.spent("perf/early_train_time"),
                 num_ranks=len(trainers),
                 device_name=trainers.device_name,
                 bf16=self.config.parallel.bf16,
@@ -278,6 +282,20 @@ def _rest_trainers(machine: Machine) -> None:
     if machine.config.cluster.offload_train and machine.parts.trainers is not None:
         with machine.watchers.books.timed("perf/offload_time"):
             machine.parts.trainers.sleep()
+
+
+def _begin_training(machine: Machine, rollout_id: int) -> None:
+    """Let the trainers work through finished groups of a round until the rest is finished too. No weight moves."""
+    parts, books = machine.parts, machine.watchers.books
+    assert parts.trainers is not None, "mode streaming trains"
+    while True:
+        with books.timed("perf/wait_time"):
+            ticket = machine._wait_for_manager(parts.manager.portion.remote(rollout_id), "groups to begin a round with")
+        if ticket is None:
+            return
+        with books.timed("perf/early_train_time"):
+            parts.trainers.begin(rollout_id, ticket, machine.versions.trained)
+        parts.carrier.clear(ticket)
 
 
 def _note_saved(machine: Machine, rollout_id: int, path: Path) -> None:

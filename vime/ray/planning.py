@@ -9,10 +9,10 @@ from functools import cached_property
 
 from vime.batching.flops import RoundWork, executed_flops, forward_flops, layer_flops, train_flops
 from vime.batching.measure import plan_metrics
-from vime.batching.plan import plan_round
+from vime.batching.plan import join_plans, plan_round
 from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Config
-from vime.ray.cluster import num_trainer_ranks
+from vime.ray.cluster import data_parallel_size
 from vime.training.columns import needs_old_log_prob
 from vime.training.roles import needed_roles, policy_moves
 from vime.types import Role, RoundPlan, TrainRow
@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRound:
+    """`plan` is of the rows that were asked for; `work` and `metrics` of the whole round, with what was begun of it."""
+
     plan: RoundPlan
+    rows: Sequence[TrainRow]
     work: RoundWork
     metrics: dict[str, float]
 
@@ -38,13 +41,18 @@ class RoundPlanner:
     def _shape(self) -> ModelShape:
         return read_model_shape(self._config.model.hf_checkpoint)
 
-    def plan(self, rollout_id: int, rows: Sequence[TrainRow]) -> PlannedRound:
+    def plan(
+        self,
+        rollout_id: int,
+        rows: Sequence[TrainRow],
+        begun: Sequence[PlannedRound] = (),
+        *,
+        is_portion: bool = False,
+    ) -> PlannedRound:
+        """`begun`: portions of the round that were planned before, of which this is the rest. `is_portion`: a further
+        one will follow."""
         batch, parallel = self._config.batch, self._config.parallel
-        lengths = [row.total_length for row in rows]
-        loads = {
-            "tokens": lengths,
-            "flops": [train_flops(self._shape, row.total_length, row.response_length) for row in rows],
-        }
+        lengths, loads = self._loads(rows)
         balance_by = {"length": "tokens", "flops": "flops"}[batch.balance_data_by]
         max_tokens = (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size
         if batch.use_dynamic_batch_size:
@@ -53,17 +61,27 @@ class RoundPlanner:
             rollout_id,
             lengths,
             [row.num_trainable for row in rows],
-            dp_size=num_trainer_ranks(self._config) // parallel.ranks_per_replica,
-            samples_per_step=batch.global_batch_size or len(rows),
+            dp_size=data_parallel_size(self._config),
+            samples_per_step=len(rows) if is_portion or begun else batch.global_batch_size or len(rows),
             micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
             max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
             loads=loads[balance_by] if batch.balance_data else None,
             micro_batch_multiple=parallel.micro_batch_multiple,
         )
+        every_row = [*(row for portion in begun for row in portion.rows), *rows]
+        whole = join_plans([*(portion.plan for portion in begun), plan]) if begun else plan
+        lengths, loads = self._loads(every_row)
         metrics = plan_metrics(
-            plan, lengths, loads, pack_multiple=parallel.pack_multiple, sequence_multiple=parallel.sequence_multiple
+            whole, lengths, loads, pack_multiple=parallel.pack_multiple, sequence_multiple=parallel.sequence_multiple
         )
-        return PlannedRound(plan=plan, work=round_work(self._config, self._shape, plan, rows), metrics=metrics)
+        work = round_work(self._config, self._shape, whole, every_row)
+        return PlannedRound(plan=plan, rows=rows, work=work, metrics=metrics)
+
+    def _loads(self, rows: Sequence[TrainRow]) -> tuple[list[int], dict[str, list[int]]]:
+        """Tokens of each row, and what it weighs."""
+        lengths = [row.total_length for row in rows]
+        flops = [train_flops(self._shape, row.total_length, row.response_length) for row in rows]
+        return lengths, {"tokens": lengths, "flops": flops}
 
     def _warn_if_long(self, rollout_id: int, lengths: Sequence[int], max_tokens: int) -> None:
         longest = max(range(len(lengths)), key=lambda row: lengths[row], default=None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -18,11 +19,12 @@ from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier, open_group_store
 from vime.ray.checkpoint import LEDGER_RUN
-from vime.ray.cluster import limit_threads
+from vime.ray.cluster import data_parallel_size, limit_threads
 from vime.ray.ledger_actor import LedgerClient
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
+from vime.rollout.portions import Portions
 from vime.rollout.producer import GroupProducer
 from vime.rollout.read_ahead import ReadAhead
 from vime.rollout.record import load_rollout, save_rollout, save_samples
@@ -30,6 +32,9 @@ from vime.rollout.transferqueue_rollout import TransferQueueDataSource
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.types import ConfigError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup, TrainRow
 from vime.utils.failpoints import Point, failpoint
+
+if TYPE_CHECKING:
+    from vime.ray.planning import PlannedRound
 
 NUM_PROBES = 4
 
@@ -52,6 +57,7 @@ class GeneratedRound:
     work: RoundWork | None = None  # None when nothing is trained
     cursor: dict[str, Any] = field(default_factory=dict)  # state of the data source after this round was drawn
     lease: RoundLease | None = None  # mode streaming: the ledger's word that these groups are this round's
+    num_begun: int = 0  # portions that the trainers have already; the ticket holds the other groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,8 @@ class RolloutManager:
         self._source: Any = None  # a run that replays recorded rounds has none
         self._producer: GroupProducer | None = None  # mode streaming
         self._store: GroupStore | None = None
+        self._portion_lock = threading.Lock()  # of `_begun`, held until a claimed portion lies in the queue
+        self._begun: list[PlannedRound] = []  # portions of the round in hand
 
     def prepare(self) -> ManagerInfo:
         """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for."""
@@ -107,7 +115,9 @@ class RolloutManager:
         self._store = open_group_store(self._config, self._run_dir, self._queue_address)
         args = self._config.flat
         self._producer = GroupProducer(args, source=self._source, ledger=ledger, store=self._store)
-        self._ahead = ReadAhead(ledger, self._store, limit=self._config.queue.transferqueue_prefetch_groups)
+        queue = self._config.queue
+        self._ahead = ReadAhead(ledger, self._store, limit=queue.transferqueue_prefetch_groups)
+        portions = Portions(minimum=queue.train_early_groups, row_multiple=data_parallel_size(self._config))
         self._source = TransferQueueDataSource(
             args,
             prompts=self._source,
@@ -115,6 +125,7 @@ class RolloutManager:
             store=self._store,
             producer=self._producer,
             ahead=self._ahead,
+            portions=portions,
         )
 
     def start_producing(self) -> None:
@@ -148,21 +159,28 @@ class RolloutManager:
 
         began = time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
-            output = self._samples(rollout_id)
+            output = _samples(self._config, self._generate, self._source, rollout_id)
         metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
         # which prompts were drawn up to this round; in mode streaming: where the ledger is that knows it
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
         if self._producer is not None:
             cursor |= {LEDGER_RUN: str(self._run_dir)}
         failpoint(Point.CONVERT)
+        with self._portion_lock:
+            begun, self._begun = self._begun, []
+        left, num_begun = output.samples, 0
+        if self._producer is not None and (done := self._source.begun_groups):
+            left = [group for group in left if group[0].group_index not in done]
+            num_begun = len(begun)
         with span("convert_round", rollout_id=rollout_id):
-            groups = to_train_groups(self._config.flat, output.samples, rollout_id)
+            groups = to_train_groups(self._config.flat, left, rollout_id)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
         if self._config.debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
         with span("plan_round", rollout_id=rollout_id):
-            planned = self._planner.plan(rollout_id, [row for group in groups for row in group.rows])
+            rows = [row for group in groups for row in group.rows]
+            planned = self._planner.plan(rollout_id, rows, begun[:num_begun])
         failpoint(Point.PUT)
         began = time.monotonic()
         with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
@@ -182,7 +200,27 @@ class RolloutManager:
             probe=_probe(groups) if may_be_stale else (),
             lease=lease,
             cursor=cursor,
+            num_begun=num_begun,
         )
+
+    def portion(self, rollout_id: int) -> Any:
+        """Ticket of finished groups of the round that `generate` waits for beside this, for the trainers to begin with.
+        None when the round is whole, or failed: `generate` says."""
+        from vime.rollout.convert import to_train_groups
+
+        while self._source.portions.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
+            with self._portion_lock:
+                claimed = self._source.claim_portion()
+                if not claimed:
+                    continue
+                groups = to_train_groups(self._config.flat, claimed, rollout_id)
+                planned = self._planner.plan(
+                    rollout_id, [row for group in groups for row in group.rows], is_portion=True
+                )
+                self._begun.append(planned)
+                with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
+                    return self._carrier.put(planned.plan, groups, portion=len(self._begun))
+        return None
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
         """What the samples of a recent round said as text; None for one that is not there any more."""
@@ -211,17 +249,19 @@ class RolloutManager:
             self._store.close()
         self._carrier.close()
 
-    def _samples(self, rollout_id: int) -> RolloutFnTrainOutput:
-        debug = self._config.debug
-        if debug.load_debug_rollout_data:
-            samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
-            return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(self._config.flat, samples))
-        output = self._generate(self._config.flat, rollout_id, self._source)
-        if not isinstance(output, RolloutFnTrainOutput):
-            raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
-        if debug.save_debug_rollout_data:
-            save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
-        return output
+
+def _samples(config: Config, generate: Any, source: Any, rollout_id: int) -> RolloutFnTrainOutput:
+    """A round as it is generated, or as it was recorded."""
+    debug = config.debug
+    if debug.load_debug_rollout_data:
+        samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
+        return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(config.flat, samples))
+    output = generate(config.flat, rollout_id, source)
+    if not isinstance(output, RolloutFnTrainOutput):
+        raise TypeError(f"--rollout-function-path answered {type(output).__name__}, expected RolloutFnTrainOutput")
+    if debug.save_debug_rollout_data:
+        save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
+    return output
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:

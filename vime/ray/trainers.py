@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, limit_threads, num_trainer_ranks
+from vime.ray.ranks_save import RanksSave
 from vime.ray.waits import wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import (
@@ -50,7 +51,8 @@ STOP_S = 20.0
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
     from vime.seams import Carrier, PendingSave
-    from vime.training.columns import ArrayColumns
+    from vime.training.columns import ArrayColumns, Columns
+    from vime.training.early import BegunRound
     from vime.training.evidence import Agreement
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
@@ -83,10 +85,7 @@ class TrainerActor:
         self._worker: TrainWorker
         self._publisher: Publisher | None = None
         self._pending_saves: list[PendingSave] = []
-
-    def address(self) -> tuple[str, int]:
-        """Where rank 0 lets the others meet."""
-        return ray.util.get_node_ip_address(), free_port()
+        self._begun: BegunRound | None = None
 
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
         """Collective over all ranks; answers the device's name. The backend is imported here, so that processes start
@@ -118,12 +117,26 @@ class TrainerActor:
             columns = self._worker.forward_columns(plan, rows)
         return to_arrays(columns) if self._worker.place.speaks else {}
 
+    def begin(self, rollout_id: int, ticket: Any, version: Version) -> None:
+        """Collective over all ranks of the policy: forward and backward over a portion of a round that is not whole
+        yet. What an earlier round left unfinished is dropped."""
+        from vime.training.early import BegunRound
+
+        plan, rows = _fetch(self._worker, self._carrier, ticket, rollout_id)
+        if self._begun is None or self._begun.rollout_id != rollout_id:
+            self._begun = BegunRound(self._config, self._worker, rollout_id)
+        bound = self._config.queue.transferqueue_max_staleness
+        check_staleness(list(rows.values()), version=version, max_staleness=bound)
+        with span("train_portion", rollout_id=rollout_id):
+            self._begun.begin(plan, rows)
+
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns, is_judged: bool
+        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns, is_judged: bool, num_begun: int
     ) -> RankRound | Agreement:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
-        columns of roles that other ranks play. Or answers how far trainer and engine are apart, when that is more than
-        they may be: then no weight has moved."""
+        columns of roles that other ranks play; `num_begun`: portions that the round was begun with, which `ticket` does
+        not hold. Or answers how far trainer and engine are apart, when that is more than they may be: then no weight
+        has moved."""
         from vime.training.agreement import Disagreement, Judge
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
@@ -135,12 +148,23 @@ class TrainerActor:
         failpoint(Point.FORWARD)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
-        staleness = check_staleness(list(rows.values()), version=version, max_staleness=bound)
+        begun = self._begun if num_begun else None
+        if begun is not None and begun.is_spent:  # trained once, and found to disagree
+            plan, rows = begun.joined()
+        every_row = list(rows.values()) if begun is None or begun.is_spent else begun.rows_with(rows)
+        staleness = check_staleness(every_row, version=version, max_staleness=bound)
         threshold = self._config.agreement.train_rollout_diff_threshold if is_judged else None
+        judge = Judge(version=version, threshold=threshold)
+        columns: Columns = {}
         try:
             with span("train_round", rollout_id=rollout_id):
-                columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
-                metrics = worker.update(plan, rows, columns, Judge(version=version, threshold=threshold))
+                if begun is not None and not begun.is_spent:
+                    assert len(begun) == num_begun, "the driver waits for each portion before the round"
+                    metrics = begun.finish(plan, rows, judge)
+                else:
+                    columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
+                    metrics = worker.update(plan, rows, columns, judge)
+                self._begun = None
         except Disagreement as disagreement:
             return disagreement.agreement
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
@@ -220,6 +244,11 @@ class TrainerActor:
         self._worker.backend.close()
 
 
+def _meeting_place(_rank_0: Any) -> tuple[str, int]:
+    """Where rank 0, in whose process this runs, lets the others meet."""
+    return ray.util.get_node_ip_address(), free_port()
+
+
 def _fetch(
     worker: TrainWorker, carrier: Carrier, ticket: Any, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
@@ -237,29 +266,6 @@ def _fetch(
             group=backend.replica_group,
             device=backend.device,
         )
-
-
-class RanksSave:
-    """A checkpoint that the ranks are writing: one answer owed by each, by process name."""
-
-    def __init__(self, owed: dict[Any, str]) -> None:
-        self._owed, self._refs = owed, list(owed)
-
-    def is_over(self) -> bool:
-        """All have answered, or one failed: the others may then never answer."""
-        done, pending = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
-        return not pending or any(_has_failed(ref) for ref in done)
-
-    def wait(self, name: str, deadline_s: float) -> None:
-        wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s, parties=list(self._owed.values()))
-
-
-def _has_failed(ref: Any) -> bool:
-    try:
-        ray.get(ref, timeout=10)
-    except ray.exceptions.RayError:
-        return True
-    return False
 
 
 class Ranks:
@@ -284,7 +290,7 @@ class Ranks:
     def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
         """Begin start-up on every rank; `wait_ready` waits for the answers."""
         deadline_s = self._config.cluster.start_timeout_secs
-        self._running = [self._actors[0].address.remote()]
+        self._running = [self._actors[0].__ray_call__.remote(_meeting_place)]
         [master] = self._wait(f"{self._name} rank 0 to be placed", deadline_s, on_poll)
         self._running = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
 
@@ -377,10 +383,6 @@ class Trainers:
     def _all(self) -> list[Ranks]:
         return [self._policy, *self._separate.values()]
 
-    @property
-    def _learning(self) -> list[Ranks]:
-        return [self._policy, *(ranks for role, ranks in self._separate.items() if role is Role.CRITIC)]
-
     def __len__(self) -> int:
         return sum(map(len, self._all))
 
@@ -394,10 +396,15 @@ class Trainers:
         for ranks in self._separate.values():
             ranks.wait_ready(on_poll)
 
+    def begin(self, rollout_id: int, ticket: Any, version: Version) -> None:
+        """A portion of a round that is not whole yet."""
+        self._policy.call("begin", rollout_id, ticket, version)
+
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool
+        self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool, num_begun: int = 0
     ) -> dict[str, float] | list[Agreement]:
-        """Metrics of the round, or every rank's Agreement when trainer and engine are too far apart.
+        """Metrics of the round, or every rank's Agreement when trainer and engine are too far apart. `num_begun`: the
+        portions that `begin` had of it.
 
         Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give
         the mean of the round.
@@ -405,7 +412,7 @@ class Trainers:
         given: ArrayColumns = {}
         for columns in _all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
             given |= _merged(columns)
-        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged)
+        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged, num_begun)
         if not isinstance(answers[0], RankRound):
             return answers
         learned: dict[str, float] = {}
@@ -431,7 +438,7 @@ class Trainers:
 
     def save(self, directory: Path, *, in_background: bool = False) -> RanksSave:
         owed: dict[Any, str] = {}
-        for ranks in self._learning:
+        for ranks in _learning(self._policy, self._separate):
             owed |= ranks.save(directory, in_background=in_background)
         return RanksSave(owed)
 
@@ -439,7 +446,7 @@ class Trainers:
         self._policy.call("save_hf", str(directory))
 
     def load(self, directory: Path) -> None:
-        for ranks in self._learning:
+        for ranks in _learning(self._policy, self._separate):
             ranks.call("load", str(directory))
 
     def weights_hash(self) -> str:
@@ -477,3 +484,7 @@ def _merged(answers: list[ArrayColumns]) -> ArrayColumns:
         for name, column in answer.items():
             merged.setdefault(name, {}).update(column)
     return merged
+
+
+def _learning(policy: Ranks, separate: Mapping[Role, Ranks]) -> list[Ranks]:
+    return [policy, *(ranks for role, ranks in separate.items() if role is Role.CRITIC)]

@@ -7,6 +7,7 @@ is the same as in every mode.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import LedgerStatus
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_types import LeaseAnswer, RoundLease
+from vime.handoff.ledger_types import LeaseAnswer, LeasedGroup, RoundLease
 from vime.observability.events import span
 from vime.rollout import vllm_rollout
 from vime.rollout.groups import mark_samples
 from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
+from vime.rollout.portions import Portions
 from vime.rollout.producer import GroupProducer
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.read_ahead import ReadAhead
-from vime.types import HandoffError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, WaitTimeoutError
+from vime.types import HandoffError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
@@ -58,9 +60,13 @@ class TransferQueueDataSource:
         store: GroupStore,
         producer: GroupProducer,
         ahead: ReadAhead,
+        portions: Portions | None = None,
     ) -> None:
         self._args, self._prompts = args, prompts
         self._ledger, self._store, self._producer, self._ahead = ledger, store, producer, ahead
+        self.portions = portions or Portions()
+        self._claiming = threading.Lock()  # of `_begun`
+        self._begun: dict[int, list[Sample]] = {}  # samples of the groups in portions of the round, by group index
         self._round_id = -1
         self._get_time_s = 0.0
         self._too_old = 0  # of the ledger's count, what the rounds before have reported
@@ -68,25 +74,48 @@ class TransferQueueDataSource:
 
     def begin(self, round_id: int) -> None:
         """The next `get_samples` answers the groups of this round."""
-        self._round_id, self.lease = round_id, None
+        self._round_id, self.lease, self._begun = round_id, None, {}
         self._ahead.start()
+        self.portions.open(round_id)
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """Waits for: `num_groups` ready groups. Unblocked by: the producer's commits. Asking again for a round gives
         the same groups."""
         failpoint(Point.LEASE)
         limit_s, round_id = self._args.rollout_timeout_secs, self._round_id
-        with span("lease_round", rollout_id=round_id), waiting(f"the groups of round {round_id}", deadline_s=limit_s):
-            lease = self._wait_for_lease(num_groups)
+        leased: Sequence[LeasedGroup] = ()
+        try:
+            with (
+                span("lease_round", rollout_id=round_id),
+                waiting(f"the groups of round {round_id}", deadline_s=limit_s),
+            ):
+                lease = self._wait_for_lease(num_groups)
+            leased = lease.groups
+        finally:
+            is_as_begun = self.portions.close(leased)
         failpoint(Point.LEASED)
         began = time.monotonic()
-        with span("transferqueue_get_groups", rollout_id=round_id, num_groups=len(lease.groups)):
-            groups = self._ahead.take(lease.groups, next_version=self._round_id + 1)
-        for samples in groups:
-            for sample in samples:
-                sample.rollout_id = self._round_id
+        with self._claiming:
+            self._begun = self._begun if is_as_begun else {}
+        rest = [group for group in leased if group.task.group not in self._begun]
+        with span("transferqueue_get_groups", rollout_id=round_id, num_groups=len(rest)):
+            groups = [*self._begun.values(), *self._read(rest, next_version=round_id + 1)]
         self.lease, self._get_time_s = lease, time.monotonic() - began
         return sorted(groups, key=lambda samples: samples[0].group_index)
+
+    def claim_portion(self) -> list[list[Sample]]:
+        """Finished groups of the round that is being waited for: the trainers begin with them. Empty when the round
+        became whole meanwhile."""
+        with self._claiming:
+            groups = self.portions.claim()
+            samples = self._read(groups, next_version=self._round_id)
+            self._begun |= {group.task.group: found for group, found in zip(groups, samples, strict=True)}
+        return samples
+
+    @property
+    def begun_groups(self) -> frozenset[int]:
+        """Group indices in portions of the leased round; empty when the lease turned out to be another than guessed."""
+        return frozenset(self._begun)
 
     def ack_samples(self, lease: RoundLease) -> None:
         """The queue may forget the round's payloads; the spool keeps them until a checkpoint carries the round."""
@@ -113,7 +142,8 @@ class TransferQueueDataSource:
         (docs/metrics.md)."""
         assert self.lease is not None
         samples = [sample for group in groups for sample in group]
-        stats, status = self._producer.take_stats(), self._status()
+        stats = self._producer.take_stats()
+        status: LedgerStatus = self._ledger.call("", "status")
         num_too_old, self._too_old = max(0, status.too_old - self._too_old), status.too_old
         lags = [self.lease.version - max(sample.weight_versions) for sample in samples if sample.weight_versions]
         puts = stats.put_times_s
@@ -138,9 +168,12 @@ class TransferQueueDataSource:
             "transferqueue/spool_bytes": float(self._store.spool_bytes),
         }
 
-    def _status(self) -> LedgerStatus:
-        status: LedgerStatus = self._ledger.call("", "status")
-        return status
+    def _read(self, groups: Sequence[LeasedGroup], *, next_version: Version) -> list[list[Sample]]:
+        found = self._ahead.take(groups, next_version=next_version)
+        for samples in found:
+            for sample in samples:
+                sample.rollout_id = self._round_id
+        return found
 
     def _wait_for_lease(self, num_groups: int) -> RoundLease:
         args, name = self._args, f"round {self._round_id}"
@@ -161,10 +194,20 @@ class TransferQueueDataSource:
                     "vLLM engines and reward function",
                     "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
                 )
-            seen = self._ledger.wait_for_news(seen, NEWS_S, ready=num_groups)
+            seen = self._ledger.wait_for_news(seen, NEWS_S, ready=self._offer_portion(num_groups))
+
+    def _offer_portion(self, num_groups: int) -> int:
+        """How many groups must be ready before it is worth asking again."""
+        portions = self.portions
+        if not portions.minimum:
+            return num_groups
+        ready = self._ledger.call("rounds", "ready", version=self._round_id, count=num_groups)
+        if len(ready) < num_groups:
+            portions.offer(ready)
+        return min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))
 
     def _post_progress(self, num_groups: int, answer: LeaseAnswer, elapsed_s: float) -> None:
-        status = self._status()
+        status: LedgerStatus = self._ledger.call("", "status")
         BOARD.post(
             RoundProgress(
                 name=f"round {self._round_id}",

@@ -8,7 +8,7 @@ have not moved, so the trainer can still be asked about the tokens (`diagnosis.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +44,23 @@ class Judge:
     threshold: float | None = None  # nats a token; None: measure, do not judge
 
 
+class Recording:
+    """A loss that keeps the log-probabilities passing through it, in the order of the packs."""
+
+    def __init__(self, loss: PackLoss) -> None:
+        self._loss = loss
+        self._packs: list[list[Tensor]] = []
+
+    def __call__(self, logp_T: Tensor, entropy_T: Tensor, batch: PackedBatch, /) -> tuple[Tensor, Tensor]:
+        self._packs.append([logp_T.detach()[positions] for positions in batch.row_slices])
+        return self._loss(logp_T, entropy_T, batch)
+
+    def logps(self, numbers: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+        """[R] by row number; `numbers`: the rows of each pack. Empty where no tokens are held."""
+        rows = [row for batch in numbers for row in batch]
+        return dict(zip(rows, [logp_R for logps in self._packs for logp_R in logps], strict=bool(self._packs)))
+
+
 class AgreementCheck:
     """Of one round on this rank. It compares once: the old policy's column when there is one (`compare`), else what
     passes through the loss of the first step (`watched`). Collective over all trainer ranks either way."""
@@ -65,17 +82,8 @@ class AgreementCheck:
         if not self.is_open:
             return loss, None
         numbers = step.micro_batches[self._backend.place.dp_rank]
-        packs: list[list[Tensor]] = []
-
-        def recording(logp_T: Tensor, entropy_T: Tensor, batch: PackedBatch, /) -> tuple[Tensor, Tensor]:
-            packs.append([logp_T.detach()[positions] for positions in batch.row_slices])
-            return loss(logp_T, entropy_T, batch)
-
-        def compare_recorded() -> None:
-            rows = [row for batch in numbers for row in batch]
-            self.compare(dict(zip(rows, [logp_R for logps in packs for logp_R in logps], strict=bool(packs))))
-
-        return recording, compare_recorded
+        recording = Recording(loss)
+        return recording, lambda: self.compare(recording.logps(numbers))
 
     def compare(self, logps: Mapping[int, Tensor]) -> None:
         """[R] by row number, empty where no tokens are held. Raises Disagreement on every rank above the threshold."""

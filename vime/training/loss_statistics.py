@@ -16,6 +16,7 @@ SHARES = (
 )  # fmt: skip
 """Parts of step means. The first three are reduced like the loss (so loss = policy term + kl_loss_coef * kl_loss -
 entropy_coef * entropy); the others are means over the trainable tokens of the step."""
+NUM_LIKE_LOSS = 3
 MISMATCH = ("mismatch_kl", "mismatch_k3_kl", "mismatch_chi2", "mismatch_train_nll", "mismatch_rollout_nll")
 """Means over trainable tokens, of --get-mismatch-metrics: KL(engine || trainer) by k1 and k3, chi-squared divergence
 (mean of the squared ratio, minus 1), and mean -logp under either."""
@@ -27,6 +28,13 @@ BUCKET_SUMS = ("count", "weight", "square", "clipped", "kl")
 k3 estimates of KL(engine || policy)."""
 STATISTICS = (*SHARES, *MISMATCH, *(f"{name}/{bucket}" for bucket in BUCKETS for name in BUCKET_SUMS))
 """The vector that is added up over packs and ranks, in order."""
+
+
+def rescale(*, of_loss: float, of_tokens: float) -> list[float]:
+    """Factors of STATISTICS when the denominators that the shares were divided by are replaced: the loss's own, and
+    the trainable tokens of the step. Sums have none."""
+    shares = [of_loss if at < NUM_LIKE_LOSS else of_tokens for at in range(len(SHARES))]
+    return shares + [of_tokens] * len(MISMATCH) + [1.0] * (len(BUCKETS) * len(BUCKET_SUMS))
 
 
 def mismatch_values(old_logp_T: Tensor, rollout_logp_T: Tensor) -> list[Tensor]:

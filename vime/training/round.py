@@ -72,18 +72,69 @@ def optimizer_step(
 
     A loss or gradient norm that is not finite raises on every rank, before the weights move.
     """
+    shares = accumulate(engine, backend, step, rows, columns, loss=loss, name=name)
+    return apply_step(
+        engine,
+        backend,
+        step,
+        rows,
+        shares,
+        scale=[1.0] * len(statistics),
+        statistics=statistics,
+        name=name,
+        rate_flag=rate_flag,
+        before_move=before_move,
+    )
+
+
+def accumulate(
+    engine: TrainEngine,
+    backend: TrainBackend,
+    step: StepPlan,
+    rows: Mapping[int, TrainRow],
+    columns: Columns,
+    *,
+    loss: PackLoss,
+    name: str,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> list[Tensor]:
+    """Forward and backward of a step or of a portion of one: this rank's statistics, one [S] a pack. Collective over
+    all trainer ranks."""
     numbers = step.micro_batches[backend.place.dp_rank]
     holds_tokens = backend.place.holds_tokens
     with span("forward_backward", step=name):
-        shares = engine.accumulate(
+        return engine.accumulate(
             [[rows[row] for row in batch] for batch in numbers],
             [
                 {key: [column[row] for row in batch] for key, column in columns.items()} if holds_tokens else {}
                 for batch in numbers
             ],
             loss,
+            is_first=is_first,
+            is_last=is_last,
         )
-        totals = _sum_over_replicas(shares, len(statistics), backend)
+
+
+def apply_step(
+    engine: TrainEngine,
+    backend: TrainBackend,
+    step: StepPlan,
+    rows: Mapping[int, TrainRow],
+    shares: Sequence[Tensor],
+    *,
+    scale: Sequence[float],
+    of_gradients: float = 1.0,
+    statistics: Sequence[str],
+    name: str,
+    rate_flag: str = "--lr",
+    before_move: Callable[[], None] | None = None,
+) -> StepResult:
+    """Apply the gradients that stand. `shares`: statistics of this rank's packs; `scale`: a factor for the sum of each,
+    `of_gradients`: one for the gradients. The rest as in `optimizer_step`."""
+    numbers = step.micro_batches[backend.place.dp_rank]
+    sums = _sum_over_replicas(shares, len(statistics), backend)
+    totals = [value * factor for value, factor in zip(sums, scale, strict=True)]
     learning_rate = engine.learning_rate
     if not all(math.isfinite(value) for value in totals):
         raise VimeError(
@@ -95,7 +146,7 @@ def optimizer_step(
         before_move()
     failpoint(Point.OPTIMIZER)
     with span("optimizer_step", step=name):
-        grad_norm = engine.apply_gradients()
+        grad_norm = engine.apply_gradients(of_gradients)
     failpoint(Point.STEPPED)
     if not math.isfinite(grad_norm):
         every_row = sorted({row for batches in step.micro_batches for batch in batches for row in batch})

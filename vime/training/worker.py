@@ -48,7 +48,7 @@ class TrainWorker:
         self._config = config
         self.backend, self.place = backend, backend.place
         played = shared_roles(config) if roles is None else roles
-        self._custom_loss = _load_custom_loss(config)
+        self.custom_loss = _load_custom_loss(config)
         self.engines: dict[Role, TrainEngine] = {
             role: backend.build(engine_spec(role, config, total_steps=total_steps)) for role in Role if role in played
         }
@@ -156,7 +156,7 @@ class TrainWorker:
             return check.metrics()
         metrics: list[dict[str, float]] = []
         for number, step in enumerate(plan.steps):
-            loss, before_move = check.watched(PolicyLoss(algo, step, self._custom_loss), step)
+            loss, before_move = check.watched(PolicyLoss(algo, step, self.custom_loss), step)
             done = optimizer_step(
                 self.actor,
                 self.backend,

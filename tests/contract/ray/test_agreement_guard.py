@@ -35,7 +35,7 @@ class Ranks:
         self.answers, self.log_prob = list(answers), log_prob
         self.judged: list[bool] = []
 
-    def train(self, *_: Any, is_judged: bool) -> Any:
+    def train(self, *_: Any, is_judged: bool, num_begun: int) -> Any:
         self.judged.append(is_judged)
         return self.answers.pop(0)
 

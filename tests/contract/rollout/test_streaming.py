@@ -1,6 +1,7 @@
 """Mode streaming in one process: real producer, ledger, spool and codec against a scripted engine over HTTP."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -71,6 +72,32 @@ def test_at_staleness_1_the_next_round_is_answered_while_one_trains(tmp_path, mo
         assert sorted(groups_of(first) + groups_of(second)) == [0, 1, 2, 3]
         run.port.call("rounds", "trained", 0, fence)
         run.train(1)
+
+
+def test_trainers_may_begin_with_a_finished_group_while_another_of_the_round_is_answered(tmp_path, model_dir):
+    (tmp_path / "held.py").write_text(
+        "import asyncio, threading\n"
+        "from vime.rollout.generation import generate as ask\n"
+        "go_on = threading.Event()\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if sample.group_index == 0:\n"
+        "        await asyncio.to_thread(go_on.wait, 60)\n"
+        "    return await ask(args, sample, sampling_params)\n"
+    )
+    flags = ("--custom-generate-function-path", f"{tmp_path / 'held.py'}:generate", "--train-early-groups", 1)
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
+        with ThreadPoolExecutor(1) as thread:
+            whole = thread.submit(run.lease, 0)
+            assert run.source.portions.wait(0, 30)
+            [portion] = run.source.claim_portion()
+            assert [(s.group_index, s.rollout_id) for s in portion] == [(1, 0), (1, 0)]
+            sys.modules["vime_plugin_held"].go_on.set()
+            output = whole.result(60)
+        assert not run.source.portions.wait(0, 30)
+        assert run.source.claim_portion() == []
+        assert groups_of(output) == [0, 1]
+        assert output.samples[1] is portion  # not read again
+        assert run.source.begun_groups == {1}
 
 
 def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, model_dir):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.early_cases import early_cases
 from tests.helpers.engine_contract import contract_cases
 from tests.helpers.megatron_models import make_model
 from tests.helpers.megatron_worker import Answers, answers_of
@@ -25,4 +26,5 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def contract(small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     work = tmp_path_factory.mktemp("contract-work")
-    return answers_of([*contract_cases(small_models, work), *role_cases(small_models)], directory=work / "launch")
+    cases = [*contract_cases(small_models, work), *role_cases(small_models), *early_cases(small_models)]
+    return answers_of(cases, directory=work / "launch")

@@ -4,6 +4,8 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.metrics_page import documented_spans, undocumented
 from tests.helpers.training import Finished, TinyTask, Training, train
 from vime.handoff.audit import audit_run
@@ -58,3 +60,20 @@ def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: 
         "release_slots",
     }  # fmt: skip
     assert [entry for entry in trace if entry["ph"] == "B"] == []  # whatever began has ended
+
+
+def test_trainers_begin_a_round_with_its_finished_groups_and_every_sample_is_trained(
+    tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of up to 12 tokens at 6 a second: groups of a round finish up to 2 seconds apart."""
+    monkeypatch.setenv("VIME_SCRIPTED_TOKENS_PER_SECOND", "6")
+    engine = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    flags = [*tiny_task.flags(), *STREAMING, *engine, "--train-early-groups", "1", "--num-rollout", "4"]
+    finished = train(flags, tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert_every_round_trained_once(finished, 4, last_checkpoint=None)
+    rounds = finished.metrics().values()
+    assert {line["train/num_samples"] for line in rounds} == {16.0}
+    portions = [event for event in finished.events("span_ended") if event["name"] == "train_portion"]
+    assert portions  # some step was begun before its round was whole
+    assert [event["error"] for event in portions] == [None] * len(portions)

@@ -316,6 +316,7 @@ READ = {
     "transferqueue_max_tokens": (["9000"], STREAMING),
     "transferqueue_max_bytes": (["9000"], STREAMING),
     "transferqueue_prefetch_groups": (["4"], STREAMING),
+    "train_early_groups": (["2"], STREAMING),
     "update_weight_disk_dir": (["weights"], ["--update-weight-transport", "disk"]),
     "wandb_project": (["p"], ["--use-wandb"]),
     "wandb_group": (["g"], ["--use-wandb"]),
@@ -544,3 +545,33 @@ def test_the_agreement_of_trainer_and_engine_is_judged_by_precision_where_an_eng
     replay = ("--load-debug-rollout-data", "r_{rollout_id}.jsonl")
     assert judged(*replay) == (1e-4, "ignore")
     assert judged(*replay, "--train-rollout-diff-threshold", "0.1") == (0.1, "warn")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num-steps-per-rollout", "2"],
+        ["--advantage-estimator", "rloo", "--normalize-advantages"],
+        ["--advantage-estimator", "ppo", "--no-normalize-advantages"],
+        ["--rollout-sample-filter-path", "a.b"],
+        ["--custom-reward-post-process-path", "a.b"],
+        ["--use-kl-loss", "--kl-loss-coef", "0.1", "--separate-roles", "reference"],
+        ["--offload-train"],
+        ["--overlap-grad-reduce", "--use-distributed-optimizer"],
+        ["--reference-mode"],
+    ],
+)
+def test_a_round_is_not_begun_early_where_a_part_of_it_must_see_all_of_it(model_dir: Path, flags: list[str]) -> None:
+    early = [*STREAMING, "--train-early-groups", "2"]
+    resolved(model_dir, *early)
+    named = next(flag for flag in reversed(flags) if flag.startswith("--"))
+    named = {"--no-normalize-advantages": "--advantage-estimator ppo", "--use-distributed-optimizer": flags[0]}.get(
+        named, named
+    )
+    with pytest.raises(ConfigError, match=f"--train-early-groups 2 with {named}.* Leave one of the two out"):
+        resolved(model_dir, *early, *flags)
+
+
+def test_a_round_is_not_begun_when_it_is_whole(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="a round has 4 groups"):
+        resolved(model_dir, *STREAMING, "--train-early-groups", "4")

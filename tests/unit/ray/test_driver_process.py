@@ -96,7 +96,7 @@ def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from
     machine = Machine(config, tmp_path, parts, watchers, VersionLedger(), start)
     rounds = list(machine.rounds())
     for rollout_id in rounds:
-        machine.train(SimpleNamespace(rollout_id=rollout_id, ticket=None, work=None, cursor={}))
+        machine.train(SimpleNamespace(rollout_id=rollout_id, ticket=None, work=None, cursor={}, num_begun=0))
         machine.save_if_due(rollout_id)
     assert rounds == [2, 3, 4, 5]
     kept = sorted(path.name for path in tmp_path.glob("iter_*"))

@@ -112,13 +112,17 @@ class FsdpEngine:
         batches: Sequence[Sequence[TrainRow]],
         columns: Sequence[Mapping[str, Sequence[Tensor]]],
         loss: PackLoss,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,  # noqa: ARG002  gradients are summed over ranks after each micro-batch
     ) -> list[Tensor]:
         """See `TrainEngine.accumulate`. Collective over all trainer ranks.
 
         Scale: the loss is a share of the step's loss and gradients are summed over micro-batches and ranks (`shard`),
         so nobody divides again.
         """
-        self._learning.zero_grad()
+        if is_first:
+            self._learning.zero_grad()
         statistics = []
         for rows, extra in zip(batches, columns, strict=True):
             batch = pack(rows, device=self._device, extra=extra)
@@ -149,8 +153,8 @@ class FsdpEngine:
         logp_T, entropy_T = (value_A.new_zeros(batch.num_tokens).index_copy(0, answer_A, value_A) for value_A in values)
         return logp_T, entropy_T
 
-    def apply_gradients(self) -> float:
-        return self._learning.step()
+    def apply_gradients(self, scale: float = 1.0) -> float:
+        return self._learning.step(scale)
 
     def finish_round(self) -> None:
         """Nothing to do where there is something to learn: parameters are gathered anew for each pass."""

@@ -50,8 +50,9 @@ class ShardOptimizer:
         for name, parameter in self.parameters.items():
             parameter.grad = self._shards[name].grad = None
 
-    def step(self) -> float:
-        """Clip and apply the reduced gradients, advance the schedule; the global gradient norm before clipping.
+    def step(self, scale: float = 1.0) -> float:
+        """Multiply by `scale`, clip and apply the reduced gradients, advance the schedule; the global gradient norm
+        before clipping.
 
         Collective over all ranks. A norm that is not finite is answered without touching the weights, on every rank.
         """
@@ -60,6 +61,8 @@ class ShardOptimizer:
             assert gradient is None or isinstance(gradient, DTensor)
             self._shards[name].grad = None if gradient is None else gradient.to_local()
         gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
         norm = self._norm(gradients)
         if not math.isfinite(norm):
             return norm

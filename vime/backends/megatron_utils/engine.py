@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,16 +102,21 @@ class MegatronEngine:
         batches: Sequence[Sequence[TrainRow]],
         columns: Sequence[Mapping[str, Sequence[Tensor]]],
         loss: PackLoss,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> list[Tensor]:
-        self._learning.zero_grad()
+        if is_first:
+            self._learning.zero_grad()
         packs = [
             pack_rows(batch, multiple=self._packing.pad_multiple, extra=extra)
             for batch, extra in zip(batches, columns, strict=True)
         ]
-        return forward_backward(self._chunks, packs, self._sampling, loss)
+        with contextlib.nullcontext() if is_last else self._learning.unfinished():
+            return forward_backward(self._chunks, packs, self._sampling, loss)
 
-    def apply_gradients(self) -> float:
-        return self._learning.step()
+    def apply_gradients(self, scale: float = 1.0) -> float:
+        return self._learning.step(scale)
 
     def finish_round(self) -> None:
         self._learning.finish_round()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -31,7 +32,7 @@ class PolicyOptimizer:
     ) -> None:
         """Collective over all trainer ranks (parameter groups are compared). Weights must be loaded already: under
         --bf16 the fp32 main weights are copied from them here. `total_steps`: optimizer steps of the whole run."""
-        self._settings = optimizer
+        self._settings, self._model_config = optimizer, model_config
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -117,13 +118,28 @@ class PolicyOptimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self) -> float:
-        """Clip and apply the reduced gradients, advance the schedule; answers the global gradient norm before clipping.
+    @contextlib.contextmanager
+    def unfinished(self) -> Iterator[None]:
+        """Backward passes in here leave the gradients of each rank where they are: they are summed over ranks once,
+        after the last portion of the step."""
+        kept = self._model_config.finalize_model_grads_func
+        self._model_config.finalize_model_grads_func = None
+        try:
+            yield
+        finally:
+            self._model_config.finalize_model_grads_func = kept
+
+    def step(self, scale: float = 1.0) -> float:
+        """Multiply by `scale`, clip and apply the reduced gradients, advance the schedule; answers the global gradient
+        norm before clipping.
 
         Collective over all ranks. A norm that is not finite is answered without touching the weights: the same number
         reaches every rank, so the caller can raise everywhere.
         """
         optimizer = self.megatron
+        if scale != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):

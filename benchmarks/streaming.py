@@ -1,0 +1,128 @@
+"""What streaming costs and what it gains, by whole runs of the quick start's model; each prints one table.
+
+    .venv/bin/python benchmarks/streaming.py overlap    train.py against train_async.py --max-staleness 1, real engine
+    .venv/bin/python benchmarks/streaming.py bound      train_async.py on a scripted engine, against max(rollout, train)
+    .venv/bin/python benchmarks/streaming.py queue      mode streaming at staleness 0 against off; durable against not
+
+Sides take turns (--repeats), rounds after the warm-up count (--rounds); the model and data of scripts/quickstart.sh
+must be there. Wall seconds a round are means over a run and medians over runs; CPU seconds are those of all processes.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from runs import ROOT, WARM_UP_ROUNDS, Measured, Side, alternate
+
+MODEL, DATA = ROOT / "models/quickstart-seed0", ROOT / "data/quickstart-seed0"
+STREAMING = ["--transferqueue-mode", "streaming"]
+ASYNC = [*STREAMING, "--max-staleness", "1"]
+GROUPS, SAMPLES = 16, 8
+LONG_TAIL = ["--custom-generate-function-path", str(ROOT / "benchmarks/long_tail.py") + ":generate"]
+SCRIPTED = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+
+
+def task(rounds: int, *, response: int, context: int) -> list[str]:
+    return [
+        *("--hf-checkpoint", str(MODEL), "--prompt-data", str(DATA / "train.jsonl"), "--input-key", "input"),
+        *("--label-key", "label", "--rm-type", "exact_match", "--seed", "1234", "--rollout-shuffle"),
+        *("--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SAMPLES)),
+        *("--rollout-max-response-len", str(response), "--rollout-max-context-len", str(context)),
+        *("--calculate-per-token-loss", "--lr", "2e-4", "--lr-warmup-iters", "5", "--weight-decay", "0"),
+        *("--adam-beta2", "0.95", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048"),
+        *("--num-rollout", str(WARM_UP_ROUNDS + rounds)),
+    ]
+
+
+def overlap(rounds: int, repeats: int, directory: Path) -> None:
+    """Same prompts, same tails; what differs is the rhythm."""
+    flags = [*task(rounds, response=48, context=512), *LONG_TAIL]
+    environment = {"VIME_LONG_TAIL": "400"}
+    sides = [
+        Side(name="train.py", script="train.py", flags=flags, environment=environment),
+        Side(name="train_async.py", script="train_async.py", flags=[*flags, *ASYNC], environment=environment),
+    ]
+    found = alternate(sides, repeats=repeats, directory=directory)
+    table(found)
+    print("\n| | wait | train | move weights | reward, last third |\n|---|---|---|---|---|")
+    for name, runs in found.items():
+        parts = [middle(runs, f"perf/{part}_time") for part in ("wait", "train", "update_weights")]
+        rewards = [f"{late_reward(entry):.3f}" for entry in runs]
+        print(f"| {name} | {parts[0]:.3f} | {parts[1]:.3f} | {parts[2]:.3f} | {', '.join(rewards)} |")
+
+
+def bound(rounds: int, repeats: int, directory: Path) -> None:
+    """Generation alone, training alone (of what was generated), and both overlapped."""
+    flags = [*task(rounds, response=384, context=512), *SCRIPTED]
+    records = str(directory / "rollout_{rollout_id}.jsonl")
+    environment = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"}
+    alone = ["--debug-rollout-only", "--save-debug-rollout-data", records]
+    train = ["--debug-train-only", "--load-debug-rollout-data", records]
+    sides = [
+        Side(name="rollout", script="train.py", flags=[*flags, *alone], environment=environment),
+        Side(name="train", script="train.py", flags=[*flags, *train], environment=environment),
+        Side(name="overlapped", script="train_async.py", flags=[*flags, *ASYNC], environment=environment),
+    ]
+    found = alternate(sides, repeats=repeats, directory=directory)
+    table(found)
+    limit = max(seconds(found["rollout"]), seconds(found["train"]))
+    print(f"\nbound {limit:.3f} s a round, reached {limit / seconds(found['overlapped']):.3f} of it")
+    for part in ("wait", "train", "update_weights", "pause"):
+        print(f"  perf/{part}_time: {middle(found['overlapped'], f'perf/{part}_time'):.3f} s")
+
+
+def queue(rounds: int, repeats: int, directory: Path) -> None:
+    """What carrying groups one by one through ledger, spool and TransferQueue costs."""
+    flags = [*task(rounds, response=48, context=512), *LONG_TAIL]
+    environment = {"VIME_LONG_TAIL": "400"}
+    variants = {"off": [], "streaming": STREAMING, "streaming not durable": [*STREAMING, "--no-transferqueue-durable"]}
+    sides = [
+        Side(name=name, script="train.py", flags=[*flags, *more], environment=environment)
+        for name, more in variants.items()
+    ]
+    found = alternate(sides, repeats=repeats, directory=directory)
+    table(found)
+    whole = seconds(found["streaming"])
+    print(f"\nstreaming over off: {seconds(found['off']) / whole:.3f} of its samples a second")
+    print(f"durable over not durable: {seconds(found['streaming not durable']) / whole:.3f}")
+
+
+def table(found: dict[str, list[Measured]]) -> None:
+    first = next(iter(found.values()))
+    print("| side | s a round, median (all runs) | CPU s a round | samples/s | over the first |\n|---|---|---|---|---|")
+    for name, runs in found.items():
+        each = ", ".join(f"{entry.round_s:.3f}" for entry in runs)
+        cpu_s = statistics.median(entry.cpu_s / len(entry.rounds) for entry in runs)
+        rate, gain = GROUPS * SAMPLES / seconds(runs), seconds(first) / seconds(runs)
+        print(f"| {name} | {seconds(runs):.3f} ({each}) | {cpu_s:.2f} | {rate:.1f} | {gain:.3f} |")
+
+
+def seconds(runs: Sequence[Measured]) -> float:
+    return statistics.median(entry.round_s for entry in runs)
+
+
+def middle(runs: Sequence[Measured], metric: str) -> float:
+    return statistics.median(entry.median(metric) for entry in runs)
+
+
+def late_reward(entry: Measured) -> float:
+    rewards = [line["rollout/reward_mean"] for line in entry.rounds]
+    return statistics.fmean(rewards[-max(1, len(rewards) // 3) :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    cases = {"overlap": overlap, "bound": bound, "queue": queue}
+    parser.add_argument("case", choices=cases)
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of 16 x 8 samples that count (default: 12)")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each side (default: 2)")
+    parser.add_argument("--directory", type=Path, help="where the runs go (default: a temporary directory)")
+    options = parser.parse_args()
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="vime-streaming-"))
+    cases[options.case](options.rounds, options.repeats, directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A checkpoint that trainer ranks are writing, as the driver waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from vime.ray.waits import wait_for
+
+
+class RanksSave:
+    """A checkpoint that the ranks are writing: one answer owed by each, by process name."""
+
+    def __init__(self, owed: dict[Any, str]) -> None:
+        self._owed, self._refs = owed, list(owed)
+
+    def is_over(self) -> bool:
+        """All have answered, or one failed: the others may then never answer."""
+        done, pending = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
+        return not pending or any(_has_failed(ref) for ref in done)
+
+    def wait(self, name: str, deadline_s: float) -> None:
+        wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s, parties=list(self._owed.values()))
+
+
+def _has_failed(ref: Any) -> bool:
+    try:
+        ray.get(ref, timeout=10)
+    except ray.exceptions.RayError:
+        return True
+    return False
