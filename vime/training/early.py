@@ -3,7 +3,7 @@
 What allows it: a group's advantages need the group only, the weights do not move before the round is whole, and every
 loss is a sum over rows divided by counts of the step. The counts are known last, so portions are divided by those of
 the first one, and gradients and statistics are multiplied by the ratio before the weights move. That, and the order of
-summation, is all that differs from the round trained at once: the last bits (docs/decisions/0009).
+summation, is all that differs from the round trained at once: the last bits (docs/decisions/0010).
 """
 
 from __future__ import annotations
