@@ -77,4 +77,5 @@ class LocalLedgerPort:
         return self._ledger.sequence
 
     def _is_news(self, seen: int, ready: int, slots: int) -> bool:
-        return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)
+        with self._changed:
+            return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)

@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from vime.rollout.halt import current_halt
+from vime.rollout.halt import current_halt, is_halted
 from vime.types import EngineError, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -67,6 +67,7 @@ class EngineClient:
         self.url = url
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
         self._slots = asyncio.Semaphore(max_in_flight)
+        self._warned: set[str] = set()
         self._http = httpx.AsyncClient(
             base_url=url,
             # A proxy from the environment must never stand between trainer and engines.
@@ -110,7 +111,7 @@ class EngineClient:
             ) from error
         finally:
             self._slots.release()
-        return _read_answers(answer, n)
+        return [NOTHING] * n if answer is None else _read_answers(answer, n)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Tell every engine to give these requests up: they are answered with the tokens so far. One that an engine
@@ -119,7 +120,7 @@ class EngineClient:
             answer = await self._http.get(WORKERS_ROUTE, timeout=ABORT_S)
             workers = [str(url) for url in answer.raise_for_status().json()["urls"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s does not say which engines there are: %s", self.url, error)
+            self._warn(self.url, f"it does not say which engines there are: {error!r}")
             return
         body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
         posts = [self._http.post(f"{worker}{ABORT_ROUTE}", json=body, timeout=ABORT_S) for worker in workers]
@@ -127,17 +128,26 @@ class EngineClient:
             if isinstance(told, BaseException) and not isinstance(told, httpx.HTTPError):
                 raise told
             if isinstance(told, BaseException) or not told.is_success:
-                logger.warning("%s%s: %r", worker, ABORT_ROUTE, told)
+                self._warn(worker, f"{ABORT_ROUTE}: {told!r}")
+
+    def _warn(self, server: str, trouble: str) -> None:
+        """Once for each server: an abort is repeated until it is obeyed."""
+        if server not in self._warned:
+            self._warned.add(server)
+            logger.warning("requests under way are not cut short by %s: %s", server, trouble)
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
     async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times."""
+        """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
+        not again: None."""
         trouble = ""
         for attempt in range(MAX_ATTEMPTS):
-            if attempt:
+            if attempt and not is_halted():
                 await asyncio.sleep(min(self._first_backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
+            if attempt and is_halted():
+                return None
             try:
                 response = await self._http.post(ROUTE, json=body, headers=headers)
             except httpx.TransportError as error:

@@ -60,7 +60,7 @@ class ProducerStats:
 
 
 class GroupWork:
-    """Lives on the rollout loop. Waits for engines, rewards and room."""
+    """Lives on the rollout loop. Waits for engines, rewards and room; `GroupWriter` stores what is finished."""
 
     def __init__(self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore) -> None:
         self._args, self._source, self._ledger, self._store = args, source, ledger, store

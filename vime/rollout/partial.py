@@ -8,7 +8,7 @@ after a version v that all engines serve, a token older than v - max staleness w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from vime.types import Sample, SampleStatus, Version
@@ -31,7 +31,14 @@ class PartialStats:
     masked_tokens: int = 0  # taken out of the loss by --mixed-version-policy mask
 
     def metrics(self) -> dict[str, float]:
-        return {f"rollout/{field.name}": float(getattr(self, field.name)) for field in fields(self)}
+        return {
+            "rollout/partial_groups": float(self.partial_groups),
+            "rollout/partial_tokens": float(self.partial_tokens),
+            "rollout/resumed_groups": float(self.resumed_groups),
+            "rollout/resumed_tokens": float(self.resumed_tokens),
+            "rollout/discarded_tokens": float(self.discarded_tokens),
+            "rollout/masked_tokens": float(self.masked_tokens),
+        }
 
 
 def is_unfinished(samples: Sequence[Sample]) -> bool:

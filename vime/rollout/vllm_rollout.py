@@ -176,16 +176,19 @@ class TrainingRound:
                 raise DataError(f"round {self._rollout_id}: the data source answered an empty group.")
             prompts = copy.deepcopy(group)
             if num_response_tokens(group):
-                group = resume(self._args, group, self._fresh(group), self._partial, oldest=self._oldest)
+                group = self._resumed(group)
             for sample in group:
                 sample.rollout_id = self._rollout_id
             task = tasks.create_task(generate_and_rm_group(self._args, group, sampling_params))
             self._running[task] = prompts
 
-    def _fresh(self, group: list[Sample]) -> list[Sample]:
-        """The group's prompts, without any answer."""
+    def _resumed(self, group: list[Sample]) -> list[Sample]:
+        """What is gone on with of a group that was cut; its prompts alone in a run without --partial-rollout."""
         group_at = getattr(self._source, "group_at", None)
-        return group_at(group[0].group_index) if group_at else [without_answer(sample) for sample in group]
+        fresh = group_at(group[0].group_index) if group_at else [without_answer(sample) for sample in group]
+        if not self._args.partial_rollout:
+            return fresh
+        return resume(self._args, group, fresh, self._partial, oldest=self._oldest)
 
     def _take(self, prompts: list[Sample], samples: list[Sample]) -> None:
         """Keep a finished group, drop it with a reason, or send it back when the round is full."""

@@ -123,7 +123,7 @@ def test_an_engine_that_is_deaf_to_the_abort_does_not_hold_the_end_up(tmp_path, 
         engine.is_deaf = True
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as run:
             assert engine.num_held.acquire(timeout=30)
-            wait_until(run, lambda: run.ledger.status().ready == 1)  # of group 0 nothing is under way
+            wait_until(run, lambda: run.ledger.status().ready == 1)
             run.producer.stop()
             assert run.producer.num_running == 0
             assert run.producer.peek.partial.partial_groups == 0
