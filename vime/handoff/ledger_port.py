@@ -56,7 +56,7 @@ class LocalLedgerPort:
 
     def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
         with self._changed:
-            self._changed.wait_for(lambda: self._has_news(seen, ready, slots), timeout_s)
+            self._changed.wait_for(lambda: self._is_news(seen, ready, slots), timeout_s)
             return self._ledger.sequence
 
     async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
@@ -66,7 +66,7 @@ class LocalLedgerPort:
             self._wakers[woken] = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._has_news(seen, ready, slots):
+                while not self._is_news(seen, ready, slots):
                     await woken.wait()
                     woken.clear()
         except TimeoutError:
@@ -76,6 +76,6 @@ class LocalLedgerPort:
                 del self._wakers[woken]
         return self._ledger.sequence
 
-    def _has_news(self, seen: int, ready: int, slots: int) -> bool:
+    def _is_news(self, seen: int, ready: int, slots: int) -> bool:
         with self._changed:
             return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)

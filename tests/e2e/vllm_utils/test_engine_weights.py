@@ -4,6 +4,7 @@ The content hash proves that the bytes arrived. These tests compare what an engi
 on the same weights, which also sees copies inside the engine that were not rebuilt.
 """
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -24,6 +25,8 @@ from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import RouterProcess
+from vime.rollout.engine_client import Answer, EngineClient
+from vime.rollout.halt import Halt
 from vime.types import ConfigError, EngineAddress, EngineError, PublishError
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
@@ -142,12 +145,33 @@ def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
     assert report == {"current_device_module": "torch.cuda", "trainer_imported": False, "megatron_imported": False}
 
 
-def test_the_router_passes_generation_on_and_stops_without_a_trace(vllm_engine, tmp_path):
+async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
+    """Two answers of 400 tokens, halted when the engine has sampled some of them."""
+
+    def num_sampled() -> float:
+        lines = httpx.get(f"{engine_url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+    client, halt, before = EngineClient(router_url, max_in_flight=1, timeout_s=60), Halt(), num_sampled()
+    halt.govern()
+    asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": 400, "ignore_eos": True}, n=2))
+    while num_sampled() < before + 20:
+        await asyncio.sleep(0.01)
+    await halt.end([asked])
+    await client.aclose()
+    return asked.result()
+
+
+def test_the_router_passes_generation_on_lets_it_be_cut_short_and_stops_without_a_trace(vllm_engine, tmp_path):
     router = RouterProcess(engine_config(Path("unused")), [vllm_engine.address], run_dir=tmp_path)
     router.start()
     router.wait_ready(60)
     session = router.pid
     assert len(sample(router.url, [5, 6], 4)["token_ids"]) == 4
+    answers = asyncio.run(cut_short(router.url, vllm_engine.url))
+    assert [answer.finish_reason for answer in answers] == ["abort", "abort"]
+    for answer in answers:
+        assert 0 < len(answer.token_ids) == len(answer.log_probs) == answer.versions[-1].end < 400
     router.stop()
     assert session_members(session) == []
 
