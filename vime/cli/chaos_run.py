@@ -160,6 +160,8 @@ class ChaosRun:
                 strike.then = f"restarted itself: {error.splitlines()[0][:SAID]}"
             elif after is None and code:
                 strike.then = f"ended with {code}, was started again"
+            elif after is not None and sum(b'"round_trained"' in line for line in between) < LIVES_ON:
+                strike.then = "the next kill came before anything was seen of it"
 
     def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
