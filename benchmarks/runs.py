@@ -58,7 +58,7 @@ def alternate(sides: Sequence[Side], *, repeats: int, directory: Path) -> dict[s
     found: dict[str, list[Measured]] = {side.name: [] for side in sides}
     for number in range(repeats):
         for side in sides:
-            found[side.name].append(run(side, directory / f"{re.sub('[ .]', '-', side.name)}-{number}"))
+            found[side.name].append(run(side, directory / f"{re.sub('[ .,]+', '-', side.name)}-{number}"))
             print(f"  {side.name}, run {number + 1}: {found[side.name][-1].round_s:.3f} s a round", file=sys.stderr)
     return found
 
