@@ -156,8 +156,7 @@ class ChaosRun:
             restarts = [line for line in between if b'"run_restarted"' in line]
             strike.then = "went on"
             if restarts:
-                error = json.loads(restarts[0])["error"]
-                strike.then = f"restarted itself: {error.splitlines()[0][:SAID]}"
+                strike.then = f"restarted itself: {_error(restarts[0])}"
             elif after is None and code:
                 strike.then = f"ended with {code}, was started again"
             elif after is not None and sum(b'"round_trained"' in line for line in between) < LIVES_ON:
@@ -293,6 +292,13 @@ class ChaosRun:
         with self.log.open("ab") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
         return KEPT if done.returncode == 0 else "BROKEN"
+
+
+def _error(line: bytes) -> str:
+    """The first line of an event's error, also when a full disk cut the event off."""
+    with contextlib.suppress(ValueError):
+        return str(json.loads(line)["error"]).splitlines()[0][:SAID]
+    return "(its event was cut off)"
 
 
 def _drawn_target(draw: float) -> str:

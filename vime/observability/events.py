@@ -76,9 +76,11 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         _end_torn_line(self._file)
+        self._is_broken = False
 
     def emit(self, kind: str, **fields: object) -> None:
-        """Append one event. `kind` is an EventKind; fields are JSON values (others are written as text)."""
+        """Append one event. `kind` is an EventKind; fields are JSON values (others are written as text). On a full disk
+        it is lost, with a warning: what must not be lost says so itself (spool, ledger, checkpoint)."""
         record: dict[str, object] = {
             "t": time.time(),
             "mono": time.monotonic(),
@@ -92,7 +94,15 @@ class EventLog:
         with self._lock:
             if self._file < 0:
                 raise ValueError(f"event {kind}: the log {self.path} is closed")
-            _write_all(self._file, line.encode())
+            try:
+                if self._is_broken:
+                    _end_torn_line(self._file)
+                _write_all(self._file, line.encode())
+                self._is_broken = False
+            except OSError as error:
+                if not self._is_broken:
+                    logger.warning("%s cannot be written: %s. Events are lost until it can be.", self.path, error)
+                self._is_broken = True
 
     @contextlib.contextmanager
     def span(self, name: str, **fields: object) -> Iterator[None]:

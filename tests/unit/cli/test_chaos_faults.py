@@ -13,6 +13,7 @@ from tests.helpers.ledger_cases import checked, issue, make_ready, open_ledger, 
 from vime.cli.chaos_faults import fill_disk, tear_spool
 from vime.handoff.ledger_types import LedgerFileError, Task
 from vime.handoff.spool import Spool, SpoolFullError, SpoolReader
+from vime.observability.events import EventKind, EventLog, read_events
 from vime.ray.checkpoint import RunState, find_latest, save_checkpoint
 from vime.types import CheckpointError, ConfigError
 
@@ -79,6 +80,21 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_one_before_and_is_written_with_r
     assert find_latest(disk / "saved") == before
     make_room()
     assert save_checkpoint(disk / "saved", state(2), write_model) == find_latest(disk / "saved")
+
+
+def test_events_on_a_full_disk_are_lost_with_one_warning_and_written_again_with_room(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # a driver once ended with a traceback over an event, and nobody read that the disk was full
+    log = EventLog(disk, "driver")
+    log.emit(EventKind.RUN_STARTED)
+    make_room = fill_disk(disk)
+    for _ in range(3):
+        log.emit(EventKind.RUN_FAILED, error="x" * 5000)
+    assert [record.getMessage().split(": ")[0] for record in caplog.records] == [f"{log.path} cannot be written"]
+    make_room()
+    log.emit(EventKind.RUN_FINISHED)
+    assert [event.kind for event in read_events(disk)] == ["run_started", "run_finished"]
 
 
 def test_a_large_disk_is_not_filled(tmp_path: Path) -> None:
