@@ -15,7 +15,7 @@ from vime.rollout.halt import Halt, is_halted
 from vime.rollout.partial import PartialStats, is_unfinished, oldest_allowed, resume, settle_versions
 from vime.types import Sample, SampleStatus, VersionSpan
 
-PROMPT, LENGTH, EOS = [1, 9], 12, 2
+PROMPT, LENGTH, MOST, EOS = [1, 9], 12, 20, 2
 """An answer is the tokens 10, 11, 12, ... by position, and EOS as its twelfth."""
 
 
@@ -41,6 +41,7 @@ class Engine:
             return [NOTHING] * n
         num_tokens, moves, halts = self.steps.pop(0) if self.steps else (LENGTH, 0, False)
         start, version = len(token_ids) - len(PROMPT), self.version
+        assert start + sampling_params["max_tokens"] == MOST  # what is there counts
         self.sent.append(list(token_ids))
         end = min(start + num_tokens, LENGTH, start + sampling_params["max_tokens"])
         self.version += moves
@@ -66,7 +67,7 @@ async def attempt(args, engine, samples):
     engine.halt.govern()
     todo = [sample for sample in samples if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
     if todo:
-        await generation.generate_group(args, todo, {"max_tokens": 20, "temperature": 1.0})
+        await generation.generate_group(args, todo, {"max_tokens": MOST, "temperature": 1.0})
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans()), max_size=12)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.helpers.rollout_setup import make_args
+from vime.rollout.convert import to_train_groups
 from vime.rollout.group_work import group_versions
 from vime.rollout.halt import Halt, is_halted
 from vime.rollout.partial import (
@@ -16,7 +17,7 @@ from vime.rollout.partial import (
     trainable_versions,
     without_answer,
 )
-from vime.types import Sample, SampleStatus, VersionSpan
+from vime.types import Sample, SampleStatus, StaleError, VersionSpan
 
 CORRECT = make_args("--max-staleness", 1)
 MASK = make_args("--mixed-version-policy", "mask")
@@ -96,6 +97,14 @@ class TestVersions:
         assert group_versions(samples) == (4, 4)
         samples[1].loss_mask = [0]
         assert group_versions(samples) == (2, 4)
+
+    def test_an_answer_that_is_context_alone_may_be_of_any_age(self):
+        samples = [answer(2, 2), answer(4, index=1)]
+        with pytest.raises(StaleError, match="sample 0"):
+            to_train_groups(MASK, [samples], 4)
+        settle_versions(MASK, samples, PartialStats(), oldest=4)
+        [group] = to_train_groups(MASK, [samples], 4)
+        assert [row.num_trainable for row in group.rows] == [0, 1]
 
     def test_the_oldest_version_a_round_may_train(self):
         assert [oldest_allowed(CORRECT, version) for version in (0, 1, 5)] == [0, 0, 4]
