@@ -57,7 +57,8 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
     """Generation alone, training alone (of what was generated), and both overlapped; once with generation and once with
     training as the slower one."""
     samples, longest = 32, 384
-    flags = [*task(rounds, response=longest, context=512, samples=samples), *SCRIPTED]
+    trained = task(rounds, response=longest, context=512, samples=samples)
+    flags = [*trained, *SCRIPTED]
     records = str(directory / "rollout_{rollout_id}.jsonl")
     alone = ["--debug-rollout-only", "--save-debug-rollout-data", records]
     train = ["--debug-train-only", "--load-debug-rollout-data", records]
@@ -70,7 +71,7 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
                 name=f"overlapped, {engine}", script="train_async.py", flags=[*flags, *ASYNC], environment=environment
             ),
         ]
-    sides.insert(1, Side(name="train", script="train.py", flags=[*flags, *train]))
+    sides.insert(1, Side(name="train", script="train.py", flags=trained + train))
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found, samples=samples)
     for engine in paces:
