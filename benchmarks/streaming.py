@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/streaming.py overlap    train.py against train_async.py --max-staleness 1, real engine
     .venv/bin/python benchmarks/streaming.py bound      train_async.py on a scripted engine, against max(rollout, train)
     .venv/bin/python benchmarks/streaming.py queue      mode streaming at staleness 0 against off; durable against not
+    .venv/bin/python benchmarks/streaming.py early      train.py with --train-early-groups against without
 
 Sides take turns (--repeats), rounds after the warm-up count (--rounds); the model and data of scripts/quickstart.sh
 must be there. Wall seconds a round are means over a run and medians over runs; CPU seconds are those of all processes.
@@ -98,6 +99,22 @@ def queue(rounds: int, repeats: int, directory: Path) -> None:
     print(f"durable over not durable: {seconds(found['streaming not durable']) / whole:.3f}")
 
 
+def early(rounds: int, repeats: int, directory: Path) -> None:
+    """Staleness 0 on a long tail: how much of the training passes while the last answers are decoded."""
+    samples = 32
+    flags = [*task(rounds, response=384, context=512, samples=samples), *SCRIPTED, *STREAMING]
+    environment = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"}
+    sides = [
+        Side(name="at once", script="train.py", flags=flags, environment=environment),
+        Side(name="early", script="train.py", flags=[*flags, "--train-early-groups", "4"], environment=environment),
+    ]
+    found = alternate(sides, repeats=repeats, directory=directory)
+    table(found, samples=samples)
+    for name, runs in found.items():
+        parts = ("wait", "early_train", "train", "update_weights")
+        print(f"{name}: " + ", ".join(f"{part} {middle(runs, f'perf/{part}_time'):.3f} s" for part in parts))
+
+
 def table(found: dict[str, list[Measured]], *, samples: int = SAMPLES) -> None:
     first = next(iter(found.values()))
     print("| side | s a round, median (all runs) | CPU s a round | samples/s | over the first |\n|---|---|---|---|---|")
@@ -123,7 +140,7 @@ def late_reward(entry: Measured) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    cases = {"overlap": overlap, "bound": bound, "queue": queue}
+    cases = {"overlap": overlap, "bound": bound, "queue": queue, "early": early}
     parser.add_argument("case", choices=cases)
     parser.add_argument("--rounds", type=int, default=12, help="rounds that count (default: 12)")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side (default: 2)")
