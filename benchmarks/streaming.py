@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/streaming.py overlap    train.py against train_async.py --max-staleness 1, real engine
     .venv/bin/python benchmarks/streaming.py bound      train_async.py on a scripted engine, against max(rollout, train)
     .venv/bin/python benchmarks/streaming.py queue      mode streaming at staleness 0 against off; durable against not
+    .venv/bin/python benchmarks/streaming.py early      train.py with --train-early-groups against without
 
 Sides take turns (--repeats), rounds after the warm-up count (--rounds); the model and data of scripts/quickstart.sh
 must be there. Wall seconds a round are means over a run and medians over runs; CPU seconds are those of all processes.
@@ -57,7 +58,8 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
     """Generation alone, training alone (of what was generated), and both overlapped; once with generation and once with
     training as the slower one."""
     samples, longest = 32, 384
-    flags = [*task(rounds, response=longest, context=512, samples=samples), *SCRIPTED]
+    trained = task(rounds, response=longest, context=512, samples=samples)
+    flags = [*trained, *SCRIPTED]
     records = str(directory / "rollout_{rollout_id}.jsonl")
     alone = ["--debug-rollout-only", "--save-debug-rollout-data", records]
     train = ["--debug-train-only", "--load-debug-rollout-data", records]
@@ -70,7 +72,7 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
                 name=f"overlapped, {engine}", script="train_async.py", flags=[*flags, *ASYNC], environment=environment
             ),
         ]
-    sides.insert(1, Side(name="train", script="train.py", flags=[*flags, *train]))
+    sides.insert(1, Side(name="train", script="train.py", flags=trained + train))
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found, samples=samples)
     for engine in paces:
@@ -95,6 +97,22 @@ def queue(rounds: int, repeats: int, directory: Path) -> None:
     whole = seconds(found["streaming"])
     print(f"\nstreaming over off: {seconds(found['off']) / whole:.3f} of its samples a second")
     print(f"durable over not durable: {seconds(found['streaming not durable']) / whole:.3f}")
+
+
+def early(rounds: int, repeats: int, directory: Path) -> None:
+    """Staleness 0 on a long tail: how much of the training passes while the last answers are decoded."""
+    samples = 32
+    flags = [*task(rounds, response=384, context=512, samples=samples), *SCRIPTED, *STREAMING]
+    environment = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"}
+    sides = [
+        Side(name="at once", script="train.py", flags=flags, environment=environment),
+        Side(name="early", script="train.py", flags=[*flags, "--train-early-groups", "4"], environment=environment),
+    ]
+    found = alternate(sides, repeats=repeats, directory=directory)
+    table(found, samples=samples)
+    for name, runs in found.items():
+        parts = ("wait", "early_train", "train", "update_weights")
+        print(f"{name}: " + ", ".join(f"{part} {middle(runs, f'perf/{part}_time'):.3f} s" for part in parts))
 
 
 def table(found: dict[str, list[Measured]], *, samples: int = SAMPLES) -> None:
@@ -122,7 +140,7 @@ def late_reward(entry: Measured) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    cases = {"overlap": overlap, "bound": bound, "queue": queue}
+    cases = {"overlap": overlap, "bound": bound, "queue": queue, "early": early}
     parser.add_argument("case", choices=cases)
     parser.add_argument("--rounds", type=int, default=12, help="rounds that count (default: 12)")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side (default: 2)")
