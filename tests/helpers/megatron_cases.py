@@ -235,6 +235,7 @@ def checkpoint_cases(models: Path, work: Path) -> list[Case]:
         case("resume-cp2-overlap", "resumed", 2, {**decay, **CP2, **OVERLAP}, directory=work / "resume-cp2"),
         case("missing-checkpoint", "failed", 2, method="load", argument=work / "nowhere"),
         case("save-below-a-file", "failed", 2, method="save", argument=models / "qwen2" / "config.json" / "below"),
+        case("save-on-a-full-disk", "failed_on_a_full_disk", directory=work / "full-disk"),
         case("truncated-tensors", "failed_load", 2, directory=work / "cut-tensors", truncate="*.distcp"),
         case("truncated-common", "failed_load", 2, directory=work / "cut-common", truncate="common.pt"),
         case(

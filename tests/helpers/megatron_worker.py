@@ -351,6 +351,13 @@ def failed(bench: Bench, method: str, argument: Path) -> dict[str, Any]:
     return answer
 
 
+def failed_on_a_full_disk(bench: Bench, directory: Path) -> dict[str, Any]:
+    """The error of `save` where the device of its first file has no room."""
+    directory.mkdir()
+    (directory / "common.pt").symlink_to("/dev/full")
+    return failed(bench, "save", directory)
+
+
 def failed_round(bench: Bench, reward: float) -> dict[str, Any]:
     """The error of a round whose row 5 has this reward, and the weights before and after."""
     trainer = bench.trainer()

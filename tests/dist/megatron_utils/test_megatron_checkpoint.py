@@ -90,6 +90,15 @@ def test_a_rank_killed_while_the_bytes_are_written_costs_that_checkpoint_only(mo
     assert rank["second"][0] == "CheckpointError"  # what the killed save left is not taken for a checkpoint
 
 
+def test_a_disk_without_room_is_said_as_that_and_not_in_torchs_words_alone(answers: Answers) -> None:
+    # torch.save raises a RuntimeError about a position in a file, which once ended as "trainer failed with"
+    [rank] = answers("save-on-a-full-disk")
+    kind, message = rank["error"]
+    assert kind == "CheckpointError"
+    assert "MiB free there" in message
+    assert "Check free space and permissions; the previous checkpoint is untouched" in message
+
+
 def test_without_optimizer_state_the_weights_come_back_and_the_moments_do_not(answers: Answers) -> None:
     [rank] = answers("resume-without-optimizer")
     assert rank["loaded"] == rank["saved"]

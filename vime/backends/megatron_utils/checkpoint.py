@@ -64,7 +64,9 @@ def save(
             filesystem_async._results_queue = queue.Queue()
         state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, content_metadata=_metadata())
-    except (OSError, CheckpointingException, CheckpointException, KeyError) as error:
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # of this machine or a lost peer: they say nothing about the checkpoint
+    except (OSError, CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:  # torch: disk full
         raise CheckpointError.unwritable(directory, describe(error)) from error
     pending = PendingSave(directory, strategy, group)
     if in_background:
