@@ -25,11 +25,13 @@ LONG_TAIL = ["--custom-generate-function-path", str(ROOT / "benchmarks/long_tail
 SCRIPTED = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
 
 
-def task(rounds: int, *, response: int, context: int, samples: int = SAMPLES) -> list[str]:
+def task(
+    rounds: int, *, response: int = 48, context: int = 512, groups: int = GROUPS, samples: int = SAMPLES
+) -> list[str]:
     return [
         *("--hf-checkpoint", str(MODEL), "--prompt-data", str(DATA / "train.jsonl"), "--input-key", "input"),
         *("--label-key", "label", "--rm-type", "exact_match", "--seed", "1234", "--rollout-shuffle"),
-        *("--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(samples)),
+        *("--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(samples)),
         *("--rollout-max-response-len", str(response), "--rollout-max-context-len", str(context)),
         *("--calculate-per-token-loss", "--lr", "2e-4", "--lr-warmup-iters", "5", "--weight-decay", "0"),
         *("--adam-beta2", "0.95", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048"),
@@ -38,15 +40,17 @@ def task(rounds: int, *, response: int, context: int, samples: int = SAMPLES) ->
 
 
 def overlap(rounds: int, repeats: int, directory: Path) -> None:
-    """Same prompts, same tails; what differs is the rhythm."""
-    flags = [*task(rounds, response=48, context=512), *LONG_TAIL]
+    """Same prompts, same tails; what differs is the rhythm. Rounds are small, so that a tail of a few sequences leaves
+    the engine, as on a GPU, time to decode more of them."""
+    groups, samples = 4, 4
+    flags = [*task(rounds, groups=groups, samples=samples), *LONG_TAIL]
     environment = {"VIME_LONG_TAIL": "400"}
     sides = [
         Side(name="train.py", script="train.py", flags=flags, environment=environment),
         Side(name="train_async.py", script="train_async.py", flags=[*flags, *ASYNC], environment=environment),
     ]
     found = alternate(sides, repeats=repeats, directory=directory)
-    table(found)
+    table(found, rows=groups * samples)
     print("\n| | wait | train | move weights | reward, last third |\n|---|---|---|---|---|")
     for name, runs in found.items():
         parts = [middle(runs, f"perf/{part}_time") for part in ("wait", "train", "update_weights")]
@@ -74,7 +78,7 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
         ]
     sides.insert(1, Side(name="train", script="train.py", flags=trained + train))
     found = alternate(sides, repeats=repeats, directory=directory)
-    table(found, samples=samples)
+    table(found, rows=GROUPS * samples)
     for engine in paces:
         overlapped = found[f"overlapped, {engine}"]
         limit = max(seconds(found[f"rollout, {engine}"]), seconds(found["train"]))
@@ -85,7 +89,7 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
 
 def queue(rounds: int, repeats: int, directory: Path) -> None:
     """What carrying groups one by one through ledger, spool and TransferQueue costs."""
-    flags = [*task(rounds, response=48, context=512), *LONG_TAIL]
+    flags = [*task(rounds), *LONG_TAIL]
     environment = {"VIME_LONG_TAIL": "400"}
     variants = {"off": [], "streaming": STREAMING, "streaming not durable": [*STREAMING, "--no-transferqueue-durable"]}
     sides = [
@@ -109,19 +113,19 @@ def early(rounds: int, repeats: int, directory: Path) -> None:
         Side(name="early", script="train.py", flags=[*flags, "--train-early-groups", "4"], environment=environment),
     ]
     found = alternate(sides, repeats=repeats, directory=directory)
-    table(found, samples=samples)
+    table(found, rows=GROUPS * samples)
     for name, runs in found.items():
         parts = ("wait", "early_train", "train", "update_weights")
         print(f"{name}: " + ", ".join(f"{part} {middle(runs, f'perf/{part}_time'):.3f} s" for part in parts))
 
 
-def table(found: dict[str, list[Measured]], *, samples: int = SAMPLES) -> None:
+def table(found: dict[str, list[Measured]], *, rows: int = GROUPS * SAMPLES) -> None:
     first = next(iter(found.values()))
     print("| side | s a round, median (all runs) | CPU s a round | samples/s | over the first |\n|---|---|---|---|---|")
     for name, runs in found.items():
         each = ", ".join(f"{entry.round_s:.3f}" for entry in runs)
         cpu_s = statistics.median(entry.cpu_s / len(entry.rounds) for entry in runs)
-        rate, gain = GROUPS * samples / seconds(runs), seconds(first) / seconds(runs)
+        rate, gain = rows / seconds(runs), seconds(first) / seconds(runs)
         print(f"| {name} | {seconds(runs):.3f} ({each}) | {cpu_s:.2f} | {rate:.1f} | {gain:.3f} |")
 
 
