@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.helpers.rollout_setup import make_args, write_model_directory
+from tests.helpers.rollout_setup import make_args
 from tests.helpers.scripted_engine import Failure, Hang, Held, Reply, ScriptedEngine
 from vime.rollout import engine_client
 from vime.rollout.engine_client import EngineClient
@@ -15,11 +15,6 @@ from vime.rollout.seeds import request_seed
 from vime.types import EngineError, Sample, SampleStatus, VersionSpan, WaitTimeoutError
 
 A, B, EOS, THINK, END_THINK = 5, 6, 2, 3, 4
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_model_directory(tmp_path_factory.mktemp("model"), positions=32)
 
 
 @pytest.fixture

@@ -5,27 +5,16 @@ import json
 import pytest
 
 from tests.helpers.metrics_page import undocumented
-from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
+from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
 from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.vllm_rollout import close_generation, generate_rollout
+from vime.rollout.vllm_rollout import generate_rollout
 from vime.types import SampleStatus, StaleError, VersionSpan
 
 EOS = 2
 LETTER = {letter: number for number, letter in enumerate("abcdefghij", start=5)}
 KEPT, MORE = 30, 31
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_model_directory(tmp_path_factory.mktemp("model"), positions=32)
-
-
-@pytest.fixture(autouse=True)
-def closed_clients():
-    yield
-    close_generation()
 
 
 class Rounds:

@@ -1,30 +1,15 @@
 """--partial-rollout in mode streaming: tokens of aborted answers wait in the spool and are gone on with, once each."""
 
-import pytest
-
-from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
 from vime.handoff.audit import audit_run
 from vime.handoff.payload import bytes_to_samples
 from vime.rollout import halt
-from vime.rollout.vllm_rollout import close_generation
 from vime.types import VersionSpan
 
 EOS = 2
 KEPT = 30
 PARTIAL = "--partial-rollout"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_model_directory(tmp_path_factory.mktemp("model"), positions=32)
-
-
-@pytest.fixture(autouse=True)
-def closed_clients():
-    yield
-    close_generation()
 
 
 class Cutting:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
+from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.vllm_rollout import close_generation, generate_rollout, generation_progress
@@ -12,11 +12,6 @@ from vime.types import DataError, PluginError, RewardError, SampleStatus, WaitTi
 
 EOS = 2
 LETTER = {letter: number for number, letter in enumerate("abcdefghij", start=5)}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_model_directory(tmp_path_factory.mktemp("model"), positions=32)
 
 
 @pytest.fixture

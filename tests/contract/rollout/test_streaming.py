@@ -5,24 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
-from vime.rollout.vllm_rollout import close_generation
 from vime.types import HandoffError, RewardError, WaitTimeoutError
 
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_model_directory(tmp_path_factory.mktemp("model"), positions=32)
-
-
-@pytest.fixture(autouse=True)
-def closed_clients():
-    yield
-    close_generation()
 
 
 class ServedVersion:
