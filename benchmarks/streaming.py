@@ -21,7 +21,9 @@ MODEL, DATA = ROOT / "models/quickstart-seed0", ROOT / "data/quickstart-seed0"
 STREAMING = ["--transferqueue-mode", "streaming"]
 ASYNC = [*STREAMING, "--max-staleness", "1"]
 GROUPS, SAMPLES = 16, 8
+FIRST_READY = ["--transferqueue-round-order", "commit"]
 LONG_TAIL = ["--custom-generate-function-path", str(ROOT / "benchmarks/long_tail.py") + ":generate"]
+TOO_OLD = "transferqueue/stale_dropped_groups"
 SCRIPTED = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
 
 
@@ -48,14 +50,19 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
     sides = [
         Side(name="train.py", script="train.py", flags=flags, environment=environment),
         Side(name="train_async.py", script="train_async.py", flags=[*flags, *ASYNC], environment=environment),
-    ]
+        Side(
+            name="train_async.py, first ready", script="train_async.py", flags=[*flags, *ASYNC, *FIRST_READY],
+            environment=environment,
+        ),
+    ]  # fmt: skip
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found, rows=groups * samples)
-    print("\n| | wait | train | move weights | reward, last third |\n|---|---|---|---|---|")
+    print("\n| | wait | train | move weights | too old | reward, last third |\n|---|---|---|---|---|---|")
     for name, runs in found.items():
-        parts = [middle(runs, f"perf/{part}_time") for part in ("wait", "train", "update_weights")]
+        parts = [f"{middle(runs, f'perf/{part}_time'):.3f}" for part in ("wait", "train", "update_weights")]
+        too_old = [f"{sum(line.get(TOO_OLD, 0.0) for line in entry.rounds):.0f}" for entry in runs]
         rewards = [f"{late_reward(entry):.3f}" for entry in runs]
-        print(f"| {name} | {parts[0]:.3f} | {parts[1]:.3f} | {parts[2]:.3f} | {', '.join(rewards)} |")
+        print(f"| {name} | {' | '.join(parts)} | {', '.join(too_old)} | {', '.join(rewards)} |")
 
 
 def bound(rounds: int, repeats: int, directory: Path) -> None:

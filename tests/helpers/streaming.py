@@ -24,7 +24,7 @@ class Streaming:
 
     def __init__(
         self, directory, engine, model_dir, *flags, rounds=3, staleness=0, is_durable=True, starts=True,
-        segment_bytes=SEGMENT_BYTES, **rules,
+        segment_bytes=SEGMENT_BYTES, round_order=RoundOrder.INDEX, **rules,
     ):  # fmt: skip
         """`starts` False: the producer is started by the test."""
         self._starts = starts
@@ -36,9 +36,8 @@ class Streaming:
             "--rollout-timeout-secs", 30, "--transferqueue-mode", "streaming", "--max-staleness", staleness, *flags,
         )  # fmt: skip
         self.clock = Clock()
-        order = RoundOrder.INDEX if staleness == 0 else RoundOrder.COMMIT
         bounds = LedgerRules(
-            max_slots=2 * (staleness + 1), max_staleness=staleness, lease_timeout_s=10.0, round_order=order,
+            max_slots=2 * (staleness + 1), max_staleness=staleness, lease_timeout_s=10.0, round_order=round_order,
             num_rounds=rounds, groups_per_round=2, **rules,
         )  # fmt: skip
         self.ledger = Ledger(directory / "ledger.db", bounds, clock=self.clock)

@@ -21,7 +21,7 @@ from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.parse import Config
 from vime.config.paths import absolute_paths
-from vime.config.queue_checks import check_queue, resolve_rollout_function
+from vime.config.queue_checks import check_queue, default_round_order, resolve_rollout_function
 from vime.config.reference_checks import check_reference_mode
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
@@ -51,6 +51,7 @@ def resolve(given: Config) -> Config:
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
         transferqueue_mode=_resolve_mode(config),
+        transferqueue_round_order=queue.transferqueue_round_order or default_round_order(queue),
         mixed_version_policy=queue.mixed_version_policy
         or ("mask" if rollout.mask_offpolicy_in_partial_rollout else "correct"),
         rollout_function_path=resolve_rollout_function(rollout, _resolve_mode(config)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vime.config.parse import Config
 from vime.config.rollout import RolloutConfig
 from vime.config.run import DebugConfig
+from vime.config.training import QueueConfig
 from vime.types import ConfigError
 
 BUFFER, STREAMING = "buffer", "streaming"
@@ -14,6 +15,21 @@ ROUNDS, GROUPS = "vime.rollout.vllm_rollout.generate_rollout", "vime.rollout.tra
 def resolve_rollout_function(rollout: RolloutConfig, mode: str) -> str:
     """The default rollout function is that of the mode."""
     return GROUPS if mode == STREAMING and rollout.rollout_function_path == ROUNDS else rollout.rollout_function_path
+
+
+def default_round_order(queue: QueueConfig) -> str:
+    """In the order of the prompts, unless the group that a round waits for could wait for room itself."""
+    return "commit" if queue.transferqueue_max_staleness > 0 and _bounds(queue) else "index"
+
+
+def _bounds(queue: QueueConfig) -> list[str]:
+    """The bounds of what may wait to be trained that are given, as flags."""
+    given = {
+        "--transferqueue-max-groups": queue.transferqueue_max_groups,
+        "--transferqueue-max-tokens": queue.transferqueue_max_tokens,
+        "--transferqueue-max-bytes": queue.transferqueue_max_bytes,
+    }
+    return [f"{flag} {most}" for flag, most in given.items() if most is not None]
 
 
 def check_queue(config: Config) -> None:
@@ -32,6 +48,7 @@ def check_queue(config: Config) -> None:
     _check_debug(config.debug)
     if queue.train_early_groups:
         _check_early(config)
+    _check_order(queue)
     wanted = rollout.rollout_batch_size
     if queue.transferqueue_max_groups is not None and queue.transferqueue_max_groups < wanted:
         raise ConfigError(
@@ -63,6 +80,21 @@ def _check_partial(config: Config) -> None:
             "--partial-rollout with --transferqueue-max-staleness 0: the next round may not train tokens of this one's "
             f"weights, so every answer would begin anew. Add {mask}, which keeps them as context, or raise the bound "
             "to 1."
+        )
+
+
+def _check_order(queue: QueueConfig) -> None:
+    """--transferqueue-round-order: orders that mean nothing, or in which a round could wait for ever."""
+    order, staleness = queue.transferqueue_round_order, queue.transferqueue_max_staleness
+    if order == "commit" and staleness == 0:
+        raise ConfigError(
+            "--transferqueue-round-order commit with --transferqueue-max-staleness 0: every group under way belongs to "
+            "the round, so none can be first. Leave it out, or raise the bound."
+        )
+    if order == "index" and staleness > 0 and _bounds(queue):
+        raise ConfigError(
+            f"--transferqueue-round-order index with {', '.join(_bounds(queue))}: the group that a round waits for "
+            "could wait for room that groups behind it hold. Use commit, or leave the bound out."
         )
 
 

@@ -155,6 +155,13 @@ class QueueConfig:
         "or its prompt is answered again",
         choices=("drop", "retry"),
     )
+    transferqueue_round_order: str | None = flag(
+        None,
+        "streaming: a round takes index: the lowest group numbers that are open, and waits for the slowest of them, so "
+        "that no group gets too old; commit: what is ready first, and what misses its rounds falls under "
+        "--stale-policy (empty: index; commit with a staleness above 0 and one of the --transferqueue-max-* bounds)",
+        choices=("index", "commit"),
+    )
     mixed_version_policy: str | None = flag(
         None,
         "an answer sampled by several versions: correct: its tokens are trained, under --off-policy-correction; mask: "

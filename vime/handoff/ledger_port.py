@@ -22,16 +22,16 @@ class LedgerPort(Protocol):
     def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any: ...
     async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any: ...
 
-    def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
-        """Until the ledger has written more than line `seen` of its history and `Ledger.has(ready=, slots=)`, or
-        `timeout_s` is over; the newest line.
+    def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
+        """Until the ledger has written more than line `seen` of its history and `Ledger.has(**has)`, or `timeout_s`
+        is over; the newest line.
 
         Pass the number that was answered before the call whose answer was "not yet", at first -1: nothing is missed in
         between.
         """
         ...
 
-    async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int: ...
+    async def wait_for_news_async(self, seen: int, timeout_s: float, **has: int) -> int: ...
 
 
 class LocalLedgerPort:
@@ -54,19 +54,19 @@ class LocalLedgerPort:
     async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
         return self.call(desk, name, *arguments, **options)
 
-    def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
+    def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_news(seen, ready, slots), timeout_s)
+            self._changed.wait_for(lambda: self._is_news(seen, has), timeout_s)
             return self._ledger.sequence
 
-    async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
+    async def wait_for_news_async(self, seen: int, timeout_s: float, **has: int) -> int:
         """No thread waits, so that a loop that is stopped leaves nothing behind that holds its process up."""
         woken = asyncio.Event()
         with self._changed:
             self._wakers[woken] = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._is_news(seen, ready, slots):
+                while not self._is_news(seen, has):
                     await woken.wait()
                     woken.clear()
         except TimeoutError:
@@ -76,6 +76,6 @@ class LocalLedgerPort:
                 del self._wakers[woken]
         return self._ledger.sequence
 
-    def _is_news(self, seen: int, ready: int, slots: int) -> bool:
+    def _is_news(self, seen: int, has: dict[str, int]) -> bool:
         with self._changed:
-            return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)
+            return self._ledger.sequence > seen and self._ledger.has(**has)

@@ -47,6 +47,11 @@ _CANDIDATES = {
     RoundOrder.INDEX: f"select state, {PAYLOAD} from prompt_group indexed by open_group where partition = ? "
     "and state in ('issued', 'retry', 'ready') and round is null order by grp limit ?",
 }
+_READY = {
+    RoundOrder.COMMIT: _CANDIDATES[RoundOrder.COMMIT],
+    RoundOrder.INDEX: f"select state, {PAYLOAD} from prompt_group indexed by open_group where partition = ? "
+    "and state in ('issued', 'retry', 'ready') and state = 'ready' and round is null order by grp limit ?",
+}
 _TAKE = "update prompt_group set state = 'leased', round = ?, position = ? where partition = ? and grp = ?"
 _PUT_ROUND = """insert into round(id, state, fence, holder, version, num_groups) values (?, 'leased', ?, ?, ?, ?)
     on conflict(id) do update set state = 'leased', fence = excluded.fence, holder = excluded.holder,
@@ -122,10 +127,10 @@ class RoundDesk:
         )
 
     def ready(self, *, version: Version, count: int) -> tuple[LeasedGroup, ...]:
-        """Up to `count` ready groups that a round on `version` may train, first ready first. Promises nothing: whoever
-        reads ahead asks the lease which of them it got."""
+        """Up to `count` ready groups that a round on `version` may train, in the order of the run but for gaps.
+        Promises nothing: whoever reads ahead asks the lease which of them it got."""
         book = self._book
-        lines = book.query(_CANDIDATES[RoundOrder.COMMIT], book.train_id, count)
+        lines = book.query(_READY[book.rules.round_order], book.train_id, count)
         groups = [leased_group(book.rules.partition, line[1:]) for line in lines]
         oldest = version - book.rules.max_staleness
         return tuple(group for group in groups if oldest <= group.payload.min_version)
@@ -279,6 +284,12 @@ class RoundDesk:
         row = find_round(self._book, round_id)
         now = f"it is {row.state} under fence {row.fence}" if row else "its groups went back"
         return LeaseLostError(f"round {round_id}, fence {fence}: the lease ended; {now}. Do not train it.")
+
+
+def has_round(book: Book, count: int) -> bool:
+    """Whether the next `count` groups in the order of the run are ready, some of them perhaps too old."""
+    lines = book.query(_CANDIDATES[book.rules.round_order], book.train_id, count)
+    return len(lines) == count and all(line[0] == State.READY for line in lines)
 
 
 def count_in_flight(book: Book) -> int:

@@ -86,6 +86,7 @@ class Engines:
         self._router = RouterActor.options(num_cpus=0).remote(config, str(run_dir))
         self._deadline_s = config.cluster.start_timeout_secs
         self._starting = [actor.start.remote(self._deadline_s) for actor in self._actors]
+        self._watched = {f"engine-{index}": actor for index, actor in enumerate(self._actors)}  # and the started router
         self._checks: dict[Any, str] = {}  # asked and not answered yet, by name
         self._asked = -math.inf  # when the last check began
         self.addresses: list[EngineAddress] = []
@@ -103,14 +104,22 @@ class Engines:
             on_poll=on_poll,
             parties=[f"engine-{index}" for index in range(len(self))],
         )
+
+        def poll() -> None:
+            """The router waits for every engine, also for one that has ended."""
+            if on_poll is not None:
+                on_poll()
+            self.check()
+
         [(host, port)] = wait_for(
             [self._router.start.remote(self.addresses, self._deadline_s)],
             name="router to start",
             owner="vllm-router",
             deadline_s=self._deadline_s + 30,
-            on_poll=on_poll,
+            on_poll=poll,
             parties=["router"],
         )
+        self._watched["router"] = self._router
         engine = dataclasses.replace(self._config.engine, vllm_router_ip=host, vllm_router_port=port)
         return dataclasses.replace(self._config, engine=engine)
 
@@ -131,9 +140,8 @@ class Engines:
                 raise WaitTimeoutError(f"{silent} to say how it is", elapsed, "its actor", "See RUN_DIR/logs.")
         elif elapsed >= engine.engine_health_interval_secs:
             self._asked = time.monotonic()
-            named = {f"engine-{index}": actor for index, actor in enumerate(self._actors)} | {"router": self._router}
             deadline_s = engine.engine_health_timeout_secs
-            self._checks = {actor.check.remote(deadline_s, is_updating): name for name, actor in named.items()}
+            self._checks = {actor.check.remote(deadline_s, is_updating): name for name, actor in self._watched.items()}
 
     def stop(self) -> None:
         """Router first, then engines; an actor that is gone took its child with it."""

@@ -55,11 +55,11 @@ class LedgerActor:
         finally:
             await self._tell()
 
-    async def wait_for_news(self, seen: int, timeout_s: float, ready: int, slots: int) -> int:
+    async def wait_for_news(self, seen: int, timeout_s: float, has: dict[str, int]) -> int:
         """See `LedgerPort.wait_for_news`. Holds up no other call."""
 
         def is_news() -> bool:
-            return self._ledger.sequence > seen and self._ledger.has(ready=ready, slots=slots)
+            return self._ledger.sequence > seen and self._ledger.has(**has)
 
         if timeout_s > 0 and not is_news():
             async with self._news:
@@ -142,14 +142,14 @@ class LedgerClient:
             ref, name=f"the ledger's answer to {name}", owner="ledger", deadline_s=self._deadline_s
         )
 
-    def wait_for_news(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
-        ref = self._handle.wait_for_news.remote(seen, timeout_s, ready, slots)
+    def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
+        ref = self._handle.wait_for_news.remote(seen, timeout_s, has)
         longest_s = self._deadline_s + timeout_s
         [answer] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
         return int(answer)
 
-    async def wait_for_news_async(self, seen: int, timeout_s: float, *, ready: int = 0, slots: int = 0) -> int:
-        ref = self._handle.wait_for_news.remote(seen, timeout_s, ready, slots)
+    async def wait_for_news_async(self, seen: int, timeout_s: float, **has: int) -> int:
+        ref = self._handle.wait_for_news.remote(seen, timeout_s, has)
         longest_s = self._deadline_s + timeout_s
         return int(await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=()))
 

@@ -31,8 +31,7 @@ ORIGIN_NAME = "ledger.origin"  # in a run directory: whose queue its own was cop
 
 
 def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
-    """The bounds of this run. At staleness 0 a round is the lowest open groups, so that who was faster does not
-    matter; otherwise it is whoever was ready first."""
+    """The bounds of this run, as the ledger counts them."""
     queue, batch = config.queue, config.rollout.rollout_batch_size
     staleness = queue.transferqueue_max_staleness
     return LedgerRules(
@@ -40,7 +39,7 @@ def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
         max_staleness=staleness,
         lease_timeout_s=queue.transferqueue_lease_timeout_secs,
         stale_policy=StalePolicy(queue.stale_policy),
-        round_order=RoundOrder.INDEX if staleness == 0 else RoundOrder.COMMIT,
+        round_order=RoundOrder(queue.transferqueue_round_order),
         max_groups=queue.transferqueue_max_groups,
         max_tokens=queue.transferqueue_max_tokens,
         max_bytes=queue.transferqueue_max_bytes,

@@ -194,17 +194,17 @@ class TransferQueueDataSource:
                     "vLLM engines and reward function",
                     "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
                 )
-            seen = self._ledger.wait_for_news(seen, NEWS_S, ready=self._offer_portion(num_groups))
+            seen = self._ledger.wait_for_news(seen, NEWS_S, **self._worth_asking(num_groups))
 
-    def _offer_portion(self, num_groups: int) -> int:
-        """How many groups must be ready before it is worth asking again."""
+    def _worth_asking(self, num_groups: int) -> dict[str, int]:
+        """What the ledger must have (`Ledger.has`) before it is worth asking again. Offers a portion, if there is."""
         portions = self.portions
         if not portions.minimum:
-            return num_groups
+            return {"round_of": num_groups}
         ready = self._ledger.call("rounds", "ready", version=self._round_id, count=num_groups)
         if len(ready) < num_groups:
             portions.offer(ready)
-        return min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))
+        return {"ready": min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))}
 
     def _post_progress(self, num_groups: int, answer: LeaseAnswer, elapsed_s: float) -> None:
         status: LedgerStatus = self._ledger.call("", "status")

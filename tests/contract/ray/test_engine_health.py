@@ -31,9 +31,20 @@ class Stub:
             time.sleep(600)
 
 
-def started(monkeypatch, tmp_path: Path, count: int) -> Engines:
+@ray.remote(num_cpus=0)
+class RouterThatWaits:
+    """As the real one does for engines that do not answer."""
+
+    def __init__(self, *_) -> None:
+        pass
+
+    def start(self, _engines, _deadline_s) -> None:
+        time.sleep(600)
+
+
+def started(monkeypatch, tmp_path: Path, count: int, router=Stub) -> Engines:
     monkeypatch.setattr(engines_module, "EngineActor", Stub)
-    monkeypatch.setattr(engines_module, "RouterActor", Stub)
+    monkeypatch.setattr(engines_module, "RouterActor", router)
     flags = ["--engine-health-interval-secs", "0.5", "--engine-health-timeout-secs", "0.5"]
     return Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags]), tmp_path)
 
@@ -50,6 +61,14 @@ def test_an_engine_that_is_not_well_ends_the_wait_by_its_own_words(monkeypatch, 
     engines = started(monkeypatch, tmp_path, count=2)
     with pytest.raises(EngineError, match=f"engine-1 asked with 0.5 s, is_updating {is_updating}"):
         check_until_raised(engines, is_updating=is_updating)
+
+
+def test_an_engine_that_ends_before_the_router_is_ready_is_named_instead_of_the_router(monkeypatch, tmp_path) -> None:
+    """Killed between its own start and the router's, which waits for it without end."""
+    engines = started(monkeypatch, tmp_path, count=2, router=RouterThatWaits)
+    engines._deadline_s = 30
+    with pytest.raises(EngineError, match=r"engine-1 asked with 0.5 s"):
+        engines.wait_ready()
 
 
 def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(monkeypatch, tmp_path) -> None:

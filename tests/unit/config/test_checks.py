@@ -61,6 +61,15 @@ def test_pause_mode_is_keep_when_tokens_may_be_old(model_dir: Path) -> None:
     assert resolved(model_dir, "--max-staleness", "1").weights.pause_mode == "keep"
 
 
+def test_rounds_are_in_the_order_of_prompts_unless_one_could_wait_for_room(model_dir: Path) -> None:
+    asynchronous = [*STREAMING, "--max-staleness", "1"]
+    for flags, order in ((STREAMING, "index"), (asynchronous, "index")):
+        assert resolved(model_dir, *flags).queue.transferqueue_round_order == order
+    for bound in ("groups", "tokens", "bytes"):
+        bounded = resolved(model_dir, *asynchronous, f"--transferqueue-max-{bound}", "9000")
+        assert bounded.queue.transferqueue_round_order == "commit"
+
+
 def test_distillation_asks_for_its_column(model_dir: Path) -> None:
     assert resolved(model_dir).queue.transfer_queue_extra_data_fields == ()
     assert resolved(model_dir, "--use-opd").queue.transfer_queue_extra_data_fields == ("teacher_log_probs",)
@@ -225,6 +234,23 @@ REFUSALS = {
         ["--transferqueue-mode", "streaming", "--transferqueue-max-groups", "1"],
         ["--transferqueue-max-groups 1", "--rollout-batch-size"],
     ),
+    "an order of what is always whole": (
+        ["--transferqueue-mode", "streaming", "--transferqueue-round-order", "commit"],
+        ["--transferqueue-round-order commit", "--transferqueue-max-staleness 0"],
+    ),
+    "a round that waits for a group that waits for room": (
+        [
+            "--transferqueue-mode",
+            "streaming",
+            "--max-staleness",
+            "1",
+            "--transferqueue-max-tokens",
+            "9000",
+            "--transferqueue-round-order",
+            "index",
+        ],
+        ["--transferqueue-round-order index", "--transferqueue-max-tokens 9000"],
+    ),
     "streaming that nobody trains": (
         ["--transferqueue-mode", "streaming", "--debug-rollout-only"],
         ["--debug-rollout-only", "--transferqueue-mode streaming"],
@@ -312,6 +338,7 @@ READ = {
     "transferqueue_fsync": (["never"], STREAMING),
     "transferqueue_ack_on_train_data": ([], STREAMING),
     "transferqueue_lease_timeout_secs": (["30"], STREAMING),
+    "transferqueue_round_order": (["commit"], [*STREAMING, "--max-staleness", "1"]),
     "transferqueue_max_groups": (["64"], STREAMING),
     "transferqueue_max_tokens": (["9000"], STREAMING),
     "transferqueue_max_bytes": (["9000"], STREAMING),

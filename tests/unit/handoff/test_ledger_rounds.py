@@ -79,8 +79,8 @@ def test_what_is_ready_can_be_seen_before_a_lease_and_is_not_changed_by_looking(
     ledger = open_ledger(tmp_path, round_order=RoundOrder.INDEX, max_staleness=0)
     a, b, c = issue(ledger, 3)
     commit(ledger, c, a)
-    assert [found.task for found in ledger.rounds.ready(version=0, count=4)] == [c, a]  # b holds a lease up, not a look
-    assert [found.task for found in ledger.rounds.ready(version=0, count=1)] == [c]
+    assert [found.task for found in ledger.rounds.ready(version=0, count=4)] == [a, c]  # b holds a lease up, not a look
+    assert [found.task for found in ledger.rounds.ready(version=0, count=1)] == [a]
     assert ledger.rounds.ready(version=1, count=4) == ()  # a round on version 1 may not train them
     commit(ledger, b)
     assert groups_of(lease(ledger, 0, 2)) == [0, 1]
@@ -98,6 +98,20 @@ def test_whoever_waits_can_name_how_many_groups_and_slots_it_needs(ledger):
     assert not ledger.has(slots=4)
     lease(ledger, 0)
     assert not ledger.has(ready=1)
+
+
+@pytest.mark.parametrize(("order", "whole"), [(RoundOrder.INDEX, [0, 1]), (RoundOrder.COMMIT, [1, 2])])
+def test_whoever_waits_for_a_round_is_told_when_its_own_order_makes_it_whole(tmp_path, order, whole):
+    ledger = open_ledger(tmp_path, round_order=order)
+    a, b, c = issue(ledger, 3)
+    commit(ledger, b, c)
+    assert ledger.has(round_of=2) == (order is RoundOrder.COMMIT)
+    if order is RoundOrder.INDEX:
+        commit(ledger, a)
+    assert ledger.has(round_of=2)
+    assert not ledger.has(round_of=4)
+    assert groups_of(lease(ledger, 0, 2)) == whole
+    ledger.close()
 
 
 def test_a_late_ack_of_an_expired_lease_is_refused_and_the_groups_go_to_the_next(tmp_path, ledger, clock):
