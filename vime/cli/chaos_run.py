@@ -23,9 +23,7 @@ from vime.observability.events import Event, EventKind, read_events
 from vime.types import WaitTimeoutError
 from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
-END_GRACE_S = 60.0
-"""For what a killed driver leaves to end by itself. Ray's workers look for their node every few seconds and then end;
-one that was just being started gives its connection up after 26 s, on a busy machine later (docs/log.md)."""
+END_GRACE_S = 30.0  # for what a killed driver leaves to end by itself
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL = "kept", "equal"

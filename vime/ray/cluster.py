@@ -29,6 +29,8 @@ QUEUE_CPUS = 0.1
 LEDGER_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
+WORKER_CONNECT_S = "2"
+"""Ray tries five times so long: a worker that was just being started when its driver was killed ends after so much."""
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
 
@@ -85,6 +87,7 @@ def start_ray(config: Config) -> None:
     demand = demand_of(config)
     if config.cluster.ray_address is None:
         logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
+        os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
         with waiting("a local Ray to start", deadline_s=START_S):
             ray.init(
                 address="local",  # never the cluster that some `ray start` left a note about
