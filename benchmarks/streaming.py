@@ -75,8 +75,8 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
 
 def bound(rounds: int, repeats: int, directory: Path) -> None:
     """Generation alone, training alone (of what was generated), and both overlapped; once with generation and once with
-    training as the slower one. The model is large enough that a sample costs the trainer ten times what it costs all
-    others together: with the quick start's own, 0.1 M parameters, both cores are full of carrying samples."""
+    training as the slower one. The model is large enough that a sample costs the trainer four times what it costs all
+    others together; with the quick start's own, 0.1 M parameters, both cores are full of carrying samples."""
     trained = task(rounds, response=384, context=512, model=wide_model(directory / "model"))
     flags = [*trained, *SCRIPTED]
     records = str(directory / "rollout_{rollout_id}.jsonl")

@@ -8,6 +8,8 @@ import pytest
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, iter_flags, parse_command_line
 from vime.config.readers import READ_WHEN
+from vime.handoff.ledger_types import RoundOrder
+from vime.ray.stream import ledger_rules
 from vime.types import ConfigError
 
 SHAPE = {
@@ -68,6 +70,12 @@ def test_rounds_are_in_the_order_of_prompts_unless_one_could_wait_for_room(model
     for bound in ("groups", "tokens", "bytes"):
         bounded = resolved(model_dir, *asynchronous, f"--transferqueue-max-{bound}", "9000")
         assert bounded.queue.transferqueue_round_order == "commit"
+
+
+@pytest.mark.parametrize("order", RoundOrder)
+def test_the_ledger_of_a_run_takes_the_order_that_was_asked_for(model_dir: Path, order: RoundOrder) -> None:
+    flags = [*STREAMING, "--max-staleness", "1", "--transferqueue-round-order", order]
+    assert ledger_rules(resolved(model_dir, *flags), num_rollout=3).round_order is order
 
 
 def test_distillation_asks_for_its_column(model_dir: Path) -> None:
