@@ -27,6 +27,8 @@ CORE = [
     "transformers>=5.19,<5.20",
     "safetensors>=0.6.2",
     "numpy",
+    # Requests to engines and reward services, of which hundreds are open: benchmarks/http_client.py.
+    "aiohttp>=3.14.3",
     "httpx>=0.28",
     "msgpack>=1.1",
     "pyarrow>=17",
@@ -49,7 +51,6 @@ CORE = [
 VLLM_CPU = [
     # Exact, with its local label: the label keeps pip from taking a CUDA wheel of the same number.
     "torch==2.13.0+cpu",
-    "aiohttp>=3.14.3",
     "anthropic>=0.71.0",
     "apache-tvm-ffi",
     "blake3",

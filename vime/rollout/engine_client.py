@@ -11,13 +11,14 @@ import asyncio
 import base64
 import contextlib
 import io
+import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,8 +31,12 @@ logger = logging.getLogger(__name__)
 ROUTE = "/inference/v1/generate"
 WORKERS_ROUTE, ABORT_ROUTE = "/list_workers", "/abort_requests"  # of the router, of an engine
 ABORT_S = 2.0
+CONNECT_S = 10.0
+IDLE_S = 4.0
+"""After which an idle connection is given up: before vLLM's server does it, which is after 5 s."""
 MAX_ATTEMPTS = 8
 LONGEST_BACKOFF_S = 8.0
+SHORTLY = aiohttp.ClientTimeout(total=ABORT_S)
 SERVERS = ("router", "engine")
 """Who may hold an answer up: a request does not say which engine the router gave it to."""
 REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
@@ -57,7 +62,7 @@ NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
 
 
 class EngineClient:
-    """HTTP client of the router. Belongs to one event loop.
+    """HTTP client of the router, made on the event loop that it belongs to.
 
     At most `max_in_flight` requests are open; each has `timeout_s` from the moment it may start. Cancelling the caller
     closes the connection, which aborts the request in the engine; `abort` ends it with the tokens so far.
@@ -68,12 +73,10 @@ class EngineClient:
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
         self._slots = asyncio.Semaphore(max_in_flight)
         self._warned: set[str] = set()
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            # A proxy from the environment must never stand between trainer and engines.
-            trust_env=False,
-            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_in_flight),
+        # No proxy from the environment may stand between trainer and engines: aiohttp asks for none by default.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),  # the slots are the limit
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s)),
         )
 
     async def generate(
@@ -102,7 +105,7 @@ class EngineClient:
                 stack.enter_context(waiting("an answer", *SERVERS, deadline_s=self._timeout_s))
                 async with asyncio.timeout(self._timeout_s):
                     answer = await self._post(body, headers)
-        except (TimeoutError, httpx.TimeoutException) as error:
+        except TimeoutError as error:
             raise WaitTimeoutError(
                 f"{n} answers to a prompt of {len(token_ids)} tokens",
                 self._timeout_s,
@@ -117,18 +120,20 @@ class EngineClient:
         """Tell every engine to give these requests up: they are answered with the tokens so far. One that an engine
         does not know, or an engine that does not answer, is passed over."""
         try:
-            answer = await self._http.get(WORKERS_ROUTE, timeout=ABORT_S)
-            workers = [str(url) for url in answer.raise_for_status().json()["urls"]]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            async with self._http.get(f"{self.url}{WORKERS_ROUTE}", timeout=SHORTLY, raise_for_status=True) as answer:
+                workers = [str(url) for url in (await answer.json(content_type=None))["urls"]]
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             self._warn(self.url, f"it does not say which engines there are: {error!r}")
             return
         body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
-        posts = [self._http.post(f"{worker}{ABORT_ROUTE}", json=body, timeout=ABORT_S) for worker in workers]
-        for worker, told in zip(workers, await asyncio.gather(*posts, return_exceptions=True), strict=True):
-            if isinstance(told, BaseException) and not isinstance(told, httpx.HTTPError):
-                raise told
-            if isinstance(told, BaseException) or not told.is_success:
-                self._warn(worker, f"{ABORT_ROUTE}: {told!r}")
+        await asyncio.gather(*(self._abort_at(worker, body) for worker in workers))
+
+    async def _abort_at(self, worker: str, body: Mapping[str, Any]) -> None:
+        try:
+            async with self._http.post(f"{worker}{ABORT_ROUTE}", json=body, timeout=SHORTLY, raise_for_status=True):
+                pass
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._warn(worker, f"{ABORT_ROUTE}: {error!r}")
 
     def _warn(self, server: str, trouble: str) -> None:
         """Once for each server: an abort is repeated until it is obeyed."""
@@ -137,7 +142,7 @@ class EngineClient:
             logger.warning("requests under way are not cut short by %s: %s", server, trouble)
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
         """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
@@ -149,16 +154,15 @@ class EngineClient:
             if attempt and is_halted():
                 return None
             try:
-                response = await self._http.post(ROUTE, json=body, headers=headers)
-            except httpx.TransportError as error:
-                if isinstance(error, httpx.ReadTimeout):
-                    raise
+                async with self._http.post(f"{self.url}{ROUTE}", json=body, headers=headers) as response:
+                    status, text = response.status, await response.text(errors="replace")
+            except aiohttp.ClientError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
             else:
-                if response.status_code == 200:
-                    return _json(response, self.url)
-                trouble = f"HTTP {response.status_code}: {response.text[:500]}"
-                if response.status_code not in REPEATABLE_STATUS:
+                if status == 200:
+                    return _json(text, self.url)
+                trouble = f"HTTP {status}: {text[:500]}"
+                if status not in REPEATABLE_STATUS:
                     raise EngineError(f"{self.url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
             logger.warning("generation request failed (attempt %d of %d): %s", attempt + 1, MAX_ATTEMPTS, trouble)
         raise EngineError(
@@ -167,11 +171,11 @@ class EngineClient:
         )
 
 
-def _json(response: httpx.Response, url: str) -> Any:
+def _json(text: str, url: str) -> Any:
     try:
-        return response.json()
+        return json.loads(text)
     except ValueError as error:
-        raise EngineError(f"{url}{ROUTE}: answered something that is not JSON: {response.text[:200]!r}.") from error
+        raise EngineError(f"{url}{ROUTE}: answered something that is not JSON: {text[:200]!r}.") from error
 
 
 def _read_answers(body: Any, n: int) -> list[Answer]:

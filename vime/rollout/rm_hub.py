@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import numbers
 import threading
@@ -16,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import httpx
+import aiohttp
 
 from vime.rollout import reasoning_gym_tasks
 from vime.rollout.loops import raise_first, reward_loop
@@ -185,17 +186,18 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     where = f"--rm-url {args.rm_url}, sample {sample.index}"
     trouble = ""
     try:
-        async with asyncio.timeout(args.rm_timeout_secs), httpx.AsyncClient(timeout=args.rm_timeout_secs) as client:
+        async with asyncio.timeout(args.rm_timeout_secs), aiohttp.ClientSession(trust_env=True) as session:
             with waiting("a remote reward", args.rm_url, deadline_s=args.rm_timeout_secs):
                 for attempt in range(REMOTE_ATTEMPTS):
                     await asyncio.sleep(0.2 * attempt)
                     try:
-                        response = await client.post(args.rm_url, json=body)
-                        if response.status_code == 200:
-                            answer = response.json()
+                        async with session.post(args.rm_url, json=body) as response:
+                            status, text = response.status, await response.text(errors="replace")
+                        if status == 200:
+                            answer = json.loads(text)
                             return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
-                        trouble = f"HTTP {response.status_code}: {response.text[:200]}"
-                    except httpx.TransportError as error:
+                        trouble = f"HTTP {status}: {text[:200]}"
+                    except aiohttp.ClientError as error:
                         trouble = f"{type(error).__name__} {error}".strip()
     except TimeoutError as error:
         raise RewardError(f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). {trouble}") from error
