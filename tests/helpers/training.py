@@ -117,8 +117,11 @@ class Training:
 
     def kill_member(self, name: str) -> None:
         """SIGKILL the one process of this run whose command line or title has `name` in it."""
-        [victim] = [process for process, command in self._members() if name in command]
-        victim.kill()
+        self.member(name).kill()
+
+    def member(self, name: str) -> psutil.Process:
+        [found] = [process for process, command in self._members() if name in command]
+        return found
 
     def so_far(self) -> Finished:
         """What the run has written until now."""

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -119,8 +120,10 @@ class AgreementGuard:
             return {}
         rows, rule = list(generated.probe), SamplingRule()
         with contextlib.closing(self._witnesses(generated.rollout_id, version, rule=rule)) as witnesses:
-            opinions = witnesses.fresh_scores(rows)
-            own = self._ranks.log_probs(rows, rule)
+            with ThreadPoolExecutor(1, thread_name_prefix="agreement") as beside:
+                asked = beside.submit(witnesses.fresh_scores, rows)
+                own = self._ranks.log_probs(rows, rule)
+                opinions = asked.result()
             found = [of_rows(_with_recorded(rows, opinion.log_probs), own) for opinion in opinions]
             if not found:
                 return {}

@@ -6,11 +6,13 @@ actor is made and compared with what the cluster has (https://github.com/verl-pr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 from dataclasses import dataclass
 
+import psutil
 import ray
 
 from vime.config.parse import Config
@@ -31,6 +33,14 @@ LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
 WORKER_CONNECT_S = "2"
 """Ray tries five times so long: a worker that was just being started when its driver was killed ends after so much."""
+GENERATION_NICENESS = 15
+KEEP_FREED_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "16000000000",
+}
+"""For glibc: a step gets the memory of the step before, instead of fresh pages that the kernel clears one by one. One
+arena: each thread has its own otherwise, with an upper size, and Ray trains in one thread of several."""
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
 
@@ -71,6 +81,18 @@ def limit_threads(config: Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def yield_to_trainers(config: Config) -> None:
+    """Lower the priority of this process and of all that it starts. Without a GPU, engines, rewards and trainers share
+    few cores: a trainer is one thread that computes, generation is many that come and go and would push it aside. What
+    the trainer leaves, generation has. (Figures: docs/log.md. What a guard starts is lowered as one: guard.py.)"""
+    if config.cluster.device != "cpu":
+        return
+    for thread in psutil.Process().threads():  # Linux keeps a niceness for each thread; new ones inherit their maker's
+        with contextlib.suppress(ProcessLookupError):  # has just ended
+            mine = os.getpriority(os.PRIO_PROCESS, thread.id)
+            os.setpriority(os.PRIO_PROCESS, thread.id, max(mine, GENERATION_NICENESS))
+
+
 def num_trainer_ranks(config: Config) -> int:
     return config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
 
@@ -88,6 +110,10 @@ def start_ray(config: Config) -> None:
     if config.cluster.ray_address is None:
         logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
         os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
+        if config.cluster.device == "cpu":
+            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
+            for name, value in KEEP_FREED_MEMORY.items():
+                os.environ.setdefault(name, value)
         with waiting("a local Ray to start", deadline_s=START_S):
             ray.init(
                 address="local",  # never the cluster that some `ray start` left a note about

@@ -15,7 +15,7 @@ from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.router import RouterProcess
 from vime.config.parse import Config
 from vime.observability.logs import setup_logging
-from vime.ray.cluster import ENGINE_CPUS
+from vime.ray.cluster import ENGINE_CPUS, yield_to_trainers
 from vime.ray.waits import wait_for
 from vime.types import EngineAddress, WaitTimeoutError
 from vime.utils.waits import waiting
@@ -34,6 +34,7 @@ class EngineActor:
     """Owns one `vllm serve` child. The child dies with this actor."""
 
     def __init__(self, config: Config, index: int, run_dir: str) -> None:
+        yield_to_trainers(config)
         setup_logging(Path(run_dir), f"engine-{index}")
         self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config))
 
@@ -55,6 +56,7 @@ class RouterActor:
     """Owns the router child: one address for N engines, data only."""
 
     def __init__(self, config: Config, run_dir: str) -> None:
+        yield_to_trainers(config)
         setup_logging(Path(run_dir), "router")
         self._config, self._run_dir = config, Path(run_dir)
         self._process: RouterProcess | None = None

@@ -197,10 +197,12 @@ class Machine:
         with self.watchers.books.timed("perf/update_weights_time"):
             report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
             self.versions.confirm(report.engine_reports, report.content_hash)
+        self.doing = None
+        with self.watchers.books.timed("perf/agreement_time"):  # before new prompts: behind them a score waits
+            agreement = self._agreement.after_publish(self.versions.trained)
         failpoint(Point.RELEASE)
         if self.parts.stream is not None:
             self.parts.stream.release(report.version)
-        self.doing = None
         failpoint(Point.RELEASED)
         self.watchers.events.emit(
             EventKind.WEIGHTS_CONFIRMED,
@@ -210,7 +212,7 @@ class Machine:
         )
         if self.config.weights.check_weight_update_equal:
             check_engines_agree(self.config, trainers, engines.addresses, self.versions.trained)
-        self.watchers.books.add({**report.metrics(), **self._agreement.after_publish(self.versions.trained)})
+        self.watchers.books.add({**report.metrics(), **agreement})
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""

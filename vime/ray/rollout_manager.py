@@ -19,7 +19,7 @@ from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.carriers import connect_carrier, open_group_store
 from vime.ray.checkpoint import LEDGER_RUN
-from vime.ray.cluster import data_parallel_size, limit_threads
+from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.metrics import sample_metrics
@@ -74,6 +74,7 @@ class RolloutManager:
 
     def __init__(self, config: Config, run_dir: str, queue_address: Any) -> None:
         limit_threads(config)
+        yield_to_trainers(config)
         self._config, self._run_dir = config, Path(run_dir)
         setup_logging(self._run_dir, "rollout-manager")
         open_events(self._run_dir, "rollout-manager")

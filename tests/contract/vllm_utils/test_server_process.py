@@ -59,6 +59,26 @@ def server(tmp_path):
     made.stop()
 
 
+def test_a_server_has_the_niceness_of_its_owner_also_against_other_sessions(tmp_path):
+    """Linux weighs sessions against each other; without a weight of its own this one had as much as all others."""
+    owner = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.contract.vllm_utils.test_server_process import make_server
+os.nice(7)
+server = make_server(Path({str(tmp_path)!r}))
+server.start()
+server.wait_ready(30)
+group = Path(f"/proc/{{server.pid}}/autogroup")
+print(os.getpriority(os.PRIO_PROCESS, server.pid), group.read_text().split()[-1] if group.exists() else "none")
+server.stop()
+"""
+    said = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert said.stdout.split()[0] == "7", said.stderr
+    assert said.stdout.split()[1] in ("7", "none")
+
+
 def test_stop_ends_the_server_its_child_and_the_guard(server):
     processes, session = server_and_child(server), server.pid
     assert server.is_alive()

@@ -29,6 +29,7 @@ def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
     flags = [*tiny_task.flags(), *STREAMING, "--save-interval", "2", "--num-rollout", "14"]
     training = Training("train.py", flags, tmp_path / "run")
     training.wait_for_event("round_trained", count=3)
+    assert training.member("EngineCore").nice() > training.member("TrainerActor").nice()  # they share the cores
     training.kill_member("EngineCore")
     training.wait_for_event("run_restarted")
     training.wait_for_event("round_trained", count=7)

@@ -20,8 +20,10 @@ import select
 import signal
 import subprocess
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
+GROUP_ATTEMPTS = 20
 DIE_WITH_PARENT = "VIME_DIE_WITH_PARENT"
 
 
@@ -56,6 +58,21 @@ def kill_session(session: int, *, spare: int | None = None) -> list[int]:
     return hit
 
 
+def weigh_session() -> None:
+    """Where Linux sets sessions against each other (sched(7), autogroup), the niceness of a process counts among those
+    of its own session only: give this one the niceness that it was started with."""
+    for _ in range(GROUP_ATTEMPTS):
+        try:
+            with open("/proc/self/autogroup", "w") as file:
+                file.write(str(os.nice(0)))
+        except BlockingIOError:  # the kernel takes one such wish a tenth of a second from ordinary users
+            time.sleep(0.1)
+        except OSError:  # no such groups here
+            return
+        else:
+            return
+
+
 def main(grace_s: float, command: list[str]) -> int:
     # A pipe that every signal writes to: one select() then waits for the owner, for SIGTERM and for the child's end.
     wake_read, wake_write = os.pipe()
@@ -63,6 +80,7 @@ def main(grace_s: float, command: list[str]) -> int:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
+    weigh_session()
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     left_s: float | None = None
     while server.poll() is None:
