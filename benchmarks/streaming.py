@@ -37,23 +37,25 @@ def task(
     groups: int = GROUPS,
     samples: int = SAMPLES,
     model: Path = MODEL,
+    lr: str = "2e-4",
 ) -> list[str]:
     return [
         *("--hf-checkpoint", str(model), "--prompt-data", str(DATA / "train.jsonl"), "--input-key", "input"),
         *("--label-key", "label", "--rm-type", "exact_match", "--seed", "1234", "--rollout-shuffle"),
         *("--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(samples)),
         *("--rollout-max-response-len", str(response), "--rollout-max-context-len", str(context)),
-        *("--calculate-per-token-loss", "--lr", "2e-4", "--lr-warmup-iters", "5", "--weight-decay", "0"),
+        *("--calculate-per-token-loss", "--lr", lr, "--lr-warmup-iters", "5", "--weight-decay", "0"),
         *("--adam-beta2", "0.95", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048"),
         *("--num-rollout", str(WARM_UP_ROUNDS + rounds)),
     ]
 
 
 def overlap(rounds: int, repeats: int, directory: Path) -> None:
-    """Same prompts, same tails; what differs is the rhythm. Rounds are small, so that a tail of a few sequences leaves
-    the engine, as on a GPU, time to decode more of them."""
-    groups, samples = 4, 4
-    flags = [*task(rounds, groups=groups, samples=samples), *LONG_TAIL]
+    """Same prompts, same tails; what differs is the rhythm. The model is so wide that training a round costs about what
+    generating it costs: with one that trains in no time there is nothing to overlap."""
+    groups, samples = 8, 8
+    model = wide_model(directory / "model", times_units=64)
+    flags = [*task(rounds, groups=groups, samples=samples, model=model, lr="5e-5"), *LONG_TAIL]
     environment = {"VIME_LONG_TAIL": "400"}
     sides = [
         Side(name="train.py", script="train.py", flags=flags, environment=environment),
@@ -65,9 +67,10 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
     ]  # fmt: skip
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found, rows=groups * samples)
-    print("\n| | wait | train | move weights | too old | reward, last third |\n|---|---|---|---|---|---|")
+    print("\n| | wait | train | move weights | compare | too old | reward, last third |\n|---|---|---|---|---|---|---|")
     for name, runs in found.items():
-        parts = [f"{middle(runs, f'perf/{part}_time'):.3f}" for part in ("wait", "train", "update_weights")]
+        timed = ("wait", "train", "update_weights", "agreement")
+        parts = [f"{seconds_of(runs, f'perf/{part}_time'):.3f}" for part in timed]
         too_old = [f"{sum(line.get(TOO_OLD, 0.0) for line in entry.rounds):.0f}" for entry in runs]
         rewards = [f"{late_reward(entry):.3f}" for entry in runs]
         print(f"| {name} | {' | '.join(parts)} | {', '.join(too_old)} | {', '.join(rewards)} |")
@@ -104,9 +107,10 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
         print("  " + ", ".join(f"perf/{part}_time {middle(overlapped, f'perf/{part}_time'):.3f} s" for part in parts))
 
 
-def wide_model(directory: Path) -> Path:
+def wide_model(directory: Path, *, times_units: int = 12) -> Path:
     """The quick start's model among units that only cost: its policy to the last digits, with 2 M parameters instead of
-    0.1 M. What is added (units of the MLPs, two layers) adds nothing to the residual stream before it is trained."""
+    0.1 M, or 9.5 M with 64 times the units. What is added (units of the MLPs, two layers) adds nothing to the residual
+    stream before it is trained."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -114,7 +118,7 @@ def wide_model(directory: Path) -> Path:
     known = AutoModelForCausalLM.from_pretrained(MODEL).state_dict()
     config = json.loads((MODEL / "config.json").read_text())
     layers, units = config["num_hidden_layers"], config["intermediate_size"]
-    config |= {"num_hidden_layers": layers + 2, "intermediate_size": 12 * units}
+    config |= {"num_hidden_layers": layers + 2, "intermediate_size": times_units * units}
     config["layer_types"] = ["full_attention"] * (layers + 2)
     (directory / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.rollout.halt import current_halt, is_halted
+from vime.rollout.turns import Slots
 from vime.types import EngineError, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -64,14 +65,15 @@ NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
 class EngineClient:
     """HTTP client of the router, made on the event loop that it belongs to.
 
-    At most `max_in_flight` requests are open; each has `timeout_s` from the moment it may start. Cancelling the caller
-    closes the connection, which aborts the request in the engine; `abort` ends it with the tokens so far.
+    At most `max_in_flight` requests are open, those of the lowest group first (turns.py). Each has `timeout_s` from the
+    moment it may start. Cancelling the caller closes the connection, which aborts the request in the engine; `abort`
+    ends it with the tokens so far.
     """
 
     def __init__(self, url: str, *, max_in_flight: int, timeout_s: float, first_backoff_s: float = 0.25) -> None:
         self.url = url
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slots = Slots(max_in_flight)
         self._warned: set[str] = set()
         # No proxy from the environment may stand between trainer and engines: aiohttp asks for none by default.
         self._http = aiohttp.ClientSession(

@@ -29,6 +29,8 @@ def test_the_same_question_has_the_same_answer_and_any_other_another(model: Path
     assert LongTailed(str(model))(dataclasses.replace(ASKED, version="4")) == answer  # the same weights
     for change in ({"prompt": [5, 6, 8]}, {"sample": 1}, {"seed": 1}, {"content_hash": "abd"}):
         assert LongTailed(str(model))(dataclasses.replace(ASKED, **change)) != answer
+    other_weights, _ = LongTailed(str(model))(dataclasses.replace(ASKED, content_hash="abd"))
+    assert len(other_weights) == len(answer[0])  # as much work
 
 
 def test_an_answer_ends_with_the_end_token_alone_and_is_nearly_uniform(model: Path) -> None:

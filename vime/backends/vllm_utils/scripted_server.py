@@ -6,7 +6,8 @@ but the model is real: weights arrive and are hashed, pauses and aborts happen, 
 a second, so that fault tests can afford hundreds of runs, and at a set pace, so that a long tail can be benchmarked.
 
 An answer is a function of the prompt, the request's seed if it has one, the sample's number and the weights (their
-hash): the same weights answer alike in every run, other weights otherwise. Environment:
+hash): the same weights answer alike in every run, other weights otherwise, but equally long, so that two rhythms of
+training can be compared on the same work. Environment:
 
     VIME_SCRIPTED_TOKENS_PER_SECOND   of each sequence, however many there are; unset: answers come at once
 """
@@ -51,15 +52,19 @@ class LongTailed:
         self._words = [token for token in range(min(known, tokenized or known)) if token not in self._ends]
 
     def __call__(self, question: Question) -> tuple[list[int], list[float]]:
-        key = (tuple(question.prompt), question.seed, question.sample, question.content_hash or question.version)
-        chance = random.Random(hashlib.blake2b(repr(key).encode(), digest_size=16).digest())
-        length = max(1, round(question.max_tokens * MEDIAN_SHARE * math.exp(SPREAD * chance.gauss())))
+        asked = (tuple(question.prompt), question.seed, question.sample)
+        length = max(1, round(question.max_tokens * MEDIAN_SHARE * math.exp(SPREAD * _chance(*asked).gauss())))
+        chance = _chance(*asked, question.content_hash or question.version)
         is_cut = length > question.max_tokens
         tokens = chance.choices(self._words, k=question.max_tokens + 1 if is_cut else length)
         if self._ends and not is_cut:
             tokens[-1] = self._ends[0]
         likely = -math.log(len(self._words))
         return tokens, [likely + chance.uniform(-NOISE, NOISE) for _ in tokens]
+
+
+def _chance(*key: object) -> random.Random:
+    return random.Random(hashlib.blake2b(repr(key).encode(), digest_size=16).digest())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,49 @@
+"""Who asks an engine next when all slots are taken: the group that training needs first.
+
+With prefetched rounds the prompts of the next one are asked while the last answers of this one are decoded. First come,
+first served would let them hold up the round that the trainers wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from contextvars import ContextVar
+
+_TURN: ContextVar[int] = ContextVar("vime_turn", default=-1)
+
+
+def take_turn(group_index: int) -> None:
+    """What the calling task asks from now on, through any plug-in, is for this group. Evaluation asks first."""
+    _TURN.set(group_index)
+
+
+class Slots:
+    """At most `count` holders at once. Belongs to one event loop."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # by turn, then by arrival
+
+    async def acquire(self) -> None:
+        if self._free:  # then nobody waits
+            self._free -= 1
+            return
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (_TURN.get(), next(self._arrivals), mine))
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self.release()  # it was handed over in the moment of the cancellation
+            raise
+
+    def release(self) -> None:
+        while self._waiting:
+            *_, next_one = heapq.heappop(self._waiting)
+            if not next_one.done():
+                next_one.set_result(None)
+                return
+        self._free += 1
