@@ -18,7 +18,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,9 @@ from vime.observability.screen import Screen
 from vime.ray.rollout_manager import GeneratedRound, SampleText
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
-from vime.ray.witnesses import ENGINE_TIMEOUT_S, RunWitnesses
-from vime.training.evidence import COMPARED, Agreement, EngineOpinion, Suspect, merge, of_rows
+from vime.ray.witnesses import RunWitnesses
+from vime.training.evidence import COMPARED, Agreement, Suspect, merge, of_rows
 from vime.types import AgreementError, EngineAddress, SamplingRule, TrainRow, Version, VimeError
-from vime.utils.waits import waiting
 from vime.weights.versions import VersionLedger
 
 if TYPE_CHECKING:
@@ -59,17 +58,6 @@ SAID = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """Rows that engines score while the run goes on, and the trainer's scores of them."""
-
-    rollout_id: int
-    rows: Sequence[TrainRow]
-    own: Sequence[Sequence[float]]
-    opinions: Future[Sequence[EngineOpinion]]
-    witnesses: RunWitnesses
-
-
 class AgreementGuard:
     """Owned by the driver. `trainers` is None and `engines` empty when the run has none."""
 
@@ -90,7 +78,6 @@ class AgreementGuard:
         self._is_judged = config.agreement.on_train_rollout_diff != "ignore"
         self._unconfirmed: GeneratedRound | None = None  # trained, but none of its tokens could be compared
         self._rescored: dict[int, dict[str, float]] = {}  # by round, until it is trained
-        self._asked: _Asked | None = None
 
     def train(self, generated: GeneratedRound, version: Version) -> dict[str, float]:
         """One round on every rank. A disagreement is examined before any weight moves; with `warn` the round is then
@@ -126,35 +113,22 @@ class AgreementGuard:
                 self._rescored[rollout_id] = {RESCORED: found.mean}
                 self._examine_above(rollout_id, found, witnesses, Stage.AFTER_GENERATION)
 
-    def after_publish(self, version: Version) -> None:
-        """Have the trainer and the engines score some rows, when the last round had no token to compare. The engines
-        do it while they begin the next round; `compare` has what they said."""
+    def after_publish(self, version: Version) -> dict[str, float]:
+        """Compare fresh scores with the trainer's log-probabilities, when the last round had no token to compare."""
         generated, self._unconfirmed = self._unconfirmed, None
         if generated is None or not (generated.probe and self._engines and self._is_judged):
-            return
-        rows, rule = list(generated.probe), SamplingRule()
-        witnesses = self._witnesses(generated.rollout_id, version, rule=rule)
-        beside = ThreadPoolExecutor(1, thread_name_prefix="agreement")
-        opinions = beside.submit(witnesses.fresh_scores, rows)
-        beside.shutdown(wait=False)  # ends when they have answered
-        own = self._ranks.log_probs(rows, rule)
-        self._asked = _Asked(
-            rollout_id=generated.rollout_id, rows=rows, own=own, opinions=opinions, witnesses=witnesses
-        )
-
-    def compare(self) -> dict[str, float]:
-        """What `after_publish` asked for, before any weight moves again; empty when it asked nothing."""
-        asked, self._asked = self._asked, None
-        if asked is None:
             return {}
-        with contextlib.closing(asked.witnesses) as witnesses:
-            with waiting("a fresh score of some rows", "engine", deadline_s=ENGINE_TIMEOUT_S * len(asked.rows)):
-                opinions = asked.opinions.result()
-            found = [of_rows(_with_recorded(asked.rows, opinion.log_probs), asked.own) for opinion in opinions]
+        rows, rule = list(generated.probe), SamplingRule()
+        with contextlib.closing(self._witnesses(generated.rollout_id, version, rule=rule)) as witnesses:
+            with ThreadPoolExecutor(1, thread_name_prefix="agreement") as beside:
+                asked = beside.submit(witnesses.fresh_scores, rows)
+                own = self._ranks.log_probs(rows, rule)
+                opinions = asked.result()
+            found = [of_rows(_with_recorded(rows, opinion.log_probs), own) for opinion in opinions]
             if not found:
                 return {}
             worst = max(found, key=lambda agreement: agreement.mean)
-            self._examine_above(asked.rollout_id, worst, witnesses, Stage.AFTER_PUBLISH)
+            self._examine_above(generated.rollout_id, worst, witnesses, Stage.AFTER_PUBLISH)
         return worst.metrics()
 
     @property

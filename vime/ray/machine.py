@@ -153,7 +153,6 @@ class Machine:
         """
         if self.parts.trainers is None:
             return
-        _compare(self)
         self.watchers.screen.activity("training")
         self.doing = Doing.TRAINING
         trainers, started = self.parts.trainers, time.monotonic()
@@ -199,8 +198,8 @@ class Machine:
             report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
             self.versions.confirm(report.engine_reports, report.content_hash)
         self.doing = None
-        with self.watchers.books.timed("perf/agreement_time"):  # before new prompts, behind which a score would wait
-            self._agreement.after_publish(self.versions.trained)
+        with self.watchers.books.timed("perf/agreement_time"):  # before new prompts: behind them a score waits
+            agreement = self._agreement.after_publish(self.versions.trained)
         failpoint(Point.RELEASE)
         if self.parts.stream is not None:
             self.parts.stream.release(report.version)
@@ -213,9 +212,7 @@ class Machine:
         )
         if self.config.weights.check_weight_update_equal:
             check_engines_agree(self.config, trainers, engines.addresses, self.versions.trained)
-        self.watchers.books.add(report.metrics())
-        if is_last:
-            _compare(self)
+        self.watchers.books.add({**report.metrics(), **agreement})
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""
@@ -287,13 +284,6 @@ def _rest_trainers(machine: Machine) -> None:
     if machine.config.cluster.offload_train and machine.parts.trainers is not None:
         with machine.watchers.books.timed("perf/offload_time"):
             machine.parts.trainers.sleep()
-
-
-def _compare(machine: Machine) -> None:
-    """Hold what engines and trainer scored since the last publish against each other; no weight has moved since."""
-    with machine.watchers.books.timed("perf/agreement_time"):
-        compared = machine._agreement.compare()
-    machine.watchers.books.add(compared)
 
 
 def _begin_training(machine: Machine, rollout_id: int) -> None:

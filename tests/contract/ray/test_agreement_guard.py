@@ -103,8 +103,7 @@ def test_a_sound_round_is_trained_once(tmp_path: Path, engine: FakeEngine) -> No
     ranks = Ranks({COMPARED: 8.0, DIFFERENCE: 1e-7})
     setup = Setup(tmp_path, engine, ranks)
     assert setup.guard.train(generated(), TRAINED) == {COMPARED: 8.0, DIFFERENCE: 1e-7}
-    setup.guard.after_publish(TRAINED + 1)
-    assert setup.guard.compare() == {}  # the ranks have compared: no engine is asked
+    assert setup.guard.after_publish(TRAINED + 1) == {}  # the ranks have compared: no engine is asked
     assert (ranks.judged, setup.causes, engine.calls) == ([True], [], [])
 
 
@@ -135,8 +134,7 @@ def test_ignore_measures_only(tmp_path: Path, engine: FakeEngine) -> None:
     setup = Setup(tmp_path, engine, ranks, on_train_rollout_diff="ignore")
     setup.guard.after_generation(generated(recorded=-2.0), versions())
     assert setup.guard.train(generated(), TRAINED) == {COMPARED: 0.0}
-    setup.guard.after_publish(TRAINED + 1)
-    assert setup.guard.compare() == {}
+    assert setup.guard.after_publish(TRAINED + 1) == {}
     assert (ranks.judged, setup.causes, engine.calls) == ([False], [], [])
 
 
@@ -168,13 +166,11 @@ def test_after_a_round_without_comparable_tokens_the_engines_are_held_against_th
 ) -> None:
     setup = Setup(tmp_path, engine, Ranks({COMPARED: 0.0}, log_prob=log_prob))
     setup.guard.train(generated(), TRAINED)
-    setup.guard.after_publish(TRAINED + 1)
-    metrics = setup.guard.compare()
+    metrics = setup.guard.after_publish(TRAINED + 1)
     assert metrics[DIFFERENCE] == -1.0 - log_prob
     assert metrics[COMPARED] == R
     assert setup.causes == causes
-    setup.guard.after_publish(TRAINED + 2)
-    assert setup.guard.compare() == {}  # once a round
+    assert setup.guard.after_publish(TRAINED + 2) == {}  # once a round
 
 
 def test_engines_that_do_not_answer_cost_their_evidence_and_not_the_run(tmp_path: Path, engine: FakeEngine) -> None:
