@@ -29,6 +29,7 @@ from vime.rollout.partial import (
     resume,
     settle_versions,
 )
+from vime.rollout.turns import take_turn
 from vime.types import HandoffError, Sample, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -78,6 +79,7 @@ class GroupWork:
         task = issued.task
         try:
             group = await self._begin(issued, serving)
+            take_turn(group[0].group_index)
             samples = await generate_and_rm_group(self._args, group, train_sampling_params(self._args))
             await self._hand_over(task, samples)
         except TransitionError as error:

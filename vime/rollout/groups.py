@@ -14,7 +14,6 @@ from vime.rollout.loops import raise_first
 from vime.rollout.partial import OPEN
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_hub import async_rm, batched_async_rm
-from vime.rollout.turns import take_turn
 from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus, VimeError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -31,7 +30,6 @@ async def generate_and_rm_group(args: Any, group: list[Sample], sampling_params:
     """
     failpoint(Point.GENERATE)
     number = group[0].group_index
-    take_turn(number)
     with span("generate_group", group=number):
         samples = await _generate(args, group, sampling_params)
     waiting = [sample for sample in samples if sample.reward is None]

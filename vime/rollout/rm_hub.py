@@ -30,6 +30,7 @@ Reward = float | dict[str, float]
 
 MAX_THREADS = 32
 REMOTE_ATTEMPTS = 3
+NONE = aiohttp.ClientTimeout(total=None)  # aiohttp's own is 300 s; --rm-timeout-secs may be longer
 
 
 async def async_rm(args: Any, sample: Sample) -> Reward:
@@ -186,7 +187,10 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     where = f"--rm-url {args.rm_url}, sample {sample.index}"
     trouble = ""
     try:
-        async with asyncio.timeout(args.rm_timeout_secs), aiohttp.ClientSession(trust_env=True) as session:
+        async with (
+            asyncio.timeout(args.rm_timeout_secs),
+            aiohttp.ClientSession(trust_env=True, timeout=NONE) as session,
+        ):
             with waiting("a remote reward", args.rm_url, deadline_s=args.rm_timeout_secs):
                 for attempt in range(REMOTE_ATTEMPTS):
                     await asyncio.sleep(0.2 * attempt)
