@@ -30,7 +30,7 @@ Reward = float | dict[str, float]
 
 MAX_THREADS = 32
 REMOTE_ATTEMPTS = 3
-NONE = aiohttp.ClientTimeout(total=None)  # aiohttp's own is 300 s; --rm-timeout-secs may be longer
+UNBOUND = aiohttp.ClientTimeout(total=None)  # aiohttp's own is 300 s; --rm-timeout-secs may be longer
 
 
 async def async_rm(args: Any, sample: Sample) -> Reward:
@@ -189,7 +189,7 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     try:
         async with (
             asyncio.timeout(args.rm_timeout_secs),
-            aiohttp.ClientSession(trust_env=True, timeout=NONE) as session,
+            aiohttp.ClientSession(trust_env=True, timeout=UNBOUND) as session,
         ):
             with waiting("a remote reward", args.rm_url, deadline_s=args.rm_timeout_secs):
                 for attempt in range(REMOTE_ATTEMPTS):
