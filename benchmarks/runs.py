@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,9 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_ROUNDS = 3
 SAMPLE_INTERVAL_S = 1.0
-RUN_DEADLINE_S = 400
+RUN_DEADLINE_S = 600
+SEED = "{seed}"
+"""Stands in the flags of a side for the seed of its run: 1234, 1235, ..., the same for all sides of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,9 @@ def alternate(sides: Sequence[Side], *, repeats: int, directory: Path) -> dict[s
     found: dict[str, list[Measured]] = {side.name: [] for side in sides}
     for number in range(repeats):
         for side in sides:
-            found[side.name].append(run(side, directory / f"{re.sub('[ .,]+', '-', side.name)}-{number}"))
+            flags = [str(1234 + number) if flag == SEED else flag for flag in side.flags]
+            run_dir = directory / f"{re.sub('[ .,]+', '-', side.name)}-{number}"
+            found[side.name].append(run(replace(side, flags=flags), run_dir))
             print(f"  {side.name}, run {number + 1}: {found[side.name][-1].round_s:.3f} s a round", file=sys.stderr)
     return found
 

@@ -1,6 +1,6 @@
 """What `vime chaos` sees of a training run, without training: four versions, a checkpoint after each, failpoints.
 
-python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|fails|works|differs]
+python chaos_script.py --run-dir DIR ... [--fault forgets|leaves|hides|fails|works|differs]
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ saved = arguments.run_dir / "saved"
 is_resumed = saved.exists()
 first = int(saved.read_text()) if is_resumed else 0
 events = EventLog(arguments.run_dir, "driver")
+if arguments.fault == "hides":  # like a process whose title covers its environment
+    subprocess.Popen(["sleep", "300"], start_new_session=True, env={})
 for version in range(first, ROUNDS + 1):
     content = f"{version}-again" if is_resumed and arguments.fault == "forgets" else str(version)
     if arguments.fault == "differs":

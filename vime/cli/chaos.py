@@ -29,7 +29,9 @@ OF_GROUPS = (Point.GENERATE, Point.REWARD, Point.SPOOL, Point.SPOOLED, Point.COM
 """Passed by every group; the others once a round or more seldom."""
 PASSES = dict.fromkeys(OF_GROUPS, 6) | {Point.STOP: 1}
 """Which pass of a point is met; 2 for the others: not the first, so that there is something to lose."""
-OWN = tuple(f"{point.partition('.')[0]}@{point}:{PASSES.get(point, 2)}" for point in Point)
+PHASES = tuple(point for point in Point if point is not Point.KEEP)
+"""Points that a case can wait for. KEEP is passed when the parts are stopped, and the next case is armed after that."""
+OWN = tuple(f"{point.partition('.')[0]}@{point}:{PASSES.get(point, 2)}" for point in PHASES)
 """Each point with the process that passes it."""
 OTHERS = (
     *(f"{target}@manager.generate:6" for target in ("driver", "trainer", "engine", "engine-actor", "router", "ledger")),
@@ -49,7 +51,7 @@ OTHERS = (
     *(f"{target}@driver.stop:1" for target in ("trainer", "manager", "engine", "ledger", "controller")),
 )
 MATRIX = (*OWN, *OTHERS)
-EVERY = tuple(f"{target}@{point}:{PASSES.get(point, 2)}" for point in Point for target in TARGETS)
+EVERY = tuple(f"{target}@{point}:{PASSES.get(point, 2)}" for point in PHASES for target in TARGETS)
 AT_WORK, WORK_S, START_S = 1 / 2, 4.0, 22.0
 """Of random kills: the share that waits until rounds are trained, and up to how many seconds after that or the start.
 A tiny model trains two to three rounds a second and starts in 20 s, so a run of 60 rounds takes ten kills."""

@@ -31,10 +31,12 @@ ANY = "any"
 
 
 class Members:
-    """Every process with this run's mark but the caller itself."""
+    """Every process with this run's mark but the caller itself, and every child of one that was ever seen: the titles
+    of Ray's agents cover their environment."""
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
+        self._seen: set[psutil.Process] = set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,13 +57,18 @@ class Members:
     def all(self) -> list[psutil.Process]:
         members = []
         for process in psutil.process_iter():
-            try:
-                is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
-                if is_member and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if self._is_member(process) and process.status() != psutil.STATUS_ZOMBIE:
                     members.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
+                    self._seen.add(process)
         return members
+
+    def _is_member(self, process: psutil.Process) -> bool:
+        """Parents have lower numbers as a rule, so that they are looked at before their children."""
+        if process.pid == os.getpid():
+            return False
+        is_marked = process in self._seen or process.environ().get(MARK) == self._mark
+        return is_marked or process.parent() in self._seen
 
     def wait_until_gone(self, grace_s: float) -> list[str]:
         """What is still there after `grace_s`."""

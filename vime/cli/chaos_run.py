@@ -23,7 +23,9 @@ from vime.observability.events import Event, EventKind, read_events
 from vime.types import WaitTimeoutError
 from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
-END_GRACE_S = 30.0  # for what a killed driver leaves to end by itself
+END_GRACE_S = 75.0
+"""For what a killed driver leaves to end by itself. Ray's two agents take 60 s: so long they try to tell Ray's server,
+which is gone too, why they end (ray/_private/utils.py, publish_error_to_driver); Ray has no setting for it."""
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL = "kept", "equal"

@@ -46,7 +46,7 @@ def check_engines_agree(
     fleet = FleetControl(engines, timeout_s=60)
     bound = BF16_BOUND if config.parallel.bf16 else FP32_BOUND
     worst = 0.0
-    for address, got_R in zip(engines, fleet.prompt_log_probs(tokens), strict=True):
+    for address, [got_R] in zip(engines, fleet.prompt_log_probs([tokens]), strict=True):
         worst = max(abs(a - b) for a, b in zip(got_R, expected_R, strict=True))
         if not worst <= bound:
             raise PublishError(

@@ -57,7 +57,7 @@ class RunWitnesses:
             return []
         try:
             reports = self._fleet.reports()
-            scores = [self._fleet.prompt_log_probs(row.tokens) for row in rows]
+            scores = self._fleet.prompt_log_probs([row.tokens for row in rows])
         except EngineError as error:
             logger.warning("no fresh score of the suspected rows: %s", error)
             return []
@@ -66,11 +66,9 @@ class RunWitnesses:
                 engine=report.engine,
                 version=report.version,
                 content_hash=report.content_hash,
-                log_probs=[
-                    by_engine[index][-row.response_length :] for by_engine, row in zip(scores, rows, strict=True)
-                ],
+                log_probs=[values[-row.response_length :] for values, row in zip(by_row, rows, strict=True)],
             )
-            for index, report in enumerate(reports)
+            for report, by_row in zip(reports, scores, strict=True)
         ]
 
     def cache_gaps(self, rows: Sequence[TrainRow]) -> dict[str, float]:

@@ -134,6 +134,7 @@ class GroupWork:
             checksum = await self._writer.run(self._store.keep, task, samples_to_bytes(samples))
             stats.partial.partial_groups += 1
             stats.partial.partial_tokens += num_tokens
+            failpoint(Point.KEEP)
         stats.retried_groups += 1
         with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
             await self._ledger.call_async("prompts", "retry", task, "aborted", partial=checksum)

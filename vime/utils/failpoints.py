@@ -46,6 +46,7 @@ class Point(StrEnum):
     SPOOLED = "manager.spooled", "its payload is in the spool, not in the queue"
     COMMIT = "manager.commit", "its payload is stored, the ledger does not know"
     COMMITTED = "manager.committed", "the ledger shows it, the producer goes on"
+    KEEP = "manager.keep", "what a stop left of a group is in the spool, the ledger does not know"
     LEASE = "manager.lease", "a round is to be leased"
     LEASED = "manager.leased", "a round is leased, its payloads are not read"
     CONVERT = "manager.convert", "every group of a round is scored, none is converted"

@@ -61,6 +61,26 @@ def test_at_staleness_1_the_next_round_is_answered_while_one_trains(tmp_path, mo
         run.train(1)
 
 
+def test_what_an_older_group_asks_goes_before_the_prompts_of_the_next_round(tmp_path, model_dir):
+    """Two turns an answer and one request at a time: first come, first served would ask every first turn first."""
+    (tmp_path / "twice.py").write_text(
+        "import copy\n"
+        "from vime.rollout.generation import generate as ask\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    await ask(args, copy.deepcopy(sample), sampling_params)\n"
+        "    return await ask(args, sample, sampling_params)\n"
+    )
+    plugin = ("--custom-generate-function-path", f"{tmp_path / 'twice.py'}:generate")
+    with (
+        ScriptedEngine(ServedVersion(), answer_s=0.01) as engine,
+        Streaming(tmp_path, engine, model_dir, *plugin, "--vllm-server-concurrency", 1, staleness=1) as run,
+    ):
+        run.lease(0)
+        run.lease(1)
+        asked = [request["token_ids"][-1] - LETTER["a"] for request in engine.requests]
+    assert asked == [group for group in range(4) for _ in range(4)]  # 2 samples with 2 turns
+
+
 def test_trainers_may_begin_with_a_finished_group_while_another_of_the_round_is_answered(tmp_path, model_dir):
     (tmp_path / "held.py").write_text(
         "import asyncio, threading\n"

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -206,6 +207,20 @@ def test_an_engine_that_does_not_answer_ends_at_the_timeout(two_fakes):
     with pytest.raises(EngineError, match=r"e1 .*/pause: ReadTimeout"):
         control.pause("keep")
     control.close()
+
+
+def test_rows_are_scored_at_once_by_every_engine_and_answered_in_their_order(two_fakes):
+    first, second, control = two_fakes
+    for engine in (first, second):
+        engine.faults.stall_tokens_after = 0
+    rows = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(control.prompt_log_probs, rows)
+        for engine in (first, second):
+            engine.wait_until_running(3)
+            engine.clear_stall()
+        assert asked.result(timeout=30) == [[[-1.0] * (len(row) - 1) for row in rows]] * 2
+    assert control.prompt_log_probs([]) == [[], []]
 
 
 def test_a_tensor_that_the_metadata_does_not_name_never_reaches_an_engine(two_fakes, tmp_path):

@@ -30,6 +30,7 @@ def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
     training = Training("train.py", flags, tmp_path / "run")
     training.wait_for_event("round_trained", count=3)
     assert training.member("EngineCore").nice() > training.member("TrainerActor").nice()  # they share the cores
+    assert training.member("TrainerActor").environ().get("MALLOC_ARENA_MAX") == "1"  # freed memory is kept
     training.kill_member("EngineCore")
     training.wait_for_event("run_restarted")
     training.wait_for_event("round_trained", count=7)
@@ -78,3 +79,21 @@ def test_trainers_begin_a_round_with_its_finished_groups_and_every_sample_is_tra
     portions = [event for event in finished.events("span_ended") if event["name"] == "train_portion"]
     assert portions  # some step was begun before its round was whole
     assert [event["error"] for event in portions] == [None] * len(portions)
+
+
+def test_a_manager_that_dies_while_it_keeps_what_a_stop_cut_costs_no_group(
+    tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer dies while the next round is answered; the manager, told to stop, dies with the first group kept."""
+    notes = tmp_path / "notes"
+    monkeypatch.setenv("VIME_FAILPOINTS", "trainer.optimizer:2:kill,manager.keep:1:kill")
+    monkeypatch.setenv("VIME_FAILPOINTS_DIR", str(notes))
+    monkeypatch.setenv("VIME_SCRIPTED_TOKENS_PER_SECOND", "16")
+    engine = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    length = ["--rollout-max-response-len", "64", "--rollout-max-context-len", "128"]
+    flags = [*tiny_task.flags(), *STREAMING, *engine, *length, "--max-staleness", "1", "--partial-rollout"]
+    finished = train([*flags, "--num-rollout", "4"], tmp_path / "run", script="train_async.py")
+    assert finished.code == 0, finished.output
+    assert {note.name for note in notes.iterdir()} == {"trainer.optimizer.2", "manager.keep.1"}
+    assert len(finished.events("run_restarted")) == 1
+    assert_every_round_trained_once(finished, 4, last_checkpoint=None)

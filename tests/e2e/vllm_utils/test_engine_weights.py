@@ -96,7 +96,7 @@ def difference(choice: dict, model: torch.nn.Module, prompt: list[int], *, tempe
 
 
 def prompt_difference(fleet: FleetControl, model: torch.nn.Module) -> float:
-    [got] = fleet.prompt_log_probs(PROMPT)
+    [[got]] = fleet.prompt_log_probs([PROMPT])
     return max(abs(a - b) for a, b in zip(got, tiny_models.log_probs(model, PROMPT), strict=True))
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from vime.cli import chaos_run
-from vime.cli.chaos import EVERY, MATRIX, in_runs, parse_case, random_cases
+from vime.cli.chaos import EVERY, MATRIX, PHASES, in_runs, parse_case, random_cases
 from vime.cli.chaos_members import TARGETS
 from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan
 from vime.cli.main import main
@@ -64,9 +64,12 @@ def test_weights_that_differ_after_a_restart_are_found(tmp_path: Path) -> None:
     assert not outcome.is_good
 
 
-def test_a_process_that_outlives_its_run_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["leaves", "hides"])
+def test_a_process_that_outlives_its_run_is_found_and_ended(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chaos_run, "END_GRACE_S", 0.5)
-    outcome = complete(tmp_path, AT_THE_SECOND_STEP, fault="leaves")
+    outcome = complete(tmp_path, AT_THE_SECOND_STEP, fault=fault)
     assert outcome.left == ["sleep 300"]
     assert not [process for process in psutil.Process().children(recursive=True) if "sleep" in process.name()]
 
@@ -107,9 +110,9 @@ def test_a_case_is_read_as_it_is_written() -> None:
 
 
 def test_the_matrix_meets_every_point_and_every_target_and_each_case_can_be_read() -> None:
-    assert len({str(parse_case(text)) for text in EVERY}) == len(TARGETS) * len(Point)
+    assert len({str(parse_case(text)) for text in EVERY}) == len(TARGETS) * len(PHASES)
     cases = [parse_case(text) for text in MATRIX]
-    assert {case.point for case in cases} == set(Point)
+    assert {case.point for case in cases} == set(PHASES) == set(Point) - {Point.KEEP}
     assert {case.target for case in cases} == set(TARGETS) - {"engine-core"}
     assert len({str(case) for case in cases}) == len(cases)
 

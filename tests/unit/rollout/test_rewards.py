@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -110,6 +111,17 @@ class TestRemote:
         with pytest.raises(RewardError, match="sample 5: 3 attempts failed, the last: HTTP 500: boom"):
             await async_rm(args, answer("w"))
         assert len(calls) == 3
+
+    async def test_the_flag_alone_says_how_long_an_answer_may_take(self, service, monkeypatch):
+        """aiohttp has a limit of its own, 300 s, for whoever names none."""
+        monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+
+        async def slow(request):
+            await asyncio.sleep(0.3)
+            return web.Response(text="0.5")
+
+        args = make_args("--rm-type", "remote_rm", "--rm-url", await service(slow), "--rm-timeout-secs", 30)
+        assert await async_rm(args, answer("w")) == 0.5
 
     async def test_nonsense_and_silence_are_named(self, service):
         async def nonsense(request):

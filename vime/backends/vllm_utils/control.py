@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from vime.utils.waits import waiting
 CONNECT_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 1.0
 SHOWN_BODY = 600
+CALLS_AT_ONCE = 8  # to one engine
 NUM_LIKELIEST = 5  # of the next token; vLLM answers up to 20
 
 
@@ -35,8 +37,8 @@ class Fanout:
             limits=httpx.Limits(max_keepalive_connections=0),
             verify=False,  # nothing is encrypted on the way to an engine, and reading certificates costs 20 ms a time
         )
-        # Twice the engines: calls that a failed one left waiting must not hold up the next.
-        self._pool = ThreadPoolExecutor(max_workers=2 * len(addresses), thread_name_prefix="fleet-control")
+        # For several calls to each engine, and for those that a failed one left waiting.
+        self._pool = ThreadPoolExecutor(max_workers=CALLS_AT_ONCE * len(addresses), thread_name_prefix="fleet-control")
 
     def get(self, route: str) -> list[dict[str, Any]]:
         return self._on_each(route, lambda index: self._client.get(self.addresses[index].url + route))
@@ -55,6 +57,12 @@ class Fanout:
             route,
             lambda index: self._client.post(self.addresses[index].url + route, json=bodies[index], params=params),
         )
+
+    def post_all(self, route: str, bodies: Sequence[Any]) -> list[list[dict[str, Any]]]:
+        """Every body to every engine, all at once: [engine][body]."""
+        with ThreadPoolExecutor(max(1, len(bodies)), thread_name_prefix="fleet-control") as bodies_at_once:
+            by_body = list(bodies_at_once.map(partial(self.post, route), bodies))
+        return [[answers[index] for answers in by_body] for index in range(len(self.addresses))]
 
     def close(self) -> None:
         self._client.close()
@@ -158,13 +166,15 @@ class FleetControl:
         """The answers of every worker of every engine to a method of its worker class."""
         return [answer["results"] for answer in self._http.post("/collective_rpc", {"method": method})]
 
-    def prompt_log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
-        """Per engine, the log-probability of tokens[1:] each given those before it (before any temperature)."""
-        body = {
-            "token_ids": list(tokens),
-            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
-        }
-        return [_prompt_log_probs(answer, tokens) for answer in self._http.post("/inference/v1/generate", body)]
+    def prompt_log_probs(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """[engine][row]: the log-probability of each of the row's tokens but the first, given those before it (before
+        any temperature). All rows are asked for at once: a busy engine scores them in the same few steps."""
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
+        bodies = [{"token_ids": list(tokens), "sampling_params": params} for tokens in rows]
+        return [
+            [_prompt_log_probs(answer, tokens) for answer, tokens in zip(answers, rows, strict=True)]
+            for answers in self._http.post_all("/inference/v1/generate", bodies)
+        ]
 
     def next_log_probs(self, tokens: Sequence[int], *, with_cache: bool) -> list[dict[int, float]]:
         """Per engine, the likeliest tokens after `tokens` with their log-probabilities (before any temperature).
