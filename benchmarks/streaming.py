@@ -50,9 +50,10 @@ def task(
 
 
 def overlap(rounds: int, repeats: int, directory: Path) -> None:
-    """Same prompts, same tails; what differs is the rhythm. The model is so wide that training a round takes longer
-    than generating it: with one that trains in no time there is nothing to overlap."""
-    flags = [*task(rounds, model=wide_model(directory / "model"), lr="5e-5"), *LONG_TAIL]
+    """Same prompts, same tails; what differs is the rhythm. The model is so large that training a round takes longer
+    than generating it (with one that trains in no time there is nothing to overlap), and ten layers deep: an engine's
+    step, whose cost grows with the layers, is then most of what a round costs beside training."""
+    flags = [*task(rounds, model=padded_model(directory / "model", layers=10, times_units=28), lr="5e-5"), *LONG_TAIL]
     environment = {"VIME_LONG_TAIL": "400"}
     sides = [
         Side(name="train.py", script="train.py", flags=flags, environment=environment),
@@ -72,7 +73,8 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
     """Generation alone, training alone (of what was generated), and both overlapped; once with generation and once with
     training as the slower one. The model is so large that a sample costs the trainer far more than all others together;
     with the quick start's own, 0.1 M parameters, both cores are full of carrying samples."""
-    trained = task(rounds, response=384, context=512, model=wide_model(directory / "model"))
+    model = padded_model(directory / "model", layers=4, times_units=64)
+    trained = task(rounds, response=384, context=512, model=model)
     flags = [*trained, *SCRIPTED]
     records = str(directory / "rollout_{rollout_id}.jsonl")
     alone = ["--debug-rollout-only", "--save-debug-rollout-data", records]
@@ -99,18 +101,18 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
         print("  " + ", ".join(f"perf/{part}_time {middle(overlapped, f'perf/{part}_time'):.3f} s" for part in parts))
 
 
-def wide_model(directory: Path, *, times_units: int = 64) -> Path:
-    """The quick start's model among units that only cost: its policy to the last digits, with 9.5 M parameters instead
-    of 0.1 M. What is added (units of the MLPs, two layers) adds nothing to the residual stream before it is trained."""
+def padded_model(directory: Path, *, layers: int, times_units: int) -> Path:
+    """The quick start's model (2 layers, 0.1 M parameters) among layers and MLP units that only cost: its policy to the
+    last digits, with 9.5 M parameters in 4 layers or 10.5 M in 10. What is added adds nothing to the residual stream
+    before it is trained."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(MODEL, directory)
     known = AutoModelForCausalLM.from_pretrained(MODEL).state_dict()
     config = json.loads((MODEL / "config.json").read_text())
-    layers, units = config["num_hidden_layers"], config["intermediate_size"]
-    config |= {"num_hidden_layers": layers + 2, "intermediate_size": times_units * units}
-    config["layer_types"] = ["full_attention"] * (layers + 2)
+    config |= {"num_hidden_layers": layers, "intermediate_size": times_units * config["intermediate_size"]}
+    config["layer_types"] = ["full_attention"] * layers
     (directory / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).float()
