@@ -10,7 +10,7 @@ def train(machine: Machine) -> None:
     """The overlapped rhythm. Weights move only between rounds of generation, never under one."""
     pending = None
     for rollout_id in machine.rounds():
-        generated = machine.finish_generation(pending or machine.start_generation(rollout_id))
+        generated = machine.generate(rollout_id, pending)
         pending = machine.start_generation(rollout_id + 1) if rollout_id < machine.last_round else None
         machine.train(generated)
         machine.save_if_due(rollout_id)

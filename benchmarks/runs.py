@@ -52,7 +52,7 @@ class Measured:
         return statistics.median(values) if values else float("nan")
 
     def mean(self, metric: str) -> float:
-        return statistics.fmean(line[metric] for line in self.rounds if metric in line)
+        return statistics.fmean(line.get(metric, 0.0) for line in self.rounds)
 
 
 def alternate(sides: Sequence[Side], *, repeats: int, directory: Path) -> dict[str, list[Measured]]:

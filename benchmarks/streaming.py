@@ -22,6 +22,7 @@ from runs import ROOT, SEED, WARM_UP_ROUNDS, Measured, Side, alternate
 MODEL, DATA = ROOT / "models/quickstart-seed0", ROOT / "data/quickstart-seed0"
 STREAMING = ["--transferqueue-mode", "streaming"]
 ASYNC = [*STREAMING, "--max-staleness", "1"]
+EARLY = ["--train-early-groups", "4"]
 GROUPS, SAMPLES = 16, 8
 LONG_TAIL = ["--custom-generate-function-path", str(ROOT / "benchmarks/long_tail.py") + ":generate"]
 SCRIPTED = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
@@ -54,16 +55,22 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
     than generating it (with one that trains in no time there is nothing to overlap), and ten layers deep: an engine's
     step, whose cost grows with the layers, is then most of what a round costs beside training."""
     flags = [*task(rounds, model=padded_model(directory / "model", layers=10, times_units=28), lr="5e-5"), *LONG_TAIL]
+    variants = {
+        "train.py": [],
+        "train_async.py": ASYNC,
+        "train.py, early groups": [*STREAMING, *EARLY],
+        "train_async.py, early groups": [*ASYNC, *EARLY],
+    }
     environment = {"VIME_LONG_TAIL": "400"}
     sides = [
-        Side(name="train.py", script="train.py", flags=flags, environment=environment),
-        Side(name="train_async.py", script="train_async.py", flags=[*flags, *ASYNC], environment=environment),
+        Side(name=name, script=name.split(",")[0], flags=[*flags, *more], environment=environment)
+        for name, more in variants.items()
     ]
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found)
-    print("\n| | wait | train | move weights | compare | reward, last third |\n|---|---|---|---|---|---|")
+    print("\n| | wait | early | train | move weights | compare | reward, last third |\n|---|---|---|---|---|---|---|")
     for name, runs in found.items():
-        timed = ("wait", "train", "update_weights", "agreement")
+        timed = ("wait", "early_train", "train", "update_weights", "agreement")
         parts = [f"{seconds_of(runs, f'perf/{part}_time'):.3f}" for part in timed]
         rewards = [f"{late_reward(entry):.3f}" for entry in runs]
         print(f"| {name} | {' | '.join(parts)} | {', '.join(rewards)} |")

@@ -186,7 +186,7 @@ class QueueConfig:
     )
     train_early_groups: int = flag(
         0,
-        "streaming with train.py: trainers begin the optimizer step of a round with so many finished groups at a time, "
+        "streaming: trainers begin the optimizer step of a round with so many finished groups at a time, "
         "while the others are being answered; 0: when all are finished",
         minimum=0,
     )

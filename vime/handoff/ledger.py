@@ -20,7 +20,7 @@ from pathlib import Path
 
 from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_prompts import PromptDesk
-from vime.handoff.ledger_rounds import RoundDesk, has_round
+from vime.handoff.ledger_rounds import RoundDesk, num_ready_of_round
 from vime.handoff.ledger_schema import MOVING_ROUNDS
 from vime.handoff.ledger_types import LedgerRules, State, Task
 
@@ -122,13 +122,14 @@ class Ledger:
             waiting_for_room=tuple(memory.waiting),
         )
 
-    def has(self, *, ready: int = 0, slots: int = 0, round_of: int = 0) -> bool:
-        """Whether at least so many groups are ready, so many slots are free, and a round of so many groups is whole:
-        asked at every change for whoever waits, where `lease` and `issue` would cost a call between processes each."""
+    def has(self, *, ready: int = 0, slots: int = 0, round_of: int = 0, at_least: int = 0) -> bool:
+        """Whether at least so many groups are ready, so many slots are free, and a round of so many groups is whole, or
+        `at_least` so many of it are ready: asked at every change for whoever waits, where `lease` and `issue` would
+        cost a call between processes each."""
         book = self._book
         is_free = not slots or book.num_slots() - book.memory.usage.active >= slots
         is_ready = not ready or int(book.one(_NUM_READY, book.train_id)[0]) >= ready
-        return is_free and is_ready and (not round_of or has_round(book, round_of))
+        return is_free and is_ready and (not round_of or num_ready_of_round(book, round_of) >= (at_least or round_of))
 
     def needed_payloads(self) -> dict[Task, int | None]:
         """Payloads that the spool must keep, with their checksum; None: whatever the attempt under way stores."""

@@ -126,12 +126,13 @@ class RoundDesk:
             lease=RoundLease(round_id=round_id, fence=fence, version=version, groups=groups, is_replay=is_replay)
         )
 
-    def ready(self, *, version: Version, count: int) -> tuple[LeasedGroup, ...]:
-        """Up to `count` ready groups that a round on `version` may train, in the order of the run but for gaps.
+    def ready(self, *, version: Version, count: int, of_round: bool = False) -> tuple[LeasedGroup, ...]:
+        """Up to `count` ready groups that a round on `version` may train, in the order of the run but for gaps. With
+        `of_round` those among the next `count` of the run: a lease of so many has them, unless one gets too old.
         Promises nothing: whoever reads ahead asks the lease which of them it got."""
         book = self._book
-        lines = book.query(_READY[book.rules.round_order], book.train_id, count)
-        groups = [leased_group(book.rules.partition, line[1:]) for line in lines]
+        lines = book.query((_CANDIDATES if of_round else _READY)[book.rules.round_order], book.train_id, count)
+        groups = [leased_group(book.rules.partition, line[1:]) for line in lines if line[0] == State.READY]
         oldest = version - book.rules.max_staleness
         return tuple(group for group in groups if oldest <= group.payload.min_version)
 
@@ -286,10 +287,10 @@ class RoundDesk:
         return LeaseLostError(f"round {round_id}, fence {fence}: the lease ended; {now}. Do not train it.")
 
 
-def has_round(book: Book, count: int) -> bool:
-    """Whether the next `count` groups in the order of the run are ready, some of them perhaps too old."""
+def num_ready_of_round(book: Book, count: int) -> int:
+    """How many of the next `count` groups in the order of the run are ready, some of them perhaps too old."""
     lines = book.query(_CANDIDATES[book.rules.round_order], book.train_id, count)
-    return len(lines) == count and all(line[0] == State.READY for line in lines)
+    return sum(line[0] == State.READY for line in lines)
 
 
 def count_in_flight(book: Book) -> int:

@@ -129,9 +129,10 @@ class Machine:
         self.watchers.events.emit(EventKind.ROUND_GENERATED, rollout_id=generated.rollout_id)
         return generated
 
-    def generate(self, rollout_id: int) -> GeneratedRound:
-        """A round of generation; with --train-early-groups the trainers begin it meanwhile."""
-        pending = self.start_generation(rollout_id)
+    def generate(self, rollout_id: int, pending: Any = None) -> GeneratedRound:
+        """A round of generation, or the rest of one that was started; with --train-early-groups the trainers begin it
+        meanwhile."""
+        pending = pending or self.start_generation(rollout_id)
         if self.config.queue.train_early_groups:
             _begin_training(self, rollout_id)
         return self.finish_generation(pending)

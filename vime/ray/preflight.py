@@ -136,11 +136,6 @@ def _check_prefetch(config: Config) -> None:
             "--offload-train under train_async.py has no effect: the next round is generated while this one trains. "
             "Use train.py, or remove the flag."
         )
-    if config.queue.train_early_groups:
-        raise ConfigError(
-            "--train-early-groups under train_async.py: trainers work on one round while the next is generated, so "
-            "there is no time to win. Use train.py, or remove the flag."
-        )
     staleness, interval = config.queue.transferqueue_max_staleness, config.weights.update_weights_interval
     if staleness < interval:
         raise ConfigError(

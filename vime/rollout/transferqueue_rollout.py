@@ -201,10 +201,11 @@ class TransferQueueDataSource:
         portions = self.portions
         if not portions.minimum:
             return {"round_of": num_groups}
-        ready = self._ledger.call("rounds", "ready", version=self._round_id, count=num_groups)
+        ready = self._ledger.call("rounds", "ready", version=self._round_id, count=num_groups, of_round=True)
         if len(ready) < num_groups:
             portions.offer(ready)
-        return {"ready": min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))}
+        wanted = min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))
+        return {"round_of": num_groups, "at_least": wanted}
 
     def _post_progress(self, num_groups: int, answer: LeaseAnswer, elapsed_s: float) -> None:
         status: LedgerStatus = self._ledger.call("", "status")

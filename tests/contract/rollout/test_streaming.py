@@ -107,6 +107,37 @@ def test_trainers_may_begin_with_a_finished_group_while_another_of_the_round_is_
         assert run.source.begun_groups == {1}
 
 
+def test_of_a_prefetched_round_trainers_begin_with_its_own_groups_not_with_finished_ones_of_the_next(
+    tmp_path, model_dir
+):
+    (tmp_path / "held_round.py").write_text(
+        "import asyncio, threading\n"
+        "from vime.rollout.generation import generate as ask\n"
+        "go_on = {2: threading.Event(), 3: threading.Event()}\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if sample.group_index in go_on:\n"
+        "        await asyncio.to_thread(go_on[sample.group_index].wait, 60)\n"
+        "    return await ask(args, sample, sampling_params)\n"
+    )
+    flags = ("--custom-generate-function-path", f"{tmp_path / 'held_round.py'}:generate", "--train-early-groups", 1)
+    with (
+        ScriptedEngine(ServedVersion()) as engine,
+        Streaming(tmp_path, engine, model_dir, *flags, staleness=1) as run,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        run.play(0)
+        whole = thread.submit(run.lease, 1)
+        wait_until(run, lambda: run.ledger.status().ready == 2)  # 4 and 5, of the round after
+        go_on = sys.modules["vime_plugin_held_round"].go_on
+        go_on[3].set()
+        assert run.source.portions.wait(1, 10)
+        assert [group[0].group_index for group in run.source.claim_portion()] == [3]
+        assert run.source.claim_portion() == []
+        go_on[2].set()
+        assert groups_of(whole.result(60)) == [2, 3]
+        assert run.source.begun_groups == {3}
+
+
 def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, model_dir):
     def right_for_every_other_prompt(request):
         is_right = (request.token_ids[-1] - LETTER["a"]) % 2 == 0

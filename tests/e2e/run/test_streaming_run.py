@@ -64,14 +64,15 @@ def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: 
     assert [entry for entry in trace if entry["ph"] == "B"] == []  # whatever began has ended
 
 
+@pytest.mark.parametrize(("script", "staleness"), [("train.py", 0), ("train_async.py", 1)])
 def test_trainers_begin_a_round_with_its_finished_groups_and_every_sample_is_trained(
-    tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, staleness: int, tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers of up to 12 tokens at 6 a second: groups of a round finish up to 2 seconds apart."""
     monkeypatch.setenv("VIME_SCRIPTED_TOKENS_PER_SECOND", "6")
     engine = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
     flags = [*tiny_task.flags(), *STREAMING, *engine, "--train-early-groups", "1", "--num-rollout", "4"]
-    finished = train(flags, tmp_path / "run")
+    finished = train([*flags, "--max-staleness", str(staleness)], tmp_path / "run", script=script)
     assert finished.code == 0, finished.output
     assert_every_round_trained_once(finished, 4, last_checkpoint=None)
     rounds = finished.metrics().values()

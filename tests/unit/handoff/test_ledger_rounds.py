@@ -81,6 +81,9 @@ def test_what_is_ready_can_be_seen_before_a_lease_and_is_not_changed_by_looking(
     commit(ledger, c, a)
     assert [found.task for found in ledger.rounds.ready(version=0, count=4)] == [a, c]  # b holds a lease up, not a look
     assert [found.task for found in ledger.rounds.ready(version=0, count=1)] == [a]
+    assert [found.task for found in ledger.rounds.ready(version=0, count=2, of_round=True)] == [a]  # c comes after b
+    assert ledger.has(round_of=3, at_least=2)
+    assert not ledger.has(round_of=2, at_least=2)
     assert ledger.rounds.ready(version=1, count=4) == ()  # a round on version 1 may not train them
     commit(ledger, b)
     assert groups_of(lease(ledger, 0, 2)) == [0, 1]

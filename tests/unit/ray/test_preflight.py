@@ -40,12 +40,6 @@ def test_a_trainer_that_sleeps_while_engines_generate_is_refused_where_it_trains
     preflight(config(tmp_path, "--offload-train"), is_async=False)
 
 
-def test_beginning_a_round_early_is_refused_where_trainers_are_busy_with_the_one_before(tmp_path: Path) -> None:
-    flags = ["--transferqueue-mode", "streaming", "--train-early-groups", "1", "--no-debug-rollout-only"]
-    with pytest.raises(ConfigError, match=r"--train-early-groups under train_async\.py"):
-        preflight(config(tmp_path, *flags, "--max-staleness", "1"), is_async=True)
-
-
 def test_a_family_that_megatron_does_not_know_is_refused_without_fsdp(tmp_path: Path) -> None:
     of_both = {"hidden_act": "gelu", "rotary_pct": 0.25}
     flags = ["--no-debug-rollout-only"]
