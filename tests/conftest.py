@@ -51,7 +51,7 @@ TIERS = ("unit", "contract", "dist", "e2e", "gpu")
 SESSION_VARIABLE = "VIME_TEST_SESSION"
 OUTER_SESSIONS = os.environ.get(SESSION_VARIABLE, "")
 SESSION = uuid.uuid4().hex
-DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "3000"))
+DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "4800"))
 # How long what the tests stopped may take to be gone.
 GRACE_S = float(os.environ.get("VIME_TEST_GRACE", "10"))
 EXIT_DEADLINE = 70
