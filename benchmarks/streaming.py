@@ -1,6 +1,7 @@
 """What streaming costs and what it gains, by whole runs of the quick start's model; each prints one table.
 
     .venv/bin/python benchmarks/streaming.py overlap    train.py against train_async.py --max-staleness 1, real engine
+    .venv/bin/python benchmarks/streaming.py reward     the same two, until the reward is flat: is it the same?
     .venv/bin/python benchmarks/streaming.py bound      train_async.py on a scripted engine, against max(rollout, train)
     .venv/bin/python benchmarks/streaming.py queue      mode streaming at staleness 0 against off; durable against not
     .venv/bin/python benchmarks/streaming.py early      train.py with --train-early-groups against without
@@ -55,18 +56,7 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
     than generating it (with one that trains in no time there is nothing to overlap), and ten layers deep: an engine's
     step, whose cost grows with the layers, is then most of what a round costs beside training."""
     flags = [*task(rounds, model=padded_model(directory / "model", layers=10, times_units=28), lr="5e-5"), *LONG_TAIL]
-    variants = {
-        "train.py": [],
-        "train_async.py": ASYNC,
-        "train.py, early groups": [*STREAMING, *EARLY],
-        "train_async.py, early groups": [*ASYNC, *EARLY],
-    }
-    environment = {"VIME_LONG_TAIL": "400"}
-    sides = [
-        Side(name=name, script=name.split(",")[0], flags=[*flags, *more], environment=environment)
-        for name, more in variants.items()
-    ]
-    found = alternate(sides, repeats=repeats, directory=directory)
+    found = alternate(rhythms(flags, longest_tail=400), repeats=repeats, directory=directory)
     table(found)
     print("\n| | wait | early | train | move weights | compare | reward, last third |\n|---|---|---|---|---|---|---|")
     for name, runs in found.items():
@@ -74,6 +64,31 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
         parts = [f"{seconds_of(runs, f'perf/{part}_time'):.3f}" for part in timed]
         rewards = [f"{late_reward(entry):.3f}" for entry in runs]
         print(f"| {name} | {' | '.join(parts)} | {', '.join(rewards)} |")
+
+
+def reward(rounds: int, repeats: int, directory: Path) -> None:
+    """The quick start's own model, whose reward is flat after some 20 rounds: while it rises, one round of staleness
+    shows as one round's rise, and that says nothing about where it ends."""
+    found = alternate(rhythms([*task(rounds), *LONG_TAIL], longest_tail=64), repeats=repeats, directory=directory)
+    print("| | reward, last third of each run | mean | spread |\n|---|---|---|---|")
+    for name, runs in found.items():
+        rewards = [late_reward(entry) for entry in runs]
+        each = ", ".join(f"{late:.3f}" for late in rewards)
+        print(f"| {name} | {each} | {statistics.fmean(rewards):.3f} | {max(rewards) - min(rewards):.3f} |")
+
+
+def rhythms(flags: Sequence[str], *, longest_tail: int) -> list[Side]:
+    variants = {
+        "train.py": [],
+        "train_async.py": ASYNC,
+        "train.py, early groups": [*STREAMING, *EARLY],
+        "train_async.py, early groups": [*ASYNC, *EARLY],
+    }
+    environment = {"VIME_LONG_TAIL": str(longest_tail)}
+    return [
+        Side(name=name, script=name.split(",")[0], flags=[*flags, *more], environment=environment)
+        for name, more in variants.items()
+    ]
 
 
 def bound(rounds: int, repeats: int, directory: Path) -> None:
@@ -194,7 +209,7 @@ def late_reward(entry: Measured) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    cases = {"overlap": overlap, "bound": bound, "queue": queue, "early": early}
+    cases = {"overlap": overlap, "reward": reward, "bound": bound, "queue": queue, "early": early}
     parser.add_argument("case", choices=cases)
     parser.add_argument("--rounds", type=int, default=12, help="rounds that count (default: 12)")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side (default: 2)")
