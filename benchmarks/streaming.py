@@ -4,6 +4,7 @@
     .venv/bin/python benchmarks/streaming.py reward     the same two, until the reward is flat: is it the same?
     .venv/bin/python benchmarks/streaming.py bound      train_async.py on a scripted engine, against max(rollout, train)
     .venv/bin/python benchmarks/streaming.py queue      mode streaming at staleness 0 against off; durable against not
+    .venv/bin/python benchmarks/streaming.py carry      the same on a scripted engine
     .venv/bin/python benchmarks/streaming.py early      train.py with --train-early-groups against without
 
 Sides take turns (--repeats), rounds after the warm-up count (--rounds); the model and data of scripts/quickstart.sh
@@ -15,7 +16,7 @@ import json
 import shutil
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runs import ROOT, SEED, WARM_UP_ROUNDS, Measured, Side, alternate
@@ -149,9 +150,18 @@ def padded_model(directory: Path, *, layers: int, times_units: int) -> Path:
 
 
 def queue(rounds: int, repeats: int, directory: Path) -> None:
-    """What carrying groups one by one through ledger, spool and TransferQueue costs."""
-    flags = [*task(rounds), *LONG_TAIL]
-    environment = {"VIME_LONG_TAIL": "400"}
+    """What carrying groups one by one through ledger, spool and TransferQueue costs, on a real engine."""
+    carried([*task(rounds), *LONG_TAIL], {"VIME_LONG_TAIL": "400"}, repeats, directory)
+
+
+def carry(rounds: int, repeats: int, directory: Path) -> None:
+    """The same on an engine that sleeps, so that the machine's speed, which moves by more than a tenth from run to run,
+    shows in what the carrying costs only."""
+    flags = [*task(rounds, response=384, context=512), *SCRIPTED]
+    carried(flags, {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"}, repeats, directory)
+
+
+def carried(flags: Sequence[str], environment: Mapping[str, str], repeats: int, directory: Path) -> None:
     variants = {"off": [], "streaming": STREAMING, "streaming not durable": [*STREAMING, "--no-transferqueue-durable"]}
     sides = [
         Side(name=name, script="train.py", flags=[*flags, *more], environment=environment)
@@ -209,7 +219,7 @@ def late_reward(entry: Measured) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    cases = {"overlap": overlap, "reward": reward, "bound": bound, "queue": queue, "early": early}
+    cases = {"overlap": overlap, "reward": reward, "bound": bound, "queue": queue, "carry": carry, "early": early}
     parser.add_argument("case", choices=cases)
     parser.add_argument("--rounds", type=int, default=12, help="rounds that count (default: 12)")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side (default: 2)")
