@@ -232,6 +232,11 @@ class RoundPlan:
     rollout_id: int
     steps: tuple[StepPlan, ...]
 
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks that it was made for."""
+        return len(self.steps[0].micro_batches)
+
     def rows_of(self, dp_rank: int) -> tuple[int, ...]:
         """Row numbers that `dp_rank` needs in this round, ascending."""
         return tuple(sorted({row for step in self.steps for batch in step.micro_batches[dp_rank] for row in batch}))

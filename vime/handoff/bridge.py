@@ -1,7 +1,8 @@
 """Mode `buffer`: whole rounds travel through TransferQueue.
 
-One partition per round (`train_<rollout_id>`), one row per group under a key that no other attempt shares, and one
-manifest row, written last, with the plan and the keys in order. Readers go by the manifest.
+One partition per round (`train_<rollout_id>`). In it, for each data-parallel rank, the rows that the plan gives to this
+rank, as one payload (`payload.rows_to_bytes`) in as many parts as PART_BYTES asks for, under keys that no other attempt
+shares. A reader fetches its own rows and nothing else; plan and keys are in the ticket.
 """
 
 from __future__ import annotations
@@ -14,16 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vime.handoff.codec import (
-    Manifest,
-    check_round,
-    decode_group,
-    decode_manifest,
-    encode_group,
-    encode_manifest,
-)
+from vime.handoff.codec import check_round, decode_plan, encode_plan
+from vime.handoff.payload import bytes_to_rows, rows_to_bytes
 from vime.handoff.queue_client import QueueAddress, QueueClient
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
@@ -35,16 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CAPACITY_POLL_S = 0.05
-MANIFEST_FIELD = "manifest"
+PART_BYTES = 64 << 20
+"""A longer payload is cut: its parts lie on several storage units, and none takes long to move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueTicket:
-    """Where one round lies."""
+    """Where one round lies: `keys[dp_rank]` are the parts of that rank's payload."""
 
     rollout_id: int
     partition: str
-    manifest_key: str
+    plan: bytes
+    keys: tuple[tuple[str, ...], ...]
 
 
 class TransferQueueBridge:
@@ -69,42 +64,36 @@ class TransferQueueBridge:
         check_round(plan, groups)
         partition = f"{self._prefix}_{plan.rollout_id}" + (f"_portion{portion}" if portion else "")
         attempt = uuid.uuid4().hex[:12]
-        keys = [f"{group.group_index}#{attempt}" for group in groups]
-        rows = [encode_group(group, self._extra) for group in groups]
-        manifest = Manifest(plan=plan, keys=tuple(keys), group_sizes=tuple(len(group.rows) for group in groups))
-        manifest_key = f"manifest#{attempt}"
-        manifest_row = {MANIFEST_FIELD: np.frombuffer(encode_manifest(manifest), dtype=np.uint8)}
+        rows = [row for group in groups for row in group.rows]
+        keys, parts = [], {}
+        for dp_rank in range(plan.dp_size):
+            data = rows_to_bytes([rows[number] for number in plan.rows_of(dp_rank)], self._extra)
+            cut = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+            keys.append(tuple(f"rank{dp_rank}.{at}#{attempt}" for at in range(len(cut))))
+            parts |= zip(keys[-1], cut, strict=True)
         with waiting("room in the queue for a round", "driver", deadline_s=self._timeout_s):
             self._wait_for_room(partition)
         try:
-            self._client.put_rows(partition, keys, rows)
+            self._client.store_rows(partition, list(parts), list(parts.values()))
             failpoint(Point.PUT_HALF)
-            self._client.put_rows(partition, [manifest_key], [manifest_row])
+            self._client.confirm_rows(partition, list(parts))
         except (HandoffError, WaitTimeoutError):
             self._discard(partition)
             raise
-        return QueueTicket(rollout_id=plan.rollout_id, partition=partition, manifest_key=manifest_key)
+        return QueueTicket(rollout_id=plan.rollout_id, partition=partition, plan=encode_plan(plan), keys=tuple(keys))
 
     def fetch(self, ticket: QueueTicket, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]:
-        """The plan, and the rows of `dp_rank` by row number; reads only the groups that hold one of them."""
-        partition = ticket.partition
-        [manifest_row] = self._client.get_rows(partition, [ticket.manifest_key])
-        manifest = decode_manifest(manifest_row[MANIFEST_FIELD].tobytes())
-        if manifest.plan.rollout_id != ticket.rollout_id:
-            raise HandoffError(f"{partition} holds round {manifest.plan.rollout_id}, expected {ticket.rollout_id}.")
-        wanted = set(manifest.plan.rows_of(dp_rank))
-        places = manifest.groups_of(dp_rank)
-        payloads = self._client.get_rows(partition, [key for key, _, _ in places])
-        rows: dict[int, TrainRow] = {}
-        for (key, first, size), columns in zip(places, payloads, strict=True):
-            group = decode_group(columns)
-            if len(group.rows) != size or group.rows[0].rollout_id != ticket.rollout_id:
-                raise HandoffError(
-                    f"{partition}, group {key}: {len(group.rows)} rows of round {group.rows[0].rollout_id}, expected "
-                    f"{size} rows of round {ticket.rollout_id}. The queue answered another group's row."
-                )
-            rows.update({first + at: row for at, row in enumerate(group.rows) if first + at in wanted})
-        return manifest.plan, rows
+        """The plan, and the rows of `dp_rank` by row number."""
+        plan = decode_plan(ticket.plan)
+        numbers = plan.rows_of(dp_rank)
+        rows = bytes_to_rows(b"".join(self._client.get_rows(ticket.partition, list(ticket.keys[dp_rank]))))
+        rounds = {row.rollout_id for row in rows}
+        if len(rows) != len(numbers) or rounds - {ticket.rollout_id}:
+            raise HandoffError(
+                f"{ticket.partition}, rank {dp_rank}: {len(rows)} rows of rounds {sorted(rounds)}, expected "
+                f"{len(numbers)} rows of round {ticket.rollout_id}. The queue answered another round's rows."
+            )
+        return plan, dict(zip(numbers, rows, strict=True))
 
     def clear(self, ticket: QueueTicket) -> None:
         """Remove a round. Runs in the driver when every consumer is done; makes room for the next `put`."""

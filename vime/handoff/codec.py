@@ -1,14 +1,13 @@
-"""Training rows to packed columns and back, exactly; plans and manifests to bytes and back.
+"""Training rows to packed columns and back, exactly; plans to bytes and back.
 
-A group travels as one dict of 1-D numpy arrays: the rows laid end to end, with their lengths beside them. Every
-carrier uses this codec, so that a row arrives with the same bits whichever way it came.
+Rows travel as one dict of 1-D numpy arrays: laid end to end, with their lengths beside them. Every carrier uses this
+codec, so that a row arrives with the same bits whichever way it came.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,31 +18,6 @@ from vime.types import HandoffError, RoundPlan, SampleStatus, StepPlan, TrainGro
 
 Columns = dict[str, NDArray[Any]]
 STATUS_CODES = tuple(str(status) for status in SampleStatus)
-
-
-def encode_group(group: TrainGroup, extra: Sequence[str] = ()) -> Columns:
-    """One prompt group as columns. `extra` names the optional columns to carry; a row that lacks one is refused."""
-    if not group.rows:
-        raise HandoffError(f"group {group.group_index}: has no rows; a rollout function must return whole groups.")
-    first = group.rows[0]
-    for row in group.rows:
-        if row.group_index != group.group_index or row.rollout_id != first.rollout_id:
-            raise HandoffError(
-                f"group {group.group_index}: sample {row.sample_index} belongs to group {row.group_index} of round "
-                f"{row.rollout_id}; expected one group of round {first.rollout_id}. The rollout function mixed groups."
-            )
-    indices = [row.sample_index for row in group.rows]
-    if len(set(indices)) != len(indices):
-        raise HandoffError(f"group {group.group_index}: sample indices {indices} repeat; each sample needs its own.")
-    return encode_rows(group.rows, extra)
-
-
-def decode_group(columns: Mapping[str, NDArray[Any]]) -> TrainGroup:
-    """Inverse of `encode_group`."""
-    rows = decode_rows(columns)
-    if not rows or any(row.group_index != rows[0].group_index for row in rows):
-        raise HandoffError(f"columns of one group hold groups {[row.group_index for row in rows]}: torn payload.")
-    return TrainGroup(group_index=rows[0].group_index, rows=rows)
 
 
 def encode_rows(rows: Sequence[TrainRow], extra: Sequence[str] = ()) -> Columns:
@@ -127,7 +101,7 @@ def _encode_wide(column: Column, rows: Sequence[TrainRow]) -> NDArray[Any]:
             f"column {column.name}: cells of shapes {[cell.shape for cell in cells[:4]]}; expected one "
             "width, [tokens, number]."
         )
-    return np.concatenate([cell.astype(column.dtype).reshape(-1) for cell in cells])
+    return np.concatenate([np.empty(0, column.dtype), *(cell.astype(column.dtype).reshape(-1) for cell in cells)])
 
 
 def _cell(column: Column, row: TrainRow) -> Any:
@@ -161,14 +135,14 @@ def _cell(column: Column, row: TrainRow) -> Any:
 def _split(column: Column, array: NDArray[Any], lengths: Sequence[int]) -> list[Any]:
     """Cut a column into one cell per row: a number, a tuple of numbers, or the rows of a wide array."""
     if column.shape is Shape.WIDE:
-        width, rest = divmod(len(array), sum(lengths))
+        width, rest = divmod(len(array), sum(lengths) or 1)
         if array.ndim != 1 or array.dtype != np.dtype(column.dtype) or rest:
             raise HandoffError(
                 f"column {column.name}: got {array.dtype} of shape {array.shape}, expected {column.dtype} and a "
                 f"multiple of {sum(lengths)} tokens. The payload is torn."
             )
         ends = np.cumsum(lengths)[:-1]
-        return list(np.split(array.reshape(-1, width), ends))
+        return list(np.split(array.reshape(-1, width), ends)) if lengths else []
     if array.ndim != 1 or array.dtype != np.dtype(column.dtype) or len(array) != sum(lengths):
         raise HandoffError(
             f"column {column.name}: got {array.dtype} of shape {array.shape}, expected {column.dtype} of shape "
@@ -206,41 +180,6 @@ def _decode_row(index: int, cells: Mapping[str, Any]) -> TrainRow:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a round consists of: its plan, and under which key each group lies, in the order of the row numbers."""
-
-    plan: RoundPlan
-    keys: tuple[str, ...]
-    group_sizes: tuple[int, ...]
-
-    def groups_of(self, dp_rank: int) -> list[tuple[str, int, int]]:
-        """(key, first row number, number of rows) of every group that holds a row of `dp_rank`."""
-        wanted = set(self.plan.rows_of(dp_rank))
-        found, first = [], 0
-        for key, size in zip(self.keys, self.group_sizes, strict=True):
-            if not wanted.isdisjoint(range(first, first + size)):
-                found.append((key, first, size))
-            first += size
-        return found
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    record = {"keys": manifest.keys, "group_sizes": manifest.group_sizes, "plan": _plan_record(manifest.plan)}
-    return json.dumps(record, separators=(",", ":")).encode()
-
-
-def decode_manifest(data: bytes) -> Manifest:
-    """Inverse of `encode_manifest`."""
-    record = _load(data, "manifest")
-    try:
-        return Manifest(
-            plan=_plan(record["plan"]), keys=tuple(record["keys"]), group_sizes=tuple(record["group_sizes"])
-        )
-    except (KeyError, TypeError) as error:
-        raise HandoffError(f"manifest: lacks {error}. The writer is of another version.") from error
-
-
 def encode_plan(plan: RoundPlan) -> bytes:
     return json.dumps(_plan_record(plan), separators=(",", ":")).encode()
 
@@ -248,16 +187,11 @@ def encode_plan(plan: RoundPlan) -> bytes:
 def decode_plan(data: bytes) -> RoundPlan:
     """Inverse of `encode_plan`."""
     try:
-        return _plan(_load(data, "plan"))
+        return _plan(json.loads(data))
     except (KeyError, TypeError) as error:
         raise HandoffError(f"plan: lacks {error}. The writer is of another version.") from error
-
-
-def _load(data: bytes, what: str) -> Any:
-    try:
-        return json.loads(data)
     except ValueError as error:
-        raise HandoffError(f"{what}: {len(data)} bytes are not a {what}: {error}. The payload is torn.") from error
+        raise HandoffError(f"plan: {len(data)} bytes are not a plan: {error}. The payload is torn.") from error
 
 
 def _plan_record(plan: RoundPlan) -> dict[str, Any]:
@@ -280,17 +214,31 @@ def _plan(record: Mapping[str, Any]) -> RoundPlan:
 
 
 def check_round(plan: RoundPlan, groups: Sequence[TrainGroup]) -> None:
-    """Refuse a plan that does not name every row of the round exactly once, or rows of another round."""
-    rows = [row for group in groups for row in group.rows]
+    """Refuse groups that are none, rows of another round, and a plan that does not name every row exactly once."""
+    for group in groups:
+        _check_group(plan.rollout_id, group)
+    num_rows = sum(len(group.rows) for group in groups)
     planned = sorted(row for step in plan.steps for rank in step.micro_batches for batch in rank for row in batch)
-    if planned != list(range(len(rows))):
+    if planned != list(range(num_rows)):
         raise HandoffError(
-            f"round {plan.rollout_id}: the plan names {len(planned)} rows, the round has {len(rows)}; expected each "
+            f"round {plan.rollout_id}: the plan names {len(planned)} rows, the round has {num_rows}; expected each "
             "row exactly once. Plan the round from the same groups that are put."
         )
-    strangers = sorted({row.rollout_id for row in rows} - {plan.rollout_id})
-    if strangers:
-        raise HandoffError(f"round {plan.rollout_id}: got rows of rounds {strangers}. Rows must carry the round's id.")
+
+
+def _check_group(rollout_id: int, group: TrainGroup) -> None:
+    name = f"group {group.group_index}"
+    if not group.rows:
+        raise HandoffError(f"{name}: has no rows; a rollout function must return whole groups.")
+    for row in group.rows:
+        if row.group_index != group.group_index or row.rollout_id != rollout_id:
+            raise HandoffError(
+                f"{name}: sample {row.sample_index} belongs to group {row.group_index} of round {row.rollout_id}; "
+                f"expected one group of round {rollout_id}. The rollout function mixed groups or rounds."
+            )
+    indices = [row.sample_index for row in group.rows]
+    if len(set(indices)) != len(indices):
+        raise HandoffError(f"{name}: sample indices {indices} repeat; each sample needs its own.")
 
 
 Layout = list[tuple[str, str, int]]

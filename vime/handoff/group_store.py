@@ -12,22 +12,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
-from vime.handoff.codec import Columns
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool
 from vime.types import HandoffError, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 
-PAYLOAD_FIELD = "payload"
-
 
 class Rows(Protocol):
-    """A keyed store of rows: `queue_client.QueueClient` over TransferQueue, `memory.MemoryRows` without processes."""
+    """A keyed store of bytes: `queue_client.QueueClient` over TransferQueue, `memory.MemoryRows` without processes."""
 
-    def put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None: ...
-    def get_rows(self, partition: str, keys: list[str]) -> list[Columns]: ...
+    def put_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None: ...
+    def get_rows(self, partition: str, keys: list[str]) -> list[bytes]: ...
     def clear_rows(self, partition: str, keys: list[str]) -> None: ...
     def close(self) -> None: ...
 
@@ -49,8 +44,7 @@ class GroupStore:
                 checksums = self._spool.append(groups)
         failpoint(Point.SPOOLED)
         keys = [_key(task) for task, _ in groups]
-        rows = [{PAYLOAD_FIELD: np.frombuffer(data, dtype=np.uint8)} for _, data in groups]
-        self._rows.put_rows(self._partition, keys, rows)
+        self._rows.put_rows(self._partition, keys, [data for _, data in groups])
         with self._lock:
             self._held.update(keys)
         return checksums
@@ -73,7 +67,7 @@ class GroupStore:
             if self._spool is None:
                 raise
             found, queued = [], []
-        held = {task: row[PAYLOAD_FIELD].tobytes() for task, row in zip(queued, found, strict=True)}
+        held = dict(zip(queued, found, strict=True))
         return [self._verified(task, checksum, held.get(task)) for task, checksum in payloads]
 
     def forget(self, tasks: Sequence[Task]) -> None:

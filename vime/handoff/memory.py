@@ -6,15 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vime.handoff.codec import (
-    Columns,
-    Manifest,
-    check_round,
-    decode_group,
-    decode_manifest,
-    encode_group,
-    encode_manifest,
-)
+from vime.handoff.codec import check_round, decode_plan, encode_plan
+from vime.handoff.payload import bytes_to_rows, rows_to_bytes
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
 
 
@@ -22,12 +15,12 @@ class MemoryRows:
     """A keyed store of rows over a dict (`group_store.Rows`)."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, str], Columns] = {}
+        self.rows: dict[tuple[str, str], bytes] = {}
 
-    def put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None:
-        self.rows |= {(partition, key): row for key, row in zip(keys, rows, strict=True)}
+    def put_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
+        self.rows |= {(partition, key): payload for key, payload in zip(keys, payloads, strict=True)}
 
-    def get_rows(self, partition: str, keys: list[str]) -> list[Columns]:
+    def get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
         missing = [key for key in keys if (partition, key) not in self.rows]
         if missing:
             raise HandoffError(f"{partition}: rows {missing} are not here: they were cleared, or never put.")
@@ -55,14 +48,16 @@ class MemoryCarrier:
     def __init__(self, *, max_staleness: int = 0, timeout_s: float = 10.0, extra: Sequence[str] = ()) -> None:
         self._capacity, self._timeout_s, self._extra = max_staleness + 1, timeout_s, tuple(extra)
         self._changed = threading.Condition()
-        self.partitions: dict[str, tuple[bytes, dict[str, Columns]]] = {}
+        self.partitions: dict[str, tuple[bytes, list[bytes]]] = {}  # the plan, and a payload per data-parallel rank
 
     def put(self, plan: RoundPlan, groups: Sequence[TrainGroup], *, portion: int = 0) -> MemoryTicket:
         """Waits for: a partition to be cleared. Unblocked by: `clear`."""
         check_round(plan, groups)
-        keys = tuple(f"{plan.rollout_id}/{group.group_index}" for group in groups)
-        payload = {key: encode_group(group, self._extra) for key, group in zip(keys, groups, strict=True)}
-        manifest = Manifest(plan=plan, keys=keys, group_sizes=tuple(len(group.rows) for group in groups))
+        rows = [row for group in groups for row in group.rows]
+        payloads = [
+            rows_to_bytes([rows[number] for number in plan.rows_of(dp_rank)], self._extra)
+            for dp_rank in range(plan.dp_size)
+        ]
         partition = f"memory_{plan.rollout_id}" + (f"_portion{portion}" if portion else "")
         with self._changed:
             if partition in self.partitions:
@@ -74,24 +69,17 @@ class MemoryCarrier:
                     "driver",
                     f"{sorted(self.partitions)} were not cleared.",
                 )
-            self.partitions[partition] = (encode_manifest(manifest), payload)
+            self.partitions[partition] = (encode_plan(plan), payloads)
         return MemoryTicket(rollout_id=plan.rollout_id, partition=partition)
 
     def fetch(self, ticket: MemoryTicket, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]:
-        """The plan, and the rows of every group that `dp_rank` needs, by row number."""
+        """The plan, and the rows of `dp_rank` by row number."""
         with self._changed:
             if ticket.partition not in self.partitions:
                 raise HandoffError(f"partition {ticket.partition} is not here: it was cleared, or never put.")
-            data, payload = self.partitions[ticket.partition]
-        manifest = decode_manifest(data)
-        rows: dict[int, TrainRow] = {}
-        wanted = set(manifest.plan.rows_of(dp_rank))
-        for key, first, _ in manifest.groups_of(dp_rank):
-            if key not in payload:
-                raise HandoffError(f"partition {ticket.partition}: group {key} is missing.")
-            group = decode_group(payload[key])
-            rows.update({first + at: row for at, row in enumerate(group.rows) if first + at in wanted})
-        return manifest.plan, rows
+            data, payloads = self.partitions[ticket.partition]
+        plan = decode_plan(data)
+        return plan, dict(zip(plan.rows_of(dp_rank), bytes_to_rows(payloads[dp_rank]), strict=True))
 
     def clear(self, ticket: MemoryTicket) -> None:
         with self._changed:

@@ -51,7 +51,7 @@ class ObjectRefCarrier:
         check_round(plan, groups)
         rows = [row for group in groups for row in group.rows]
         references = []
-        for dp_rank in range(len(plan.steps[0].micro_batches)):
+        for dp_rank in range(plan.dp_size):
             numbers = plan.rows_of(dp_rank)
             columns = encode_rows([rows[number] for number in numbers], self._extra)
             references.append(self._put((plan.rollout_id, dp_rank, numbers, columns)))

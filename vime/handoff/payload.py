@@ -1,4 +1,5 @@
-"""A group as bytes for the spool: packed columns behind a JSON header. No pickle: reading runs no code of the writer.
+"""Rows and groups as bytes, for queue and spool: packed columns behind a JSON header. No pickle: reading runs no code
+of the writer.
 
     payload = b"VIMP" + u32 length of the header + header (JSON, UTF-8) + the columns, end to end, little-endian
 
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from vime.handoff.codec import Columns, decode_group, encode_group, from_buffer, to_buffer
-from vime.types import HandoffError, Sample, TrainGroup
+from vime.handoff.codec import Columns, decode_rows, encode_rows, from_buffer, to_buffer
+from vime.types import HandoffError, Sample, TrainRow
 
 MAGIC = b"VIMP"
 _PREFIX = struct.Struct("<4sI")
@@ -25,19 +26,18 @@ SAMPLE_COLUMNS = {"tokens": "<i8", "loss_mask": "<i8", "rollout_log_probs": "<f8
 """Long fields of a sample that travel as numbers; each has one entry in `lengths` per sample, -1 for None."""
 
 
-def group_to_bytes(group: TrainGroup, extra: Sequence[str] = ()) -> bytes:
-    """Training rows of one prompt; `extra` names the optional columns to carry."""
-    columns = encode_group(group, extra)
-    return _pack("rows", len(group.rows), sum(row.total_length for row in group.rows), columns, {})
+def rows_to_bytes(rows: Sequence[TrainRow], extra: Sequence[str] = ()) -> bytes:
+    """Training rows, of any groups; `extra` names the optional columns to carry."""
+    return _pack("rows", len(rows), sum(row.total_length for row in rows), encode_rows(rows, extra), {})
 
 
-def bytes_to_group(data: bytes) -> TrainGroup:
-    """Inverse of `group_to_bytes`."""
+def bytes_to_rows(data: bytes) -> tuple[TrainRow, ...]:
+    """Inverse of `rows_to_bytes`."""
     header, columns = _unpack(data, "rows")
-    group = decode_group(columns)
-    if len(group.rows) != header["num_rows"]:
-        raise HandoffError(f"payload: {len(group.rows)} rows, its header says {header['num_rows']}. It is damaged.")
-    return group
+    rows = decode_rows(columns)
+    if len(rows) != header["num_rows"]:
+        raise HandoffError(f"payload: {len(rows)} rows, its header says {header['num_rows']}. It is damaged.")
+    return rows
 
 
 def samples_to_bytes(samples: Sequence[Sample]) -> bytes:

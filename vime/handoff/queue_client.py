@@ -1,10 +1,11 @@
-"""TransferQueue as a keyed store of rows: starting it, joining it, and four verbs. The only file that imports it, and
+"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. The only file that imports it, and
 only inside functions, so that mode `off` never loads it.
 
-What TransferQueue does not promise is checked here: every call has a deadline (a client of a dead controller waits for
-ever), a read counts its rows (missing keys are left out without a word), each row carries its key (row numbers are
-recycled over partitions), and a put confirms that its rows can be seen (a lost notification is only logged). Its
-samplers and consumption marks take no part.
+A row has one column, and its cell is bytes: TransferQueue costs time by the cell, and a tensor's cell more than bytes
+(decision 0015). What it does not promise is checked here: every call has a deadline (a client of a dead controller
+waits for ever), a read counts its rows (missing keys are left out without a word), each row carries its key (row
+numbers are recycled over partitions), and a put confirms that its rows can be seen (a lost notification is only
+logged). Its samplers and consumption marks take no part.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import struct
 import threading
 import time
 import uuid
@@ -20,10 +22,6 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from vime.handoff.codec import Columns
 from vime.types import HandoffError, VimeError, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -40,7 +38,8 @@ QUEUE_ENVIRONMENT = {
 }
 LIVENESS_PROBE_S = 2.0
 CLOSE_S = 5.0
-KEY_FIELD = "key"
+_KEY_LENGTH = struct.Struct("<H")
+ROW_FIELD = "row"
 ACTORS = ("TransferQueueController", "SimpleStorageUnit")  # as `vime why-stuck` sees them
 
 
@@ -106,23 +105,27 @@ class QueueClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vime-queue-client", daemon=True)
         self._thread.start()
 
-    def put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None:
-        """Store one row per key, the key inside it; returns when the controller shows all of them."""
-        keyed = [{KEY_FIELD: np.frombuffer(key.encode(), dtype=np.uint8), **row} for key, row in _pairs(keys, rows)]
-        self._call(self._put_rows(partition, keys, keyed), f"put of {len(keys)} rows into {partition}")
+    def put_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
+        """Store one payload per key; returns when the controller shows all of them."""
+        self.store_rows(partition, keys, payloads)
+        self.confirm_rows(partition, keys)
 
-    def get_rows(self, partition: str, keys: list[str]) -> list[Columns]:
-        """The rows under `keys`, in this order, each verified to be the one that was put under its key; a missing one
-        is an error."""
+    def store_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
+        """The first half of a put: the payloads lie in the storage units."""
+        rows = [_frame(key, payload) for key, payload in zip(keys, payloads, strict=True)]
+        self._call(self._store_rows(partition, keys, rows), f"put of {len(keys)} rows into {partition}")
+
+    def confirm_rows(self, partition: str, keys: list[str]) -> None:
+        """The second half of a put: the controller shows them to whoever asks."""
+        self._call(self._confirm_rows(partition, keys), f"look at {len(keys)} rows of {partition}")
+
+    def get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
+        """The payloads under `keys`, in this order, each verified to be the one that was put under its key; a missing
+        one is an error."""
         if not keys:
             return []
-        fields = self._call(self._get_rows(partition, keys), f"get of {len(keys)} rows of {partition}")
-        rows = [{name: cells[index] for name, cells in fields.items()} for index in range(len(keys))]
-        for key, row in _pairs(keys, rows):
-            held = row.pop(KEY_FIELD).tobytes().decode(errors="replace")
-            if held != key:
-                raise HandoffError(f"{partition}: asked for row {key}, got row {held}. It was cleared meanwhile.")
-        return rows
+        rows = self._call(self._get_rows(partition, keys), f"get of {len(keys)} rows of {partition}")
+        return [_unframe(partition, key, row) for key, row in zip(keys, rows, strict=True)]
 
     def clear_rows(self, partition: str, keys: list[str]) -> None:
         """Remove the rows under `keys`; those that are not there are passed over."""
@@ -145,17 +148,16 @@ class QueueClient:
         self._thread.join(timeout=CLOSE_S)
         self._client.close()
 
-    async def _put_rows(self, partition: str, keys: list[str], rows: Sequence[Columns]) -> None:
-        from tensordict import TensorDict
+    async def _store_rows(self, partition: str, keys: list[str], rows: list[bytes]) -> None:
+        from tensordict import NonTensorStack, TensorDict
 
-        fields = {
-            name: torch.nested.as_nested_tensor([torch.tensor(row[name]) for row in rows], layout=torch.jagged)
-            for name in rows[0]
-        }
+        fields = TensorDict({ROW_FIELD: NonTensorStack(*rows)}, batch_size=[len(keys)])
         meta = await self._client.async_kv_retrieve_meta(keys, partition, create=True)
-        await self._client.async_put(TensorDict(fields, batch_size=[len(keys)]), meta)
+        await self._client.async_put(fields, meta)
+
+    async def _confirm_rows(self, partition: str, keys: list[str]) -> None:
         seen = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
-        if seen.size != len(keys) or not set(fields) <= set(seen.field_names):
+        if seen.size != len(keys) or ROW_FIELD not in seen.field_names:
             raise HandoffError(
                 f"{partition}: {seen.size} of {len(keys)} rows can be seen after the put, with the columns "
                 f"{sorted(seen.field_names)}. The controller missed the notification; see its log."
@@ -166,15 +168,15 @@ class QueueClient:
         if meta.size:
             await self._client.async_clear_samples(meta)
 
-    async def _get_rows(self, partition: str, keys: list[str]) -> dict[str, list[Any]]:
+    async def _get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
         meta = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
-        if meta.size != len(keys) or KEY_FIELD not in meta.field_names:
+        if meta.size != len(keys) or ROW_FIELD not in meta.field_names:
             raise HandoffError(
                 f"{partition}: {meta.size} of {len(keys)} rows are in the queue, with the columns "
                 f"{sorted(meta.field_names)}. The round was cleared already, or its storage was lost."
             )
         data = await self._client.async_get_data(meta)
-        return {name: [cell.numpy() for cell in data[name].unbind()] for name in meta.field_names}
+        return list(data.get(ROW_FIELD).tolist())
 
     def _call(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
         """Run one client call: HandoffError as soon as an actor of the queue is dead, else wait until the deadline."""
@@ -234,8 +236,18 @@ def _server_info(name: str, actor: Any, ends: float, timeout_s: float) -> Any:
         raise HandoffError(f"{name}: did not start: {_first_line(error)}. See the Ray logs.") from error
 
 
-def _pairs(keys: list[str], rows: Sequence[Columns]) -> list[tuple[str, Columns]]:
-    return list(zip(keys, rows, strict=True))
+def _frame(key: str, payload: bytes) -> bytes:
+    name = key.encode()
+    return _KEY_LENGTH.pack(len(name)) + name + payload
+
+
+def _unframe(partition: str, key: str, row: bytes) -> bytes:
+    [length] = _KEY_LENGTH.unpack_from(row)
+    start = _KEY_LENGTH.size + length
+    if row[_KEY_LENGTH.size : start] != key.encode():
+        held = row[_KEY_LENGTH.size : start].decode(errors="replace")
+        raise HandoffError(f"{partition}: asked for row {key}, got row {held}. It was cleared meanwhile.")
+    return row[start:]
 
 
 def _first_line(error: Exception) -> str:

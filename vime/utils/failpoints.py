@@ -51,7 +51,7 @@ class Point(StrEnum):
     LEASED = "manager.leased", "a round is leased, its payloads are not read"
     CONVERT = "manager.convert", "every group of a round is scored, none is converted"
     PUT = "manager.put", "a round is planned, nothing of it is stored"
-    PUT_HALF = "manager.put.half", "its groups are in the queue, its manifest is not"
+    PUT_HALF = "manager.put.half", "its rows are in the queue, nobody has looked whether they can be seen"
     STORED = "manager.stored", "a round is stored, the driver does not know"
     FETCH = "trainer.fetch", "a rank has its ticket and no rows"
     FORWARD = "trainer.forward", "a rank has its rows, the model has seen none"

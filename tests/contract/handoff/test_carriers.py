@@ -74,6 +74,15 @@ def test_a_round_of_empty_responses_arrives(case):
     assert tuple(_fetch_all(case.reader, ticket).values()) == rows
 
 
+def test_a_rank_to_which_the_plan_gives_no_row_gets_none(wide_case):
+    row = make_row()
+    experts = np.zeros((row.total_length, 6), dtype=np.int16)
+    group = TrainGroup(group_index=0, rows=(dataclasses.replace(row, extra={"rollout_routed_experts": experts}),))
+    step = dataclasses.replace(plan_for([group], dp_size=1).steps[0], micro_batches=(((0,),), ((),)))
+    ticket = wide_case.writer.put(RoundPlan(rollout_id=0, steps=(step,)), [group])
+    assert [tuple(wide_case.reader.fetch(ticket, dp_rank)[1]) for dp_rank in range(2)] == [(0,), ()]
+
+
 def test_a_round_may_be_read_again_until_it_is_cleared(case):
     ticket = case.writer.put(*_round())
     assert _fetch_all(case.reader, ticket) == _fetch_all(case.reader, ticket)

@@ -77,3 +77,47 @@ def test_two_readers_at_once_get_their_own_rows(queue_address):
     assert [tuple(sorted(rows)) for _, rows in answers] == [plan.rows_of(0), plan.rows_of(1)]
     bridge.clear(ticket)
     bridge.close()
+
+
+def test_a_payload_over_the_size_of_a_part_travels_in_parts(queue_address, monkeypatch):
+    from vime.handoff import bridge as bridge_module
+
+    monkeypatch.setattr(bridge_module, "PART_BYTES", 100)
+    config = QueueConfig(transferqueue_timeout_secs=30.0, transferqueue_partition="parts")
+    bridge = bridge_module.TransferQueueBridge.connect(queue_address, config)
+    groups = make_groups(4, 4)
+    ticket = bridge.put(plan_for(groups), groups)
+    assert min(len(keys) for keys in ticket.keys) > 2
+    found = bridge.fetch(ticket, 0)[1] | bridge.fetch(ticket, 1)[1]
+    assert [found[number] for number in range(16)] == [row for group in groups for row in group.rows]
+    bridge.clear(ticket)
+    bridge.close()
+
+
+def test_bytes_come_back_as_they_are_and_only_under_their_own_key(queue_address):
+    from vime.handoff.queue_client import QueueClient
+
+    client = QueueClient(queue_address, 30.0)
+    payloads = {"empty": b"", "zero": bytes(1), "again": bytes(1), "all": bytes(range(256)) * 5}
+    client.put_rows("bytes", list(payloads), list(payloads.values()))
+    for keys in (list(payloads), ["all", "empty"], ["again"]):
+        assert client.get_rows("bytes", keys) == [payloads[key] for key in keys]
+    client.clear_rows("bytes", ["zero", "was never there"])
+    with pytest.raises(HandoffError, match="1 of 2 rows are in the queue"):
+        client.get_rows("bytes", ["all", "zero"])
+    client.clear_partition("bytes")
+    client.close()
+
+
+def test_a_row_that_was_put_under_another_key_is_an_error_and_never_an_answer(queue_address, monkeypatch):
+    # TransferQueue recycles row numbers: an answer may be of a row that was put since the question
+    from vime.handoff import queue_client
+
+    client = queue_client.QueueClient(queue_address, 30.0)
+    frame = queue_client._frame
+    monkeypatch.setattr(queue_client, "_frame", lambda key, payload: frame(key[::-1], payload))
+    client.put_rows("swapped", ["ab"], [b"1"])
+    with pytest.raises(HandoffError, match="asked for row ab, got row ba"):
+        client.get_rows("swapped", ["ab"])
+    client.clear_partition("swapped")
+    client.close()

@@ -6,7 +6,7 @@ long as the test says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tests.helpers.known_history import Answer, History
 from tests.helpers.ledger_cases import Clock
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
-from vime.handoff.codec import Columns
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
@@ -59,12 +58,12 @@ class TimedRows(MemoryRows):
         super().__init__()
         self._clock = clock
 
-    def put_rows(self, partition: str, keys: list[str], rows: Any) -> None:
+    def put_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
         [key] = keys  # "train/3#1"
         self._clock.time += PUT_S[int(key.partition("/")[2].partition("#")[0])]
-        super().put_rows(partition, keys, rows)
+        super().put_rows(partition, keys, payloads)
 
-    def get_rows(self, partition: str, keys: list[str]) -> list[Columns]:
+    def get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
         self._clock.time += GET_S
         return super().get_rows(partition, keys)
 

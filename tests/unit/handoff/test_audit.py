@@ -9,16 +9,16 @@ from tests.helpers.ledger_cases import groups_of, issue, lease, open_ledger
 from tests.helpers.rows import make_row
 from vime.handoff.audit import audit, spool_payloads
 from vime.handoff.ledger_types import LedgerFileError, Payload, Task
-from vime.handoff.payload import group_to_bytes, payload_size, samples_to_bytes
+from vime.handoff.payload import payload_size, rows_to_bytes, samples_to_bytes
 from vime.handoff.spool import Spool, SpoolReader
-from vime.types import Sample, SampleStatus, TrainGroup
+from vime.types import Sample, SampleStatus
 
 CHECKPOINT = 1  # of the run below: rounds 0 and 1 are durable, 2 is trained, 3 is leased
 
 
 def store(spool, task, version):
     rows = tuple(make_row(2 * task.group + at, group_index=task.group) for at in range(2))
-    data = group_to_bytes(TrainGroup(group_index=task.group, rows=rows))
+    data = rows_to_bytes(rows)
     [checksum] = spool.append([(task, data)])
     _, num_tokens = payload_size(data)
     assert num_tokens == 10  # 2 rows of 2 + 3

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.rows import make_row, train_groups
-from vime.handoff.payload import MAGIC, bytes_to_group, bytes_to_samples, group_to_bytes, payload_size, samples_to_bytes
-from vime.types import HandoffError, Sample, SampleStatus, TrainGroup, VersionSpan
+from vime.handoff.payload import MAGIC, bytes_to_rows, bytes_to_samples, payload_size, rows_to_bytes, samples_to_bytes
+from vime.types import HandoffError, Sample, SampleStatus, VersionSpan
 
 EXTRA = ("teacher_log_probs",)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -49,8 +49,8 @@ def samples(draw, group_index=0):
 
 @given(train_groups())
 def test_training_rows_come_back_equal(group):
-    data = group_to_bytes(group, EXTRA)
-    assert bytes_to_group(data) == group
+    data = rows_to_bytes(group.rows, EXTRA)
+    assert bytes_to_rows(data) == group.rows
     assert payload_size(data) == (len(group.rows), sum(len(row.tokens) for row in group.rows))
 
 
@@ -64,17 +64,17 @@ def test_samples_come_back_equal_finished_or_aborted(group):
 
 @given(train_groups(), st.data())
 def test_a_payload_cut_anywhere_is_refused(group, data):
-    stored = group_to_bytes(group, EXTRA)
+    stored = rows_to_bytes(group.rows, EXTRA)
     end = data.draw(st.integers(0, len(stored) - 1))
     with pytest.raises(HandoffError, match="damaged"):
-        bytes_to_group(stored[:end])
+        bytes_to_rows(stored[:end])
     with pytest.raises(HandoffError, match="damaged"):
-        bytes_to_group(stored + b"\0")
+        bytes_to_rows(stored + b"\0")
 
 
 @given(st.binary(max_size=200))
 def test_bytes_of_no_payload_are_refused(data):
-    for read in (bytes_to_group, bytes_to_samples, payload_size):
+    for read in (bytes_to_rows, bytes_to_samples, payload_size):
         for bytes_ in (data, MAGIC + data):
             with pytest.raises(HandoffError):
                 read(bytes_)
@@ -83,10 +83,10 @@ def test_bytes_of_no_payload_are_refused(data):
 @given(st.integers(0, 10**6))
 def test_a_flipped_bit_gives_an_error_or_a_legal_group(position):
     """The spool's checksums catch damage; the codec alone must at least never crash in another way."""
-    stored = bytearray(group_to_bytes(TrainGroup(group_index=0, rows=(make_row(0), make_row(1)))))
+    stored = bytearray(rows_to_bytes([make_row(0), make_row(1)]))
     stored[position % len(stored)] ^= 1 << position % 8
     with contextlib.suppress(HandoffError):
-        bytes_to_group(bytes(stored))
+        bytes_to_rows(bytes(stored))
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_groups_that_are_none_are_refused():
         with pytest.raises(HandoffError, match="samples of one group"):
             samples_to_bytes(group)
     with pytest.raises(HandoffError, match="holds rows, expected samples"):
-        bytes_to_samples(group_to_bytes(TrainGroup(group_index=0, rows=(make_row(),))))
+        bytes_to_samples(rows_to_bytes([make_row()]))
 
 
 def test_the_bytes_are_a_json_header_and_plain_numbers():
-    data = group_to_bytes(TrainGroup(group_index=0, rows=(make_row(),)))
+    data = rows_to_bytes([make_row()])
     length = int.from_bytes(data[4:8], "little")
     header = json.loads(data[8 : 8 + length])
     assert (data[:4], header["kind"], header["num_rows"], header["num_tokens"]) == (MAGIC, "rows", 1, 5)

@@ -23,14 +23,14 @@ class Rows(MemoryRows):
         self.puts: list[list[str]] = []
         self.go_on, self.has_begun, self._refused = threading.Event(), threading.Event(), refused
 
-    def put_rows(self, partition, keys, rows):
+    def put_rows(self, partition, keys, payloads):
         self.puts.append(list(keys))
         if len(self.puts) == 1:
             self.has_begun.set()
             assert self.go_on.wait(10)
         if self._refused in keys:
             raise HandoffError(f"{self._refused} is refused")
-        super().put_rows(partition, keys, rows)
+        super().put_rows(partition, keys, payloads)
 
 
 async def put_while_the_first_is_written(writer: GroupWriter, rows: Rows) -> list[int | BaseException]:
