@@ -113,24 +113,24 @@ class QueueClient:
     def store_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
         """The first half of a put: the payloads lie in the storage units."""
         rows = [_frame(key, payload) for key, payload in zip(keys, payloads, strict=True)]
-        self._call(self._store_rows(partition, keys, rows), f"put of {len(keys)} rows into {partition}")
+        self._call(_store_rows(self._client, partition, keys, rows), f"put of {len(keys)} rows into {partition}")
 
     def confirm_rows(self, partition: str, keys: list[str]) -> None:
         """The second half of a put: the controller shows them to whoever asks."""
-        self._call(self._confirm_rows(partition, keys), f"look at {len(keys)} rows of {partition}")
+        self._call(_confirm_rows(self._client, partition, keys), f"look at {len(keys)} rows of {partition}")
 
     def get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
         """The payloads under `keys`, in this order, each verified to be the one that was put under its key; a missing
         one is an error."""
         if not keys:
             return []
-        rows = self._call(self._get_rows(partition, keys), f"get of {len(keys)} rows of {partition}")
+        rows = self._call(_get_rows(self._client, partition, keys), f"get of {len(keys)} rows of {partition}")
         return [_unframe(partition, key, row) for key, row in zip(keys, rows, strict=True)]
 
     def clear_rows(self, partition: str, keys: list[str]) -> None:
         """Remove the rows under `keys`; those that are not there are passed over."""
         if keys:
-            self._call(self._clear_rows(partition, keys), f"clear of {len(keys)} rows of {partition}")
+            self._call(_clear_rows(self._client, partition, keys), f"clear of {len(keys)} rows of {partition}")
 
     def list_partitions(self) -> list[str]:
         return list(self._call(self._client.async_get_partition_list(), "list of partitions"))
@@ -147,36 +147,6 @@ class QueueClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_S)
         self._client.close()
-
-    async def _store_rows(self, partition: str, keys: list[str], rows: list[bytes]) -> None:
-        from tensordict import NonTensorStack, TensorDict
-
-        fields = TensorDict({ROW_FIELD: NonTensorStack(*rows)}, batch_size=[len(keys)])
-        meta = await self._client.async_kv_retrieve_meta(keys, partition, create=True)
-        await self._client.async_put(fields, meta)
-
-    async def _confirm_rows(self, partition: str, keys: list[str]) -> None:
-        seen = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
-        if seen.size != len(keys) or ROW_FIELD not in seen.field_names:
-            raise HandoffError(
-                f"{partition}: {seen.size} of {len(keys)} rows can be seen after the put, with the columns "
-                f"{sorted(seen.field_names)}. The controller missed the notification; see its log."
-            )
-
-    async def _clear_rows(self, partition: str, keys: list[str]) -> None:
-        meta = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
-        if meta.size:
-            await self._client.async_clear_samples(meta)
-
-    async def _get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
-        meta = await self._client.async_kv_retrieve_meta(keys, partition, create=False)
-        if meta.size != len(keys) or ROW_FIELD not in meta.field_names:
-            raise HandoffError(
-                f"{partition}: {meta.size} of {len(keys)} rows are in the queue, with the columns "
-                f"{sorted(meta.field_names)}. The round was cleared already, or its storage was lost."
-            )
-        data = await self._client.async_get_data(meta)
-        return list(data.get(ROW_FIELD).tolist())
 
     def _call(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
         """Run one client call: HandoffError as soon as an actor of the queue is dead, else wait until the deadline."""
@@ -214,6 +184,40 @@ class QueueClient:
                     f"{name} cannot finish: the {actor_name} is dead ({_first_line(error)}). What it held is lost: "
                     "start again with --load to resume."
                 ) from error
+
+
+async def _store_rows(client: Any, partition: str, keys: list[str], rows: list[bytes]) -> None:
+    from tensordict import NonTensorStack, TensorDict
+
+    fields = TensorDict({ROW_FIELD: NonTensorStack(*rows)}, batch_size=[len(keys)])
+    meta = await client.async_kv_retrieve_meta(keys, partition, create=True)
+    await client.async_put(fields, meta)
+
+
+async def _confirm_rows(client: Any, partition: str, keys: list[str]) -> None:
+    seen = await client.async_kv_retrieve_meta(keys, partition, create=False)
+    if seen.size != len(keys) or ROW_FIELD not in seen.field_names:
+        raise HandoffError(
+            f"{partition}: {seen.size} of {len(keys)} rows can be seen after the put, with the columns "
+            f"{sorted(seen.field_names)}. The controller missed the notification; see its log."
+        )
+
+
+async def _clear_rows(client: Any, partition: str, keys: list[str]) -> None:
+    meta = await client.async_kv_retrieve_meta(keys, partition, create=False)
+    if meta.size:
+        await client.async_clear_samples(meta)
+
+
+async def _get_rows(client: Any, partition: str, keys: list[str]) -> list[bytes]:
+    meta = await client.async_kv_retrieve_meta(keys, partition, create=False)
+    if meta.size != len(keys) or ROW_FIELD not in meta.field_names:
+        raise HandoffError(
+            f"{partition}: {meta.size} of {len(keys)} rows are in the queue, with the columns "
+            f"{sorted(meta.field_names)}. The round was cleared already, or its storage was lost."
+        )
+    data = await client.async_get_data(meta)
+    return list(data.get(ROW_FIELD).tolist())
 
 
 async def _cancel_others() -> None:

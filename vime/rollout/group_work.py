@@ -66,6 +66,8 @@ class GroupWork:
     def __init__(self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore) -> None:
         self._args, self._source, self._ledger, self._store = args, source, ledger, store
         self._writer = GroupWriter(store)
+        bounds = (args.transferqueue_max_groups, args.transferqueue_max_tokens, args.transferqueue_max_bytes)
+        self._has_capacity = any(bound is not None for bound in bounds)
         self.stats = ProducerStats()
 
     def close(self) -> None:
@@ -143,8 +145,9 @@ class GroupWork:
         stats = self.stats
         data = samples_to_bytes(samples)
         num_tokens = sum(len(sample.tokens) for sample in samples)
-        with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
-            await self._wait_for_room(task, num_tokens, len(data))
+        if self._has_capacity:
+            with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
+                await self._wait_for_room(task, num_tokens, len(data))
         failpoint(Point.SPOOL)
         began = time.monotonic()
         with span("transferqueue_put_group", group=task.group, attempt=task.attempt):

@@ -70,6 +70,7 @@ class TransferQueueDataSource:
         self._round_id = -1
         self._get_time_s = 0.0
         self._too_old = 0  # of the ledger's count, what the rounds before have reported
+        self._status: LedgerStatus | None = None  # as it was after the last question for a lease
         self.lease: RoundLease | None = None
 
     def begin(self, round_id: int) -> None:
@@ -140,10 +141,11 @@ class TransferQueueDataSource:
     def metrics(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         """What the round's samples are like, how the queue stands, and what happened since the round before
         (docs/metrics.md)."""
+        status = self._status
         assert self.lease is not None
+        assert status is not None
         samples = [sample for group in groups for sample in group]
         stats = self._producer.take_stats()
-        status: LedgerStatus = self._ledger.call("", "status")
         num_too_old, self._too_old = max(0, status.too_old - self._too_old), status.too_old
         lags = [self.lease.version - max(sample.weight_versions) for sample in samples if sample.weight_versions]
         puts = stats.put_times_s
@@ -182,7 +184,8 @@ class TransferQueueDataSource:
             answer: LeaseAnswer = self._ledger.call(
                 "rounds", "lease", self._round_id, version=self._round_id, holder="trainer", count=num_groups
             )
-            self._post_progress(num_groups, answer, time.monotonic() - began)
+            self._status = self._ledger.call("", "status")
+            self._post_progress(num_groups, self._status, answer, time.monotonic() - began)
             if answer.lease is not None:
                 return answer.lease
             self._producer.raise_if_failed()
@@ -207,8 +210,7 @@ class TransferQueueDataSource:
         wanted = min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))
         return {"round_of": num_groups, "at_least": wanted}
 
-    def _post_progress(self, num_groups: int, answer: LeaseAnswer, elapsed_s: float) -> None:
-        status: LedgerStatus = self._ledger.call("", "status")
+    def _post_progress(self, num_groups: int, status: LedgerStatus, answer: LeaseAnswer, elapsed_s: float) -> None:
         BOARD.post(
             RoundProgress(
                 name=f"round {self._round_id}",

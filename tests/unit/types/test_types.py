@@ -1,5 +1,6 @@
 """Sample keeps tokens, masks, log-probabilities and versions aligned; errors survive pickling."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -57,6 +58,21 @@ def test_sample_survives_its_dict() -> None:
     sample = answered()
     sample.status, sample.reward, sample.metadata = SampleStatus.TRUNCATED, {"acc": 0.1 + 0.2}, {"k": [1]}
     assert Sample.from_dict(sample.to_dict()) == sample
+
+
+def test_the_dict_of_a_sample_shares_nothing_with_it() -> None:
+    sample = answered()
+    sample.metadata, sample.label, sample.teacher_log_probs = {"k": [1]}, ["a"], [-1.0]
+    sample.rollout_routed_experts = [[[1, 2]]]
+    before = json.dumps(sample.to_dict())
+    record = sample.to_dict()
+    for held in (record["tokens"], record["loss_mask"], record["rollout_log_probs"], record["teacher_log_probs"]):
+        held.append(0)
+    record["metadata"]["k"].append(2)
+    record["label"].append("b")
+    record["token_policy_versions"][0][0] = 9
+    record["rollout_routed_experts"][0][0].append(3)
+    assert json.dumps(sample.to_dict()) == before
 
 
 def test_a_dict_reward_needs_a_key() -> None:
