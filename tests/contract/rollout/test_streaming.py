@@ -266,7 +266,7 @@ def test_a_round_that_does_not_fill_names_what_it_waits_for_at_its_deadline(tmp_
 def test_a_payload_waits_for_room_until_a_round_is_trained(tmp_path, model_dir):
     with (
         ScriptedEngine(ServedVersion()) as engine,
-        Streaming(tmp_path, engine, model_dir, staleness=1, max_groups=2) as run,
+        Streaming(tmp_path, engine, model_dir, "--transferqueue-max-groups", 2, staleness=1, max_groups=2) as run,
     ):
         run.lease(0)
         status = run.ledger.status()
