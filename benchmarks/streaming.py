@@ -169,9 +169,12 @@ def carried(flags: Sequence[str], environment: Mapping[str, str], repeats: int, 
     ]
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found)
-    whole = seconds(found["streaming"])
-    print(f"\nstreaming over off: {seconds(found['off']) / whole:.3f} of its samples a second")
-    print(f"durable over not durable: {seconds(found['streaming not durable']) / whole:.3f}")
+    print("\n| side | s a round, median of each round over its runs | samples/s |\n|---|---|---|")
+    for name, runs in found.items():
+        print(f"| {name} | {undisturbed(runs):.3f} | {GROUPS * SAMPLES / undisturbed(runs):.1f} |")
+    whole = undisturbed(found["streaming"])
+    print(f"\nstreaming over off: {undisturbed(found['off']) / whole:.3f} of its samples a second")
+    print(f"durable over not durable: {undisturbed(found['streaming not durable']) / whole:.3f}")
 
 
 def early(rounds: int, repeats: int, directory: Path) -> None:
@@ -202,6 +205,13 @@ def table(found: dict[str, list[Measured]], *, rows: int = GROUPS * SAMPLES) -> 
 
 def seconds(runs: Sequence[Measured]) -> float:
     return statistics.median(entry.round_s for entry in runs)
+
+
+def undisturbed(runs: Sequence[Measured]) -> float:
+    """Seconds a round where rounds do not overlap: of each round the median over the runs, then the mean over rounds.
+    What the machine's other tenants did to some rounds of one run drops out; every round is as long in every run."""
+    rounds = zip(*([line["perf/step_time"] for line in entry.rounds] for entry in runs), strict=True)
+    return statistics.fmean(statistics.median(times) for times in rounds)
 
 
 def seconds_of(runs: Sequence[Measured], metric: str) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, Task, TransitionError
+from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, RoundOrder, Task, TransitionError
 from vime.handoff.payload import bytes_to_samples, samples_to_bytes
 from vime.observability.events import span
 from vime.rollout.generation import train_sampling_params
@@ -65,7 +65,8 @@ class GroupWork:
 
     def __init__(self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore) -> None:
         self._args, self._source, self._ledger, self._store = args, source, ledger, store
-        self._writer = GroupWriter(store)
+        in_order = args.transferqueue_round_order == RoundOrder.INDEX
+        self._writer = GroupWriter(store, lingers=in_order and not args.train_early_groups)
         bounds = (args.transferqueue_max_groups, args.transferqueue_max_tokens, args.transferqueue_max_bytes)
         self._has_capacity = any(bound is not None for bound in bounds)
         self.stats = ProducerStats()
@@ -80,9 +81,10 @@ class GroupWork:
         """
         task = issued.task
         try:
-            group = await self._begin(issued, serving)
-            take_turn(group[0].group_index)
-            samples = await generate_and_rm_group(self._args, group, train_sampling_params(self._args))
+            with self._writer.expecting(task):
+                group = await self._begin(issued, serving)
+                take_turn(group[0].group_index)
+                samples = await generate_and_rm_group(self._args, group, train_sampling_params(self._args))
             await self._hand_over(task, samples)
         except TransitionError as error:
             logger.warning("%s", error)
@@ -149,10 +151,9 @@ class GroupWork:
             with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
                 await self._wait_for_room(task, num_tokens, len(data))
         failpoint(Point.SPOOL)
-        began = time.monotonic()
         with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
-            checksum = await self._writer.put(task, data)
-        stats.put_times_s.append(time.monotonic() - began)
+            checksum, seconds = await self._writer.put(task, data)
+        stats.put_times_s.append(seconds)
         oldest, newest = group_versions(samples)
         failpoint(Point.COMMIT)
         payload = Payload(

@@ -28,7 +28,7 @@ from vime.types import HandoffError, RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
-NEWS_S = 0.5
+NEWS_S = 2.0
 """How long one wait for news lasts before the producer is asked whether it still lives."""
 
 

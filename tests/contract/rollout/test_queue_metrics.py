@@ -24,7 +24,7 @@ from vime.handoff.ledger_types import LedgerRules, StalePolicy
 from vime.handoff.memory import MemoryRows
 from vime.handoff.spool import Spool
 from vime.handoff.staleness import check_staleness, staleness_metrics
-from vime.rollout import group_work as producer_module
+from vime.rollout import group_writer
 from vime.rollout import transferqueue_rollout as consumer_module
 from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -123,7 +123,8 @@ class Run:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     clock = Clock()
     monkeypatch.setattr(known_history, "HISTORY", History(answers=ANSWERS))
-    monkeypatch.setattr(producer_module, "time", FakeTime(clock))
+    monkeypatch.setattr(group_writer, "time", FakeTime(clock))
+    monkeypatch.setattr(group_writer, "LINGER_S", 0.0)  # one group a write
     monkeypatch.setattr(consumer_module, "time", FakeTime(clock))
     run = Run(tmp_path, clock)
     run.producer.start()
