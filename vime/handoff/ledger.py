@@ -1,8 +1,8 @@
 """The ledger: the only truth about which prompt groups exist, where each stands, and which round trained it.
 
-A pure class over one sqlite file: no thread, no clock of its own, one writer. Every call is one transaction, so a kill
-at any moment leaves the file before or after it, never between. Every call may be repeated after a lost answer. What
-is not allowed raises a HandoffError by name and changes nothing. docs/ledger.md has the states and the guarantee.
+A pure class over one sqlite file: no thread, no clock of its own, one writer. Every transition is one transaction, so a
+kill at any moment leaves the file before or after it, never between. Every call may be repeated after a lost answer.
+What is not allowed raises a HandoffError by name and changes nothing. docs/ledger.md has the states and the guarantee.
 
     ledger.prompts   producers: issue, admit, commit, drop, retry, heartbeat, abandon     (ledger_prompts.py)
     ledger.rounds    trainers: lease, heartbeat, trained, release, durable, restore       (ledger_rounds.py)
@@ -14,7 +14,7 @@ leaves an orphan payload, never a visible group without data.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk, num_ready_of_round
 from vime.handoff.ledger_schema import MOVING_ROUNDS
-from vime.handoff.ledger_types import LedgerRules, State, Task
+from vime.handoff.ledger_types import CommitOutcome, LedgerRules, Payload, State, Task, TransitionError
 
 _NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
     from prompt_group g indexed by open_group join partition p on p.id = g.partition
@@ -121,6 +121,16 @@ class Ledger:
             trainers={round_id: holding.holder for round_id, holding in memory.holdings.items()},
             waiting_for_room=tuple(memory.waiting),
         )
+
+    def commit_each(self, groups: Sequence[tuple[Task, Payload]]) -> list[CommitOutcome | TransitionError]:
+        """`prompts.commit` of one after the other; a refusal is answered in the group's place and holds up no other."""
+        outcomes: list[CommitOutcome | TransitionError] = []
+        for task, payload in groups:
+            try:
+                outcomes.append(self.prompts.commit(task, payload))
+            except TransitionError as error:
+                outcomes.append(error)
+        return outcomes
 
     def has(self, *, ready: int = 0, slots: int = 0, round_of: int = 0, at_least: int = 0) -> bool:
         """Whether at least so many groups are ready, so many slots are free, and a round of so many groups is whole, or

@@ -49,7 +49,7 @@ class LedgerActor:
         try:
             target = getattr(self._ledger, desk) if desk else self._ledger
             answer = getattr(target, name)(*arguments, **options)
-            if name == "commit":
+            if name.startswith("commit"):
                 failpoint(Point.LEDGER_COMMIT)
             return answer
         finally:

@@ -66,7 +66,7 @@ class GroupWork:
     def __init__(self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore) -> None:
         self._args, self._source, self._ledger, self._store = args, source, ledger, store
         in_order = args.transferqueue_round_order == RoundOrder.INDEX
-        self._writer = GroupWriter(store, lingers=in_order and not args.train_early_groups)
+        self._writer = GroupWriter(store, ledger, lingers=in_order and not args.train_early_groups)
         bounds = (args.transferqueue_max_groups, args.transferqueue_max_tokens, args.transferqueue_max_bytes)
         self._has_capacity = any(bound is not None for bound in bounds)
         self.stats = ProducerStats()
@@ -151,22 +151,17 @@ class GroupWork:
             with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
                 await self._wait_for_room(task, num_tokens, len(data))
         failpoint(Point.SPOOL)
-        with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
-            checksum, seconds = await self._writer.put(task, data)
-        stats.put_times_s.append(seconds)
         oldest, newest = group_versions(samples)
-        failpoint(Point.COMMIT)
         payload = Payload(
-            checksum=checksum,
+            checksum=0,  # the writer's
             num_bytes=len(data),
             num_tokens=num_tokens,
             num_rows=len(samples),
             min_version=oldest,
             max_version=newest,
         )
-        with span("commit_group", group=task.group, attempt=task.attempt):
-            await self._ledger.call_async("prompts", "commit", task, payload)
-        failpoint(Point.COMMITTED)
+        with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
+            stats.put_times_s.append(await self._writer.put(task, data, payload))
         stats.committed_groups += 1
 
     async def _wait_for_room(self, task: Task, num_tokens: int, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Stores finished groups, several at once where nobody has to wait for it.
+"""Stores finished groups and commits them, several at once where nobody has to wait for it.
 
 A write costs the same few round trips and one fsync whether it carries one group or ten. So groups that finish while a
 write is under way are written together by the next; and a group of which no round can become whole yet, because one
@@ -12,33 +12,36 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vime.handoff.group_store import GroupStore
-from vime.handoff.ledger_types import Task
+from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger_types import CommitOutcome, Payload, Task, TransitionError
+from vime.observability.events import span
+from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
 LINGER_S = 1.0
 """A kill costs the answers that wait; they are asked for again, as those under way are."""
 
 
-class Stored(NamedTuple):
-    """A payload is stored: what the ledger is told, and how long the write took."""
+class Entry(NamedTuple):
+    """A finished group, and what whoever finished it waits for: the seconds that storing it took."""
 
-    checksum: int
-    seconds: float
-
-
-Waiting = tuple[Task, bytes, asyncio.Future[Stored]]
+    task: Task
+    data: bytes
+    payload: Payload  # without its checksum
+    is_written: asyncio.Future[float]
 
 
 class GroupWriter:
     """Owned by the producer, on its loop, with one thread of its own for the store's blocking calls."""
 
-    def __init__(self, store: GroupStore, *, lingers: bool = False) -> None:
+    def __init__(self, store: GroupStore, ledger: LedgerPort, *, lingers: bool = False) -> None:
         """`lingers`: rounds take groups in the order of their numbers, so that it is known which ones can wait."""
-        self._store, self._lingers = store, lingers
-        self._waiting: list[Waiting] = []
+        self._store, self._ledger, self._lingers = store, ledger, lingers
+        self._waiting: list[Entry] = []
         self._expected: set[Task] = set()
         self._changed = asyncio.Event()  # of the two above
         self._turn = asyncio.Lock()
@@ -54,22 +57,22 @@ class GroupWriter:
             self._expected.discard(task)
             self._changed.set()
 
-    async def put(self, task: Task, data: bytes) -> Stored:
-        """The payload is stored. Waits for: the write under way, company, then its own write, which whoever waits
-        longest does for all. When that one fails or is cancelled, the others write again: nobody fails for another's
-        payload, and what is stored already is not stored twice."""
-        entry = (task, data, asyncio.get_running_loop().create_future())
-        self._waiting.append(entry)
+    async def put(self, task: Task, data: bytes, payload: Payload) -> float:
+        """Store and commit; answers the seconds that storing took. Waits for: the write under way, company, then its
+        own write, which whoever waits longest does for all. When that one fails or is cancelled, the others write
+        again: nobody fails for another's payload. Raises TransitionError for a group that comes too late."""
+        mine = Entry(task, data, payload, asyncio.get_running_loop().create_future())
+        self._waiting.append(mine)
         self._changed.set()
         try:
             async with self._turn:
-                if not entry[2].done():
+                if not mine.is_written.done():
                     await self._wait_for_company()
-                    await self._write(entry[2])
+                    await self._write(mine)
         except BaseException:  # boundary: raised again; nobody stores what nobody waits for
-            self._waiting = [other for other in self._waiting if other is not entry]
+            self._waiting = [entry for entry in self._waiting if entry is not mine]
             raise
-        return entry[2].result()
+        return mine.is_written.result()
 
     async def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Another call of the store, after the writes before it."""
@@ -92,17 +95,32 @@ class GroupWriter:
                     await self._changed.wait()
 
     def _has_one_before(self) -> bool:
-        first = min(task.group for task, _, _ in self._waiting)
+        first = min(entry.task.group for entry in self._waiting)
         return any(task.group < first for task in self._expected)
 
-    async def _write(self, mine: asyncio.Future[Stored]) -> None:
+    async def _write(self, mine: Entry) -> None:
         batch, self._waiting = self._waiting, []
-        groups = [(task, data) for task, data, _ in batch]
-        began = time.monotonic()
         try:
-            checksums: list[int] = await self.run(self._store.put, groups)
+            seconds, outcomes = await self._store_and_commit(batch)
         except BaseException:  # boundary: raised again; the groups of the others are still to be written
-            self._waiting = [entry for entry in batch if entry[2] is not mine] + self._waiting
+            self._waiting = [entry for entry in batch if entry is not mine] + self._waiting
             raise
-        for (_, _, stored), checksum in zip(batch, checksums, strict=True):
-            stored.set_result(Stored(checksum, time.monotonic() - began))
+        for entry, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, TransitionError):
+                entry.is_written.set_exception(outcome)
+            else:
+                entry.is_written.set_result(seconds)
+
+    async def _store_and_commit(self, batch: list[Entry]) -> tuple[float, list[CommitOutcome | TransitionError]]:
+        began = time.monotonic()
+        checksums = await self.run(self._store.put, [(entry.task, entry.data) for entry in batch])
+        seconds = time.monotonic() - began
+        failpoint(Point.COMMIT)
+        groups = [
+            (entry.task, replace(entry.payload, checksum=checksum))
+            for entry, checksum in zip(batch, checksums, strict=True)
+        ]
+        with span("commit_groups", num_groups=len(batch)):
+            outcomes = await self._ledger.call_async("", "commit_each", groups)
+        failpoint(Point.COMMITTED)
+        return seconds, outcomes

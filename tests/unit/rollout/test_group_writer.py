@@ -1,4 +1,4 @@
-"""Finished groups are stored together when they finish together, and none fails for another's payload."""
+"""Finished groups are stored and committed together, and none fails for another's payload."""
 
 import asyncio
 import threading
@@ -6,11 +6,13 @@ import zlib
 
 import pytest
 
+from tests.helpers.ledger_cases import issue, open_ledger, payload
 from vime.handoff.group_store import GroupStore
-from vime.handoff.ledger_types import Task
+from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.ledger_types import LateAttemptError, Task
 from vime.handoff.memory import MemoryRows
 from vime.rollout import group_writer
-from vime.rollout.group_writer import GroupWriter, Stored
+from vime.rollout.group_writer import GroupWriter
 from vime.types import HandoffError
 
 TASKS = [Task("train", number, 1) for number in range(4)]
@@ -34,67 +36,104 @@ class Rows(MemoryRows):
         super().put_rows(partition, keys, payloads)
 
 
-async def put_while_the_first_is_written(writer: GroupWriter, rows: Rows) -> list[Stored | BaseException]:
-    first = asyncio.create_task(writer.put(TASKS[0], b"0"))
+@pytest.fixture
+def ledger(tmp_path):
+    """TASKS are issued."""
+    ledger = open_ledger(tmp_path)
+    assert issue(ledger, len(TASKS)) == TASKS
+    yield ledger
+    ledger.close()
+
+
+def make_writer(rows, ledger, **options):
+    return GroupWriter(GroupStore(rows, None, partition="train"), LocalLedgerPort(ledger), **options)
+
+
+def put(writer, number):
+    return writer.put(TASKS[number], str(number).encode(), payload(0))
+
+
+def committed(ledger, *numbers):
+    """The ledger shows these groups, and with the checksums of their bytes."""
+    needed = ledger.needed_payloads()
+    return all(needed[TASKS[number]] == zlib.crc32(str(number).encode()) for number in numbers)
+
+
+async def put_while_the_first_is_written(writer: GroupWriter, rows: Rows) -> list[float | BaseException]:
+    first = asyncio.create_task(put(writer, 0))
     await asyncio.to_thread(rows.has_begun.wait, 10)
-    others = [asyncio.create_task(writer.put(task, str(task.group).encode())) for task in TASKS[1:]]
+    others = [asyncio.create_task(put(writer, number)) for number in (1, 2, 3)]
     await asyncio.sleep(0)  # they stand in line
     rows.go_on.set()
     return await asyncio.gather(first, *others, return_exceptions=True)
 
 
-def test_groups_that_finish_during_a_write_are_written_together_by_the_next():
+def test_groups_that_finish_during_a_write_are_written_together_by_the_next(ledger):
     rows = Rows()
-    writer = GroupWriter(GroupStore(rows, None, partition="train"))
+    writer = make_writer(rows, ledger)
     answers = asyncio.run(put_while_the_first_is_written(writer, rows))
     writer.close()
     assert rows.puts == [["train/0#1"], ["train/1#1", "train/2#1", "train/3#1"]]
-    assert [answer.checksum for answer in answers] == [zlib.crc32(data) for data in (b"0", b"1", b"2", b"3")]
+    assert all(seconds > 0 for seconds in answers)
+    assert committed(ledger, 0, 1, 2, 3)
 
 
-def test_a_payload_that_cannot_be_stored_fails_alone():
+def test_a_payload_that_cannot_be_stored_fails_alone(ledger):
     rows = Rows(refused="train/1#1")
-    writer = GroupWriter(GroupStore(rows, None, partition="train"))
+    writer = make_writer(rows, ledger)
     answers = asyncio.run(put_while_the_first_is_written(writer, rows))
     writer.close()
     # the second write, of three, fails for whoever waited longest, group 1; the others write again without it
     assert rows.puts[1:] == [["train/1#1", "train/2#1", "train/3#1"], ["train/2#1", "train/3#1"]]
     assert isinstance(answers[1], HandoffError)
-    assert [answer.checksum for answer in answers[2:]] == [zlib.crc32(b"2"), zlib.crc32(b"3")]
+    assert committed(ledger, 0, 2, 3)
+    assert ledger.status().ready == 3
 
 
-def test_a_group_that_is_given_up_while_it_is_written_holds_no_other_up():
+def test_a_group_that_comes_too_late_is_refused_alone(ledger):
     rows = Rows()
-    writer = GroupWriter(GroupStore(rows, None, partition="train"))
+    writer = make_writer(rows, ledger)
+    ledger.prompts.retry(TASKS[2], "aborted")
+    answers = asyncio.run(put_while_the_first_is_written(writer, rows))
+    writer.close()
+    assert [isinstance(answer, LateAttemptError) for answer in answers] == [False, False, True, False]
+    assert committed(ledger, 0, 1, 3)
+    assert ledger.status().ready == 3
 
-    async def given_up() -> Stored:
-        first = asyncio.create_task(writer.put(TASKS[0], b"0"))
+
+def test_a_group_that_is_given_up_while_it_is_written_holds_no_other_up(ledger):
+    rows = Rows()
+    writer = make_writer(rows, ledger)
+
+    async def given_up() -> float:
+        first = asyncio.create_task(put(writer, 0))
         await asyncio.to_thread(rows.has_begun.wait, 10)
-        second = asyncio.create_task(writer.put(TASKS[1], b"1"))
+        second = asyncio.create_task(put(writer, 1))
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         rows.go_on.set()
         return await second
 
-    assert asyncio.run(given_up()).checksum == zlib.crc32(b"1")
+    assert asyncio.run(given_up()) > 0
+    assert committed(ledger, 1)
     writer.close()
 
 
 class Scene:
     """A writer that lingers, for as long as the test says at most; groups are answered one by one."""
 
-    def __init__(self, monkeypatch, linger_s=10.0):
+    def __init__(self, monkeypatch, ledger, linger_s=10.0):
         monkeypatch.setattr(group_writer, "LINGER_S", linger_s)
         self.rows = Rows()
         self.rows.go_on.set()
-        self.writer = GroupWriter(GroupStore(self.rows, None, partition="train"), lingers=True)
+        self.writer = make_writer(self.rows, ledger, lingers=True)
         self.answered = [asyncio.Event() for _ in TASKS]
 
     async def produce(self, number):
         with self.writer.expecting(TASKS[number]):
             await self.answered[number].wait()
-        return await self.writer.put(TASKS[number], str(number).encode())
+        return await put(self.writer, number)
 
     async def begin(self):
         work = [asyncio.create_task(self.produce(number)) for number in range(len(TASKS))]
@@ -108,8 +147,8 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_groups_behind_one_that_is_being_answered_are_stored_with_it(monkeypatch):
-    scene = Scene(monkeypatch)
+def test_groups_behind_one_that_is_being_answered_are_stored_with_it(monkeypatch, ledger):
+    scene = Scene(monkeypatch, ledger)
 
     async def the_first_is_answered_last():
         work = await scene.begin()
@@ -118,15 +157,15 @@ def test_groups_behind_one_that_is_being_answered_are_stored_with_it(monkeypatch
             await settle()
         return await asyncio.wait_for(asyncio.gather(*work), 20)
 
-    stored = asyncio.run(the_first_is_answered_last())
+    asyncio.run(the_first_is_answered_last())
     assert [set(keys) for keys in scene.rows.puts] == [{f"train/{number}#1" for number in range(4)}]
-    assert [answer.checksum for answer in stored] == [zlib.crc32(str(number).encode()) for number in range(4)]
+    assert committed(ledger, 0, 1, 2, 3)
     scene.writer.close()
 
 
-def test_the_first_of_those_that_are_answered_waits_for_nobody(monkeypatch):
+def test_the_first_of_those_that_are_answered_waits_for_nobody(monkeypatch, ledger):
     # it may be the one that makes a round whole
-    scene = Scene(monkeypatch, linger_s=1e9)
+    scene = Scene(monkeypatch, ledger, linger_s=1e9)
 
     async def one_after_the_other():
         for number, work in enumerate(await scene.begin()):
@@ -138,24 +177,24 @@ def test_the_first_of_those_that_are_answered_waits_for_nobody(monkeypatch):
     scene.writer.close()
 
 
-def test_company_is_waited_for_no_longer_than_the_limit(monkeypatch):
-    scene = Scene(monkeypatch, linger_s=0.05)
+def test_company_is_waited_for_no_longer_than_the_limit(monkeypatch, ledger):
+    scene = Scene(monkeypatch, ledger, linger_s=0.05)
 
     async def the_first_is_never_answered():
         work = await scene.begin()
         scene.answered[1].set()
-        stored = await asyncio.wait_for(work[1], 20)
+        await asyncio.wait_for(work[1], 20)
         for task in work:
             task.cancel()
-        return stored
 
-    assert asyncio.run(the_first_is_never_answered()).checksum == zlib.crc32(b"1")
+    asyncio.run(the_first_is_never_answered())
+    assert committed(ledger, 1)
     assert scene.rows.puts == [["train/1#1"]]
     scene.writer.close()
 
 
-def test_a_group_that_is_given_up_while_it_waits_for_company_is_not_stored(monkeypatch):
-    scene = Scene(monkeypatch)
+def test_a_group_that_is_given_up_while_it_waits_for_company_is_not_stored(monkeypatch, ledger):
+    scene = Scene(monkeypatch, ledger)
 
     async def the_second_is_given_up():
         work = await scene.begin()
