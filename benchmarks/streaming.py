@@ -4,6 +4,7 @@
     .venv/bin/python benchmarks/streaming.py reward     the same two, until the reward is flat: is it the same?
     .venv/bin/python benchmarks/streaming.py bound      train_async.py on a scripted engine, against max(rollout, train)
     .venv/bin/python benchmarks/streaming.py queue      mode streaming at staleness 0 against off; durable against not
+    .venv/bin/python benchmarks/streaming.py small      the same in short rounds that keep both cores busy
     .venv/bin/python benchmarks/streaming.py carry      the same on a scripted engine
     .venv/bin/python benchmarks/streaming.py early      train.py with --train-early-groups against without
 
@@ -56,7 +57,7 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
     """Same prompts, same tails; what differs is the rhythm. The model is so large that training a round takes longer
     than generating it (with one that trains in no time there is nothing to overlap), and ten layers deep: an engine's
     step, whose cost grows with the layers, is then most of what a round costs beside training."""
-    flags = [*task(rounds, model=padded_model(directory / "model", layers=10, times_units=28), lr="5e-5"), *LONG_TAIL]
+    flags = [*task(rounds, model=overlap_model(directory), lr="5e-5"), *LONG_TAIL]
     found = alternate(rhythms(flags, longest_tail=400), repeats=repeats, directory=directory)
     table(found)
     print("\n| | wait | early | train | move weights | compare | reward, last third |\n|---|---|---|---|---|---|---|")
@@ -124,6 +125,10 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
         print("  " + ", ".join(f"perf/{part}_time {middle(overlapped, f'perf/{part}_time'):.3f} s" for part in parts))
 
 
+def overlap_model(directory: Path) -> Path:
+    return padded_model(directory / "model", layers=10, times_units=28)
+
+
 def padded_model(directory: Path, *, layers: int, times_units: int) -> Path:
     """The quick start's model (2 layers, 0.1 M parameters) among layers and MLP units that only cost: its policy to the
     last digits, with 9.5 M parameters in 4 layers or 10.5 M in 10. What is added adds nothing to the residual stream
@@ -150,13 +155,20 @@ def padded_model(directory: Path, *, layers: int, times_units: int) -> Path:
 
 
 def queue(rounds: int, repeats: int, directory: Path) -> None:
-    """What carrying groups one by one through ledger, spool and TransferQueue costs, on a real engine."""
+    """What carrying groups one by one through ledger, spool and TransferQueue costs, in the rounds of `overlap`."""
+    flags = [*task(rounds, model=overlap_model(directory), lr="5e-5"), *LONG_TAIL]
+    carried(flags, {"VIME_LONG_TAIL": "400"}, repeats, directory)
+
+
+def small(rounds: int, repeats: int, directory: Path) -> None:
+    """The same with the quick start's model. Its rounds are so short, and two cores so full, that what carrying costs
+    in CPU seconds shows as seconds."""
     carried([*task(rounds), *LONG_TAIL], {"VIME_LONG_TAIL": "400"}, repeats, directory)
 
 
 def carry(rounds: int, repeats: int, directory: Path) -> None:
-    """The same on an engine that sleeps, so that the machine's speed, which moves by more than a tenth from run to run,
-    shows in what the carrying costs only."""
+    """The same on an engine that sleeps: cores are free, and the machine's speed, which moves by more than a tenth from
+    run to run, shows in what the carrying costs only."""
     flags = [*task(rounds, response=384, context=512), *SCRIPTED]
     carried(flags, {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"}, repeats, directory)
 
@@ -169,12 +181,21 @@ def carried(flags: Sequence[str], environment: Mapping[str, str], repeats: int, 
     ]
     found = alternate(sides, repeats=repeats, directory=directory)
     table(found)
-    print("\n| side | s a round, median of each round over its runs | samples/s |\n|---|---|---|")
+    head = "| side | s a round, median of each round over its runs | trainers' call, s | a round in trainers' calls |"
+    print(f"\n{head}\n|---|---|---|---|")
     for name, runs in found.items():
-        print(f"| {name} | {undisturbed(runs):.3f} | {GROUPS * SAMPLES / undisturbed(runs):.1f} |")
-    whole = undisturbed(found["streaming"])
-    print(f"\nstreaming over off: {undisturbed(found['off']) / whole:.3f} of its samples a second")
-    print(f"durable over not durable: {undisturbed(found['streaming not durable']) / whole:.3f}")
+        train_s = middle(runs, "perf/train_time")
+        print(f"| {name} | {undisturbed(runs):.3f} | {train_s:.3f} | {in_calls(runs):.2f} |")
+    for first, second in (("off", "streaming"), ("streaming not durable", "streaming")):
+        over = undisturbed(found[first]) / undisturbed(found[second])
+        print(f"\n{second} over {first}: {over:.3f} of its samples a second", end="")
+        print(f", {in_calls(found[first]) / in_calls(found[second]):.3f} in trainers' calls")
+
+
+def in_calls(runs: Sequence[Measured]) -> float:
+    """A round in units of the trainers' call of the same run, whose work is the same on every side: what the machine's
+    speed did to a whole run drops out."""
+    return statistics.median(entry.round_s / entry.median("perf/train_time") for entry in runs)
 
 
 def early(rounds: int, repeats: int, directory: Path) -> None:
@@ -229,7 +250,8 @@ def late_reward(entry: Measured) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    cases = {"overlap": overlap, "reward": reward, "bound": bound, "queue": queue, "carry": carry, "early": early}
+    cases = {"overlap": overlap, "reward": reward, "bound": bound, "queue": queue}
+    cases |= {"small": small, "carry": carry, "early": early}
     parser.add_argument("case", choices=cases)
     parser.add_argument("--rounds", type=int, default=12, help="rounds that count (default: 12)")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side (default: 2)")
