@@ -70,6 +70,7 @@ class GroupWriter:
                     await self._wait_for_company()
                     await self._write(mine)
         except BaseException:  # boundary: raised again; nobody stores what nobody waits for
+            mine.is_written.cancel()
             self._waiting = [entry for entry in self._waiting if entry is not mine]
             raise
         return mine.is_written.result()
@@ -103,9 +104,12 @@ class GroupWriter:
         try:
             seconds, outcomes = await self._store_and_commit(batch)
         except BaseException:  # boundary: raised again; the groups of the others are still to be written
-            self._waiting = [entry for entry in batch if entry is not mine] + self._waiting
+            others = [entry for entry in batch if entry is not mine and not entry.is_written.cancelled()]
+            self._waiting = others + self._waiting
             raise
         for entry, outcome in zip(batch, outcomes, strict=True):
+            if entry.is_written.cancelled():
+                continue
             if isinstance(outcome, TransitionError):
                 entry.is_written.set_exception(outcome)
             else:

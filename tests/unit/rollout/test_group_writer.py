@@ -210,3 +210,26 @@ def test_a_group_that_is_given_up_while_it_waits_for_company_is_not_stored(monke
     asyncio.run(the_second_is_given_up())
     assert sorted(key for keys in scene.rows.puts for key in keys) == ["train/0#1", "train/2#1", "train/3#1"]
     scene.writer.close()
+
+
+def test_a_group_that_is_given_up_during_a_write_that_fails_is_not_written_again(monkeypatch, ledger):
+    scene = Scene(monkeypatch, ledger)
+    scene.rows.go_on.clear()
+
+    async def two_are_given_up():
+        work = await scene.begin()
+        for number in (1, 2, 3, 0):  # group 1 writes for all
+            scene.answered[number].set()
+            await settle()
+        await asyncio.to_thread(scene.rows.has_begun.wait, 10)
+        for number in (2, 1):
+            work[number].cancel()
+            await settle()
+        scene.rows.go_on.set()
+        await asyncio.wait(work, timeout=20)
+
+    asyncio.run(two_are_given_up())
+    assert [sorted(keys) for keys in scene.rows.puts[1:]] == [["train/0#1", "train/3#1"]]
+    assert committed(ledger, 0, 3)
+    assert ledger.status().ready == 2
+    scene.writer.close()
