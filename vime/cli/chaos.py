@@ -26,7 +26,7 @@ from vime.utils.failpoints import Point
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OF_GROUPS = (Point.GENERATE, Point.REWARD, Point.SPOOL, Point.SPOOLED, Point.COMMIT, Point.COMMITTED)
-"""Passed by every group; the others once a round or more seldom."""
+"""Passed by every group, the last three by every write of groups; the others once a round or more seldom."""
 PASSES = dict.fromkeys(OF_GROUPS, 6) | {Point.STOP: 1}
 """Which pass of a point is met; 2 for the others: not the first, so that there is something to lose."""
 PHASES = tuple(point for point in Point if point is not Point.KEEP)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vime.handoff.codec import check_round, decode_plan, encode_plan
+from vime.handoff.codec import deal_rows, decode_plan, encode_plan
 from vime.handoff.payload import bytes_to_rows, rows_to_bytes
 from vime.handoff.queue_client import QueueAddress, QueueClient
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
@@ -61,13 +61,12 @@ class TransferQueueBridge:
         Waits for: room, at most `max staleness + 1` rounds may lie in the queue; a portion is part of one of them.
         Unblocked by: the driver's `clear`.
         """
-        check_round(plan, groups)
+        dealt = deal_rows(plan, groups)
         partition = f"{self._prefix}_{plan.rollout_id}" + (f"_portion{portion}" if portion else "")
         attempt = uuid.uuid4().hex[:12]
-        rows = [row for group in groups for row in group.rows]
         keys, parts = [], {}
-        for dp_rank in range(plan.dp_size):
-            data = rows_to_bytes([rows[number] for number in plan.rows_of(dp_rank)], self._extra)
+        for dp_rank, rows in enumerate(dealt):
+            data = rows_to_bytes(rows, self._extra)
             cut = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
             keys.append(tuple(f"rank{dp_rank}.{at}#{attempt}" for at in range(len(cut))))
             parts |= zip(keys[-1], cut, strict=True)

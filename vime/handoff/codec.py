@@ -226,6 +226,13 @@ def check_round(plan: RoundPlan, groups: Sequence[TrainGroup]) -> None:
         )
 
 
+def deal_rows(plan: RoundPlan, groups: Sequence[TrainGroup]) -> list[list[TrainRow]]:
+    """The rows of each data-parallel rank in the order of `RoundPlan.rows_of`, after `check_round`."""
+    check_round(plan, groups)
+    rows = [row for group in groups for row in group.rows]
+    return [[rows[number] for number in plan.rows_of(dp_rank)] for dp_rank in range(plan.dp_size)]
+
+
 def _check_group(rollout_id: int, group: TrainGroup) -> None:
     name = f"group {group.group_index}"
     if not group.rows:

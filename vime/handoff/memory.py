@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vime.handoff.codec import check_round, decode_plan, encode_plan
+from vime.handoff.codec import deal_rows, decode_plan, encode_plan
 from vime.handoff.payload import bytes_to_rows, rows_to_bytes
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
 
@@ -52,12 +52,7 @@ class MemoryCarrier:
 
     def put(self, plan: RoundPlan, groups: Sequence[TrainGroup], *, portion: int = 0) -> MemoryTicket:
         """Waits for: a partition to be cleared. Unblocked by: `clear`."""
-        check_round(plan, groups)
-        rows = [row for group in groups for row in group.rows]
-        payloads = [
-            rows_to_bytes([rows[number] for number in plan.rows_of(dp_rank)], self._extra)
-            for dp_rank in range(plan.dp_size)
-        ]
+        payloads = [rows_to_bytes(rows, self._extra) for rows in deal_rows(plan, groups)]
         partition = f"memory_{plan.rollout_id}" + (f"_portion{portion}" if portion else "")
         with self._changed:
             if partition in self.partitions:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vime.handoff.codec import check_round, decode_plan, decode_rows, encode_plan, encode_rows
+from vime.handoff.codec import deal_rows, decode_plan, decode_rows, encode_plan, encode_rows
 from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow
 from vime.utils.waits import waiting
 
@@ -48,13 +48,10 @@ class ObjectRefCarrier:
         *,
         portion: int = 0,  # noqa: ARG002  objects have no names that could meet
     ) -> ObjectRefTicket:
-        check_round(plan, groups)
-        rows = [row for group in groups for row in group.rows]
         references = []
-        for dp_rank in range(plan.dp_size):
-            numbers = plan.rows_of(dp_rank)
-            columns = encode_rows([rows[number] for number in numbers], self._extra)
-            references.append(self._put((plan.rollout_id, dp_rank, numbers, columns)))
+        for dp_rank, rows in enumerate(deal_rows(plan, groups)):
+            columns = encode_rows(rows, self._extra)
+            references.append(self._put((plan.rollout_id, dp_rank, plan.rows_of(dp_rank), columns)))
         return ObjectRefTicket(rollout_id=plan.rollout_id, plan=encode_plan(plan), references=tuple(references))
 
     def fetch(self, ticket: ObjectRefTicket, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]:
