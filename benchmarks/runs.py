@@ -69,12 +69,10 @@ def alternate(sides: Sequence[Side], *, repeats: int, directory: Path) -> dict[s
 
 def run(side: Side, run_dir: Path) -> Measured:
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **side.environment}
-    command = [sys.executable, str(ROOT / side.script), *side.flags, "--run-dir", str(run_dir)]
     used: list[tuple[float, float]] = []  # (wall clock, CPU seconds of all processes until then)
     has_ended = threading.Event()
-    with run_dir.with_suffix(".out").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    log = run_dir.with_suffix(".out")
+    process = start(side, run_dir, log)
     watcher = threading.Thread(target=_watch, args=(process.pid, used, has_ended))
     watcher.start()
     try:
@@ -82,17 +80,24 @@ def run(side: Side, run_dir: Path) -> Measured:
     except subprocess.TimeoutExpired:
         process.terminate()
         process.wait(60)
-        sys.exit(f"{side.name}: not done after {RUN_DEADLINE_S} s; see {log.name}")
+        sys.exit(f"{side.name}: not done after {RUN_DEADLINE_S} s; see {log}")
     finally:
         has_ended.set()
         watcher.join()
     if code != 0:
-        sys.exit(f"{side.name}: ended with {code}; see {log.name}")
+        sys.exit(f"{side.name}: ended with {code}; see {log}")
     lines = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rounds = [line for line in lines if "perf/step_time" in line][WARM_UP_ROUNDS:]
     wall_s = sum(line["perf/step_time"] for line in rounds)
     last = _end_of_rounds(run_dir)
     return Measured(rounds=rounds, wall_s=wall_s, cpu_s=_at(used, last) - _at(used, last - wall_s))
+
+
+def start(side: Side, run_dir: Path, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **side.environment}
+    command = [sys.executable, str(ROOT / side.script), *side.flags, "--run-dir", str(run_dir)]
+    with log.open("w") as output:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def _watch(pid: int, used: list[tuple[float, float]], has_ended: threading.Event) -> None:

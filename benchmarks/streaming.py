@@ -8,8 +8,10 @@
     .venv/bin/python benchmarks/streaming.py carry      the same on a scripted engine
     .venv/bin/python benchmarks/streaming.py early      train.py with --train-early-groups against without
 
-Sides take turns (--repeats), rounds after the warm-up count (--rounds); the model and data of scripts/quickstart.sh
-must be there. Wall seconds a round are means over a run and medians over runs; CPU seconds are those of all processes.
+Rounds after the warm-up count (--rounds); the model and data of scripts/quickstart.sh must be there. Runs of the sides
+follow one another in turns (--repeats): wall seconds a round are means over a run and medians over runs. In `queue` and
+`small`, where a few per cent count, they are alive at once and take turns every 2 s (interleaved.py). CPU seconds are
+those of all processes.
 """
 
 import argparse
@@ -20,12 +22,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from interleaved import Round, in_turns, over
 from runs import ROOT, SEED, WARM_UP_ROUNDS, Measured, Side, alternate
 
 MODEL, DATA = ROOT / "models/quickstart-seed0", ROOT / "data/quickstart-seed0"
 STREAMING = ["--transferqueue-mode", "streaming"]
 ASYNC = [*STREAMING, "--max-staleness", "1"]
 EARLY = ["--train-early-groups", "4"]
+CARRIED = (("off", "streaming"), ("streaming not durable", "streaming"))
 GROUPS, SAMPLES = 16, 8
 LONG_TAIL = ["--custom-generate-function-path", str(ROOT / "benchmarks/long_tail.py") + ":generate"]
 SCRIPTED = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
@@ -156,46 +160,48 @@ def padded_model(directory: Path, *, layers: int, times_units: int) -> Path:
 
 def queue(rounds: int, repeats: int, directory: Path) -> None:
     """What carrying groups one by one through ledger, spool and TransferQueue costs, in the rounds of `overlap`."""
-    flags = [*task(rounds, model=overlap_model(directory), lr="5e-5"), *LONG_TAIL]
-    carried(flags, {"VIME_LONG_TAIL": "400"}, repeats, directory)
+    flags = [*task(rounds + 1, model=overlap_model(directory), lr="5e-5"), *LONG_TAIL]
+    interleaved(carriers(flags, {"VIME_LONG_TAIL": "400"}), rounds, repeats, directory)
 
 
 def small(rounds: int, repeats: int, directory: Path) -> None:
     """The same with the quick start's model. Its rounds are so short, and two cores so full, that what carrying costs
     in CPU seconds shows as seconds."""
-    carried([*task(rounds), *LONG_TAIL], {"VIME_LONG_TAIL": "400"}, repeats, directory)
+    flags = [*task(rounds + 1), *LONG_TAIL]
+    interleaved(carriers(flags, {"VIME_LONG_TAIL": "400"}), rounds, repeats, directory)
 
 
 def carry(rounds: int, repeats: int, directory: Path) -> None:
-    """The same on an engine that sleeps: cores are free, and the machine's speed, which moves by more than a tenth from
-    run to run, shows in what the carrying costs only."""
+    """The same on an engine that sleeps: cores are free, and the machine's speed shows in what the carrying costs
+    only, so that runs can follow one another."""
     flags = [*task(rounds, response=384, context=512), *SCRIPTED]
-    carried(flags, {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"}, repeats, directory)
+    sides = carriers(flags, {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"})
+    found = alternate(sides, repeats=repeats, directory=directory)
+    table(found)
+    for first, second in CARRIED:
+        print(f"\n{second} over {first}: {undisturbed(found[first]) / undisturbed(found[second]):.3f} of its samples/s")
 
 
-def carried(flags: Sequence[str], environment: Mapping[str, str], repeats: int, directory: Path) -> None:
+def carriers(flags: Sequence[str], environment: Mapping[str, str]) -> list[Side]:
     variants = {"off": [], "streaming": STREAMING, "streaming not durable": [*STREAMING, "--no-transferqueue-durable"]}
-    sides = [
+    return [
         Side(name=name, script="train.py", flags=[*flags, *more], environment=environment)
         for name, more in variants.items()
     ]
-    found = alternate(sides, repeats=repeats, directory=directory)
-    table(found)
-    head = "| side | s a round, median of each round over its runs | trainers' call, s | a round in trainers' calls |"
-    print(f"\n{head}\n|---|---|---|---|")
-    for name, runs in found.items():
-        train_s = middle(runs, "perf/train_time")
-        print(f"| {name} | {undisturbed(runs):.3f} | {train_s:.3f} | {in_calls(runs):.2f} |")
-    for first, second in (("off", "streaming"), ("streaming not durable", "streaming")):
-        over = undisturbed(found[first]) / undisturbed(found[second])
-        print(f"\n{second} over {first}: {over:.3f} of its samples a second", end="")
-        print(f", {in_calls(found[first]) / in_calls(found[second]):.3f} in trainers' calls")
 
 
-def in_calls(runs: Sequence[Measured]) -> float:
-    """A round in units of the trainers' call of the same run, whose work is the same on every side: what the machine's
-    speed did to a whole run drops out."""
-    return statistics.median(entry.round_s / entry.median("perf/train_time") for entry in runs)
+def interleaved(sides: Sequence[Side], rounds: int, repeats: int, directory: Path) -> None:
+    found: dict[str, list[Round]] = {side.name: [] for side in sides}
+    for number in range(repeats):
+        for name, measured in in_turns(sides, rounds=rounds + 1, directory=directory / str(number)).items():
+            found[name] += measured
+    print("| side | rounds | s a round, mean | median | CPU s a round, mean |\n|---|---|---|---|---|")
+    for name, measured in found.items():
+        active_s = [entry.active_s for entry in measured]
+        mean_s, cpu_s = statistics.fmean(active_s), statistics.fmean(entry.cpu_s for entry in measured)
+        print(f"| {name} | {len(measured)} | {mean_s:.3f} | {statistics.median(active_s):.3f} | {cpu_s:.2f} |")
+    for first, second in CARRIED:
+        print(f"\n{second} over {first}, samples/s: {over(found[first], found[second])}")
 
 
 def early(rounds: int, repeats: int, directory: Path) -> None:

@@ -198,8 +198,8 @@ async def _confirm_rows(client: Any, partition: str, keys: list[str]) -> None:
     seen = await client.async_kv_retrieve_meta(keys, partition, create=False)
     if seen.size != len(keys) or ROW_FIELD not in seen.field_names:
         raise HandoffError(
-            f"{partition}: {seen.size} of {len(keys)} rows can be seen after the put, with the columns "
-            f"{sorted(seen.field_names)}. The controller missed the notification; see its log."
+            f"{partition}: not all of the {len(keys)} rows just put can be seen ({seen.size} keys, with the columns "
+            f"{sorted(seen.field_names)}). The controller missed the notification; see its log."
         )
 
 

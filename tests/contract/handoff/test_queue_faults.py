@@ -121,3 +121,22 @@ def test_a_row_that_was_put_under_another_key_is_an_error_and_never_an_answer(qu
         client.get_rows("swapped", ["ab"])
     client.clear_partition("swapped")
     client.close()
+
+
+@pytest.mark.parametrize("before", [[], ["a"]], ids=["first put", "later put"])
+def test_a_put_whose_notification_is_lost_is_refused(queue_address, monkeypatch, before):
+    # TransferQueue only logs that the controller never acknowledged a put
+    from vime.handoff.queue_client import QueueClient
+
+    async def lost(message):
+        return None
+
+    partition = f"lost-{len(before)}"
+    client = QueueClient(queue_address, 30.0)
+    if before:
+        client.put_rows(partition, before, [b"1"])
+    monkeypatch.setattr(client._client.storage_manager, "_notify_and_wait", lost)
+    with pytest.raises(HandoffError, match=f"{partition}: not all of the 2 rows just put can be seen.*missed the notification"):
+        client.put_rows(partition, ["b", "c"], [b"2", b"3"])
+    client.clear_partition(partition)
+    client.close()
