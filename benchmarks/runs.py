@@ -68,7 +68,6 @@ def alternate(sides: Sequence[Side], *, repeats: int, directory: Path) -> dict[s
 
 
 def run(side: Side, run_dir: Path) -> Measured:
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
     used: list[tuple[float, float]] = []  # (wall clock, CPU seconds of all processes until then)
     has_ended = threading.Event()
     log = run_dir.with_suffix(".out")
@@ -96,6 +95,7 @@ def run(side: Side, run_dir: Path) -> Measured:
 def start(side: Side, run_dir: Path, log: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **side.environment}
     command = [sys.executable, str(ROOT / side.script), *side.flags, "--run-dir", str(run_dir)]
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
