@@ -137,16 +137,17 @@ class RoundDesk:
         return tuple(group for group in groups if oldest <= group.payload.min_version)
 
     def heartbeat(self, round_id: int, fence: int) -> None:
-        """The holder lives: its lease gets a full timeout from now."""
+        """The holder lives: its lease gets a full timeout from now. One that `trained` overtook is no error."""
         holding = self._book.memory.holdings.get(round_id)
-        if holding is None or holding.fence != fence:
+        if holding is not None and holding.fence == fence:
+            self._book.memory.hold(round_id, Holding(holding.holder, fence, self._book.deadline()))
+        elif not _was_trained(find_round(self._book, round_id), fence):
             raise self._lost(round_id, fence)
-        self._book.memory.hold(round_id, Holding(holding.holder, fence, self._book.deadline()))
 
     def trained(self, round_id: int, fence: int) -> bool:
         """The optimizer has stepped on the round. Answers False when the same lease said so before."""
         book, row = self._book, find_round(self._book, round_id)
-        if row is not None and row.fence == fence and row.state in (RoundState.TRAINED, RoundState.DURABLE):
+        if _was_trained(row, fence):
             return False
         if row is None or row.fence != fence or row.state != RoundState.LEASED:
             raise self._lost(round_id, fence)
@@ -285,6 +286,11 @@ class RoundDesk:
         row = find_round(self._book, round_id)
         now = f"it is {row.state} under fence {row.fence}" if row else "its groups went back"
         return LeaseLostError(f"round {round_id}, fence {fence}: the lease ended; {now}. Do not train it.")
+
+
+def _was_trained(row: RoundRow | None, fence: int) -> bool:
+    """Whether the round was trained under this very lease."""
+    return row is not None and row.fence == fence and row.state in (RoundState.TRAINED, RoundState.DURABLE)
 
 
 def num_ready_of_round(book: Book, count: int) -> int:

@@ -145,6 +145,15 @@ def test_heartbeats_keep_a_lease_alive(ledger, clock):
     assert ledger.rounds.trained(0, found.fence)
 
 
+def test_a_heartbeat_that_was_overtaken_by_the_end_of_its_round_is_no_lost_lease(ledger):
+    make_ready(ledger, 2)
+    found = lease(ledger, 0)
+    ledger.rounds.trained(0, found.fence)
+    ledger.rounds.heartbeat(0, found.fence)
+    with pytest.raises(LeaseLostError, match="it is trained under fence"):
+        ledger.rounds.heartbeat(0, found.fence - 1)
+
+
 def test_groups_too_old_at_lease_are_dropped_and_counted(tmp_path, ledger):
     train(ledger, 0)
     old = make_ready(ledger, 2, version=0)
