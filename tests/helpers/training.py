@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -135,15 +136,25 @@ class Training:
         self.process.wait(10)
 
     def _members(self) -> list[tuple[psutil.Process, str]]:
-        """Each process of this run with its command line; one that ends while it is looked at is none."""
-        members = []
-        for process in psutil.process_iter():
+        """Each live process of this run with its command line: those with its mark and what they started, which may
+        have overwritten the mark with a title. Looked up by number: `process_iter` remembers processes, and leaves out
+        one whose number another had before."""
+        found, rest = {}, {}
+        for pid in psutil.pids():
             try:
-                is_member = process.pid != os.getpid() and process.environ().get(MARK) == self._mark
-                if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                    members.append((process, " ".join(process.cmdline()) or process.name()))
+                process = psutil.Process(pid)
+                is_marked = pid != os.getpid() and process.environ().get(MARK) == self._mark
+                (found if is_marked else rest)[pid] = (process, process.ppid())
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
+        while started := {pid: entry for pid, entry in rest.items() if entry[1] in found}:
+            found |= started
+            rest = {pid: entry for pid, entry in rest.items() if pid not in started}
+        members = []
+        for process, _ in found.values():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    members.append((process, " ".join(process.cmdline()) or process.name()))
         return members
 
 
