@@ -6,8 +6,8 @@ turns of TURN_S seconds. A round's seconds are those in which its run was going;
 stop of the others' warm-up falls, is not counted.
 """
 
+import contextlib
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from runs import SEED, WARM_UP_ROUNDS, Side, start
+from runs import RUN_DEADLINE_S, WARM_UP_ROUNDS, Side, of_turn, start
 
 TURN_S = 2.0
 LOOK_S = 0.01
@@ -36,13 +36,12 @@ class Round:
     cpu_s: float
 
 
-def in_turns(sides: Sequence[Side], *, rounds: int, directory: Path) -> dict[str, list[Round]]:
-    """Of each side one run, with `rounds` rounds after the warm-up; returns all of these but the first."""
+def in_turns(sides: Sequence[Side], *, rounds: int, number: int, directory: Path) -> dict[str, list[Round]]:
+    """Of each side one run with seed 1234 + `number`; returns its `rounds` rounds after the warm-up but the first."""
     runs: list[_Run] = []
     try:
         for side in sides:
-            flags = ["1234" if flag == SEED else flag for flag in side.flags]
-            runs.append(_Run(replace(side, flags=flags), directory / re.sub("[ .,]+", "-", side.name), rounds))
+            runs.append(_Run(*of_turn(side, number, directory), rounds))
             runs[-1].warm_up()
         order = list(runs)
         while any(run.is_wanted for run in runs):
@@ -55,6 +54,8 @@ def in_turns(sides: Sequence[Side], *, rounds: int, directory: Path) -> dict[str
             run.go_on()
         for run in runs:
             run.end()
+    for run in runs:
+        run.check()
     return {run.name: run.rounds[1:] for run in runs}
 
 
@@ -88,8 +89,11 @@ class _Run:
         return len(self.rounds) < self._wanted_rounds
 
     def warm_up(self) -> None:
+        ends = time.monotonic() + RUN_DEADLINE_S
         while self._count_rounds() < WARM_UP_ROUNDS:
             self._look()
+            if time.monotonic() > ends:
+                self._give_up()
         self._find_members()
         self._signal(signal.SIGSTOP)
         self._find_members()
@@ -106,6 +110,8 @@ class _Run:
             self._look()
         self._signal(signal.SIGSTOP)
         self._active_s += time.monotonic() - began
+        if self._active_s > RUN_DEADLINE_S:
+            self._give_up()
         self._find_members()
 
     def go_on(self) -> None:
@@ -117,13 +123,22 @@ class _Run:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.terminate()
-            self._process.wait(END_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+
+    def check(self) -> None:
+        """A run that failed after its rounds has no figures either."""
+        if self._process.returncode != 0:
+            sys.exit(f"{self.name}: ended with {self._process.returncode}; see {self._log}")
 
     def _end_round(self, active_s: float) -> None:
         cpu_s = self._sum_cpu()
         self.rounds.append(Round(active_s=active_s, cpu_s=cpu_s - self._cpu_s))
         print(f"  {self.name}, round {len(self.rounds)}: {active_s:.3f} s", file=sys.stderr)
         self._known_rounds, self._active_s, self._cpu_s = self._known_rounds + 1, 0.0, cpu_s
+
+    def _give_up(self) -> None:
+        sys.exit(f"{self.name}: no round done within {RUN_DEADLINE_S} s; see {self._log}")
 
     def _look(self) -> None:
         if self._process.poll() is not None:

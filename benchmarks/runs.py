@@ -60,11 +60,15 @@ def alternate(sides: Sequence[Side], *, repeats: int, directory: Path) -> dict[s
     found: dict[str, list[Measured]] = {side.name: [] for side in sides}
     for number in range(repeats):
         for side in sides:
-            flags = [str(1234 + number) if flag == SEED else flag for flag in side.flags]
-            run_dir = directory / f"{re.sub('[ .,]+', '-', side.name)}-{number}"
-            found[side.name].append(run(replace(side, flags=flags), run_dir))
+            found[side.name].append(run(*of_turn(side, number, directory)))
             print(f"  {side.name}, run {number + 1}: {found[side.name][-1].round_s:.3f} s a round", file=sys.stderr)
     return found
+
+
+def of_turn(side: Side, number: int, directory: Path) -> tuple[Side, Path]:
+    """The side with the seed of this turn, and where its run goes."""
+    flags = [str(1234 + number) if flag == SEED else flag for flag in side.flags]
+    return replace(side, flags=flags), directory / f"{re.sub('[ .,]+', '-', side.name)}-{number}"
 
 
 def run(side: Side, run_dir: Path) -> Measured:

@@ -193,7 +193,7 @@ def carriers(flags: Sequence[str], environment: Mapping[str, str]) -> list[Side]
 def interleaved(sides: Sequence[Side], rounds: int, repeats: int, directory: Path) -> None:
     found: dict[str, list[Round]] = {side.name: [] for side in sides}
     for number in range(repeats):
-        for name, measured in in_turns(sides, rounds=rounds + 1, directory=directory / str(number)).items():
+        for name, measured in in_turns(sides, rounds=rounds + 1, number=number, directory=directory).items():
             found[name] += measured
     print("| side | rounds | s a round, mean | median | CPU s a round, mean |\n|---|---|---|---|---|")
     for name, measured in found.items():
