@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from vime.observability.metrics import read_metrics
+from vime.utils.processes import read_processes, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "VIME_TEST_RUN"
@@ -137,24 +138,17 @@ class Training:
 
     def _members(self) -> list[tuple[psutil.Process, str]]:
         """Each live process of this run with its command line: those with its mark and what they started, which may
-        have overwritten the mark with a title. Looked up by number: `process_iter` remembers processes, and leaves out
-        one whose number another had before."""
-        found, rest = {}, {}
-        for pid in psutil.pids():
-            try:
-                process = psutil.Process(pid)
-                is_marked = pid != os.getpid() and process.environ().get(MARK) == self._mark
-                (found if is_marked else rest)[pid] = (process, process.ppid())
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        while started := {pid: entry for pid, entry in rest.items() if entry[1] in found}:
-            found |= started
-            rest = {pid: entry for pid, entry in rest.items() if pid not in started}
-        members = []
-        for process, _ in found.values():
+        have overwritten the mark with a title. Not by `process_iter`: it remembers processes, and leaves out one whose
+        number another had before."""
+        table, numbers, members = read_processes(), set(), []
+        for pid in table:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    members.append((process, " ".join(process.cmdline()) or process.name()))
+                if pid != os.getpid() and psutil.Process(pid).environ().get(MARK) == self._mark:
+                    numbers |= {seen.pid for seen in tree(pid, table)}
+        for pid in sorted(numbers):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process = psutil.Process(pid)
+                members.append((process, " ".join(process.cmdline()) or process.name()))
         return members
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import psutil
 
+from vime.utils.processes import read_processes
+
 MARK = "VIME_CHAOS_RUN"
 """In the environment of every process of a run, whoever started it."""
 POLL_S = 0.05
@@ -55,10 +57,12 @@ class Members:
         return found
 
     def all(self) -> list[psutil.Process]:
+        """Not by `process_iter`: it leaves out once a process whose number another had before."""
         members = []
-        for process in psutil.process_iter():
+        for pid in sorted(read_processes()):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if self._is_member(process) and process.status() != psutil.STATUS_ZOMBIE:
+                process = psutil.Process(pid)
+                if self._is_member(process):
                     members.append(process)
                     self._seen.add(process)
         return members
