@@ -28,6 +28,8 @@ PATIENCE = {  # a stopped process answers no keepalive
     "RAY_grpc_client_keepalive_timeout_ms": "3600000",
     "RAY_health_check_timeout_ms": "3600000",
 }
+PATIENT = [*("--engine-health-timeout-secs", "3600"), *("--max-restarts", "0")]
+"""Nor does a stopped engine; and a run that starts again has no figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,8 @@ class _Run:
         self._wanted_rounds = wanted_rounds
         self._metrics = run_dir / "metrics.jsonl"
         self._log = run_dir.with_suffix(".out")
-        self._process = start(replace(side, environment={**side.environment, **PATIENCE}), run_dir, self._log)
+        patient = replace(side, flags=[*side.flags, *PATIENT], environment={**side.environment, **PATIENCE})
+        self._process = start(patient, run_dir, self._log)
         self._members: list[psutil.Process] = []
         self._cpu_of: dict[int, float] = {}
         self._known_rounds = 0

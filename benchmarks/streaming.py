@@ -191,17 +191,22 @@ def carriers(flags: Sequence[str], environment: Mapping[str, str]) -> list[Side]
 
 
 def interleaved(sides: Sequence[Side], rounds: int, repeats: int, directory: Path) -> None:
-    found: dict[str, list[Round]] = {side.name: [] for side in sides}
-    for number in range(repeats):
-        for name, measured in in_turns(sides, rounds=rounds + 1, number=number, directory=directory).items():
-            found[name] += measured
-    print("| side | rounds | s a round, mean | median | CPU s a round, mean |\n|---|---|---|---|---|")
-    for name, measured in found.items():
-        active_s = [entry.active_s for entry in measured]
-        mean_s, cpu_s = statistics.fmean(active_s), statistics.fmean(entry.cpu_s for entry in measured)
-        print(f"| {name} | {len(measured)} | {mean_s:.3f} | {statistics.median(active_s):.3f} | {cpu_s:.2f} |")
-    for first, second in CARRIED:
-        print(f"\n{second} over {first}, samples/s: {over(found[first], found[second])}")
+    """Two sides at a time: three whole runs do not fit into 24 GiB."""
+    of_name = {side.name: side for side in sides}
+    for index, names in enumerate(CARRIED):
+        pair = [of_name[name] for name in names]
+        found: dict[str, list[Round]] = {name: [] for name in names}
+        for number in range(repeats):
+            turns = in_turns(pair, rounds=rounds + 1, number=number, directory=directory / str(index))
+            for name, measured in turns.items():
+                found[name] += measured
+        print("| side | rounds | s a round, mean | median | CPU s a round, mean |\n|---|---|---|---|---|")
+        for name, measured in found.items():
+            active_s = [entry.active_s for entry in measured]
+            mean_s, cpu_s = statistics.fmean(active_s), statistics.fmean(entry.cpu_s for entry in measured)
+            print(f"| {name} | {len(measured)} | {mean_s:.3f} | {statistics.median(active_s):.3f} | {cpu_s:.2f} |")
+        first, second = names
+        print(f"\n{second} over {first}, samples/s: {over(found[first], found[second])}\n", flush=True)
 
 
 def early(rounds: int, repeats: int, directory: Path) -> None:

@@ -106,12 +106,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def session_processes() -> list[psutil.Process]:
     """The live processes that carry this session's mark and their descendants, but not this process.
 
-    Descendants count on their own because a process that sets its title overwrites its environment block.
+    Descendants count on their own because a process that sets its title overwrites its environment block. Not by
+    `process_iter`: it leaves out once a process whose number another had before.
     """
     own = psutil.Process()
     found: dict[int, psutil.Process] = {child.pid: child for child in own.children(recursive=True)}
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
         try:
+            process = psutil.Process(pid)
             if process != own and SESSION in process.environ().get(SESSION_VARIABLE, ""):
                 found[process.pid] = process
                 found |= {child.pid: child for child in process.children(recursive=True)}

@@ -169,8 +169,9 @@ from vime.rollout.generation import generate
 
 
 async def generate_until_round_2(args, sample, sampling_params):
-    for process in psutil.process_iter() if sample.rollout_id == 2 else ():
+    for pid in psutil.pids() if sample.rollout_id == 2 else ():
         with contextlib.suppress(psutil.NoSuchProcess):  # of somebody else, and gone meanwhile
+            process = psutil.Process(pid)
             if "EngineCore" in " ".join(process.cmdline()) and process.environ().get(MARK) == os.environ[MARK]:
                 process.suspend()
     return await generate(args, sample, sampling_params)
