@@ -10,6 +10,7 @@ what is trained must not depend on time: use the scripted engine, or --reference
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,23 +107,45 @@ def run_chaos(arguments: argparse.Namespace) -> None:
     )
     say = Console(highlight=False, markup=False, soft_wrap=True).print
     cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else MATRIX)]
-    expected = _undisturbed(plan, arguments.undisturbed, say)
     if arguments.random:
         cases = list(random_cases(arguments.random, arguments.seed))
+    with _told_to_stop():
+        outcomes = _complete(plan, cases, arguments, say)
+    failed = [number for number, outcome in enumerate(outcomes) if not outcome.is_good]
+    kills = sum(outcome.num_kills for outcome in outcomes)
+    say(f"{len(outcomes)} runs, {kills} kills, {len(failed)} failed")
+    if failed:
+        raise ChaosError(f"runs {failed} failed; see {out}/table.md and the runs beside it.")
+
+
+@contextlib.contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """SIGTERM and a closed terminal unwind like Ctrl-C: the run under way is of another session and would live on.
+    What was ignored when the command began, as under `nohup`, still is."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _complete(
+    plan: Plan, cases: Sequence[Case], arguments: argparse.Namespace, say: Callable[[str], None]
+) -> list[Outcome]:
+    """The undisturbed run, then each batch of cases; a table line and a line on the screen as each is done."""
+    expected = _undisturbed(plan, arguments.undisturbed, say)
+    out, outcomes = plan.out, []
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(HEAD)
-    outcomes = []
     for number, batch in enumerate(in_runs(cases, arguments.kills_per_run)):
         outcome = ChaosRun(plan, f"run-{number:03d}", expected=expected).complete(batch)
         outcomes.append(outcome)
         with (out / "table.md").open("a") as table:
             table.writelines(f"{line}\n" for line in table_lines(number, outcome))
         say(run_line(number, outcome))
-    failed = [number for number, outcome in enumerate(outcomes) if not outcome.is_good]
-    kills = sum(outcome.num_kills for outcome in outcomes)
-    say(f"{len(outcomes)} runs, {kills} kills, {len(failed)} failed")
-    if failed:
-        raise ChaosError(f"runs {failed} failed; see {out}/table.md and the runs beside it.")
+    return outcomes
 
 
 def _undisturbed(plan: Plan, earlier: Path | None, say: Callable[[str], None]) -> Mapping[int, str]:

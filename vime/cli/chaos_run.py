@@ -127,9 +127,9 @@ class ChaosRun:
         started, outcome, waiting = time.monotonic(), Outcome(), list(cases)
         self._plan.out.mkdir(parents=True, exist_ok=True)
         while outcome.codes[-1:] != [0] and len(outcome.codes) <= len(cases) + MORE_RESTARTS and not outcome.left:
-            self._start(waiting)
             first_of_attempt = len(outcome.strikes)
             try:
+                self._start(waiting)
                 while waiting and (strike := self._strike(waiting[0])) is not None:
                     outcome.strikes.append(strike)
                     del waiting[0]

@@ -17,7 +17,8 @@ from vime.types import VimeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; answers the exit code (0 done, 1 `why-stuck` found something, 2 refused, 3 failed)."""
+    """Run one command; answers the exit code (0 done, 1 `why-stuck` found something, 2 refused, 3 failed, 130 told to
+    stop)."""
     parser = argparse.ArgumentParser(prog="vime", description="Look at runs of Vime.")
     commands = parser.add_subparsers(dest="command", required=True)
     report_parser = commands.add_parser(
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VimeError as error:
         sys.stderr.write(f"vime {arguments.command}: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write(f"vime {arguments.command}: stopped before it was done.\n")
+        return 130
     return code or 0
 
 

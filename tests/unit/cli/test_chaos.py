@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -95,6 +98,35 @@ def test_the_command_writes_a_table_and_fails_with_its_worst_row(tmp_path: Path)
     other = ["--own-weights", *case, *known, "--", "--fault", "differs"]
     assert main(["chaos", str(tmp_path / "differs"), *other]) == 0
     assert main(["chaos", str(tmp_path / "bad"), *case, "--", "--fault", "forgets"]) == 2  # the directory is used
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_stop_ends_its_run_first(number: signal.Signals, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "vime",
+        "chaos",
+        str(tmp_path / "out"),
+        "--script",
+        SCRIPT,
+        "--",
+        "--fault",
+        "works",
+    ]
+    former = signal.signal(number, signal.default_int_handler)  # what these tests are told to ignore is inherited
+    chaos = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(number, former)
+    events, ends = tmp_path / "out/undisturbed/events/driver.jsonl", time.monotonic() + 60
+    while not events.exists() or "first_weights" not in events.read_text():  # it waits from then on, to be killed
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    members = psutil.Process(chaos.pid).children(recursive=True)
+    chaos.send_signal(number)
+    _, said = chaos.communicate(timeout=60)
+    assert members
+    assert not [member for member in members if member.is_running()]
+    assert (chaos.returncode, said) == (130, "vime chaos: stopped before it was done.\n")
 
 
 @pytest.mark.parametrize("text", ["driver", "nobody@driver.clear", "driver@nowhere", "driver@driver.clear:x"])
