@@ -139,8 +139,8 @@ class ChaosRun:
                 outcome.left = [str(error)]
             finally:
                 self._members.kill()
+                self._mend(float("inf"))
                 self._process.wait(END_GRACE_S)
-            self._mend(float("inf"))
             if self._is_to_be_torn:
                 self._is_to_be_torn = not tear_spool(self.directory)
             self._explain(outcome.strikes[first_of_attempt:], outcome.codes[-1] if outcome.codes else 0)

@@ -102,18 +102,8 @@ def test_the_command_writes_a_table_and_fails_with_its_worst_row(tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_told_to_stop_ends_its_run_first(number: signal.Signals, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "vime",
-        "chaos",
-        str(tmp_path / "out"),
-        "--script",
-        SCRIPT,
-        "--",
-        "--fault",
-        "works",
-    ]
+    command = [*(sys.executable, "-m", "vime", "chaos", str(tmp_path / "out")), "--script", SCRIPT]
+    command += ["--", "--fault", "works"]
     former = signal.signal(number, signal.default_int_handler)  # what these tests are told to ignore is inherited
     chaos = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(number, former)
@@ -127,6 +117,21 @@ def test_a_command_that_is_told_to_stop_ends_its_run_first(number: signal.Signal
     assert members
     assert not [member for member in members if member.is_running()]
     assert (chaos.returncode, said) == (130, "vime chaos: stopped before it was done.\n")
+
+
+def test_a_disk_that_was_filled_has_room_again_when_the_command_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[str] = []
+
+    def stopped(_run: ChaosRun) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chaos_run, "fill_disk", lambda _out: lambda: emptied.append("disk"))
+    monkeypatch.setattr(ChaosRun, "_wait_for_end", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        complete(tmp_path, Case(target="disk", point=Point.OPTIMIZER, count=2))
+    assert emptied == ["disk"]
 
 
 @pytest.mark.parametrize("text", ["driver", "nobody@driver.clear", "driver@nowhere", "driver@driver.clear:x"])
