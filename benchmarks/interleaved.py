@@ -51,6 +51,10 @@ def in_turns(sides: Sequence[Side], *, rounds: int, number: int, directory: Path
                 if run.is_wanted:
                     run.take_turn()
             order.reverse()
+    except BaseException:
+        for run in runs:
+            run.ask_to_stop()
+        raise
     finally:
         for run in runs:
             run.go_on()
@@ -119,6 +123,10 @@ class _Run:
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
+
+    def ask_to_stop(self) -> None:
+        """It hears of it when it goes on."""
+        self._process.terminate()
 
     def end(self) -> None:
         """Wait until the run has ended by itself; terminate one that does not."""

@@ -17,6 +17,7 @@ those of all processes.
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -259,7 +260,14 @@ def late_reward(entry: Measured) -> float:
     return statistics.fmean(rewards[-max(1, len(rewards) // 3) :])
 
 
+def _stop(_number: int, _frame: object) -> None:
+    """Unwinds, once, so that no run stays behind stopped; `timeout` sends SIGTERM twice."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, _stop)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     cases = {"overlap": overlap, "reward": reward, "bound": bound, "queue": queue}
     cases |= {"small": small, "carry": carry, "early": early}
