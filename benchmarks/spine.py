@@ -83,7 +83,7 @@ def role(process: psutil.Process) -> str:
     for mark, name in (
         ("train.py", "driver"),
         ("guard.py", "guard of a server"),
-        ("api_server.entry", "vLLM API server"),
+        ("cpu_server", "vLLM API server"),
         ("VLLM::", "vLLM engine core"),
         ("vllm_router", "vllm-router"),
         ("vllm::router", "vllm-router"),

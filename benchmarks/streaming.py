@@ -24,9 +24,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from interleaved import Round, in_turns, over
+
 from runs import ROOT, SEED, WARM_UP_ROUNDS, Measured, Side, alternate
 
-MODEL, DATA = ROOT / "models/quickstart-seed0", ROOT / "data/quickstart-seed0"
+MODEL, DATA = ROOT / "examples/quickstart/model", ROOT / "data/quickstart-seed0"
 STREAMING = ["--transferqueue-mode", "streaming"]
 ASYNC = [*STREAMING, "--max-staleness", "1"]
 EARLY = ["--train-early-groups", "4"]

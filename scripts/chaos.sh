@@ -9,28 +9,27 @@
 # ENGINE=vllm: the quick start's model on vLLM under --reference-mode, instead of a scripted engine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export TORCHDYNAMO_DISABLE=1 RAY_USAGE_STATS_ENABLED=0  # imports and processes that a start can do without
+export RAY_USAGE_STATS_ENABLED=0  # imports and processes that a start can do without
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 OUT=${1:?usage: ./scripts/chaos.sh OUT [--case ... | --random N]}; shift
 PYTHON=${VIME_VENV:-.venv}/bin/python
+MODEL=examples/quickstart/model
 FLAGS=(
   --device cpu --input-key input --label-key label --rollout-batch-size 4 --n-samples-per-prompt 4 --keep-checkpoints 3
   --transferqueue-mode "${MODE:-streaming}"
 )
 if [ "${ENGINE:-scripted}" = vllm ]; then
-  MODEL=models/quickstart-seed0
   DATA=data/quickstart-seed0
   ROUNDS=${ROUNDS:-12}
-  "$PYTHON" examples/quickstart/prepare.py --model-dir "$MODEL" --data-dir "$DATA" --seed 0
+  "$PYTHON" examples/quickstart/prepare.py --data-dir "$DATA" --seed 0
   FLAGS+=(
     --reference-mode --rm-type exact_match --advantage-estimator grpo --calculate-per-token-loss --weight-decay 0
     --rollout-max-response-len 48 --rollout-max-context-len 128 --lr 2e-4 --rollout-shuffle --rollout-seed 0
     --use-dynamic-batch-size --max-tokens-per-gpu 2048
   )
 else
-  MODEL=models/chaos
   DATA=data/chaos
-  "$PYTHON" examples/quickstart/prepare.py --model-dir "$MODEL" --data-dir "$DATA" --steps 1 --num-train 64 --num-eval 8
+  "$PYTHON" examples/quickstart/prepare.py --data-dir "$DATA" --num-train 64 --num-eval 8
   FLAGS+=(
     --debug-engine-module vime.backends.vllm_utils.scripted_server --custom-rm-path scripts/chaos_reward.py:even_share
     --rollout-max-response-len 12 --rollout-max-context-len 64 --lr 1e-3 --micro-batch-size 8

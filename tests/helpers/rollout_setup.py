@@ -32,7 +32,7 @@ def example_module(path: str) -> ModuleType:
 def write_model_directory(directory: Path, *, positions: int = 64) -> Path:
     """config.json and the quick-start's character tokenizer, with `<bos>` in front of every prompt."""
     directory.mkdir(parents=True, exist_ok=True)
-    example_module("quickstart/prepare.py").build_tokenizer().save_pretrained(directory)
+    example_module("quickstart/warm_start.py").build_tokenizer().save_pretrained(directory)
     shape = {
         "model_type": "qwen3",
         "hidden_size": 32,

@@ -181,11 +181,12 @@ async def even_share(args, sample, **kwargs):
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
     """The quick start's model and tokenizer without its warm start (seconds instead of a minute)."""
-    prepare = runpy.run_path(str(ROOT / "examples" / "quickstart" / "prepare.py"))
+    quickstart = runpy.run_path(str(ROOT / "examples" / "quickstart" / "warm_start.py"))
     directory = tmp_path_factory.mktemp("tiny")
-    prepare["build_model"](0).save_pretrained(directory / "model")
-    prepare["build_tokenizer"]().save_pretrained(directory / "model")
-    prepare["write_data"](directory, num_train=64, num_eval=8, seed=0)
+    quickstart["build_model"](0).save_pretrained(directory / "model")
+    quickstart["build_tokenizer"]().save_pretrained(directory / "model")
+    write_data = runpy.run_path(str(ROOT / "examples" / "quickstart" / "prepare.py"))["write_data"]
+    write_data(directory, num_train=64, num_eval=8, seed=0)
     (directory / "reward.py").write_text(REWARD)
     return TinyTask(
         model=directory / "model", prompts=directory / "train.jsonl", reward=f"{directory / 'reward.py'}:even_share"

@@ -33,7 +33,7 @@ LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
 WORKER_CONNECT_S = "2"
 """Ray tries five times so long: a worker that was just being started when its driver was killed ends after so much."""
-GENERATION_NICENESS = 15
+GENERATION_NICENESS = 3
 KEEP_FREED_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
@@ -41,6 +41,9 @@ KEEP_FREED_MEMORY = {
 }
 """For glibc: a step gets the memory of the step before, instead of fresh pages that the kernel clears one by one. One
 arena: each thread has its own otherwise, with an upper size, and Ray trains in one thread of several."""
+NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""For torch: nothing is compiled without a GPU, and what only decorates with `torch.compile` would import the compiler,
+1.6 CPU s a process."""
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
 
@@ -112,7 +115,7 @@ def start_ray(config: Config) -> None:
         os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
         if config.cluster.device == "cpu":
             os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
-            for name, value in KEEP_FREED_MEMORY.items():
+            for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
                 os.environ.setdefault(name, value)
         with waiting("a local Ray to start", deadline_s=START_S):
             ray.init(

@@ -4,7 +4,7 @@ import random
 
 from tests.helpers.rollout_setup import example_module, write_model_directory
 
-quickstart = example_module("quickstart/prepare.py")
+quickstart = example_module("quickstart/warm_start.py")
 smollm2 = example_module("smollm2/prepare.py")
 
 

@@ -23,6 +23,7 @@ from vime.config.parse import Config
 from vime.types import ConfigError
 
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+CPU_SERVER_MODULE = "vime.backends.vllm_utils.cpu_server"  # the same, started in half the time
 PLUGIN = "vime_weight_transfer"  # the entry point's name in setup.py
 WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.WorkerReport"
 SERVED_MODEL = "policy"
@@ -81,7 +82,8 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     """Command line of engine number `index`; user flags come last."""
     rollout, cluster = config.rollout, config.cluster
     on_cpu = cluster.device == "cpu"
-    command = [sys.executable, "-m", config.debug.debug_engine_module or SERVER_MODULE]
+    module = config.debug.debug_engine_module or (CPU_SERVER_MODULE if on_cpu else SERVER_MODULE)
+    command = [sys.executable, "-m", module]
     command += ["--model", config.model.hf_checkpoint, "--host", host, "--port", str(port)]
     command += ["--served-model-name", SERVED_MODEL, "--dtype", "bfloat16" if config.parallel.bf16 else "float32"]
     # Engines with one seed would sample alike; each request may still bring its own.

@@ -1,0 +1,36 @@
+"""vLLM's API server as it starts on a machine without a GPU: `python -m vime.backends.vllm_utils.cpu_server FLAGS`.
+
+Most of an engine's start is imports, and vLLM makes them twice: in the API server, and again in EngineCore, which it
+spawns as a fresh interpreter. Here the API server imports what EngineCore needs too, and EngineCore is forked from it,
+which takes half of the CPU seconds and half of the wall time (docs/log.md). Safe on the CPU only: nothing has started a
+thread of OpenMP or touched a device by then. vLLM itself forks by default, but its CPU platform always asks for
+`spawn`, and no setting of vLLM changes that; so the one function that it asks is replaced in this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import runpy
+
+from vime.backends.vllm_utils.guard import DIE_WITH_PARENT, die_with_parent
+
+SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+NEEDED_BY_ENGINE_CORE = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+
+
+def main() -> None:
+    from vllm.v1.engine import utils
+
+    for name in NEEDED_BY_ENGINE_CORE:
+        importlib.import_module(name)
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    if os.environ.get(DIE_WITH_PARENT):
+        # vLLM's plug-ins are loaded once: the forked process does not call plugin.register, which asks for this
+        os.register_at_fork(after_in_child=die_with_parent)
+    runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
