@@ -25,9 +25,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rloo-dual-tis": {
         "advantage_estimator": "rloo", **CLIPS, "eps_clip_c": DUAL, "off_policy_correction": "tis", "tis_clip_low": 0.5,
     },
-    "plus-plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_loss_type": "k1", "gamma": 0.9},
+    "plus-plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "gamma": 0.9},
     "plus-plus-baseline": {
-        "advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, "kl_loss_type": "k2",
+        "advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1,
         "calculate_per_token_loss": True,
     },
     "grpo-normalised-decoupled": {
@@ -41,7 +41,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "engine-old-opsm": {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 1.0},
     "distilled": {"use_opd": True, "opd_kl_coef": 0.5, "advantage_estimator": "rloo"},
     "ppo": {
-        "advantage_estimator": "ppo", **CLIPS, "kl_coef": 0.1, "kl_loss_type": "k1", "gamma": 0.9, "lambd": 0.8,
+        "advantage_estimator": "ppo", **CLIPS, "kl_coef": 0.1, "gamma": 0.9, "lambd": 0.8,
         "critic_load": "critic", "critic_lr": 2e-4, "value_clip": 0.1,
     },
     "ppo-from-policy": {
@@ -102,8 +102,7 @@ def train_round(
 
 
 def _penalty(old: Tensor, ref: Tensor, flags: dict) -> Tensor:
-    difference = (old - ref).double()
-    return flags.get("kl_coef", 0.0) * (difference**2 / 2 if flags.get("kl_loss_type") == "k2" else difference)
+    return flags.get("kl_coef", 0.0) * (old - ref).double()
 
 
 def step_advantages(

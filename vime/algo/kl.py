@@ -18,6 +18,16 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     k3 = exp(-x) - 1 + x (unbiased, never negative). low_var_kl = k3 clamped to +-10, as in GRPO (Shao et al. 2024,
     equation 4) with the field's guard against a reference that finds the token impossible.
 
+    A good estimate of the value is not one of the gradient. With p the policy, q the reference, p(y) the probability
+    of a sampled token y and E over y ~ p, E[grad log p] = 0, so grad KL(p || q) = E[log(p / q) grad log p]. What an
+    estimate f(x) exerts (Tang and Munos 2025, arXiv 2506.09477; Liu et al. 2025, arXiv 2510.01555):
+    as a penalty in the reward, a constant that weighs grad log p, E[f(x) grad log p]: k1 exactly grad KL(p || q); k3
+    E[(q / p - 1 + x) grad log p] = grad KL(p || q) - grad KL(q || p), which near the reference is almost nothing, and
+    k2 as little. So `--kl-coef` takes k1 (`--kl-loss-type` does not change it).
+    as a term of the loss, differentiated itself, E[f'(x) grad log p]: k1 E[grad log p] = 0, so it is refused there;
+    k2 exactly grad KL(p || q); k3 E[(1 - q / p) grad log p] = grad KL(q || p), the other direction. `unbiased_kl`
+    gives grad KL(p || q) with any unbiased estimate (k1, k3).
+
     Inputs and answer [T], floating point, in the dtype of the inputs; gradients flow through `logp_T`. No denominator.
     Example: x = ln 2 gives k1 = 0.6931, k2 = 0.2402, k3 = 0.5 - 1 + 0.6931 = 0.1931.
     """

@@ -100,6 +100,12 @@ def _check_kl(algo: AlgoConfig) -> None:
         raise ConfigError(
             f"--kl-loss-coef {algo.kl_loss_coef} has no effect without --use-kl-loss. Add the flag or remove this."
         )
+    if algo.use_kl_loss and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
+        raise ConfigError(
+            "--use-kl-loss --kl-loss-type k1 without --use-unbiased-kl: the expected gradient is 0: that of logp - ref "
+            "is the gradient of logp, whose mean over tokens of the policy is 0, so the term only adds noise. Add "
+            "--use-unbiased-kl, or use k2, k3 or low_var_kl."
+        )
     if algo.use_unbiased_kl and not algo.use_kl_loss:
         raise ConfigError("--use-unbiased-kl has no effect without --use-kl-loss. Add the flag or remove this one.")
 

@@ -40,12 +40,17 @@ class AlgoConfig:
         None, "dual clip, above 1: a negative advantage costs at most this times itself; empty: no bound", minimum=1
     )
     kl_coef: float = flag(
-        0.0, "weight of the KL penalty in token rewards, reinforce_plus_plus[_baseline], ppo", minimum=0
+        0.0,
+        "weight of the KL penalty logp - ref in token rewards, reinforce_plus_plus[_baseline], ppo",
+        minimum=0,
     )
     use_kl_loss: bool = flag(False, "add a KL term towards the reference model to the loss")
     kl_loss_coef: float = flag(0.0, "weight of the KL term", minimum=0)
     kl_loss_type: str = flag(
-        "low_var_kl", "KL estimator, of the loss term and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
+        "low_var_kl",
+        "KL estimator of the loss term; k1 needs --use-unbiased-kl. In token rewards (--kl-coef) it is always k1: the "
+        "others exert next to no gradient there",
+        choices=("k1", "k2", "k3", "low_var_kl"),
     )
     use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
     use_opd: bool = flag(

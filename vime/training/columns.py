@@ -133,11 +133,11 @@ def _judged(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig)
 
 
 def _penalty(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
-    """[R] float64: what --kl-coef takes off the reward of each token."""
+    """[R] float64: what --kl-coef takes off the reward of each token; k1, as `kl_estimate` derives."""
     if algo.kl_coef == 0:
         return torch.zeros(row.response_length, dtype=torch.float64)
     old_logp_R, ref_logp_R = columns[OLD_LOGP][number].double(), columns[REF_LOGP][number].double()
-    return algo.kl_coef * kl_estimate(old_logp_R, ref_logp_R, algo.kl_loss_type)
+    return algo.kl_coef * kl_estimate(old_logp_R, ref_logp_R, "k1")
 
 
 def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Sequence[int]) -> Columns:

@@ -113,6 +113,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "dual clip at one": ({}, ["--eps-clip-c", "1"], ["--eps-clip-c 1"]),
     "a pull without a teacher": ({}, ["--opd-kl-coef", "2"], ["--opd-kl-coef", "--use-opd"]),
     "imitation with a teacher": ({}, ["--loss-type", "sft_loss", "--use-opd"], ["sft_loss", "--use-opd"]),
+    "a KL term without an expected gradient": (
+        {}, ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k1"],
+        ["--kl-loss-type k1", "expected gradient is 0", "--use-unbiased-kl"],
+    ),
     "unbiased KL without KL": ({}, ["--use-unbiased-kl"], ["--use-unbiased-kl", "--use-kl-loss"]),
     "custom loss without path": ({}, ["--loss-type", "custom_loss"], ["--custom-loss-path"]),
     "path without custom loss": ({}, ["--custom-loss-path", "a.b"], ["--loss-type policy_loss", "a.b"]),
@@ -138,6 +142,11 @@ def test_refused_naming_the_flags(name: str) -> None:
         resolved(*flags, **settings)
     for text in expected:
         assert text in str(refusal.value)
+
+
+def test_a_k1_term_of_unbiased_gradient_is_accepted() -> None:
+    flags = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k1", "--use-unbiased-kl")
+    assert resolved(*flags).kl_loss_type == "k1"
 
 
 def test_unbounded_weights_are_allowed_on_fresh_tokens() -> None:
