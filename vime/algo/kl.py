@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vime.algo.off_policy import LOG_RATIO_LIMIT
 from vime.types import ConfigError
 
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
@@ -38,6 +39,10 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
         return difference_T.square() / 2
     if kind not in KL_KINDS:
         raise ConfigError(f"--kl-loss-type: got {kind!r}, expected one of {', '.join(KL_KINDS)}.")
+    if (
+        kind == "low_var_kl"
+    ):  # k3 is above its limit from |x| = 11 on; exp of more would overflow and its gradient be nan
+        difference_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3_T = torch.exp(-difference_T) - 1 + difference_T
     return k3_T.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else k3_T
 
@@ -46,7 +51,8 @@ def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
     """KL estimate times the importance ratio exp(logp - old_logp), with the graph of both; [T].
 
     DeepSeek-V3.2 2025, unbiased KL estimate: tokens were sampled by the old policy, and the ratio makes it and its
-    GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not.
+    GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not. A log
+    ratio above `LOG_RATIO_LIMIT` counts as that limit, as in `losses.policy_loss`.
     Example: kl 0.2, ratio 1.5 -> 0.3.
     """
-    return kl_T * torch.exp(log_ratio_T)
+    return kl_T * torch.exp(log_ratio_T.clamp(max=LOG_RATIO_LIMIT))
