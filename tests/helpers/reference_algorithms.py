@@ -31,13 +31,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "calculate_per_token_loss": True,
     },
     "grpo-normalised-decoupled": {
-        **CLIPS, "normalize_advantages": True, "off_policy_correction": "decoupled", "get_mismatch_metrics": True,
+        **CLIPS, "normalize_advantages": True, "off_policy_correction": "decoupled", "tis_clip": 2.0,
+        "get_mismatch_metrics": True,
     },
     "icepop-unbiased-kl": {
-        "off_policy_correction": "icepop", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3",
-        "use_unbiased_kl": True,
+        "off_policy_correction": "icepop", "tis_clip": 2.0, "use_kl_loss": True, "kl_loss_coef": 0.1,
+        "kl_loss_type": "k3", "use_unbiased_kl": True,
     },
-    "mis": {"off_policy_correction": "mis", "mis_level": "geometric", "mis_mode": "truncate", "tis_clip_low": 0.4},
+    "mis": {
+        "off_policy_correction": "mis", "mis_level": "geometric", "mis_mode": "truncate", "tis_clip": 2.0,
+        "tis_clip_low": 0.4,
+    },
     "engine-old-opsm": {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 1.0},
     "distilled": {"use_opd": True, "opd_kl_coef": 0.5, "advantage_estimator": "rloo"},
     "ppo": {
@@ -49,7 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "critic_load": "qwen2_tied", "critic_lr": 1e-3, "value_clip": math.inf,
     },
     "sft": {"loss_type": "sft_loss", "calculate_per_token_loss": True},
-    "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH},
+    "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH, "eps_clip": 0.2},
 }  # fmt: skip
 TIS_HIGH = 2.0
 

@@ -38,10 +38,40 @@ def test_stale_tokens_are_corrected_unless_told_otherwise(
     assert resolved(*flags, max_staleness=max_staleness).off_policy_correction == expected
 
 
-def test_icepop_keeps_a_range_around_one_and_the_others_have_no_lower_bound() -> None:
-    assert resolved("--off-policy-correction", "icepop", "--tis-clip", "4").tis_clip_low == 0.25
-    for name in ("tis", "mis", "decoupled"):
-        assert resolved("--off-policy-correction", name).tis_clip_low == 0
+@pytest.mark.parametrize(
+    ("flags", "low", "high"),
+    [
+        (["tis"], 0, 2),
+        (["mis"], 0, 2),
+        (["mis", "--mis-level", "geometric"], 1 / 1.001, 1.001),  # a mean over an answer stays near 1
+        (["mis", "--mis-level", "geometric", "--tis-clip", "1.25"], 0.8, 1.25),
+        (["icepop"], 0.5, 5),  # alpha and beta of the paper
+        (["icepop", "--tis-clip", "4"], 0.5, 4),
+        (["decoupled"], 0, 5),  # AReaL's cap
+    ],
+)
+def test_the_bounds_of_a_correction_are_those_of_its_authors(flags: list[str], low: float, high: float) -> None:
+    algo = resolved("--off-policy-correction", *flags)
+    assert (algo.tis_clip_low, algo.tis_clip) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("flags", "low", "high"),
+    [
+        (["grpo"], 0.2, 0.2),
+        (["grpo", "--eps-clip", "0.1"], 0.1, 0.1),
+        (["ppo", "--eps-clip-high", "0.28"], 0.2, 0.28),
+        (["gspo"], 3e-4, 4e-4),
+        (["gspo", "--eps-clip", "1e-3"], 1e-3, 1e-3),
+        (["cispo"], 1.0, 0.2),  # no lower bound: the weight is at least 0
+        (["cispo", "--eps-clip", "0.3"], 0.3, 0.2),
+        (["cispo", "--eps-clip-high", "4"], 1.0, 4),
+    ],
+)
+def test_the_clips_of_an_estimator_are_those_of_its_authors(flags: list[str], low: float, high: float) -> None:
+    algo = resolved("--advantage-estimator", *flags)
+    assert (algo.eps_clip, algo.eps_clip_high) == (low, high)
+    assert algo.clip_range == (low, high)
 
 
 @pytest.mark.parametrize(
