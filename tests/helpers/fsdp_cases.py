@@ -117,8 +117,11 @@ def fsdp_cases(models: Path, work: Path) -> list[Case]:
         "fsdp-dp2": (2, {}),
     }.items():
         cases += [case(f"grpo-{name}", "trained", world, {**grpo, **dense, **flags}, num_steps=2)]
+    passes = {**grpo, **dense, "num_ppo_epochs": 2, "eps_clip": 0.002}
     padded = {**grpo, "hf_checkpoint": str(models / "padded")}
     cases += [
+        case("passes-megatron", "trained", 1, {**passes, "train_backend": "megatron"}, num_steps=2),
+        case("passes-fsdp", "trained", 2, passes, num_steps=2),
         case("padded-megatron", "trained", 1, {**padded, "train_backend": "megatron"}, num_steps=2),
         case("padded-fsdp", "trained", 2, padded, num_steps=2),
         case("recomputed", f"{contract}:learned", 2, {**steady, **RECOMPUTE}),

@@ -5,6 +5,7 @@ Nothing is imported from vime's formulas. `RECIPES` name the flags; `train_round
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ LOW, HIGH, DUAL = 0.002, 0.004, 1.003  # narrow: a second step of this size must
 CLIPS = {"eps_clip": LOW, "eps_clip_high": HIGH}
 LOSS_PATH = "tests.helpers.reference_algorithms.example_loss"
 RECIPES: dict[str, dict[str, Any]] = {
+    "three-passes": {**CLIPS, "num_ppo_epochs": 3},
     "gspo": {"advantage_estimator": "gspo", **CLIPS},
     "cispo": {"advantage_estimator": "cispo", **CLIPS},
     "rloo-dual-tis": {
@@ -50,7 +52,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "ppo-from-policy": {
         "advantage_estimator": "ppo", "lambd": 0.95, "normalize_advantages": False, "calculate_per_token_loss": True,
-        "critic_load": "qwen2_tied", "critic_lr": 1e-3, "value_clip": math.inf,
+        "critic_load": "qwen2_tied", "critic_lr": 1e-3, "value_clip": math.inf, "num_ppo_epochs": 2,
     },
     "sft": {"loss_type": "sft_loss", "calculate_per_token_loss": True},
     "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH, "eps_clip": 0.2},
@@ -72,6 +74,7 @@ def train_round(
     critic: Critic | None = None,
 ) -> list[dict[str, float]]:
     """Loss and norm of the policy's steps, and of the critic's under names that begin with `value_` and `critic_`."""
+    plan = dataclasses.replace(plan, steps=plan.steps * flags.get("num_ppo_epochs", 1))
     old, ref = log_probs(model, rows, TEMPERATURE), log_probs(anchor, rows, TEMPERATURE)
     masks = [torch.tensor(row.loss_mask, dtype=torch.float32) for row in rows]
     engine = [torch.tensor(row.rollout_log_probs, dtype=torch.float32) for row in rows]

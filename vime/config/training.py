@@ -37,6 +37,12 @@ class AlgoConfig:
     lambd: float = flag(
         1.0, "lambda of ppo's GAE: 1 trusts the rewards to come, 0 the critic's next value", minimum=0, maximum=1
     )
+    num_ppo_epochs: int = flag(
+        1,
+        "times that the optimizer steps of a round are taken, in the same order; old log-probabilities, advantages and "
+        "values stay those of the round's beginning",
+        minimum=1,
+    )
     eps_clip: float | None = flag(
         None,
         "lower clip of the probability ratio: 1 - this; empty: 0.2, but 3e-4 for gspo, whose ratio of a whole answer "

@@ -58,7 +58,8 @@ def needs_old_log_prob(plan: RoundPlan, algo: AlgoConfig, *, policy_moves: bool 
     """Whether a forward pass for the old (proximal) policy is due. In a round of one step it is the policy itself, and
     in a round of the critic alone nothing is compared with it, so none is, unless --kl-coef or --use-opd needs it for
     the advantages before the step begins."""
-    return (policy_moves and len(plan.steps) > 1) or algo.kl_coef > 0 or algo.use_opd
+    num_steps = len(plan.steps) * algo.num_ppo_epochs
+    return (policy_moves and num_steps > 1) or algo.kl_coef > 0 or algo.use_opd
 
 
 def advantage_columns(

@@ -586,6 +586,7 @@ def test_the_agreement_of_trainer_and_engine_is_judged_by_precision_where_an_eng
     "flags",
     [
         ["--num-steps-per-rollout", "2"],
+        ["--num-ppo-epochs", "2"],
         ["--advantage-estimator", "rloo", "--normalize-advantages"],
         ["--advantage-estimator", "ppo", "--no-normalize-advantages"],
         ["--rollout-sample-filter-path", "a.b"],
