@@ -23,6 +23,10 @@ NOT_RECORDED = -1
 """In the place of an expert's number: the token goes where the trainer's own router sends it."""
 
 
+LARGEST_REWARD = 3.4028234663852886e38
+"""Of float32, in which advantages reach the loss."""
+
+
 class SampleStatus(StrEnum):
     """How generation of one answer ended."""
 
@@ -149,17 +153,25 @@ class Sample:
             self.policy_version = self.weight_versions[0]
 
     def scalar_reward(self, key: str | None = None) -> float:
-        """The reward as one number; `key` picks the entry when the reward function answered with a dict."""
-        if isinstance(self.reward, Mapping):
-            if key is None or key not in self.reward:
+        """The reward as one number; `key` picks the entry when the reward function answered with a dict. RewardError
+        when it is not finite or beyond float32: no advantage could be made of it."""
+        reward = self.reward
+        if isinstance(reward, Mapping):
+            if key is None or key not in reward:
                 raise RewardError(
-                    f"sample {self.index}: the reward is a dict with keys {sorted(self.reward)}; expected one of them "
-                    f"in --reward-key, got {key!r}. Set --reward-key."
+                    f"sample {self.index}: the reward is a dict with keys {sorted(reward)}; expected one of them in "
+                    f"--reward-key, got {key!r}. Set --reward-key."
                 )
-            return float(self.reward[key])
-        if self.reward is None:
+            reward = reward[key]
+        if reward is None:
             raise RewardError(f"sample {self.index}: has no reward. The reward function must answer for every sample.")
-        return float(self.reward)
+        if not abs(reward) <= LARGEST_REWARD:
+            raise RewardError(
+                f"sample {self.index}: the reward is {reward!r:.60}; expected a finite number of at most "
+                f"{LARGEST_REWARD:.2g}. Scale it in what made it: --custom-rm-path, --rm-url, or a generate function "
+                "that sets sample.reward."
+            )
+        return float(reward)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that shares nothing with the sample; `from_dict` is its inverse."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def make_family(kind: str, directory: Path) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     return directory
+
+
+def with_padding_token(directory: Path, token: int) -> None:
+    """Say in config.json that `token` is what rows are padded with."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token_id": token}))
 
 
 def saved(bench: Bench, directory: Path) -> list[dict[str, Any]]:
@@ -110,7 +117,13 @@ def fsdp_cases(models: Path, work: Path) -> list[Case]:
         "fsdp-dp2": (2, {}),
     }.items():
         cases += [case(f"grpo-{name}", "trained", world, {**grpo, **dense, **flags}, num_steps=2)]
+    passes = {**grpo, **dense, "num_ppo_epochs": 2, "eps_clip": 0.002}
+    padded = {**grpo, "hf_checkpoint": str(models / "padded")}
     cases += [
+        case("passes-megatron", "trained", 1, {**passes, "train_backend": "megatron"}, num_steps=2),
+        case("passes-fsdp", "trained", 2, passes, num_steps=2),
+        case("padded-megatron", "trained", 1, {**padded, "train_backend": "megatron"}, num_steps=2),
+        case("padded-fsdp", "trained", 2, padded, num_steps=2),
         case("recomputed", f"{contract}:learned", 2, {**steady, **RECOMPUTE}),
         case("bf16", "trained", 2, {**dense, "bf16": True}, rounds=2),
         case("fp32", "trained", 2, dense, rounds=2),

@@ -5,6 +5,7 @@ Nothing is imported from vime's formulas. `RECIPES` name the flags; `train_round
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,36 +21,41 @@ LOW, HIGH, DUAL = 0.002, 0.004, 1.003  # narrow: a second step of this size must
 CLIPS = {"eps_clip": LOW, "eps_clip_high": HIGH}
 LOSS_PATH = "tests.helpers.reference_algorithms.example_loss"
 RECIPES: dict[str, dict[str, Any]] = {
+    "three-passes": {**CLIPS, "num_ppo_epochs": 3},
     "gspo": {"advantage_estimator": "gspo", **CLIPS},
     "cispo": {"advantage_estimator": "cispo", **CLIPS},
     "rloo-dual-tis": {
         "advantage_estimator": "rloo", **CLIPS, "eps_clip_c": DUAL, "off_policy_correction": "tis", "tis_clip_low": 0.5,
     },
-    "plus-plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "kl_loss_type": "k1", "gamma": 0.9},
+    "plus-plus": {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "gamma": 0.9},
     "plus-plus-baseline": {
-        "advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, "kl_loss_type": "k2",
+        "advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1,
         "calculate_per_token_loss": True,
     },
     "grpo-normalised-decoupled": {
-        **CLIPS, "normalize_advantages": True, "off_policy_correction": "decoupled", "get_mismatch_metrics": True,
+        **CLIPS, "normalize_advantages": True, "off_policy_correction": "decoupled", "tis_clip": 2.0,
+        "get_mismatch_metrics": True,
     },
     "icepop-unbiased-kl": {
-        "off_policy_correction": "icepop", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3",
-        "use_unbiased_kl": True,
+        "off_policy_correction": "icepop", "tis_clip": 2.0, "use_kl_loss": True, "kl_loss_coef": 0.1,
+        "kl_loss_type": "k3", "use_unbiased_kl": True,
     },
-    "mis": {"off_policy_correction": "mis", "mis_level": "geometric", "mis_mode": "truncate", "tis_clip_low": 0.4},
+    "mis": {
+        "off_policy_correction": "mis", "mis_level": "geometric", "mis_mode": "truncate", "tis_clip": 2.0,
+        "tis_clip_low": 0.4,
+    },
     "engine-old-opsm": {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 1.0},
     "distilled": {"use_opd": True, "opd_kl_coef": 0.5, "advantage_estimator": "rloo"},
     "ppo": {
-        "advantage_estimator": "ppo", **CLIPS, "kl_coef": 0.1, "kl_loss_type": "k1", "gamma": 0.9, "lambd": 0.8,
+        "advantage_estimator": "ppo", **CLIPS, "kl_coef": 0.1, "gamma": 0.9, "lambd": 0.8,
         "critic_load": "critic", "critic_lr": 2e-4, "value_clip": 0.1,
     },
     "ppo-from-policy": {
         "advantage_estimator": "ppo", "lambd": 0.95, "normalize_advantages": False, "calculate_per_token_loss": True,
-        "critic_load": "qwen2_tied", "critic_lr": 1e-3, "value_clip": math.inf,
+        "critic_load": "qwen2_tied", "critic_lr": 1e-3, "value_clip": math.inf, "num_ppo_epochs": 2,
     },
     "sft": {"loss_type": "sft_loss", "calculate_per_token_loss": True},
-    "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH},
+    "custom": {"loss_type": "custom_loss", "custom_loss_path": LOSS_PATH, "eps_clip": 0.2},
 }  # fmt: skip
 TIS_HIGH = 2.0
 
@@ -68,6 +74,7 @@ def train_round(
     critic: Critic | None = None,
 ) -> list[dict[str, float]]:
     """Loss and norm of the policy's steps, and of the critic's under names that begin with `value_` and `critic_`."""
+    plan = dataclasses.replace(plan, steps=plan.steps * flags.get("num_ppo_epochs", 1))
     old, ref = log_probs(model, rows, TEMPERATURE), log_probs(anchor, rows, TEMPERATURE)
     masks = [torch.tensor(row.loss_mask, dtype=torch.float32) for row in rows]
     engine = [torch.tensor(row.rollout_log_probs, dtype=torch.float32) for row in rows]
@@ -102,8 +109,7 @@ def train_round(
 
 
 def _penalty(old: Tensor, ref: Tensor, flags: dict) -> Tensor:
-    difference = (old - ref).double()
-    return flags.get("kl_coef", 0.0) * (difference**2 / 2 if flags.get("kl_loss_type") == "k2" else difference)
+    return flags.get("kl_coef", 0.0) * (old - ref).double()
 
 
 def step_advantages(

@@ -22,7 +22,9 @@ TEMPERATURE, WEIGHT_DECAY, MAX_NORM, ADAM_EPS = 0.8, 0.1, 1.0, 1e-3
 def load(directory: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model.get_input_embeddings().padding_idx = None  # in a row the padding token is a token: it is learned
+    return model
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vime.algo.off_policy import LOG_RATIO_LIMIT
 from vime.types import ConfigError
 
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
@@ -18,6 +19,16 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     k3 = exp(-x) - 1 + x (unbiased, never negative). low_var_kl = k3 clamped to +-10, as in GRPO (Shao et al. 2024,
     equation 4) with the field's guard against a reference that finds the token impossible.
 
+    A good estimate of the value is not one of the gradient. With p the policy, q the reference, p(y) the probability
+    of a sampled token y and E over y ~ p, E[grad log p] = 0, so grad KL(p || q) = E[log(p / q) grad log p]. What an
+    estimate f(x) exerts (Tang and Munos 2025, arXiv 2506.09477; Liu et al. 2025, arXiv 2510.01555):
+    as a penalty in the reward, a constant that weighs grad log p, E[f(x) grad log p]: k1 exactly grad KL(p || q); k3
+    E[(q / p - 1 + x) grad log p] = grad KL(p || q) - grad KL(q || p), which near the reference is almost nothing, and
+    k2 as little. So `--kl-coef` takes k1 (`--kl-loss-type` does not change it).
+    as a term of the loss, differentiated itself, E[f'(x) grad log p]: k1 E[grad log p] = 0, so it is refused there;
+    k2 exactly grad KL(p || q); k3 E[(1 - q / p) grad log p] = grad KL(q || p), the other direction. `unbiased_kl`
+    gives grad KL(p || q) with any unbiased estimate (k1, k3).
+
     Inputs and answer [T], floating point, in the dtype of the inputs; gradients flow through `logp_T`. No denominator.
     Example: x = ln 2 gives k1 = 0.6931, k2 = 0.2402, k3 = 0.5 - 1 + 0.6931 = 0.1931.
     """
@@ -28,6 +39,10 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
         return difference_T.square() / 2
     if kind not in KL_KINDS:
         raise ConfigError(f"--kl-loss-type: got {kind!r}, expected one of {', '.join(KL_KINDS)}.")
+    if (
+        kind == "low_var_kl"
+    ):  # k3 is above its limit from |x| = 11 on; exp of more would overflow and its gradient be nan
+        difference_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3_T = torch.exp(-difference_T) - 1 + difference_T
     return k3_T.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else k3_T
 
@@ -36,7 +51,8 @@ def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
     """KL estimate times the importance ratio exp(logp - old_logp), with the graph of both; [T].
 
     DeepSeek-V3.2 2025, unbiased KL estimate: tokens were sampled by the old policy, and the ratio makes it and its
-    GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not.
+    GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not. A log
+    ratio above `LOG_RATIO_LIMIT` counts as that limit, as in `losses.policy_loss`.
     Example: kl 0.2, ratio 1.5 -> 0.3.
     """
-    return kl_T * torch.exp(log_ratio_T)
+    return kl_T * torch.exp(log_ratio_T.clamp(max=LOG_RATIO_LIMIT))

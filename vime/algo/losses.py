@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vime.algo.off_policy import LOG_RATIO_LIMIT
 from vime.algo.reductions import row_means
 
 
@@ -30,10 +31,12 @@ def policy_loss(
     loss = min(loss, -c A).
 
     Inputs [T] floating point; `advantage_T` is a constant, gradients flow through `log_ratio_T`. Answers (loss [T],
-    is_clipped [T] bool: a clipped term is strictly the one taken, so this token has no gradient). Example: r = 1.5,
+    is_clipped [T] bool: a clipped term is strictly the one taken, so this token has no gradient). A log ratio above
+    `LOG_RATIO_LIMIT` counts as that limit, without a gradient: exp of more would overflow, and 0 times its gradient
+    be nan where the clip decides. Example: r = 1.5,
     A = 1, range 0.2/0.2 -> max(-1.5, -1.2) = -1.2, clipped; r = 5, A = -1, c = 3 -> min(5, 3) = 3, clipped.
     """
-    ratio_T = torch.exp(log_ratio_T)
+    ratio_T = torch.exp(log_ratio_T.clamp(max=LOG_RATIO_LIMIT))
     advantage_T = advantage_T.detach()
     plain_T = -ratio_T * advantage_T
     clipped_T = -ratio_T.clamp(1.0 - eps_clip, 1.0 + eps_clip_high) * advantage_T

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from vime.config.machine import OptimizerConfig
-from vime.config.training import AlgoConfig, CriticConfig
+from vime.config.training import PLAIN_CLIP, AlgoConfig, CriticConfig
 from vime.types import ConfigError
 
 READERS = {
@@ -38,15 +38,20 @@ def resolve_algo(algo: AlgoConfig, *, max_staleness: int) -> dict[str, Any]:
     if correction is None:
         is_stale = max_staleness > 0 and is_policy and not algo.use_rollout_logprobs
         correction = "decoupled" if is_stale else "none"
-    low = algo.tis_clip_low
-    if low is None and correction != "none":
-        low = 1 / algo.tis_clip if correction == "icepop" else 0.0
+    low, high = algo.tis_clip_low, algo.tis_clip
+    if correction != "none":
+        low, high = dataclasses.replace(algo, off_policy_correction=correction).weight_range
+    clips: tuple[float, float | None] = algo.clip_range
+    if not is_policy:  # a custom loss may read --eps-clip
+        clips = PLAIN_CLIP if algo.eps_clip is None else algo.eps_clip, algo.eps_clip_high
     whiten = algo.normalize_advantages
     if whiten is None:
         whiten = algo.loss_type != "sft_loss" and algo.advantage_estimator in READERS["kl_coef"]  # token rewards
     return {
-        "eps_clip_high": algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high,
+        "eps_clip": clips[0],
+        "eps_clip_high": clips[1],
         "off_policy_correction": correction,
+        "tis_clip": high,
         "tis_clip_low": low,
         "normalize_advantages": whiten,
     }
@@ -100,6 +105,12 @@ def _check_kl(algo: AlgoConfig) -> None:
         raise ConfigError(
             f"--kl-loss-coef {algo.kl_loss_coef} has no effect without --use-kl-loss. Add the flag or remove this."
         )
+    if algo.use_kl_loss and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
+        raise ConfigError(
+            "--use-kl-loss --kl-loss-type k1 without --use-unbiased-kl: the expected gradient is 0: that of logp - ref "
+            "is the gradient of logp, whose mean over tokens of the policy is 0, so the term only adds noise. Add "
+            "--use-unbiased-kl, or use k2, k3 or low_var_kl."
+        )
     if algo.use_unbiased_kl and not algo.use_kl_loss:
         raise ConfigError("--use-unbiased-kl has no effect without --use-kl-loss. Add the flag or remove this one.")
 
@@ -151,9 +162,8 @@ def _check_correction(algo: AlgoConfig, max_staleness: int) -> None:
         )
     if max_staleness == 0:
         return
-    unclipped = "--tis-clip" if correction != "none" and not math.isfinite(algo.tis_clip) else None
-    high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
-    if not math.isfinite(high):
+    unclipped = "--tis-clip" if correction != "none" and not math.isfinite(algo.weight_range[1]) else None
+    if not math.isfinite(algo.clip_range[1]):
         unclipped = "--eps-clip-high"
     if unclipped is not None:
         raise ConfigError(
@@ -193,7 +203,9 @@ def needs_critic(algo: AlgoConfig) -> bool:
 
 
 def _is_given(algo: AlgoConfig, name: str) -> bool:
-    values = {"normalize_advantages": (None, False)}.get(name, (_value(DEFAULTS, name),))
+    values = {"normalize_advantages": (None, False), "eps_clip": (None, PLAIN_CLIP)}.get(
+        name, (_value(DEFAULTS, name),)
+    )
     return _value(algo, name) not in values
 
 

@@ -23,6 +23,7 @@ from vime.config.parse import Config
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import check_queue, default_round_order, resolve_rollout_function
 from vime.config.reference_checks import check_reference_mode
+from vime.config.schedule import steps_of_round
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
@@ -311,7 +312,7 @@ def _check_schedule(config: Config) -> None:
     ):
         steps, rounds = optimizer.lr_decay_iters, config.rollout.num_rollout
         if steps is None and rounds is not None:
-            steps = (rounds - skipped) * (config.batch.num_steps_per_rollout or 1)
+            steps = (rounds - skipped) * steps_of_round(config)
         if optimizer.lr_decay_style != "constant" and steps is not None and warmup >= max(1, steps):
             raise ConfigError(
                 f"{flag} {warmup} leaves nothing of the {steps} steps over which --lr-decay-style "

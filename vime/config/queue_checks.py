@@ -112,6 +112,10 @@ def _check_early(config: Config) -> None:
     early, steps = config.queue.train_early_groups, config.batch.num_steps_per_rollout or 1
     reasons = {
         f"--num-steps-per-rollout {steps}": (steps > 1, "the first step would move the weights under the others"),
+        f"--num-ppo-epochs {config.algo.num_ppo_epochs}": (
+            config.algo.num_ppo_epochs > 1,
+            "a further pass needs the rows of all groups again",
+        ),
         "--normalize-advantages": (config.algo.normalize_advantages, "it looks at every token of the step"),
         "--advantage-estimator ppo": (config.algo.advantage_estimator == "ppo", "its critic learns from whole rounds"),
         "--rollout-sample-filter-path": (

@@ -62,8 +62,11 @@ READ_WHEN = (
         lambda config: config.parallel.recompute_granularity == "full",
         "with --recompute-granularity full",
     ),
+    Condition(("ref_load",), lambda config: needs_reference(config.algo), "with --use-kl-loss or --kl-coef"),
     Condition(
-        ("ref_load", "kl_loss_type"), lambda config: needs_reference(config.algo), "with --use-kl-loss or --kl-coef"
+        ("kl_loss_type",),
+        lambda config: config.algo.use_kl_loss,
+        "with --use-kl-loss (--kl-coef always takes k1: in the reward the others exert next to no gradient)",
     ),
     Condition(
         ("input_key", "label_key", "metadata_key", "tool_key"),

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 
 from vime.config.machine import OptimizerConfig
+from vime.config.parse import Config
 from vime.types import ConfigError
+
+
+def steps_of_round(config: Config) -> int:
+    """Optimizer steps that one model takes in a round: --num-steps-per-rollout, --num-ppo-epochs times."""
+    return (config.batch.num_steps_per_rollout or 1) * config.algo.num_ppo_epochs
 
 
 def decay_steps(settings: OptimizerConfig, total_steps: int) -> int:

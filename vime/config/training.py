@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from vime.config.flags import PathKind, flag
 
+PLAIN_CLIP = 0.2
+"""Of PPO (Schulman et al. 2017), for a ratio of single tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
@@ -34,18 +37,38 @@ class AlgoConfig:
     lambd: float = flag(
         1.0, "lambda of ppo's GAE: 1 trusts the rewards to come, 0 the critic's next value", minimum=0, maximum=1
     )
-    eps_clip: float = flag(0.2, "lower clip of the probability ratio: 1 - this", minimum=0)
-    eps_clip_high: float | None = flag(None, "upper clip: 1 + this; empty: the same as --eps-clip", minimum=0)
+    num_ppo_epochs: int = flag(
+        1,
+        "times that the optimizer steps of a round are taken, in the same order; old log-probabilities, advantages and "
+        "values stay those of the round's beginning",
+        minimum=1,
+    )
+    eps_clip: float | None = flag(
+        None,
+        "lower clip of the probability ratio: 1 - this; empty: 0.2, but 3e-4 for gspo, whose ratio of a whole answer "
+        "never moves by 0.2 (Zheng et al. 2025, section 5.1), and 1, no lower bound, for cispo (MiniMax-M1 2025)",
+        minimum=0,
+    )
+    eps_clip_high: float | None = flag(
+        None,
+        "upper clip: 1 + this; empty: the same as --eps-clip, but without that 4e-4 for gspo and 0.2 for cispo",
+        minimum=0,
+    )
     eps_clip_c: float | None = flag(
         None, "dual clip, above 1: a negative advantage costs at most this times itself; empty: no bound", minimum=1
     )
     kl_coef: float = flag(
-        0.0, "weight of the KL penalty in token rewards, reinforce_plus_plus[_baseline], ppo", minimum=0
+        0.0,
+        "weight of the KL penalty logp - ref in token rewards, reinforce_plus_plus[_baseline], ppo",
+        minimum=0,
     )
     use_kl_loss: bool = flag(False, "add a KL term towards the reference model to the loss")
     kl_loss_coef: float = flag(0.0, "weight of the KL term", minimum=0)
     kl_loss_type: str = flag(
-        "low_var_kl", "KL estimator, of the loss term and of --kl-coef", choices=("k1", "k2", "k3", "low_var_kl")
+        "low_var_kl",
+        "KL estimator of the loss term; k1 needs --use-unbiased-kl. In token rewards (--kl-coef) it is always k1: the "
+        "others exert next to no gradient there",
+        choices=("k1", "k2", "k3", "low_var_kl"),
     )
     use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
     use_opd: bool = flag(
@@ -73,16 +96,52 @@ class AlgoConfig:
         "weight of a token by trainer / engine probability; empty: decoupled when max staleness > 0, else none",
         choices=("none", "tis", "mis", "icepop", "decoupled"),
     )
-    tis_clip: float = flag(2.0, "upper bound of that weight", minimum=1)
+    tis_clip: float | None = flag(
+        None,
+        "upper bound of that weight; empty: 2 (tis, mis), 5 for icepop (Ling team 2025) and decoupled (AReaL), 1.001 "
+        "for --mis-level geometric: a mean over the answer, which stays near 1 (verl: 1.0002 to 1.001)",
+        minimum=1,
+    )
     tis_clip_low: float | None = flag(
-        None, "lower bound of that weight, at most 1; empty: 1 / --tis-clip for icepop, else 0", minimum=0, maximum=1
+        None,
+        "lower bound of that weight, at most 1; empty: 0, but 0.5 for icepop (Ling team 2025) and 1 / --tis-clip for "
+        "--mis-level geometric",
+        minimum=0,
+        maximum=1,
     )
     mis_level: str = flag("sequence", "what mis weighs", choices=("token", "sequence", "geometric"))
     mis_mode: str = flag("mask", "what mis does out of bounds: cut the weight, or drop", choices=("truncate", "mask"))
     use_rollout_logprobs: bool = flag(False, "the engine's log-probabilities as the old policy of the ratio")
     use_opsm: bool = flag(False, "leave out answers of negative advantage that drifted from the engine's policy")
-    opsm_delta: float = flag(0.01, "drift allowed by --use-opsm, nats a token, mean of the answer", minimum=0)
+    opsm_delta: float = flag(
+        0.01,
+        "drift allowed by --use-opsm, nats a token, mean of the answer. Not slime's 1e-4: the drift is from the "
+        "engine's own log-probabilities, and rounding in bf16 alone moves a mean over 500 tokens by 1e-3",
+        minimum=0,
+    )
     get_mismatch_metrics: bool = flag(False, "report train/mismatch_*: how trainer and engine probabilities differ")
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """--eps-clip and --eps-clip-high, or where they are empty what the paper or the field takes (decision 0020)."""
+        plain = PLAIN_CLIP, PLAIN_CLIP
+        low, high = {"gspo": (3e-4, 4e-4), "cispo": (1.0, PLAIN_CLIP)}.get(self.advantage_estimator, plain)
+        if self.eps_clip is not None:
+            low, high = self.eps_clip, PLAIN_CLIP if self.advantage_estimator == "cispo" else self.eps_clip
+        return low, high if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def weight_range(self) -> tuple[float, float]:
+        """--tis-clip-low and --tis-clip, or where they are empty what the paper or the field takes (decision 0020)."""
+        is_geometric = self.off_policy_correction == "mis" and self.mis_level == "geometric"
+        high = self.tis_clip
+        if high is None:
+            high = (
+                1.001 if is_geometric else {"icepop": 5.0, "decoupled": 5.0}.get(self.off_policy_correction or "", 2.0)
+            )
+        if self.tis_clip_low is not None:
+            return self.tis_clip_low, high
+        return (1 / high if is_geometric else 0.5 if self.off_policy_correction == "icepop" else 0.0), high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import ray
 
 from vime.config.algo_checks import check_policy_moves
 from vime.config.parse import Config
+from vime.config.schedule import steps_of_round
 from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
@@ -120,7 +121,7 @@ def _start_parts(
         )
     num_rollout = _num_rollout(config, info)
     if trainers is not None:
-        trainers.start(num_rollout * (config.batch.num_steps_per_rollout or 1), starter.poll)
+        trainers.start(num_rollout * steps_of_round(config), starter.poll)
     if engines is not None:
         with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about half a minute"):
             connected = engines.wait_ready(starter.poll)

@@ -106,13 +106,13 @@ def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: Sequenc
     roles, moves = needed_roles(config), policy_moves(plan, config)
     num_forward = int(needs_old_log_prob(plan, config.algo)) if moves else 1
     num_forward += int(Role.REFERENCE in roles and (moves or config.algo.kl_coef > 0)) + int(Role.TEACHER in roles)
-    recompute = config.parallel.recompute_granularity
+    recompute, passes = config.parallel.recompute_granularity, config.algo.num_ppo_epochs
     model = executed = 0
     for row in rows:
         size = (row.total_length, row.response_length)
         others = num_forward * forward_flops(shape, *size)
         if Role.CRITIC in roles:  # no vocabulary
-            others += 4 * layer_flops(shape, row.total_length)
-        model += others + (train_flops(shape, *size) if moves else 0)
-        executed += others + (executed_flops(shape, *size, recompute=recompute) if moves else 0)
+            others += (1 + 3 * passes) * layer_flops(shape, row.total_length)
+        model += others + (passes * train_flops(shape, *size) if moves else 0)
+        executed += others + (passes * executed_flops(shape, *size, recompute=recompute) if moves else 0)
     return RoundWork(num_tokens=sum(row.total_length for row in rows), model_flops=model, executed_flops=executed)

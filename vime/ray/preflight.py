@@ -60,6 +60,8 @@ def _check_architecture(config: Config) -> None:
     policy = _vocab_size(config, config.model.hf_checkpoint, "--hf-checkpoint")
     for role in needed_roles(config):
         spec = engine_spec(role, config, total_steps=0)
+        if spec.checkpoint == config.model.hf_checkpoint:
+            continue
         found = _vocab_size(config, spec.checkpoint, spec.flag)
         if found >= policy:
             continue
@@ -73,11 +75,31 @@ def _check_architecture(config: Config) -> None:
 
 
 def _vocab_size(config: Config, checkpoint: str, flag: str) -> int:
-    if config.cluster.train_backend == "megatron":
-        return read_architecture(checkpoint, flag=flag).vocab_size
-    from vime.backends.fsdp_utils.hf_config import read_config  # loads transformers, which the driver needs for no more
+    """A refusal says whether the other backend trains this model."""
+    backends = {"megatron": _megatron_vocab_size, "fsdp": _fsdp_vocab_size}
+    chosen = backends.pop(config.cluster.train_backend)
+    try:
+        return chosen(checkpoint, flag)
+    except ConfigError as error:
+        [(name, other)] = backends.items()
+        try:
+            other(checkpoint, flag)
+        except ConfigError:
+            raise error from None
+        raise ConfigError(f"{error} --train-backend {name} trains this model.") from error
 
-    return int(read_config(checkpoint, flag=flag).get_text_config().vocab_size)
+
+def _megatron_vocab_size(checkpoint: str, flag: str) -> int:
+    return read_architecture(checkpoint, flag=flag).vocab_size
+
+
+def _fsdp_vocab_size(checkpoint: str, flag: str) -> int:
+    from vime.backends.fsdp_utils.hf_config import read_config  # loads transformers, which the driver needs for no more
+    from vime.backends.fsdp_utils.probe import check_family
+
+    settings = read_config(checkpoint, flag=flag)
+    check_family(settings, flag=flag, checkpoint=checkpoint)
+    return int(settings.get_text_config().vocab_size)
 
 
 def _check_load(config: Config) -> None:

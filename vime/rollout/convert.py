@@ -13,7 +13,17 @@ import torch
 from vime.algo.advantages import group_signal
 from vime.rollout.plugins import plugin
 from vime.rollout.routed_experts import routed_experts_column
-from vime.types import HandoffError, PluginError, Sample, SampleStatus, StaleError, TrainGroup, TrainRow, tiling_fault
+from vime.types import (
+    LARGEST_REWARD,
+    HandoffError,
+    PluginError,
+    Sample,
+    SampleStatus,
+    StaleError,
+    TrainGroup,
+    TrainRow,
+    tiling_fault,
+)
 
 _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 
@@ -107,8 +117,13 @@ def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
     shape, expected = [len(group) for group in answer], [len(group) for group in groups]
     if shape != expected:
         raise PluginError(f"{where}: answered groups of sizes {shape[:8]}, expected {expected[:8]}.")
-    if not all(math.isfinite(reward) for group in answer for reward in group):
-        raise PluginError(f"{where}: answered a reward that is not finite. Guard the division.")
+    for group, rewards in zip(groups, answer, strict=True):
+        for sample, reward in zip(group, rewards, strict=True):
+            if not abs(reward) <= LARGEST_REWARD:
+                raise PluginError(
+                    f"{where}: answered {reward} for sample {sample.index}, expected a finite number of at most "
+                    f"{LARGEST_REWARD:.2g}. Guard the division."
+                )
     return answer
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,7 +22,7 @@ from vime.rollout import reasoning_gym_tasks
 from vime.rollout.loops import raise_first, reward_loop
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_math import MathJudge
-from vime.types import RewardError, Sample, SampleStatus
+from vime.types import LARGEST_REWARD, RewardError, Sample, SampleStatus
 from vime.utils.waits import waiting
 
 Reward = float | dict[str, float]
@@ -86,9 +85,10 @@ def _number(value: Any, where: str) -> float:
         raise RewardError(
             f"{where}: got {type(value).__name__} {value!r:.200}, expected a number or a dict of numbers."
         )
-    if not math.isfinite(value):
+    if not abs(value) <= LARGEST_REWARD:
         raise RewardError(
-            f"{where}: got {float(value)}, expected a finite number. Guard the division or the logarithm."
+            f"{where}: got {value!r:.60}, expected a finite number of at most {LARGEST_REWARD:.2g}. Guard the division "
+            "or the logarithm, or scale it."
         )
     return float(value)
 

@@ -58,7 +58,8 @@ def needs_old_log_prob(plan: RoundPlan, algo: AlgoConfig, *, policy_moves: bool 
     """Whether a forward pass for the old (proximal) policy is due. In a round of one step it is the policy itself, and
     in a round of the critic alone nothing is compared with it, so none is, unless --kl-coef or --use-opd needs it for
     the advantages before the step begins."""
-    return (policy_moves and len(plan.steps) > 1) or algo.kl_coef > 0 or algo.use_opd
+    num_steps = len(plan.steps) * algo.num_ppo_epochs
+    return (policy_moves and num_steps > 1) or algo.kl_coef > 0 or algo.use_opd
 
 
 def advantage_columns(
@@ -133,11 +134,11 @@ def _judged(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig)
 
 
 def _penalty(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
-    """[R] float64: what --kl-coef takes off the reward of each token."""
+    """[R] float64: what --kl-coef takes off the reward of each token; k1, as `kl_estimate` derives."""
     if algo.kl_coef == 0:
         return torch.zeros(row.response_length, dtype=torch.float64)
     old_logp_R, ref_logp_R = columns[OLD_LOGP][number].double(), columns[REF_LOGP][number].double()
-    return algo.kl_coef * kl_estimate(old_logp_R, ref_logp_R, algo.kl_loss_type)
+    return algo.kl_coef * kl_estimate(old_logp_R, ref_logp_R, "k1")
 
 
 def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Sequence[int]) -> Columns:

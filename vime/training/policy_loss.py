@@ -118,28 +118,26 @@ class PolicyLoss:
         self, logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, Tensor]:
         algo = self.algo
-        high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
+        low, high = algo.clip_range
         log_ratio_T = logp_T - old_logp_T
         if algo.advantage_estimator == "cispo":
-            return cispo_loss(log_ratio_T, logp_T, advantage_T, eps_clip=algo.eps_clip, eps_clip_high=high)
+            return cispo_loss(log_ratio_T, logp_T, advantage_T, eps_clip=low, eps_clip_high=high)
         if algo.advantage_estimator == "gspo":
             log_ratio_T = sequence_log_ratio(log_ratio_T, batch.mask_T, batch.row_slices)
-        return policy_loss(
-            log_ratio_T, advantage_T, eps_clip=algo.eps_clip, eps_clip_high=high, eps_clip_c=algo.eps_clip_c
-        )
+        return policy_loss(log_ratio_T, advantage_T, eps_clip=low, eps_clip_high=high, eps_clip_c=algo.eps_clip_c)
 
     def _off_policy_weight(self, old_logp_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
         """(weight, is it not the plain ratio), both [T]; None without a correction."""
         algo = self.algo
         log_ratio_T = old_logp_T.detach() - batch.rollout_logp_T
-        low = algo.tis_clip_low or 0.0
+        low, high = algo.weight_range
         match algo.off_policy_correction:
             case "tis":
-                return truncated_weight(log_ratio_T, low=low, high=algo.tis_clip)
+                return truncated_weight(log_ratio_T, low=low, high=high)
             case "icepop":
-                return kept_weight(log_ratio_T, low=low, high=algo.tis_clip)
+                return kept_weight(log_ratio_T, low=low, high=high)
             case "decoupled":
-                return decoupled_weight(log_ratio_T, cap=algo.tis_clip)
+                return decoupled_weight(log_ratio_T, cap=high)
             case "mis":
                 return multi_level_weight(
                     log_ratio_T,
@@ -148,7 +146,7 @@ class PolicyLoss:
                     level=algo.mis_level,
                     mode=algo.mis_mode,
                     low=low,
-                    high=algo.tis_clip,
+                    high=high,
                 )
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vime.config.algo_checks import needs_critic, needs_reference, needs_teacher
 from vime.config.parse import Config
+from vime.config.schedule import steps_of_round
 from vime.types import EngineSpec, Role, RoundPlan
 
 
@@ -32,7 +33,7 @@ def engine_spec(role: Role, config: Config, *, total_steps: int) -> EngineSpec:
     """What `TrainBackend.build` needs to know. `total_steps`: optimizer steps of the whole run, for the schedules; the
     policy's has none in the rounds of the critic alone."""
     optimizer, critic = config.optimizer, config.critic
-    waits = critic.num_critic_only_steps * (config.batch.num_steps_per_rollout or 1)
+    waits = critic.num_critic_only_steps * steps_of_round(config)
     lr = optimizer.lr if critic.critic_lr is None else critic.critic_lr
     steps, lr, warmup = {
         Role.ACTOR: (total_steps - waits, optimizer.lr, optimizer.lr_warmup_iters),

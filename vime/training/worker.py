@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vime.config.parse import Config
+from vime.config.training import AlgoConfig
 from vime.seams import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
 from vime.training.agreement import AgreementCheck, Judge
 from vime.training.columns import (
@@ -27,7 +28,7 @@ from vime.training.policy_loss import CustomLoss, PolicyLoss
 from vime.training.roles import engine_spec, policy_moves, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
-from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, TrainRow
+from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, StepPlan, TrainRow
 
 
 class TrainWorker:
@@ -121,7 +122,7 @@ class TrainWorker:
         """Every optimizer step of the critic, towards the column RETURN; means over the steps, the last step's rate."""
         engine, per_token = self.engines[Role.CRITIC], self._config.algo.calculate_per_token_loss
         metrics: list[dict[str, float]] = []
-        for number, step in enumerate(plan.steps):
+        for number, step in enumerate(_passes(plan, self._config.algo)):
             done = optimizer_step(
                 engine,
                 self.backend,
@@ -155,7 +156,7 @@ class TrainWorker:
         if not moves:
             return check.metrics()
         metrics: list[dict[str, float]] = []
-        for number, step in enumerate(plan.steps):
+        for number, step in enumerate(_passes(plan, self._config.algo)):
             loss, before_move = check.watched(PolicyLoss(algo, step, self.custom_loss), step)
             done = optimizer_step(
                 self.actor,
@@ -215,6 +216,12 @@ class TrainWorker:
         """Inverse of `sleep`."""
         for engine in self.engines.values():
             engine.wake_up()
+
+
+def _passes(plan: RoundPlan, algo: AlgoConfig) -> Sequence[StepPlan]:
+    """The steps of the round in their order, --num-ppo-epochs times. Not shuffled: rows would move to other steps, and
+    the denominators are the plan's."""
+    return plan.steps * algo.num_ppo_epochs
 
 
 def _learning(engines: Mapping[Role, TrainEngine]) -> list[tuple[Role, TrainEngine]]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.helpers.fsdp_cases import FAMILIES, fsdp_cases, make_family
-from tests.helpers.megatron_models import SHAPE, make_model
+from tests.helpers.fsdp_cases import FAMILIES, fsdp_cases, make_family, with_padding_token
+from tests.helpers.megatron_models import SHAPE, make_model, make_rows
 from tests.helpers.megatron_worker import Answers, answers_of
 
 
@@ -25,6 +25,8 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("qwen2", directory / "reference", seed=1)
     shutil.copytree(directory / "gemma", directory / "mixed")
     shutil.copy(directory / "mistral" / "config.json", directory / "mixed" / "config.json")
+    shutil.copytree(directory / "qwen2", directory / "padded")
+    with_padding_token(directory / "padded", make_rows()[0].tokens[1])
     for name in ("two-labels", "broken-file"):
         shutil.copytree(directory / "qwen2", directory / name)
     save_file({"score.weight": torch.zeros(2, SHAPE["hidden_size"])}, directory / "two-labels" / "score.safetensors")

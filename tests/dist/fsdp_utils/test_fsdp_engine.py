@@ -80,6 +80,30 @@ def test_two_grpo_steps_of_both_backends_are_the_same(fsdp: Answers, case: str) 
             torch.testing.assert_close(tensor, megatron["weights"][name], rtol=0, atol=WEIGHT, msg=name)
 
 
+def test_several_passes_over_a_round_are_the_same_in_both_backends(fsdp: Answers) -> None:
+    [megatron] = fsdp("passes-megatron")
+    [expected] = megatron["metrics"]
+    for rank in fsdp("passes-fsdp"):
+        assert rank["metrics"][0]["train/loss"] == pytest.approx(expected["train/loss"], rel=RELATIVE, abs=1e-7)
+        assert rank["metrics"][0]["train/lr"] == expected["train/lr"]
+        assert rank["metrics"][0]["train/pg_clipfrac"] > 0
+        for name, tensor in rank["weights"].items():
+            torch.testing.assert_close(tensor, megatron["weights"][name], rtol=0, atol=WEIGHT, msg=name)
+
+
+def test_a_padding_token_that_occurs_in_rows_is_learned_like_any_other(fsdp: Answers, families: Path) -> None:
+    """transformers' embedding drops the gradient of the padding token's row; in a row of ours it is a token."""
+    [megatron] = fsdp("padded-megatron")
+    [metrics] = megatron["metrics"]
+    embedding, token = "model.embed_tokens.weight", make_rows()[0].tokens[1]
+    before = load_file(families / "padded" / "model.safetensors")[embedding][token]
+    for rank in fsdp("padded-fsdp"):
+        assert rank["metrics"][0]["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=RELATIVE)
+        for name, tensor in rank["weights"].items():
+            torch.testing.assert_close(tensor, megatron["weights"][name], rtol=0, atol=WEIGHT, msg=name)
+        assert not torch.equal(rank["weights"][embedding][token], before)
+
+
 def test_bfloat16_follows_fp32_and_is_exported_as_it_computes(fsdp: Answers) -> None:
     for half, single in zip(fsdp("bf16"), fsdp("fp32"), strict=True):
         assert {tensor.dtype for tensor in half["weights"].values()} == {torch.bfloat16}

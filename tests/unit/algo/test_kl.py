@@ -74,3 +74,41 @@ def test_the_unbiased_gradient_is_that_of_the_true_divergence(logits, ref_logits
         lambda logp, ref: logp.detach().exp() * unbiased_kl(kl_estimate(logp, ref, "k3"), logp - logp.detach())
     )
     torch.testing.assert_close(unbiased, true, atol=1e-9, rtol=1e-7)
+
+
+# One state, three tokens. What training adds up over tokens sampled from the policy, gradients towards its logits.
+LOGITS, REF_LOGITS = (0.3, -0.2, 0.5), (0.1, 0.2, 0.1)
+
+
+def expected_gradient(term):
+    logits_V = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    logp_V = logits_V.log_softmax(-1)
+    ref_logp_V = torch.tensor(REF_LOGITS, dtype=torch.float64).log_softmax(-1)
+    (logp_V.detach().exp() * term(logp_V, ref_logp_V)).sum().backward()
+    return logits_V.grad
+
+
+def in_the_reward(kind):
+    """REINFORCE on a reward of -penalty: penalty (a constant) * grad logp."""
+    return expected_gradient(lambda logp, ref: kl_estimate(logp.detach(), ref, kind) * logp)
+
+
+def true_gradient():
+    """Of KL(policy || reference) itself, summed over the three tokens."""
+    logits_V = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    logp_V = logits_V.log_softmax(-1)
+    (logp_V.exp() * (logp_V - torch.tensor(REF_LOGITS, dtype=torch.float64).log_softmax(-1))).sum().backward()
+    return logits_V.grad
+
+
+def test_in_the_reward_k1_alone_exerts_the_gradient_of_the_divergence():
+    torch.testing.assert_close(in_the_reward("k1"), true_gradient(), rtol=1e-9, atol=0)
+    for kind in ("k2", "k3", "low_var_kl"):
+        share = in_the_reward(kind).norm() / true_gradient().norm()
+        assert share < 0.3, kind
+
+
+def test_as_a_loss_term_k1_has_no_expected_gradient_and_k2_that_of_the_divergence():
+    assert expected_gradient(lambda logp, ref: kl_estimate(logp, ref, "k1")).norm() < 1e-12
+    as_loss = expected_gradient(lambda logp, ref: kl_estimate(logp, ref, "k2"))
+    torch.testing.assert_close(as_loss, true_gradient(), rtol=1e-9, atol=0)

@@ -1,9 +1,11 @@
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vime.algo.kl import kl_estimate, unbiased_kl
 from vime.algo.losses import cispo_loss, policy_loss, sequence_log_ratio, sft_loss
 
 
@@ -129,3 +131,40 @@ def test_a_cispo_gradient_is_minus_a_weight_inside_the_range_times_the_advantage
 
 def test_sft_is_minus_log_probability():
     assert sft_loss(torch.tensor([-1.5, -0.25])).tolist() == [1.5, 0.25]
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, 1e4, math.inf])
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize("dual", [None, 3.0])
+def test_a_ratio_that_overflows_has_finite_loss_and_gradient(log_ratio, advantage, dual):
+    # e^100 is inf in float32; the ratio is cut at e^20, and beyond it a token has no gradient
+    log_ratio_T = torch.tensor([log_ratio, 0.5], requires_grad=True)
+    loss_T, _ = policy_loss(
+        log_ratio_T, torch.tensor([advantage, -1.0]), eps_clip=0.2, eps_clip_high=0.2, eps_clip_c=dual
+    )
+    loss_T.sum().backward()
+    bad = dual if dual else math.exp(20)
+    expected = {0.0: 0.0, 1.0: -1.2, -1.0: bad}[advantage]
+    assert loss_T[0].item() == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(log_ratio_T.grad, torch.tensor([0.0, math.exp(0.5)]))
+
+
+def test_ratios_up_to_the_cut_are_untouched():
+    log_ratio_T = torch.tensor([-80.0, -1.0, 0.0, 19.9], requires_grad=True)
+    loss_T, _ = policy_loss(log_ratio_T, -torch.ones(4), eps_clip=1.0, eps_clip_high=0.0)
+    loss_T.sum().backward()
+    assert torch.equal(loss_T, log_ratio_T.exp())
+    assert torch.equal(log_ratio_T.grad, log_ratio_T.exp())
+
+
+@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
+def test_low_var_kl_far_from_the_reference_is_its_limit_without_a_gradient(difference):
+    logp_T = torch.tensor([difference, 0.0], requires_grad=True)
+    kl_T = kl_estimate(logp_T, torch.zeros(2), "low_var_kl")
+    unbiased = unbiased_kl(kl_T, logp_T - logp_T.detach() + torch.tensor([500.0, 0.0]))
+    kl_T.sum().backward(retain_graph=True)
+    assert kl_T.tolist() == [10.0, 0.0]
+    assert logp_T.grad.tolist() == [0.0, 0.0]
+    unbiased.sum().backward()
+    assert bool(unbiased.isfinite().all())
+    assert bool(logp_T.grad.isfinite().all())

@@ -38,10 +38,40 @@ def test_stale_tokens_are_corrected_unless_told_otherwise(
     assert resolved(*flags, max_staleness=max_staleness).off_policy_correction == expected
 
 
-def test_icepop_keeps_a_range_around_one_and_the_others_have_no_lower_bound() -> None:
-    assert resolved("--off-policy-correction", "icepop", "--tis-clip", "4").tis_clip_low == 0.25
-    for name in ("tis", "mis", "decoupled"):
-        assert resolved("--off-policy-correction", name).tis_clip_low == 0
+@pytest.mark.parametrize(
+    ("flags", "low", "high"),
+    [
+        (["tis"], 0, 2),
+        (["mis"], 0, 2),
+        (["mis", "--mis-level", "geometric"], 1 / 1.001, 1.001),  # a mean over an answer stays near 1
+        (["mis", "--mis-level", "geometric", "--tis-clip", "1.25"], 0.8, 1.25),
+        (["icepop"], 0.5, 5),  # alpha and beta of the paper
+        (["icepop", "--tis-clip", "4"], 0.5, 4),
+        (["decoupled"], 0, 5),  # AReaL's cap
+    ],
+)
+def test_the_bounds_of_a_correction_are_those_of_its_authors(flags: list[str], low: float, high: float) -> None:
+    algo = resolved("--off-policy-correction", *flags)
+    assert (algo.tis_clip_low, algo.tis_clip) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("flags", "low", "high"),
+    [
+        (["grpo"], 0.2, 0.2),
+        (["grpo", "--eps-clip", "0.1"], 0.1, 0.1),
+        (["ppo", "--eps-clip-high", "0.28"], 0.2, 0.28),
+        (["gspo"], 3e-4, 4e-4),
+        (["gspo", "--eps-clip", "1e-3"], 1e-3, 1e-3),
+        (["cispo"], 1.0, 0.2),  # no lower bound: the weight is at least 0
+        (["cispo", "--eps-clip", "0.3"], 0.3, 0.2),
+        (["cispo", "--eps-clip-high", "4"], 1.0, 4),
+    ],
+)
+def test_the_clips_of_an_estimator_are_those_of_its_authors(flags: list[str], low: float, high: float) -> None:
+    algo = resolved("--advantage-estimator", *flags)
+    assert (algo.eps_clip, algo.eps_clip_high) == (low, high)
+    assert algo.clip_range == (low, high)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +143,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "dual clip at one": ({}, ["--eps-clip-c", "1"], ["--eps-clip-c 1"]),
     "a pull without a teacher": ({}, ["--opd-kl-coef", "2"], ["--opd-kl-coef", "--use-opd"]),
     "imitation with a teacher": ({}, ["--loss-type", "sft_loss", "--use-opd"], ["sft_loss", "--use-opd"]),
+    "a KL term without an expected gradient": (
+        {}, ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k1"],
+        ["--kl-loss-type k1", "expected gradient is 0", "--use-unbiased-kl"],
+    ),
     "unbiased KL without KL": ({}, ["--use-unbiased-kl"], ["--use-unbiased-kl", "--use-kl-loss"]),
     "custom loss without path": ({}, ["--loss-type", "custom_loss"], ["--custom-loss-path"]),
     "path without custom loss": ({}, ["--custom-loss-path", "a.b"], ["--loss-type policy_loss", "a.b"]),
@@ -138,6 +172,11 @@ def test_refused_naming_the_flags(name: str) -> None:
         resolved(*flags, **settings)
     for text in expected:
         assert text in str(refusal.value)
+
+
+def test_a_k1_term_of_unbiased_gradient_is_accepted() -> None:
+    flags = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k1", "--use-unbiased-kl")
+    assert resolved(*flags).kl_loss_type == "k1"
 
 
 def test_unbounded_weights_are_allowed_on_fresh_tokens() -> None:

@@ -308,7 +308,7 @@ READ = {
     "recompute_method": (["uniform"], ["--recompute-granularity", "full", "--recompute-num-layers", "1"]),
     "recompute_num_layers": (["1"], ["--recompute-granularity", "full", "--recompute-method", "block"]),
     "ref_load": (["{model}"], ["--use-kl-loss", "--kl-loss-coef", "0.1"]),
-    "kl_loss_type": (["k1"], ["--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "0.1"]),
+    "kl_loss_type": (["k2"], ["--use-kl-loss", "--kl-loss-coef", "0.1"]),
     "input_key": (["prompt"], None),
     "label_key": (["answer"], None),
     "metadata_key": (["extra"], None),
@@ -586,6 +586,7 @@ def test_the_agreement_of_trainer_and_engine_is_judged_by_precision_where_an_eng
     "flags",
     [
         ["--num-steps-per-rollout", "2"],
+        ["--num-ppo-epochs", "2"],
         ["--advantage-estimator", "rloo", "--normalize-advantages"],
         ["--advantage-estimator", "ppo", "--no-normalize-advantages"],
         ["--rollout-sample-filter-path", "a.b"],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vime.config.machine import OptimizerConfig
-from vime.config.schedule import decay_steps, learning_rate_at
+from vime.config.parse import Config
+from vime.config.schedule import decay_steps, learning_rate_at, steps_of_round
 from vime.types import ConfigError
 
 
@@ -36,3 +37,10 @@ def test_decay_iters_win_over_the_length_of_the_run() -> None:
 def test_a_decay_that_cannot_be_is_refused(knobs: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         decay_steps(OptimizerConfig(lr_decay_style="linear", **knobs), 6)
+
+
+def test_every_pass_over_a_round_counts_in_the_schedule() -> None:
+    # 3 rounds of 2 steps, 4 times over: 24 steps of the schedule, 8 a round
+    config = Config().replace(num_steps_per_rollout=2, num_ppo_epochs=4)
+    assert steps_of_round(config) == 8
+    assert steps_of_round(Config()) == 1

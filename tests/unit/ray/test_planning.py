@@ -86,6 +86,19 @@ def test_work_counts_the_passes_that_the_algorithm_asks_for(tmp_path: Path) -> N
     assert RoundPlanner(two_steps).plan(0, rows).work.model_flops == train + 2 * forward
 
 
+def test_each_further_pass_is_work_of_what_learns(tmp_path: Path) -> None:
+    rows, shape = rows_of(9, 5), read_model_shape(str(config_of(tmp_path).model.hf_checkpoint))
+    one, three = (
+        RoundPlanner(config_of(tmp_path, advantage_estimator="ppo", num_ppo_epochs=passes)).plan(0, rows).work
+        for passes in (1, 3)
+    )
+    train = sum(train_flops(shape, row.total_length, row.response_length) for row in rows)
+    forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
+    critic = 3 * sum(layer_flops(shape, row.total_length) for row in rows)
+    # two further passes of both, and from the second step on the old policy is another one: once forward
+    assert three.model_flops - one.model_flops == 2 * (train + critic) + forward
+
+
 def test_a_round_of_the_critic_alone_counts_no_learning_of_the_policy(tmp_path: Path) -> None:
     rows = rows_of(9, 5)
     config = config_of(tmp_path, advantage_estimator="ppo", num_critic_only_steps=1, use_kl_loss=True)

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.rollout_setup import make_args
 from vime.rollout.convert import to_train_groups
 from vime.rollout.record import load_rollout, save_rollout, save_samples
-from vime.types import DataError, HandoffError, PluginError, Sample, SampleStatus, StaleError, VersionSpan
+from vime.types import DataError, HandoffError, PluginError, RewardError, Sample, SampleStatus, StaleError, VersionSpan
 
 
 def sample(index, reward, *, group=0, version=0, status=SampleStatus.COMPLETED, log_probs=(-0.5, -1.25)):
@@ -116,13 +116,23 @@ class TestPostProcess:
         ("body", "message"),
         [
             ("return [[1.0]]", r"groups of sizes \[1\], expected \[2\]"),
-            ("return [[1.0, float('nan')]]", "not finite"),
+            ("return [[1.0, float('nan')]]", "nan for sample 1.*expected a finite number of at most 3.4e"),
+            ("return [[-1e39, 1.0]]", "-1e\\+39 for sample 0.*expected a finite number of at most 3.4e"),
             ("return 3", "TypeError"),
         ],
     )
     def test_a_misshapen_answer_is_refused(self, with_function, body, message):
         with pytest.raises(PluginError, match=message):
             to_train_groups(with_function(body), [[sample(0, 1.0), sample(1, 0.5)]], 0)
+
+
+@pytest.mark.parametrize("reward", [1e300, -4e38, math.inf, math.nan, {"score": 1e300}])
+def test_a_reward_that_no_float32_holds_is_refused_by_name(reward):
+    """Its square overflows in the group's deviation, which made every advantage of the group 0."""
+    groups = [[sample(0, 1.0), sample(1, 0.5)]]
+    groups[0][1].reward = reward
+    with pytest.raises(RewardError, match=r"sample 1: the reward is .*at most 3.4e\+38.*--custom-rm-path"):
+        to_train_groups(make_args("--reward-key", "score"), groups, 0)
 
 
 @pytest.mark.parametrize(

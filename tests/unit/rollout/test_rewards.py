@@ -153,6 +153,8 @@ def custom(tmp_path):
         ("async def custom(args, sample, **kw): raise KeyError('x')", "raised KeyError: 'x'"),
         ("def custom(args, sample): raise TimeoutError('mine')", "raised TimeoutError: mine"),
         ("async def custom(args, sample): return math.inf", "got inf, expected a finite number"),
+        ("def custom(args, sample): return 1e300", "got 1e\\+300, expected a finite number of at most 3.4e\\+38"),
+        ("def custom(args, sample): return -(10**400)", "got -1.*, expected a finite number of at most 3.4e\\+38"),
         ("async def custom(args, sample): return None", "got NoneType None, expected a number"),
         ("async def custom(args, sample): return [1.0]", r"got list \[1.0\], expected a number"),
         ("async def custom(args, sample): return {'a': 1.0}", r"got a dict with keys \['a'\], expected .*--reward-key"),

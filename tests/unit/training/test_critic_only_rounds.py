@@ -51,6 +51,7 @@ def test_the_policys_schedule_has_no_steps_in_the_rounds_of_the_critic_alone() -
         engine_spec(role, config, total_steps=20) for role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE)
     )
     assert (policy.total_steps, policy.lr, policy.lr_warmup_iters) == (20 - 3 * 2, 1e-6, 4)
+    assert engine_spec(Role.ACTOR, config.replace(num_ppo_epochs=2), total_steps=20).total_steps == 20 - 3 * 2 * 2
     assert (critic.total_steps, critic.lr, critic.lr_warmup_iters) == (20, 2e-6, 5)
     assert (critic.checkpoint, critic.flag) == ("there", "--critic-load")
     assert (reference.total_steps, reference.lr) == (0, 0.0)

@@ -100,7 +100,7 @@ OLD = [[math.log(0.4), math.log(0.5)], [math.log(0.4)]]
 def test_gspo_clips_the_ratio_of_the_answer() -> None:
     # answer 0: ratios 1.5, 1 -> sqrt 1.5 = 1.2247, cut at 1.2 (A 1); answer 1: 0.5, cut at 0.8 (A -2)
     # loss = (-1.2 + 1.6) / 2; every one of the 3 tokens is clipped
-    found = statistics(packed(**{OLD_LOGP: OLD}), advantage_estimator="gspo")
+    found = statistics(packed(**{OLD_LOGP: OLD}), advantage_estimator="gspo", eps_clip=0.2)
     assert found["loss"] == pytest.approx(0.2)
     assert found["pg_clipfrac"] == 1
 
@@ -108,6 +108,10 @@ def test_gspo_clips_the_ratio_of_the_answer() -> None:
 def test_cispo_weighs_log_probabilities() -> None:
     # weights 1.2, 1 | 0.8: (-(1.2 ln .6 + ln .5) / 2 + 2 * 0.8 ln .2) / 2
     expected = (-(1.2 * math.log(0.6) + math.log(0.5)) / 2 + 1.6 * math.log(0.2)) / 2
+    found = statistics(packed(**{OLD_LOGP: OLD}), advantage_estimator="cispo", eps_clip=0.2)
+    assert found["loss"] == pytest.approx(expected)
+    # without a lower bound the weight of answer 1 is its ratio, 0.5
+    expected = (-(1.2 * math.log(0.6) + math.log(0.5)) / 2 + 2 * 0.5 * math.log(0.2)) / 2
     assert statistics(packed(**{OLD_LOGP: OLD}), advantage_estimator="cispo")["loss"] == pytest.approx(expected)
 
 

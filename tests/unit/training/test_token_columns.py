@@ -47,7 +47,7 @@ def one_rank() -> Iterator[None]:
 def made(*names: str, **algo: Any) -> dict[str, list[list[float]]]:
     """The columns made of those named, row by row."""
     given: Columns = {name: {row: torch.tensor(values) for row, values in COLUMNS[name].items()} for name in names}
-    config = AlgoConfig(kl_loss_type="k1", **{"normalize_advantages": False, **algo})
+    config = AlgoConfig(**{"normalize_advantages": False, **algo})
     found = advantage_columns(PLAN, ROWS, given, algo=config, place=ALONE, device=torch.device("cpu"))
     return {name: [column[row].tolist() for row in ROWS] for name, column in found.items()}
 

@@ -31,7 +31,7 @@ from vime.backends.fsdp_utils.model import (
 )
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
 from vime.backends.fsdp_utils.parking import Parking
-from vime.backends.fsdp_utils.probe import check_packing
+from vime.backends.fsdp_utils.probe import check_family, check_packing
 from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
@@ -197,6 +197,9 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
     parallel = config.parallel
     settings = read_config(spec.checkpoint, flag=spec.flag)
     implementation = attention_for(device, parallel)
+    check_family(
+        settings, flag=spec.flag, checkpoint=spec.checkpoint, implementation=implementation, device=str(device)
+    )
     family = bare_model(spec, settings, implementation=implementation)
     model: nn.Module = ValueModel(family) if spec.has_value_head else family
     twin = bare_model(spec, settings, implementation=implementation)

@@ -23,8 +23,31 @@ def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedC
             f"{flag} {directory}: model_type {config.model_type!r} is no causal language model of the installed "
             "transformers. Choose another model."
         )
+    _refuse_frequencies_of_a_pack(config.get_text_config(), f"{flag} {directory}")
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(part, name, 0.0)
     return config
+
+
+def _refuse_frequencies_of_a_pack(text: PretrainedConfig, where: str) -> None:
+    """Rotary scalings that are chosen by the longest sequence of a forward pass, so that a short one in the same pack
+    gets the long one's. vLLM chooses them once, by the longest sequence that it may ever get: neither would agree with
+    the other, whatever the pack."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]  # one per kind of layer
+    for kind in {str(each.get("rope_type")) for each in nested or [rope]}:
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        way_out = "Choose another model."
+        if "dynamic" in kind:
+            way_out = (
+                f"Up to max_position_embeddings, {text.max_position_embeddings} tokens, the model is the same without "
+                "its rope_scaling: remove that entry from config.json, or choose another model."
+            )
+        raise ConfigError(
+            f"{where}: config.json has rope_type {kind!r}: transformers chooses its frequencies by the longest "
+            "sequence of a pack, so the others would get wrong log-probabilities. No backend of Vime trains it. "
+            f"{way_out}"
+        )

@@ -51,16 +51,24 @@ class ValueModel(nn.Module):
 
 
 def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: str) -> PreTrainedModel:
-    """The model in fp32 without storage."""
+    """The model in fp32 without storage.
+
+    Every token of a row is learned, the padding token of config.json too: no row is padded, so where its id occurs it
+    was sampled or asked, and the other backend learns it. An embedding with a `padding_idx` would drop its gradient.
+    """
     attention.register()
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"{spec.flag} {spec.checkpoint}: model_type {config.model_type!r} cannot be trained on packed sequences: "
             f"{describe(error)}. Use a causal language model whose attention transformers lets one replace."
         ) from error
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+    return model
 
 
 def attention_for(device: torch.device, parallel: ParallelConfig) -> str:
