@@ -46,7 +46,7 @@ def measure(run_dir: Path, rounds: int, flags: list[str]) -> tuple[float, dict[s
     command = ["bash", str(ROOT / "scripts/quickstart.sh"), "--num-rollout", str(rounds), "--run-dir", str(run_dir)]
     started = time.monotonic()
     peaks: dict[str, int] = {}
-    cpu_s: dict[tuple[str, int], float] = {}
+    cpu_s: dict[int, tuple[str, float]] = {}  # by process: a worker of Ray gets its name only when it has work
     with subprocess.Popen(
         [*command, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
     ) as run:
@@ -58,17 +58,17 @@ def measure(run_dir: Path, rounds: int, flags: list[str]) -> tuple[float, dict[s
         if run.returncode != 0:
             sys.exit(f"the run ended with {run.returncode}; look into {run_dir}/logs")
     by_name: dict[str, float] = {}
-    for (name, _), seconds in cpu_s.items():
+    for name, seconds in cpu_s.values():
         by_name[name] = by_name.get(name, 0.0) + seconds
     return time.monotonic() - started, peaks, by_name
 
 
-def sample(process: psutil.Process, peaks: dict[str, int], cpu_s: dict[tuple[str, int], float]) -> None:
+def sample(process: psutil.Process, peaks: dict[str, int], cpu_s: dict[int, tuple[str, float]]) -> None:
     try:
         name = role(process)
         times = process.cpu_times()
         peaks[name] = max(peaks.get(name, 0), process.memory_info().rss)
-        cpu_s[name, process.pid] = times.user + times.system
+        cpu_s[process.pid] = name, times.user + times.system
     except psutil.NoSuchProcess:
         return
 
@@ -112,7 +112,7 @@ def report(run_dir: Path, wall_s: float, peaks: dict[str, int], cpu_s: dict[str,
             print(f"| {text} | {statistics.median(values):.3f} | {max(values):.3f} |")
     print("\n| process | peak MB | CPU s |\n|---|---|---|")
     for name, peak in sorted(peaks.items(), key=lambda item: -item[1]):
-        print(f"| {name} | {peak / 2**20:.0f} | {cpu_s[name]:.1f} |")
+        print(f"| {name} | {peak / 2**20:.0f} | {cpu_s.get(name, 0.0):.1f} |")
 
 
 if __name__ == "__main__":
