@@ -6,6 +6,7 @@ python tests/helpers/shape_check.py vime      one line per finding; exit 1 when 
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,12 +47,33 @@ MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_METHODS, MAX_BRANCHES = 500, 80, 300, 15,
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCH = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.AsyncFor)
 
+ROOT = Path(__file__).resolve().parents[2]
+# What .gitignore keeps out of a clone, for a copy that git knows nothing of.
+IGNORED_IN_ROOT = {ROOT / name for name in (".git", ".venv", "runs", "models", "data", "wandb")}
+IGNORED = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
+
 Finding = tuple[int, str]
+
+
+def clone_files(directory: Path, pattern: str = "*") -> list[Path]:
+    """Files under `directory` that a clone has or will have: tracked, or new and not ignored. What a run, a tool or an
+    environment left there is none of them."""
+    command = ["git", "-c", "core.quotePath=false", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
+    files = {directory / line for line in listed.stdout.splitlines()}
+    if not files:  # an unpacked archive has no git, or lies in a directory that an outer one ignores
+        files = {path for path in directory.rglob("*") if not _is_ignored(path)}
+    return sorted(path for path in files if path.is_file() and path.match(pattern))
+
+
+def _is_ignored(path: Path) -> bool:
+    is_by_name = any(part in IGNORED or part.endswith(".egg-info") for part in path.parts)
+    return is_by_name or not IGNORED_IN_ROOT.isdisjoint((path, *path.parents))
 
 
 def findings(package: Path) -> Iterator[str]:
     """Every broken rule under `package`, as `path:line: message`."""
-    for path in sorted(package.rglob("*.py")):
+    for path in clone_files(package, "*.py"):
         source = path.read_text()
         tree = ast.parse(source)
         room = room_of(path.relative_to(package).with_suffix("").parts)

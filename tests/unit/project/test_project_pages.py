@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.shape_check import clone_files
 from vime.config.parse import build_parser, iter_flags, parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,16 +36,6 @@ def defined_names(source: str) -> set[str]:
 def find_source(file: str) -> Path | None:
     """A path of the walk is written from the root or from vime/."""
     return next((path for path in (ROOT / file, ROOT / "vime" / file) if path.is_file()), None)
-
-
-def tracked_files() -> list[Path]:
-    """Files that a clone has or will have: tracked, or new and not ignored."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    if listed.returncode == 0:
-        return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
-    skipped = {".venv", "runs", "data", "models", "__pycache__", ".git"}  # an unpacked archive has no git
-    return [path for path in ROOT.rglob("*") if path.is_file() and not skipped & set(path.parts)]
 
 
 def test_every_station_of_the_walk_exists() -> None:
@@ -87,7 +78,7 @@ def test_no_file_names_a_machine_path_or_a_package_host() -> None:
         r"(?<![\w.}\])-])(?:" + "|".join(re.escape(home) for home in homes) + ")|" + "|".join(map(re.escape, hosts))
     )
     found = []
-    for path in tracked_files():
+    for path in clone_files(ROOT):
         try:
             text = path.read_text()
         except UnicodeDecodeError:
@@ -104,8 +95,7 @@ def test_lines_of_prose_are_at_most_160_characters_long() -> None:
     """A row of a table cannot be broken."""
     long = [
         f"{path.relative_to(ROOT)}:{number}: {len(line)}"
-        for path in tracked_files()
-        if path.suffix == ".md"
+        for path in clone_files(ROOT, "*.md")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if len(line) > 160 and not line.startswith("|")
     ]
@@ -118,7 +108,7 @@ def test_the_page_for_agents_is_short() -> None:
 
 def test_a_newcomer_finds_every_page_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
-    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    pages = sorted(path.name for path in clone_files(ROOT / "docs", "*.md") if path.parent.name == "docs")
     assert [page for page in pages if f"docs/{page}" not in readme] == []
 
 
@@ -126,8 +116,7 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     links = re.compile(r"\]\((?!https?:)([^)#]+)")
     dead = [
         f"{path.relative_to(ROOT)}: {target}"
-        for path in tracked_files()
-        if path.suffix == ".md"
+        for path in clone_files(ROOT, "*.md")
         for target in links.findall(path.read_text())
         if not (path.parent / target).exists()
     ]
@@ -135,24 +124,24 @@ def test_every_link_between_pages_leads_somewhere() -> None:
 
 
 def test_every_shell_script_stops_at_its_first_error() -> None:
-    entry_points = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]
+    entry_points = [path for path in clone_files(ROOT / "scripts", "*.sh") if path.parent.name == "scripts"]
+    entry_points.append(ROOT / ".ci" / "run")
     lax = [path.name for path in entry_points if not re.search(r"^set -\w*e", path.read_text(), re.MULTILINE)]
     assert lax == []
 
 
 def test_test_file_names_are_unique() -> None:
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    names = [path.name for path in clone_files(ROOT / "tests", "test_*.py")]
     assert sorted(names) == sorted(set(names))
 
 
 def test_the_gpu_launch_submits_known_flags_and_absolute_paths_from_a_clone(tmp_path: Path) -> None:
     """`ray` is replaced by a script that writes down what it was given; only files that a clone has are there."""
-    for path in tracked_files():
-        if path.relative_to(ROOT).parts[0] == "scripts":
-            copy = tmp_path / "clone" / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-            copy.chmod(0o755)
+    for path in clone_files(ROOT / "scripts"):
+        copy = tmp_path / "clone" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+        copy.chmod(0o755)
     (tmp_path / "ray").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/submitted\n")
     (tmp_path / "ray").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "MODEL_DIR": "models"}

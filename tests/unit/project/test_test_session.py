@@ -5,6 +5,7 @@ Each test runs a small pytest session of its own, with this project's conftest, 
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.helpers.shape_check import clone_files
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -70,3 +73,16 @@ def test_a_gpu_test_is_skipped_without_a_gpu(tmp_path: Path) -> None:
     done = run_session(tmp_path, "import pytest\n@pytest.mark.gpu\ndef test_on_gpu(): assert False\n")
     assert done.returncode == 0
     assert "1 skipped" in done.stdout.splitlines()[-1]
+
+
+def test_no_directory_with_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    """A session without arguments does not enter directories of this list, and does not say so."""
+    directories = {path.parent.relative_to(ROOT) for path in clone_files(ROOT / "tests", "test_*.py")}
+    assert Path("tests/dist/training") in directories
+    passed_over = [
+        str(directory)
+        for directory in sorted(directories)
+        for pattern in pytestconfig.getini("norecursedirs")
+        if any(fnmatch.fnmatch(part, pattern) for part in directory.parts)
+    ]
+    assert passed_over == []

@@ -1,0 +1,242 @@
+"""Every command of the README and of the other pages runs: in a clone, as a reader would type it.
+
+Placeholders are filled, and what would take long is cut short by flags at the end. Commands of one program share a run
+that has the flags of all of them. `tests/helpers/documented_commands.py` says which test executes which command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.documented_commands import documented_commands, merged
+from tests.helpers.rollout_setup import example_module
+from tests.helpers.shape_check import clone_files
+from tests.helpers.training import Finished, TinyTask
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTED = "--debug-engine-module vime.backends.vllm_utils.scripted_server"
+SMALL = "--device cpu --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 12"
+DEADLINE_S = 280.0
+# pip is asked and does nothing: this environment has what the clone needs, and is not the clone's to change.
+PYTHON = """#!/bin/bash
+if [ "$1 $2" = "-m pip" ]; then echo "$@" >> "$(dirname "$0")/../pip.log"; exit 0; fi
+exec "$(dirname "$0")/python3.11" "$@"
+"""
+# Accepts or refuses a command line as train.py does, and ends where that would start processes.
+ONLY_FLAGS = """import sys
+from pathlib import Path
+from vime.config.parse import parse_command_line
+from vime.ray.preflight import preflight
+preflight(parse_command_line(), is_async=False)
+Path("accepted").touch()
+sys.exit(9)
+"""
+
+
+class Clone:
+    """A clone with an environment of its own, and a shell in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        # `.venv/bin/python` and `vime` of a clone are those of its own code.
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(directory)}
+        self.environment["PATH"] = f"{directory / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+        self.environment["MYPY_CACHE_DIR"] = str(ROOT / ".mypy_cache")  # 20 s of CPU less, for the same answer
+        self.environment.pop("VIME_VENV", None)
+        self._log = directory.parent / "output.txt"
+
+    def run(self, command: str, *, code: int = 0) -> str:
+        """The output of a command that ends with `code`."""
+        with self._log.open("w") as log:
+            process = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", command], cwd=self.directory, env=self.environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        started = time.monotonic()
+        try:
+            process.wait(DEADLINE_S)
+        except BaseException:  # the deadline, or pytest's own
+            os.killpg(process.pid, signal.SIGTERM)  # train.py and `vime chaos` end their own parts
+            process.wait(60)
+            sys.stdout.write(f"not at its end in time: {command}\n{self._log.read_text()[-4000:]}")
+            raise
+        sys.stdout.write(f"{time.monotonic() - started:6.1f} s  {command}\n")
+        assert process.returncode == code, f"{command}\n{self._log.read_text()}"
+        return self._log.read_text()
+
+
+def documented(*commands: str) -> str:
+    """One command line for commands that begin alike; each stands in a page."""
+    known = {command.text for command in documented_commands()}
+    assert set(commands) <= known, f"no page has {set(commands) - known}"
+    return merged(*commands) if len(commands) > 1 else commands[0]
+
+
+def filled(command: str, **words: object) -> str:
+    """The command with the page's placeholders filled in; `...` is for further flags, which follow."""
+    for name, value in {"\\.\\.\\.": "", **words}.items():
+        command, count = re.subn(rf"(?<![\w./-]){name}(?![\w.])", str(value), command)
+        assert count or name == "\\.\\.\\.", f"{command} has no {name}"
+    return command
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """What `git clone` makes of this working tree, with `.venv` in it."""
+    here = tmp_path_factory.mktemp("user")
+    source = here / "repository"
+    for path in clone_files(ROOT):
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)
+    git = ["git", "-C", str(source), "-c", "user.name=test", "-c", "user.email=test"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "The working tree"]):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    outside = Clone(here)
+    outside.run(filled(documented("git clone <this repository> vime && cd vime"), **{"<this repository>": source}))
+    view_of_the_environment(here / "vime" / ".venv")
+    return Clone(here / "vime")
+
+
+def view_of_the_environment(directory: Path) -> None:
+    """A virtual environment with the packages of the one that runs the tests, but a pip that only writes down."""
+    (directory / "bin").mkdir(parents=True)
+    for path in [*Path(sys.prefix).iterdir(), *(Path(sys.prefix) / "bin").iterdir()]:
+        link = directory / path.relative_to(sys.prefix)
+        if path.name not in ("bin", "python") and not path.name.startswith(".vime-installed"):
+            link.symlink_to(path)
+    (directory / "bin/python").write_text(PYTHON)
+    (directory / "bin/python").chmod(0o755)
+
+
+def test_the_tools_of_a_clone(clone: Clone) -> None:
+    clone.run(documented("./scripts/install.sh reasoning-gym"))
+    assert "-e .[cpu,dev,reasoning-gym]" in (clone.directory / ".venv/pip.log").read_text().replace("gpu", "cpu")
+    some = "--ignore-glob='tests/unit/[!o]*' --ignore-glob='*/test_[!c]*.py'"
+    tests = clone.run(f"{documented('./scripts/test.sh', './scripts/test.sh tests/unit -k curve')} {some}")
+    assert re.search(r"[1-9]\d* passed", tests.splitlines()[-1])
+    clone.run(documented("python tests/helpers/shape_check.py vime"))
+    clone.run(documented("python scripts/make_flags_doc.py"))
+    clone.run(documented(".venv/bin/ruff check . && .venv/bin/ruff format . && .venv/bin/mypy"))
+    assert clone.run("git status --porcelain") == ""  # none of them left or changed a file that git sees
+
+
+def test_the_quick_start_takes_the_flags_that_its_page_says_to_try(clone: Clone) -> None:
+    """Ctrl-C and `--load` are `test_ctrl_c_saves_the_last_round_and_resume_goes_on`'s."""
+    command = documented(
+        "./scripts/quickstart.sh",
+        "SEED=1 ./scripts/quickstart.sh",
+        "./scripts/quickstart.sh --transferqueue-mode streaming",
+        "./scripts/quickstart.sh --actor-num-gpus-per-node 2",
+        "./scripts/quickstart.sh --save-interval 10 --run-dir runs/mine",
+    )
+    clone.run(f"{command} {SCRIPTED} --num-rollout 1")
+    assert sorted(Finished(0, "", clone.directory / "runs/mine").metrics()) == [0]
+    assert (clone.directory / "runs/mine/checkpoints/iter_0000000").is_dir()
+
+
+def test_the_quick_start_takes_a_filter(clone: Clone) -> None:
+    command = documented(
+        "./scripts/quickstart.sh --transferqueue-mode off",
+        "./scripts/quickstart.sh --num-rollout 5 --dynamic-sampling-filter-path "
+        "examples/customization/filter.py:keep_mixed_groups --over-sampling-batch-size 32",
+    )
+    clone.run(f"{command} --num-rollout 1 --run-dir runs/filter")
+    assert Finished(0, "", clone.directory / "runs/filter").metrics()[0]["rollout/reward_mean"] > 0
+
+
+@pytest.fixture(scope="module")
+def streamed(clone: Clone, tiny_task: TinyTask) -> Path:
+    """A run in mode streaming, beside one in mode buffer."""
+    usage = documented(
+        "python train.py --hf-checkpoint DIR --prompt-data train.jsonl --label-key label --rm-type math "
+        "--num-rollout 100 --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-6 --transferqueue-mode buffer"
+    )
+    fill = {"DIR": tiny_task.model, "train.jsonl": tiny_task.prompts}
+    more = f"{SMALL} {SCRIPTED} --num-rollout 2 --save-interval 1"
+    first = documented("python train.py --reference-mode ... --run-dir runs/a")
+    clone.run(f"{filled(merged(usage, first), **fill)} {more}")
+    second = [
+        documented("python train.py --reference-mode ... --run-dir runs/b --transferqueue-mode streaming"),
+        documented("python train.py ... --transferqueue-mode streaming"),
+    ]
+    clone.run(f"{filled(merged(usage, *second), **fill)} {more}")
+    return clone.directory / "runs/b"
+
+
+def test_the_usage_line_trains_the_same_in_two_modes(clone: Clone, streamed: Path) -> None:
+    clone.run(
+        documented(
+            """diff <(grep -ho '"version": .*"content_hash": "[^"]*"' runs/a/events/driver.jsonl) """
+            """<(grep -ho '"version": .*"content_hash": "[^"]*"' runs/b/events/driver.jsonl)"""
+        )
+    )
+
+
+def test_a_run_is_looked_at(clone: Clone, streamed: Path, tmp_path: Path) -> None:
+    assert str(streamed) in clone.run(filled(documented("vime report RUN"), RUN=streamed))
+    clone.run(filled(documented("vime why-stuck RUN"), RUN=streamed))
+    clone.run(filled(documented("vime audit RUN"), RUN=streamed))
+    assert "durable" in clone.run(filled(documented("vime queue ls RUN"), RUN=streamed))
+    clone.run(filled(documented("vime queue show RUN GROUP"), RUN=streamed, GROUP=0))
+    clone.run(filled(documented("vime queue export RUN FILE"), RUN=streamed, FILE=tmp_path / "queue"))
+    clone.run(filled(documented("vime queue import NEW_RUN FILE"), NEW_RUN=tmp_path / "new", FILE=tmp_path / "queue"))
+
+
+def test_generated_tasks_are_prompts(clone: Clone, tiny_task: TinyTask, tmp_path: Path) -> None:
+    """With a chat template and room for long questions, which the tiny model has not."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_task.model, model)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for file, setting in (
+        ("tokenizer_config.json", {"chat_template": template}),
+        ("config.json", {"max_position_embeddings": 4096}),
+    ):
+        (model / file).write_text(json.dumps({**json.loads((model / file).read_text()), **setting}))
+    command = documented(
+        "python train.py --reasoning-gym chain_sum,gsm_symbolic --rm-type reasoning_gym --apply-chat-template ..."
+    )
+    more = f"--hf-checkpoint {model} --num-rollout 1 --debug-rollout-only --run-dir {tmp_path / 'run'}"
+    clone.run(f"{filled(command)} {SMALL} {SCRIPTED} {more}")
+    spans = [event["name"] for event in Finished(0, "", tmp_path / "run").events("span_ended")]
+    assert spans.count("reward_group") == 4
+
+
+def test_chaos_kills_a_run(clone: Clone, tmp_path: Path) -> None:
+    """The script ends in `vime chaos` with the flags of train.py behind `--`."""
+    asked = documented("vime chaos OUT --case trainer@trainer.optimizer:2 manager@driver.clear:1 -- FLAGS OF TRAIN.PY")
+    cases = asked.removeprefix("vime chaos OUT ").removesuffix(" -- FLAGS OF TRAIN.PY")
+    script = documented("./scripts/chaos.sh OUT", "./scripts/chaos.sh OUT --random 200 --seed 1")
+    fewer = f"--random 0 --own-weights {cases} --case trainer@trainer.optimizer:2"
+    said = clone.run(f"ROUNDS=3 {filled(script, OUT=tmp_path / 'out')} {fewer}")
+    assert "1 runs, 1 kills, 0 failed" in said
+    on_vllm = filled(documented("ENGINE=vllm ./scripts/chaos.sh OUT --random 20"), OUT=tmp_path / "vllm")
+    (clone.directory / "runs").mkdir(exist_ok=True)
+    (clone.directory / "runs/only_flags.py").write_text(ONLY_FLAGS)
+    said = clone.run(f"{on_vllm} --script runs/only_flags.py", code=3)
+    assert (clone.directory / "accepted").exists(), said
+    (clone.directory / "accepted").unlink()
+
+
+def test_the_pretrained_model_s_script_trains(clone: Clone, tiny_task: TinyTask) -> None:
+    """With a small model in the place where the script puts the real one, which takes a minute to make, and minutes."""
+    prepare = example_module("smollm2/prepare.py")
+    made = {"recipe": prepare.RECIPE, "source": prepare.GGUF_FILE, "package": metadata.version(prepare.PACKAGE)}
+    model = clone.directory / "models/smollm2-135m"
+    shutil.copytree(tiny_task.model, model)
+    (model / "made.json").write_text(json.dumps(made))
+    command = documented("./scripts/run-smollm2-135m-cpu.sh")
+    output = clone.run(f"{command} {SMALL} {SCRIPTED} --num-rollout 1 --run-dir runs/smollm2")
+    assert "models/smollm2-135m is up to date" in output
+    assert sorted(Finished(0, "", clone.directory / "runs/smollm2").metrics()) == [0]

@@ -1,0 +1,172 @@
+"""The shell commands of the project's pages, and for each the test that executes it.
+
+Collected are the lines of shell blocks and the code spans that begin like a command. Not executed are those with the
+comment `# needs a GPU`, or, behind a span, `(needs a GPU)`. Placeholders are words like RUN, OUT or DIR; `...` stands
+for further flags.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.shape_check import clone_files
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS_GPU = "needs a GPU"
+HERE = "tests/e2e/run/test_documented_commands.py"
+EXECUTED_BY = {
+    f"{HERE}::clone": ("git clone <this repository> vime && cd vime",),
+    f"{HERE}::test_the_tools_of_a_clone": (
+        "./scripts/install.sh reasoning-gym",
+        "./scripts/test.sh",
+        "./scripts/test.sh tests/unit -k curve",
+        ".venv/bin/ruff check . && .venv/bin/ruff format . && .venv/bin/mypy",
+        "python tests/helpers/shape_check.py vime",
+        "python scripts/make_flags_doc.py",
+    ),
+    "tests/e2e/run/test_refusals.py::test_help_lists_the_groups": ("python train.py --help",),
+    "tests/e2e/run/test_quickstart.py::test_the_quick_start_learns": ("./scripts/quickstart.sh",),
+    f"{HERE}::test_the_quick_start_takes_the_flags_that_its_page_says_to_try": (
+        "SEED=1 ./scripts/quickstart.sh",
+        "./scripts/quickstart.sh --transferqueue-mode streaming",
+        "./scripts/quickstart.sh --actor-num-gpus-per-node 2",
+        "./scripts/quickstart.sh --save-interval 10 --run-dir runs/mine",
+    ),
+    f"{HERE}::test_the_quick_start_takes_a_filter": (
+        "./scripts/quickstart.sh --transferqueue-mode off",
+        "./scripts/quickstart.sh --num-rollout 5 --dynamic-sampling-filter-path "
+        "examples/customization/filter.py:keep_mixed_groups --over-sampling-batch-size 32",
+    ),
+    f"{HERE}::streamed": (
+        "python train.py --hf-checkpoint DIR --prompt-data train.jsonl --label-key label --rm-type math "
+        "--num-rollout 100 --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-6 --transferqueue-mode buffer",
+        "python train.py --reference-mode ... --run-dir runs/a",
+        "python train.py --reference-mode ... --run-dir runs/b --transferqueue-mode streaming",
+        "python train.py ... --transferqueue-mode streaming",
+    ),
+    f"{HERE}::test_the_usage_line_trains_the_same_in_two_modes": (
+        """diff <(grep -ho '"version": .*"content_hash": "[^"]*"' runs/a/events/driver.jsonl) """
+        """<(grep -ho '"version": .*"content_hash": "[^"]*"' runs/b/events/driver.jsonl)""",
+    ),
+    f"{HERE}::test_a_run_is_looked_at": (
+        "vime report RUN",
+        "vime why-stuck RUN",
+        "vime audit RUN",
+        "vime queue ls RUN",
+        "vime queue show RUN GROUP",
+        "vime queue export RUN FILE",
+        "vime queue import NEW_RUN FILE",
+    ),
+    f"{HERE}::test_generated_tasks_are_prompts": (
+        "python train.py --reasoning-gym chain_sum,gsm_symbolic --rm-type reasoning_gym --apply-chat-template ...",
+    ),
+    f"{HERE}::test_chaos_kills_a_run": (
+        "vime chaos OUT --case trainer@trainer.optimizer:2 manager@driver.clear:1 -- FLAGS OF TRAIN.PY",
+        "./scripts/chaos.sh OUT",
+        "./scripts/chaos.sh OUT --random 200 --seed 1",
+        "ENGINE=vllm ./scripts/chaos.sh OUT --random 20",
+    ),
+    f"{HERE}::test_the_pretrained_model_s_script_trains": ("./scripts/run-smollm2-135m-cpu.sh",),
+    "tests/e2e/run/test_streaming_run.py::test_async_streaming_trains_each_group_once_within_its_staleness": (
+        "python train_async.py ... --transferqueue-mode streaming --max-staleness 1",
+    ),
+    # armed in the environment, with a second point
+    "tests/e2e/run/test_streaming_run.py::test_a_manager_that_dies_while_it_keeps_what_a_stop_cut_costs_no_group": (
+        "VIME_FAILPOINTS=trainer.optimizer:2:kill VIME_FAILPOINTS_DIR=/tmp/notes python train.py ...",
+    ),
+    "tests/e2e/run/test_algorithms.py::test_imitation_lowers_its_loss_without_starting_an_engine": (
+        "python train.py --loss-type sft_loss --rollout-function-path vime.rollout.sft_rollout.generate_rollout "
+        "--debug-train-only --prompt-data data.jsonl --label-key answer --n-samples-per-prompt 1 "
+        "--calculate-per-token-loss ...",
+    ),
+}
+"""The test, or its fixture, that executes each command. One of this module's own file has the command in its text."""
+PROGRAMS = ("python", "pip", "git", "ray")
+SHELLS = ("", "sh", "bash", "shell", "console")
+MENTION_OF_VIME = re.compile(r"vime [\w-]+")  # `vime audit` is the name of a command, `vime audit RUN` is one
+
+
+@dataclass(frozen=True)
+class Command:
+    text: str  # as `canonical` writes it
+    where: str
+    needs_gpu: bool
+
+
+def documented_commands() -> list[Command]:
+    """Of README.md, AGENTS.md and docs/*.md; not of docs/log.md, whose experiments belong to their day."""
+    docs = [path for path in clone_files(ROOT / "docs", "*.md") if path.parent.name == "docs" and path.stem != "log"]
+    return [command for page in (ROOT / "README.md", ROOT / "AGENTS.md", *docs) for command in _of_page(page)]
+
+
+def commands_of(text: str, page: str = "page") -> Iterator[Command]:
+    """The commands of a page of Markdown: blocks first, then code spans."""
+    lines = text.splitlines()
+    prose = ["" if line.lstrip().startswith("```") else line for line in lines]
+    for first, block, language in _blocks(lines):
+        prose[first : first + len(block)] = [""] * len(block)
+        joined = re.sub(r"\\\n\s*", "", "\n".join(block)).splitlines()
+        entries = [(canonical(re.split(r"\s+#\s", line)[0]), line) for line in joined if line.strip()]
+        if language in SHELLS and any(_is_command(entry) for entry, _ in entries):
+            for entry, line in entries:
+                yield Command(entry, f"{page}:{first + 1}", f"# {NEEDS_GPU}" in line)
+    for span in re.finditer(rf"`([^`]+)`(\s+\({NEEDS_GPU})?", "\n".join(prose)):
+        entry, number = canonical(span[1]), span.string.count("\n", 0, span.start())
+        if _is_command(entry) and not MENTION_OF_VIME.fullmatch(entry):
+            yield Command(entry, f"{page}:{number + 1}", bool(span[2]))
+
+
+def canonical(text: str) -> str:
+    """One way of writing for each command: `python -m vime`, `.venv/bin/python -m vime` and `vime` are the same."""
+    text = " ".join(text.split()).replace("runs/<time>", "RUN")
+    text = re.sub(r"(^|\s)(\.venv/bin/python|python3)\s", r"\1python ", text).replace("python -m vime ", "vime ")
+    return re.sub(r"^((?:\w+=\S+ )*)([\w/]+\.py (?:-|\.\.\.))", r"\1python \2", text)
+
+
+def merged(*commands: str) -> str:
+    """One command line that has the environment and the flags of all; they begin with the same program."""
+    environment: list[str] = []
+    calls = []
+    for command in commands:
+        words = shlex.split(command)
+        num_assigned = next(index for index, word in enumerate(words) if "=" not in word)
+        environment += words[:num_assigned]
+        calls.append([word for word in words[num_assigned:] if word != "..."])
+    program = list(itertools.takewhile(lambda word: not word.startswith("-"), min(calls, key=len)))
+    assert all(call[: len(program)] == program for call in calls), commands
+    flags = [word for call in calls for word in call[len(program) :]]
+    return " ".join([*environment, *map(shlex.quote, [*program, *flags])])
+
+
+def _of_page(page: Path) -> Iterator[Command]:
+    return commands_of(page.read_text(), str(page.relative_to(ROOT)))
+
+
+def _blocks(lines: list[str]) -> Iterator[tuple[int, list[str], str]]:
+    """(number of the first line, lines, language) of each fenced block, without its fences, and each indented one."""
+    start, is_fenced, language = -1, False, ""
+    for number, line in enumerate([*lines, ""]):
+        is_fence = line.lstrip().startswith("```")
+        if start >= 0 and (is_fence if is_fenced else not line.startswith("    ")):
+            yield start, lines[start:number], language
+            start, language = -1, ""
+        if is_fence:
+            is_fenced = not is_fenced
+            start, language = (number + 1, line.strip("` ")) if is_fenced else (-1, "")
+        elif not is_fenced and start < 0 and line.startswith("    "):
+            # A continued list item is indented too, but follows text; a block follows an empty line or a heading.
+            before = lines[number - 1] if number else ""
+            start = number if not before.strip() or before.startswith("#") else -1
+
+
+def _is_command(text: str) -> bool:
+    words = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", text).split()
+    if not words:
+        return False
+    is_path = words[0].startswith(("./", ".venv/bin/"))
+    return is_path or (len(words) > 1 and words[0] in (*PROGRAMS, "vime") and not words[1].startswith(("|", "/")))
