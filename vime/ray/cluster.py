@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
+import secrets
 from dataclasses import dataclass
 
 import psutil
 import ray
+from ray._private import services
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as RayletConfig
 
 from vime.config.parse import Config
 from vime.config.paths import path_flags
@@ -31,6 +34,8 @@ QUEUE_CPUS = 0.1
 LEDGER_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
+ALIVE_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+START_ONE = "Start a cluster with `ray start --head`, or leave the flag out for a local one."
 WORKER_CONNECT_S = "2"
 """Ray tries five times so long: a worker that was just being started when its driver was killed ends after so much."""
 GENERATION_NICENESS = 15
@@ -114,6 +119,8 @@ def start_ray(config: Config) -> None:
             os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
             for name, value in KEEP_FREED_MEMORY.items():
                 os.environ.setdefault(name, value)
+        # Ray asks everybody for a token, and would leave its own in the user's home, where each `ray start` finds it.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         with waiting("a local Ray to start", deadline_s=START_S):
             ray.init(
                 address="local",  # never the cluster that some `ray start` left a note about
@@ -124,32 +131,88 @@ def start_ray(config: Config) -> None:
                 logging_level=logging.WARNING,
             )
     else:
-        _check_reachable(config.cluster.ray_address)
-        named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
-        logger.info("--ray-address: every node must see these files under the same paths: %s", named)
-        try:
-            with waiting("the Ray cluster to answer", f"ray://{config.cluster.ray_address}", deadline_s=START_S):
-                ray.init(address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
-        except ConnectionError as error:
-            raise ClusterError(
-                f"--ray-address {config.cluster.ray_address}: no Ray cluster answers there: {error}. Start one with "
-                "`ray start --head`, or leave the flag out for a local one."
-            ) from error
+        _join_ray(config)
     _check_resources(demand)
 
 
-def _check_reachable(address: str) -> None:
-    """Ray itself tries an address that nobody answers for minutes, with warnings that name no flag."""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator or not port.isdigit():
-        return  # `auto`: Ray looks the address up
+def _join_ray(config: Config) -> None:
+    """Join the cluster of `--ray-address`, with a token where it asks for one."""
+    asked = config.cluster.ray_address
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ClusterError(
-            f"--ray-address {address}: nothing answers there within {CONNECT_TIMEOUT_S:g} s: {error}. Start a cluster "
-            "with `ray start --head`, or leave the flag out for a local one."
-        ) from error
+        address = services.canonicalize_bootstrap_address_or_die(asked)
+    except (ConnectionError, ValueError) as error:
+        raise ClusterError(f"--ray-address {asked}: {error} {START_ONE}") from error
+    _agree_on_token(asked if asked == address else f"{asked} ({address})", address)
+    named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
+    logger.info("--ray-address: every node must see these files under the same paths: %s", named)
+    try:
+        with waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=START_S):
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise ClusterError(f"--ray-address {asked}: no Ray cluster answers there: {error}. {START_ONE}") from error
+
+
+def _agree_on_token(named: str, address: str) -> None:
+    """Ask the cluster with one call whether it wants a token, and with which one it answers. Ray itself would try for
+    20 s without one, and after a wrong one say that nobody answers. What the cluster asks for then holds for this
+    process and all that it starts, whatever RAY_AUTH_MODE says."""
+    if os.environ.get("RAY_USE_TLS") not in (None, "", "0"):
+        return  # the call would have to know Ray's certificates
+    loader = AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    wants_token = not _is_answered(named, address, {})
+    if wants_token:
+        help_text = (
+            "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file, to what `ray get-auth-token` says on the head node "
+            "(a job that was submitted has it from its cluster)."
+        )
+        try:
+            header = loader.get_token_for_http_header(ignore_auth_mode=True)
+        except ray.exceptions.AuthenticationError as error:  # RAY_AUTH_TOKEN_PATH names a file that is not there
+            raise ClusterError(
+                f"--ray-address {named}: the cluster asks for a token, and the one named here cannot be read: "
+                f"{error.message}. {help_text}"
+            ) from error
+        if not header:
+            raise ClusterError(
+                f"--ray-address {named}: the cluster asks for a token, and none is here: neither RAY_AUTH_TOKEN nor "
+                f"RAY_AUTH_TOKEN_PATH is set, and there is no ~/.ray/auth_token. {help_text}"
+            )
+        if not _is_answered(named, address, header):
+            raise ClusterError(
+                f"--ray-address {named}: the cluster asks for another token than the one of {_token_source()}. "
+                f"{help_text}"
+            )
+    os.environ["RAY_AUTH_MODE"] = "token" if wants_token else "disabled"
+    RayletConfig.initialize("")  # Ray remembers the mode from its import on
+
+
+def _is_answered(named: str, address: str, header: dict[str, str]) -> bool:
+    """False when the cluster refuses the call because of its token."""
+    import grpc  # only who joins a cluster needs it
+
+    with (
+        waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=CONNECT_TIMEOUT_S),
+        grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel,
+    ):
+        call = channel.unary_unary(ALIVE_CALL, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            call(b"", timeout=CONNECT_TIMEOUT_S, metadata=list(header.items()))
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            raise ClusterError(
+                f"--ray-address {named}: no Ray cluster answers there within {CONNECT_TIMEOUT_S:g} s: "
+                f"{error.details()}. {START_ONE}"
+            ) from error
+    return True
+
+
+def _token_source() -> str:
+    """Where Ray takes its token from: the first of these."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
 
 
 def stop_ray() -> None:
