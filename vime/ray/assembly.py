@@ -68,7 +68,7 @@ def open_machine(
         stack.callback(books.close)
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
-            start_ray(config)
+            start_ray(config, starter.poll)
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):

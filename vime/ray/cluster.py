@@ -7,9 +7,12 @@ actor is made and compared with what the cluster has (https://github.com/verl-pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -21,7 +24,7 @@ from ray._raylet import Config as RayletConfig
 from vime.config.parse import Config
 from vime.config.paths import path_flags
 from vime.config.queue_checks import STREAMING
-from vime.types import ClusterError
+from vime.types import ClusterError, describe
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ KEEP_FREED_MEMORY = {
 }
 """For glibc: a step gets the memory of the step before, instead of fresh pages that the kernel clears one by one. One
 arena: each thread has its own otherwise, with an upper size, and Ray trains in one thread of several."""
+LOCAL_LOGS = "Ray's own logs are in /tmp/ray/session_latest/logs."
+END_S = 10.0
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
 
@@ -106,33 +111,74 @@ def data_parallel_size(config: Config) -> int:
     return num_trainer_ranks(config) // config.parallel.ranks_per_replica
 
 
-def start_ray(config: Config) -> None:
-    """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs."""
+def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> None:
+    """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs. Raises ClusterError.
+
+    `on_retry` runs before a start that failed by a time-out is tried again, and may raise to end the tries.
+    """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     # Ray announces on every start that its ports ask for a token, which is as it should be and nothing to act on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     demand = demand_of(config)
     if config.cluster.ray_address is None:
-        logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
-        os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
-        if config.cluster.device == "cpu":
-            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
-            for name, value in KEEP_FREED_MEMORY.items():
-                os.environ.setdefault(name, value)
-        # Ray asks everybody for a token, and would leave its own in the user's home, where each `ray start` finds it.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        with waiting("a local Ray to start", deadline_s=START_S):
-            ray.init(
-                address="local",  # never the cluster that some `ray start` left a note about
-                num_cpus=logical,
-                include_dashboard=False,
-                log_to_driver=False,
-                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                logging_level=logging.WARNING,
-            )
+        _start_local_ray(config, max(os.cpu_count() or 1, int(demand.cpus + 1)), on_retry)
     else:
         _join_ray(config)
     _check_resources(demand)
+
+
+def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
+    """On a busy machine Ray gives its own start up after 30 s: then it is tried again until --start-timeout-secs."""
+    os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
+    if config.cluster.device == "cpu":
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
+        for name, value in KEEP_FREED_MEMORY.items():
+            os.environ.setdefault(name, value)
+    # Ray asks everybody for a token, and would leave its own in the user's home, where each `ray start` finds it.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    limit_s = config.cluster.start_timeout_secs
+    ends = time.monotonic() + limit_s
+    for attempt in itertools.count(1):
+        others = set(psutil.Process().children(recursive=True))
+        try:
+            with waiting("a local Ray to start", deadline_s=START_S):
+                ray.init(
+                    address="local",  # never the cluster that some `ray start` left a note about
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+                    logging_level=logging.WARNING,
+                )
+        except Exception as error:  # boundary: Ray raises a bare Exception, a RuntimeError and others for a time-out
+            logger.info("attempt %d to start a local Ray failed", attempt, exc_info=True)  # the traceback: to the file
+            _end_what_was_started(others)
+            if not _is_timeout(error):
+                raise ClusterError(f"a local Ray did not start: {describe(error)}. {LOCAL_LOGS}") from error
+            if time.monotonic() >= ends:
+                raise ClusterError(
+                    f"a local Ray did not start within {limit_s:g} s (--start-timeout-secs), {attempt} attempt(s); "
+                    f"the last ended with {describe(error)}. Is the machine busy with other work? Raise the limit, or "
+                    f"wait until there is less. {LOCAL_LOGS}"
+                ) from error
+            logger.warning("a local Ray did not start in the time that it gives itself: trying again")
+            on_retry()
+        else:
+            return
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, (TimeoutError, ConnectionError)) or "timed out" in str(error).lower()
+
+
+def _end_what_was_started(others: set[psutil.Process]) -> None:
+    """Ray forgets the processes of a start that failed: they would live as long as this one."""
+    ray.shutdown()
+    left = [child for child in psutil.Process().children(recursive=True) if child not in others]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=END_S)
 
 
 def _join_ray(config: Config) -> None:
@@ -148,8 +194,9 @@ def _join_ray(config: Config) -> None:
     try:
         with waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=START_S):
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except ConnectionError as error:
-        raise ClusterError(f"--ray-address {asked}: no Ray cluster answers there: {error}. {START_ONE}") from error
+    except Exception as error:  # boundary: what Ray raises for other versions, lost nodes and slow answers differs
+        logger.info("--ray-address %s cannot be joined", asked, exc_info=True)
+        raise ClusterError(f"--ray-address {asked}: cannot be joined: {describe(error)}. {START_ONE}") from error
 
 
 def _agree_on_token(named: str, address: str) -> None:
