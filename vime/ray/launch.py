@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from vime.config.parse import Config, dump, parse_command_line
 from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import audit_run
@@ -27,13 +29,11 @@ from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
 from vime.ray.rescue import rescue
 from vime.ray.waits import Interrupted
-from vime.types import ClusterError, EngineError, HandoffError, PublishError, VimeError, WaitTimeoutError
+from vime.types import VimeError, may_pass
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-PASSING = (ClusterError, EngineError, HandoffError, PublishError, WaitTimeoutError)
-"""What may not happen again: something died, hung, or was lost."""
 Rhythm = Callable[[Machine], None]
 
 
@@ -123,7 +123,7 @@ def _live(
         with open_machine(config, path, screen, interrupts, events) as machine:
             return _drive(machine, rhythm)
     except VimeError as error:
-        return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and isinstance(error, PASSING))
+        return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
     except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
         return End(
             code=INTERRUPTED,
@@ -136,7 +136,9 @@ def _live(
             f"--load goes on from the last one, if there is one: {checkpoint_root(config, path)}",
         )
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
-        return End(code=VimeError.exit_code, message=_unforeseen(error))
+        return End(
+            code=VimeError.exit_code, message=_unforeseen(error), is_worth_a_restart=is_later and _is_passing(error)
+        )
 
 
 def _drive(machine: Machine, rhythm: Rhythm) -> End:
@@ -149,9 +151,9 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
     except Interrupted as interruption:
         message, code = f"interrupted during {interruption}", INTERRUPTED
     except VimeError as error:
-        message, code, is_worth_a_restart = str(error), error.exit_code, isinstance(error, PASSING)
+        message, code, is_worth_a_restart = str(error), error.exit_code, may_pass(error)
     except Exception as error:  # boundary: an unforeseen failure costs no trained round either
-        message, code = _unforeseen(error), VimeError.exit_code
+        message, code, is_worth_a_restart = _unforeseen(error), VimeError.exit_code, _is_passing(error)
     else:
         return End(code=0)
     is_safe, outcome = rescue(machine)
@@ -176,6 +178,11 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
         return End(code=VimeError.exit_code, message=f"the audit found {report.summary(path)}")
     screen.note(f"audit: every promise kept, {report.counts()}")
     return End(code=0)
+
+
+def _is_passing(error: Exception) -> bool:
+    """Ray's own errors outside a wait: a server of Ray that does not answer, or an actor that is gone."""
+    return isinstance(error, ray.exceptions.RayError) or may_pass(error)
 
 
 def _unforeseen(error: Exception) -> str:

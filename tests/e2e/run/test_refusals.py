@@ -58,6 +58,38 @@ def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "code", "says"),
+    [
+        (
+            "--custom-loss-path",
+            "def plugin(args, logp_T, entropy_T, columns):\n    return columns['no_such']\n",
+            "KeyError",
+        ),
+        (
+            "--custom-rm-path",
+            "import sys\nasync def plugin(args, sample, **kwargs):\n    sys.exit(7)\n",
+            "SystemExit: 7",
+        ),
+    ],
+)
+def test_a_plug_in_that_raises_ends_the_first_start_and_names_its_line(
+    tiny_task: TinyTask, tmp_path: Path, flag: str, code: str, says: str
+) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(code)
+    loss = ["--loss-type", "custom_loss"] if flag == "--custom-loss-path" else []
+    flags = [*tiny_task.flags(), "--num-rollout", "2", flag, f"{plugin}:plugin", *loss]
+    flags += ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    finished = train(flags, tmp_path / "run")
+    assert finished.code == 3, finished.output
+    assert f"raised {says}" in finished.output
+    assert f"{plugin}:" in finished.output
+    assert not finished.events("run_restarted")
+    logs = "".join(path.read_text(errors="replace") for path in (finished.run_dir / "logs").glob("*.log"))
+    assert "Traceback" in logs
+
+
 def test_an_engine_that_does_not_start_shows_its_last_log_lines(tiny_task: TinyTask, tmp_path: Path) -> None:
     refused(
         tiny_task,

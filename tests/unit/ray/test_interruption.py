@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from vime.config.parse import Config, parse
 from vime.observability.events import EventLog
@@ -22,7 +23,17 @@ from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.waits import Interrupted
-from vime.types import CheckpointError, ClusterError, EngineError, EngineReport, RewardError
+from vime.types import (
+    CheckpointError,
+    ClusterError,
+    EngineError,
+    EngineLostError,
+    EngineReport,
+    HandoffError,
+    PartError,
+    PublishError,
+    RewardError,
+)
 from vime.weights.versions import VersionLedger
 
 
@@ -137,10 +148,21 @@ def test_a_failure_outside_the_trainers_saves_what_they_trained(machine: Machine
 
 
 def test_only_what_may_not_happen_again_is_worth_a_restart(machine: Machine) -> None:
-    dead = launch._drive(machine, train_then_raise(EngineError("engine-0 ended"), rounds=2))
+    dead = launch._drive(machine, train_then_raise(EngineLostError("engine-0 ended"), rounds=2))
     assert dead.is_worth_a_restart
     assert dead.trained_round == 1
-    for error in (RewardError("no such rubric"), KeyError("surprise"), Interrupted("generation")):
+    for lost in (ray.exceptions.RaySystemError("the GCS is gone"), ConnectionResetError("reset by peer")):
+        machine.doing = None
+        assert launch._drive(machine, train_then_raise(lost, rounds=2)).is_worth_a_restart
+    for error in (
+        RewardError("no such rubric"),
+        HandoffError("sample 3: a log-probability is not finite"),
+        EngineError("the request was refused"),
+        PublishError("not confirmed"),
+        PartError("trainer 0 failed with KeyError"),
+        KeyError("surprise"),
+        Interrupted("generation"),
+    ):
         machine.doing = None
         assert not launch._drive(machine, train_then_raise(error, rounds=0)).is_worth_a_restart
 
