@@ -6,6 +6,7 @@ interrupted by Ctrl-C, SIGTERM or a closed terminal, with the state saved.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -20,7 +21,7 @@ from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import audit_run
 from vime.observability.events import EventKind, EventLog, open_events
 from vime.observability.logs import setup_logging
-from vime.observability.run_dir import RunDir
+from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
 from vime.ray.checkpoint import checkpoint_root, find_latest, find_start
@@ -39,14 +40,18 @@ Rhythm = Callable[[Machine], None]
 
 def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
     """Run `rhythm` on the machine that the command line describes."""
-    try:
-        config = parse_command_line()
-        preflight(config, is_async=is_async)
-        run_dir = RunDir.create(config.tracking.run_dir, dump(config), resume=config.model.load is not None)
-    except VimeError as error:
-        sys.stderr.write(f"refused: {error}\n")
-        return error.exit_code
-    with run_dir:
+    with contextlib.ExitStack() as claims:
+        try:
+            config = parse_command_line()
+            preflight(config, is_async=is_async)
+            sign = claims.enter_context(claimed_checkpoints(config.model.save))
+            run_dir = claims.enter_context(
+                RunDir.create(config.tracking.run_dir, dump(config), resume=config.model.load is not None)
+            )
+            sign(run_dir.path)
+        except VimeError as error:
+            sys.stderr.write(f"refused: {error}\n")
+            return error.exit_code
         return _run(config, run_dir.path, rhythm)
 
 

@@ -1,5 +1,6 @@
 """What bad input gets: what, got, expected, next action; exit 2 before start or 3 later; nothing left running."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import ray
 
 from tests.helpers.training import TinyTask, train
+from vime.observability.run_dir import claimed_checkpoints
 
 
 def refused(task: TinyTask, run_dir: Path, *extra: str, code: int, says: list[str]) -> None:
@@ -27,6 +29,15 @@ def test_a_router_port_in_use_is_refused_before_start(tiny_task: TinyTask, tmp_p
         taken.listen()
         port = str(taken.getsockname()[1])
         refused(tiny_task, tmp_path / "run", "--vllm-router-port", port, code=2, says=[port, "in use"])
+
+
+def test_a_second_run_with_the_same_save_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    with claimed_checkpoints(str(save)) as sign:
+        sign(tmp_path / "first")
+        says = ["--save", f"pid {os.getpid()}", str(tmp_path / "first")]
+        refused(tiny_task, tmp_path / "run", "--save", str(save), code=2, says=says)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_column_that_nobody_writes_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
