@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.helpers.training import ROOT, TinyTask, train
+from tests.helpers.training import ROOT, TinyTask, Training, train
 from vime.config.parse import Config, parse
 from vime.ray import cluster
 from vime.types import ClusterError
@@ -100,3 +101,60 @@ def test_a_real_ray_that_never_starts_in_time_ends_the_run_by_name(
     assert finished.code == 3, finished.output
     assert "--start-timeout-secs" in finished.output
     assert "Traceback" not in finished.output
+
+
+WATCH = """
+import os, psutil, sys, threading, time
+from vime.config.parse import parse
+from vime.ray.cluster import start_ray, stop_ray, watched_ray
+start_ray(parse(["--device", "cpu"]))
+said, heard = [], threading.Event()
+def on_lost(what):
+    said.append(what)
+    heard.set()
+    if sys.argv[1] != "none":
+        print("lost", what, flush=True)
+        os._exit(3)
+with watched_ray(on_lost):
+    for child in psutil.Process().children():
+        if child.name() == sys.argv[1]:
+            child.kill()
+    heard.wait(0 if sys.argv[1] == "none" else 30)
+stop_ray()
+print("stopped", said)
+"""
+
+
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_the_death_of_a_server_of_ray_is_named_before_it_takes_the_driver_along(server: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCH, server], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert f"lost {server} (pid " in ended.stdout
+
+
+def test_a_ray_that_is_stopped_did_not_die() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCH, "none"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "stopped []" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_run_whose_ray_died_ends_by_name_and_says_where_to_go_on(
+    tiny_task: TinyTask, tmp_path: Path, server: str
+) -> None:
+    flags = [*tiny_task.flags(), "--num-rollout", "500", "--save-interval", "1"]
+    flags += ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("checkpoint_saved")
+    [process] = [child for child in psutil.Process(training.process.pid).children() if child.name() == server]
+    process.kill()
+    code = training.process.wait(60)
+    told = training.so_far()
+    training.kill()  # Ray's two agents take a minute to end
+    assert code == 3, told.output
+    assert f"Ray's {server} (pid " in told.output
+    assert f"go on with --load {tmp_path / 'run' / 'checkpoints'}" in told.output
+    assert [event["error"] for event in told.events("run_failed")]
