@@ -26,6 +26,7 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_TOKEN": uuid.uuid4().hex,  # or Ray leaves one in the user's home
     "HF_HUB_OFFLINE": "1",
     "WANDB_SILENT": "true",
     "MPLBACKEND": "Agg",

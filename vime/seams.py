@@ -6,10 +6,15 @@ it is loaded, at start-up, so that a wrong signature is refused before the first
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,6 +25,7 @@ from vime.types import (
     EngineAddress,
     EngineReport,
     EngineSpec,
+    PluginError,
     RankPlace,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
@@ -29,6 +35,8 @@ from vime.types import (
     TrainGroup,
     TrainRow,
     Version,
+    VimeError,
+    is_machine_fault,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
 
     from vime.batching.pack import PackedBatch
     from vime.weights.plan import TensorMeta
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -266,6 +276,50 @@ def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[...
             f"{inspect.signature(plugin)}. Give it these parameters."
         ) from error
     return plugin
+
+
+@contextlib.contextmanager
+def calling_plugin(
+    where: str, plugin: Any, raises: type[VimeError] = PluginError, *, expected: str = "", on_device: bool = False
+) -> Iterator[None]:
+    """Around a call of a stranger's code: whatever it raises becomes `raises`, with the plug-in's own file and line in
+    the message and the traceback in this process's log.
+
+    SystemExit and CancelledError too: Python would take them for the end of the thread, loop or task that called, and
+    who waits for its answer would wait for ever. Not: an error of Vime, a cancellation by us, and, of a plug-in that
+    works `on_device` of a trainer rank, a fault of the device or of a peer.
+    """
+    try:
+        yield
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, VimeError) or _is_cancelled_by_us(error) or (on_device and is_machine_fault(error)):
+            raise
+        logger.exception("%s raised", where)
+        raise raises(
+            f"{where}: raised {type(error).__name__}: {error} (at {_raised_at(error, plugin)}). {expected}".rstrip()
+        ) from error
+
+
+def _is_cancelled_by_us(error: BaseException) -> bool:
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop here
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def _raised_at(error: BaseException, plugin: Any) -> str:
+    """The last line of the plug-in's own file that led to `error`, `file.py:12`; the last line of all without one."""
+    while isinstance(plugin, functools.partial):
+        plugin = plugin.func
+    function = inspect.unwrap(plugin)
+    code = getattr(function, "__code__", None)  # an object that can be called has none: then the last line of all
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def import_object(path: str, flag: str) -> Any:

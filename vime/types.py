@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -380,6 +381,14 @@ class VimeError(Exception):
     exit_code = 3
 
 
+class LostError(VimeError):
+    """Something that may pass (docs/faults.md): for nothing else does a run start again."""
+
+
+class PartError(VimeError):
+    """A part of the run raised what nobody foresaw: it would raise it again."""
+
+
 class ConfigError(VimeError):
     """Refused before any process starts."""
 
@@ -399,11 +408,19 @@ class PluginError(VimeError):
 
 
 class EngineError(VimeError):
-    """An engine or router that did not start, died, or answered with an error."""
+    """An engine or router that refused a request or answered nonsense."""
+
+
+class EngineLostError(EngineError, LostError):
+    """An engine or router that did not start, died, hangs, or failed in itself."""
 
 
 class HandoffError(VimeError):
-    """Rollouts could not be handed to training."""
+    """Rollouts that cannot be handed to training."""
+
+
+class HandoffLostError(HandoffError, LostError):
+    """Rollouts that were on their way and are gone with the part that held them."""
 
 
 class StaleError(VimeError):
@@ -412,6 +429,10 @@ class StaleError(VimeError):
 
 class PublishError(VimeError):
     """An engine did not confirm the version and content hash of a weight update."""
+
+
+class PublishLostError(PublishError, LostError):
+    """A weight update that a lost engine, rank or connection cut short."""
 
 
 class AgreementError(VimeError):
@@ -452,17 +473,35 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
 
 
+def is_machine_fault(error: BaseException) -> bool:
+    """Whether torch, NCCL, gloo or CUDA say that a device, the network, or a peer of a collective failed."""
+    is_dist = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch's; it is not imported here
+    return is_dist or (isinstance(error, (RuntimeError, OSError)) and bool(_FAULT_WORDS.search(str(error))))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether it is worth a restart."""
+    is_lost = isinstance(error, (LostError, ConnectionError, TimeoutError))
+    return is_lost or (not isinstance(error, VimeError) and is_machine_fault(error))
+
+
+_FAULT_WORDS = re.compile(
+    r"(?i)\bNCCL\b|\bECC\b|NVLink|unspecified launch failure|hardware error|gloo/transport|broken pipe"
+    r"|timed out waiting|connection (closed|reset|refused)"
+)  # not an illegal access and not a lack of memory: those come again
+
+
 def _rank_causes(error: BaseException) -> dict[int, BaseException]:
     """torch's CheckpointException gathers the errors of all ranks, each with its traceback; others have none."""
     failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     return {rank: cause for rank, (cause, _) in failures.items()}
 
 
-class ClusterError(VimeError):
-    """Ray resources that are missing, or an actor that died."""
+class ClusterError(LostError):
+    """Ray that cannot be started or reached, resources that are missing, or an actor that died."""
 
 
-class WaitTimeoutError(VimeError):
+class WaitTimeoutError(LostError):
     """A named wait reached its deadline."""
 
     def __init__(self, name: str, seconds: float, owner: str, advice: str = "") -> None:

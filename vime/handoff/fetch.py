@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vime.handoff.codec import Layout, decode_plan, decode_rows, encode_plan, encode_rows, from_buffer, to_buffer
-from vime.types import HandoffError, RoundPlan, TrainRow
+from vime.types import HandoffError, HandoffLostError, RoundPlan, TrainRow, may_pass
 from vime.utils.waits import peer, waiting
 
 if TYPE_CHECKING:
@@ -44,11 +44,12 @@ def fetch_round(
             layout, buffer = _pack(rows)
             header = [("rows", encode_plan(plan), sorted(rows), layout, buffer.nbytes)]
         except Exception as error:  # boundary: the peers wait for the header; all ranks raise it below
-            header = [("failure", f"{type(error).__name__}: {error}")]
+            header = [("failure", f"{type(error).__name__}: {error}", may_pass(error))]
     with waiting("the rows that a peer reads", *([] if is_source else [peer(source_rank)]), deadline_s=None):
         dist.broadcast_object_list(header, src=source_rank, group=group, device=torch.device(device))
     if header[0][0] == "failure":
-        raise HandoffError(f"data-parallel rank {dp_rank}: rank {source_rank} could not read the round: {header[0][1]}")
+        kind = HandoffLostError if header[0][2] else HandoffError
+        raise kind(f"data-parallel rank {dp_rank}: rank {source_rank} could not read the round: {header[0][1]}")
     _, plan_bytes, numbers, layout, num_bytes = header[0]
     payload = torch.from_numpy(buffer.copy()) if is_source else torch.empty(num_bytes, dtype=torch.uint8)
     payload = payload.to(device)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool
-from vime.types import HandoffError, WaitTimeoutError
+from vime.types import HandoffError, HandoffLostError, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 
 
@@ -101,7 +101,7 @@ class GroupStore:
             return data
         if self._spool is None:
             what = "is not in the queue any more" if data is None else "came back changed"
-            raise HandoffError(
+            raise HandoffLostError(
                 f"group {task}: its payload {what}, and --no-transferqueue-durable keeps no other copy. Resume with "
                 "--load: the group is generated again."
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vime.types import HandoffError, Version
+from vime.types import HandoffError, LostError, Version
 
 EVAL_PREFIX = "eval/"
 LEDGER_NAME, SPOOL_NAME = "ledger.db", "spool"  # in a run directory
@@ -169,7 +169,7 @@ class LateAttemptError(TransitionError):
     """The attempt expired, or was replaced by a newer one; what it made is not used."""
 
 
-class LeaseLostError(TransitionError):
+class LeaseLostError(TransitionError, LostError):
     """The round's lease expired or was given to someone else; this holder must not train it."""
 
 

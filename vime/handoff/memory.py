@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vime.handoff.codec import deal_rows, decode_plan, encode_plan
 from vime.handoff.payload import bytes_to_rows, rows_to_bytes
-from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
+from vime.types import HandoffError, HandoffLostError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
 
 
 class MemoryRows:
@@ -23,7 +23,7 @@ class MemoryRows:
     def get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
         missing = [key for key in keys if (partition, key) not in self.rows]
         if missing:
-            raise HandoffError(f"{partition}: rows {missing} are not here: they were cleared, or never put.")
+            raise HandoffLostError(f"{partition}: rows {missing} are not here: they were cleared, or never put.")
         return [self.rows[partition, key] for key in keys]
 
     def clear_rows(self, partition: str, keys: list[str]) -> None:
@@ -71,7 +71,7 @@ class MemoryCarrier:
         """The plan, and the rows of `dp_rank` by row number."""
         with self._changed:
             if ticket.partition not in self.partitions:
-                raise HandoffError(f"partition {ticket.partition} is not here: it was cleared, or never put.")
+                raise HandoffLostError(f"partition {ticket.partition} is not here: it was cleared, or never put.")
             data, payloads = self.partitions[ticket.partition]
         plan = decode_plan(data)
         return plan, dict(zip(plan.rows_of(dp_rank), bytes_to_rows(payloads[dp_rank]), strict=True))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.handoff.codec import deal_rows, decode_plan, decode_rows, encode_plan, encode_rows
-from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow
+from vime.types import HandoffError, HandoffLostError, RoundPlan, TrainGroup, TrainRow
 from vime.utils.waits import waiting
 
 
@@ -61,7 +61,7 @@ class ObjectRefCarrier:
             with waiting("the rows of a round", "rollout-manager", deadline_s=None):
                 rollout_id, holder, numbers, columns = self._get(ticket.references[dp_rank])
         except Exception as error:
-            raise HandoffError(
+            raise HandoffLostError(
                 f"{name}: its object cannot be read ({type(error).__name__}: {error}). It was cleared, or the process "
                 "that owned it died."
             ) from error

@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vime.types import HandoffError, VimeError, WaitTimeoutError
+from vime.types import HandoffLostError, VimeError, WaitTimeoutError
 from vime.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ class QueueClient:
             zmq_info = {f"unit-{index}": info for index, info in enumerate(units)}
             self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": zmq_info})
         except Exception as error:
-            raise HandoffError(f"TransferQueue of run {address.run_id}: no answer to the handshake: {error}") from error
+            raise HandoffLostError(
+                f"TransferQueue of run {address.run_id}: no answer to the handshake: {error}"
+            ) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vime-queue-client", daemon=True)
         self._thread.start()
@@ -149,7 +151,7 @@ class QueueClient:
         self._client.close()
 
     def _call(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
-        """Run one client call: HandoffError as soon as an actor of the queue is dead, else wait until the deadline."""
+        """Run one client call: HandoffLostError once an actor of the queue is dead, else wait until the deadline."""
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self._timeout_s), self._loop)
         try:
             with waiting(name, *ACTORS, deadline_s=self._timeout_s):
@@ -157,7 +159,7 @@ class QueueClient:
         except VimeError:
             raise
         except Exception as error:
-            raise HandoffError(f"TransferQueue: {name} failed: {type(error).__name__}: {error}") from error
+            raise HandoffLostError(f"TransferQueue: {name} failed: {type(error).__name__}: {error}") from error
         finally:
             future.cancel()
 
@@ -180,7 +182,7 @@ class QueueClient:
             except TimeoutError:
                 continue
             except Exception as error:
-                raise HandoffError(
+                raise HandoffLostError(
                     f"{name} cannot finish: the {actor_name} is dead ({_first_line(error)}). What it held is lost: "
                     "start again with --load to resume."
                 ) from error
@@ -197,7 +199,7 @@ async def _store_rows(client: Any, partition: str, keys: list[str], rows: list[b
 async def _confirm_rows(client: Any, partition: str, keys: list[str]) -> None:
     seen = await client.async_kv_retrieve_meta(keys, partition, create=False)
     if seen.size != len(keys) or ROW_FIELD not in seen.field_names:
-        raise HandoffError(
+        raise HandoffLostError(
             f"{partition}: not all of the {len(keys)} rows just put can be seen ({seen.size} keys, with the columns "
             f"{sorted(seen.field_names)}). The controller missed the notification; see its log."
         )
@@ -212,7 +214,7 @@ async def _clear_rows(client: Any, partition: str, keys: list[str]) -> None:
 async def _get_rows(client: Any, partition: str, keys: list[str]) -> list[bytes]:
     meta = await client.async_kv_retrieve_meta(keys, partition, create=False)
     if meta.size != len(keys) or ROW_FIELD not in meta.field_names:
-        raise HandoffError(
+        raise HandoffLostError(
             f"{partition}: {meta.size} of {len(keys)} rows are in the queue, with the columns "
             f"{sorted(meta.field_names)}. The round was cleared already, or its storage was lost."
         )
@@ -237,7 +239,7 @@ def _server_info(name: str, actor: Any, ends: float, timeout_s: float) -> Any:
         advice = "Ray has not placed it or it is slow to start. Free CPUs, or raise --transferqueue-timeout-secs."
         raise WaitTimeoutError(f"start of the {name}", timeout_s, "Ray", advice) from error
     except Exception as error:
-        raise HandoffError(f"{name}: did not start: {_first_line(error)}. See the Ray logs.") from error
+        raise HandoffLostError(f"{name}: did not start: {_first_line(error)}. See the Ray logs.") from error
 
 
 def _frame(key: str, payload: bytes) -> bytes:
@@ -250,7 +252,7 @@ def _unframe(partition: str, key: str, row: bytes) -> bytes:
     start = _KEY_LENGTH.size + length
     if row[_KEY_LENGTH.size : start] != key.encode():
         held = row[_KEY_LENGTH.size : start].decode(errors="replace")
-        raise HandoffError(f"{partition}: asked for row {key}, got row {held}. It was cleared meanwhile.")
+        raise HandoffLostError(f"{partition}: asked for row {key}, got row {held}. It was cleared meanwhile.")
     return row[start:]
 
 

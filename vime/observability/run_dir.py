@@ -7,13 +7,14 @@ Called by the driver before any process starts; every other process gets the pat
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -43,7 +44,7 @@ class RunDir:
         try:
             for name in SUBDIRECTORIES:
                 (root / name).mkdir(parents=True, exist_ok=True)
-            lock = _claim(root)
+            lock = claim(root, "--run-dir")
         except OSError as error:
             raise ConfigError(
                 f"--run-dir {root}: cannot be made: {error}. Expected a directory that can be written; choose another."
@@ -56,6 +57,7 @@ class RunDir:
                 f"{root / 'checkpoints'}."
             )
         shutil.rmtree(root / WAITS, ignore_errors=True)  # of processes that are gone
+        sign(lock, root)
         (root / "config.json").write_text(config_json)
         _write_command(root / "command.sh", sys.orig_argv if argv is None else argv)
         return cls(root, lock)
@@ -94,20 +96,47 @@ def _fresh_path() -> Path:
     return path
 
 
-def _claim(root: Path) -> int:
-    """Lock run.lock without waiting and write this process into it; answers the descriptor that holds the lock."""
+def claim(root: Path, flag: str) -> int:
+    """Lock run.lock in `root`, which is made when missing, without waiting; answers the descriptor that holds the lock.
+    ConfigError names the run that holds it. The lock of a process that is gone, however it ended, is free."""
+    root.mkdir(parents=True, exist_ok=True)
     lock = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.read(lock, 200).decode(errors="replace").strip() or "unknown"
+        owner = os.read(lock, 4096).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise ConfigError(
-            f"--run-dir {root}: belongs to a run that is alive ({owner}). Choose another directory, or stop that run."
+            f"{flag} {root}: belongs to a run that is alive ({owner}). Choose another directory, or stop that run."
         ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return lock
+
+
+def sign(lock: int, run_dir: Path) -> None:
+    """Write into a lock who holds it."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename}, run directory {run_dir}\n".encode(), 0)
+
+
+@contextlib.contextmanager
+def claimed_checkpoints(save: str | None) -> Iterator[Callable[[Path], None]]:
+    """Hold the directory that this run saves into, `--save` or RUN_DIR/checkpoints, so that no second run sweeps what
+    it is writing. The run calls what this answers with its directory, once there is one."""
+    with contextlib.ExitStack() as stack:
+
+        def hold(directory: Path, flag: str) -> int:
+            try:
+                lock = claim(directory, flag)
+            except OSError as error:
+                raise ConfigError(
+                    f"{flag} {directory}: cannot be written: {error}. Expected a directory that can be written; choose "
+                    "another."
+                ) from error
+            stack.callback(os.close, lock)
+            return lock
+
+        given = None if save is None else hold(Path(save), "--save")
+        yield lambda run_dir: sign(hold(run_dir / "checkpoints", "--run-dir") if given is None else given, run_dir)
 
 
 def _write_command(path: Path, argv: Sequence[str]) -> None:

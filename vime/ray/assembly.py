@@ -7,8 +7,11 @@ plug-ins) are waited for first, and no prompt is sent before every engine has co
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,8 @@ from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, start_queue, stop_queue
-from vime.ray.checkpoint import LEDGER_RUN, Start, find_start, read_run_state
-from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
+from vime.ray.checkpoint import LEDGER_RUN, Start, checkpoint_root, find_start, newest_checkpoint, read_run_state
+from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray, watched_ray
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
 from vime.ray.machine import Machine, Parts, Watchers
@@ -31,6 +34,7 @@ from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
+from vime.types import VimeError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 from vime.weights.versions import VersionLedger
@@ -69,7 +73,8 @@ def open_machine(
         stack.callback(books.close)
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
-            start_ray(config)
+            start_ray(config, starter.poll)
+        stack.enter_context(watched_ray(partial(_end_without_ray, config, run_dir, screen, events)))
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
@@ -96,6 +101,19 @@ def open_machine(
         yield machine
         failpoint(Point.STOP)
         screen.stage("stopping")
+
+
+def _end_without_ray(config: Config, run_dir: Path, screen: Screen, events: EventLog, server: str) -> None:
+    """The last words of this process, and its exit code: Ray would end it with 1 and none."""
+    loaded = None if config.model.load is None else Path(config.model.load)
+    message = (
+        f"Ray's {server} died. Without it nothing of this run works, so nothing could be saved. "
+        f"{newest_checkpoint(checkpoint_root(config, run_dir), loaded)}\nLogs: {run_dir / 'logs'}"
+    )
+    events.emit(EventKind.RUN_FAILED, error=message)
+    screen.failed(message)
+    sys.stderr.flush()
+    os._exit(VimeError.exit_code)
 
 
 def _start_parts(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.config.parse import Config
-from vime.types import CheckpointError, Version
+from vime.types import CheckpointError, Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.files import sync, sync_tree
 
@@ -59,6 +59,17 @@ class Start:
 def checkpoint_root(config: Config, run_dir: Path) -> Path:
     """Where this run saves."""
     return Path(config.model.save) if config.model.save else run_dir / "checkpoints"
+
+
+def newest_checkpoint(*roots: Path | None) -> str:
+    """Where a next run can start: the newest checkpoint of the first of `roots` that has one, as words to the user."""
+    for root in roots:
+        try:
+            if root is not None and (found := find_latest(root)) is not None:
+                return f"The newest checkpoint is {found}; go on with --load {root}"
+        except (VimeError, OSError) as error:
+            return f"No checkpoint can be found: {error}"
+    return "There is no checkpoint."
 
 
 def find_start(load: str | None) -> Start:

@@ -7,18 +7,26 @@ actor is made and compared with what the cluster has (https://github.com/verl-pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-import socket
+import secrets
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import psutil
 import ray
+from ray._private import services
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as RayletConfig
 
 from vime.config.parse import Config
 from vime.config.paths import path_flags
 from vime.config.queue_checks import STREAMING
-from vime.types import ClusterError
+from vime.types import ClusterError, describe
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -31,6 +39,8 @@ QUEUE_CPUS = 0.1
 LEDGER_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
+ALIVE_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+START_ONE = "Start a cluster with `ray start --head`, or leave the flag out for a local one."
 WORKER_CONNECT_S = "2"
 """Ray tries five times so long: a worker that was just being started when its driver was killed ends after so much."""
 GENERATION_NICENESS = 3
@@ -44,6 +54,10 @@ arena: each thread has its own otherwise, with an upper size, and Ray trains in 
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """For torch: nothing is compiled without a GPU, and what only decorates with `torch.compile` would import the compiler,
 1.6 CPU s a process."""
+LOCAL_LOGS = "Ray's own logs are in /tmp/ray/session_latest/logs."
+END_S = 10.0
+SERVERS = ("gcs_server", "raylet")
+"""Ray's processes without which no other works."""
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
 
@@ -104,60 +118,192 @@ def data_parallel_size(config: Config) -> int:
     return num_trainer_ranks(config) // config.parallel.ranks_per_replica
 
 
-def start_ray(config: Config) -> None:
-    """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs."""
+def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> None:
+    """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs. Raises ClusterError.
+
+    `on_retry` runs before a start that failed by a time-out is tried again, and may raise to end the tries.
+    """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     # Ray announces on every start that its ports ask for a token, which is as it should be and nothing to act on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     demand = demand_of(config)
     if config.cluster.ray_address is None:
-        logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
-        os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
-        if config.cluster.device == "cpu":
-            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
-            for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
-                os.environ.setdefault(name, value)
-        with waiting("a local Ray to start", deadline_s=START_S):
-            ray.init(
-                address="local",  # never the cluster that some `ray start` left a note about
-                num_cpus=logical,
-                include_dashboard=False,
-                log_to_driver=False,
-                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                logging_level=logging.WARNING,
-            )
+        _start_local_ray(config, max(os.cpu_count() or 1, int(demand.cpus + 1)), on_retry)
     else:
-        _check_reachable(config.cluster.ray_address)
-        named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
-        logger.info("--ray-address: every node must see these files under the same paths: %s", named)
-        try:
-            with waiting("the Ray cluster to answer", f"ray://{config.cluster.ray_address}", deadline_s=START_S):
-                ray.init(address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.WARNING)
-        except ConnectionError as error:
-            raise ClusterError(
-                f"--ray-address {config.cluster.ray_address}: no Ray cluster answers there: {error}. Start one with "
-                "`ray start --head`, or leave the flag out for a local one."
-            ) from error
+        _join_ray(config)
     _check_resources(demand)
 
 
-def _check_reachable(address: str) -> None:
-    """Ray itself tries an address that nobody answers for minutes, with warnings that name no flag."""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator or not port.isdigit():
-        return  # `auto`: Ray looks the address up
+def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
+    """On a busy machine Ray gives its own start up after 30 s: then it is tried again until --start-timeout-secs."""
+    os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
+    if config.cluster.device == "cpu":
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
+        for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
+            os.environ.setdefault(name, value)
+    # Ray asks everybody for a token, and would leave its own in the user's home, where each `ray start` finds it.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    limit_s = config.cluster.start_timeout_secs
+    ends = time.monotonic() + limit_s
+    for attempt in itertools.count(1):
+        others = set(psutil.Process().children(recursive=True))
+        try:
+            with waiting("a local Ray to start", deadline_s=START_S):
+                ray.init(
+                    address="local",  # never the cluster that some `ray start` left a note about
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+                    logging_level=logging.WARNING,
+                )
+        except Exception as error:  # boundary: Ray raises a bare Exception, a RuntimeError and others for a time-out
+            logger.info("attempt %d to start a local Ray failed", attempt, exc_info=True)  # the traceback: to the file
+            _end_what_was_started(others)
+            if not _is_timeout(error):
+                raise ClusterError(f"a local Ray did not start: {describe(error)}. {LOCAL_LOGS}") from error
+            if time.monotonic() >= ends:
+                raise ClusterError(
+                    f"a local Ray did not start within {limit_s:g} s (--start-timeout-secs), {attempt} attempt(s); "
+                    f"the last ended with {describe(error)}. Is the machine busy with other work? Raise the limit, or "
+                    f"wait until there is less. {LOCAL_LOGS}"
+                ) from error
+            logger.warning("a local Ray did not start in the time that it gives itself: trying again")
+            on_retry()
+        else:
+            return
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, (TimeoutError, ConnectionError)) or "timed out" in str(error).lower()
+
+
+def _end_what_was_started(others: set[psutil.Process]) -> None:
+    """Ray forgets the processes of a start that failed: they would live as long as this one."""
+    ray.shutdown()
+    left = [child for child in psutil.Process().children(recursive=True) if child not in others]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=END_S)
+
+
+def _join_ray(config: Config) -> None:
+    """Join the cluster of `--ray-address`, with a token where it asks for one."""
+    asked = config.cluster.ray_address
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ClusterError(
-            f"--ray-address {address}: nothing answers there within {CONNECT_TIMEOUT_S:g} s: {error}. Start a cluster "
-            "with `ray start --head`, or leave the flag out for a local one."
-        ) from error
+        address = services.canonicalize_bootstrap_address_or_die(asked)
+    except (ConnectionError, ValueError) as error:
+        raise ClusterError(f"--ray-address {asked}: {error} {START_ONE}") from error
+    _agree_on_token(asked if asked == address else f"{asked} ({address})", address)
+    named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
+    logger.info("--ray-address: every node must see these files under the same paths: %s", named)
+    try:
+        with waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=START_S):
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except Exception as error:  # boundary: what Ray raises for other versions, lost nodes and slow answers differs
+        logger.info("--ray-address %s cannot be joined", asked, exc_info=True)
+        raise ClusterError(f"--ray-address {asked}: cannot be joined: {describe(error)}. {START_ONE}") from error
+
+
+def _agree_on_token(named: str, address: str) -> None:
+    """Ask the cluster with one call whether it wants a token, and with which one it answers. Ray itself would try for
+    20 s without one, and after a wrong one say that nobody answers. What the cluster asks for then holds for this
+    process and all that it starts, whatever RAY_AUTH_MODE says."""
+    if os.environ.get("RAY_USE_TLS") not in (None, "", "0"):
+        return  # the call would have to know Ray's certificates
+    loader = AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    wants_token = not _is_answered(named, address, {})
+    if wants_token:
+        help_text = (
+            "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file, to what `ray get-auth-token` says on the head node "
+            "(a job that was submitted has it from its cluster)."
+        )
+        try:
+            header = loader.get_token_for_http_header(ignore_auth_mode=True)
+        except ray.exceptions.AuthenticationError as error:  # RAY_AUTH_TOKEN_PATH names a file that is not there
+            raise ClusterError(
+                f"--ray-address {named}: the cluster asks for a token, and the one named here cannot be read: "
+                f"{error.message}. {help_text}"
+            ) from error
+        if not header:
+            raise ClusterError(
+                f"--ray-address {named}: the cluster asks for a token, and none is here: neither RAY_AUTH_TOKEN nor "
+                f"RAY_AUTH_TOKEN_PATH is set, and there is no ~/.ray/auth_token. {help_text}"
+            )
+        if not _is_answered(named, address, header):
+            raise ClusterError(
+                f"--ray-address {named}: the cluster asks for another token than the one of {_token_source()}. "
+                f"{help_text}"
+            )
+    os.environ["RAY_AUTH_MODE"] = "token" if wants_token else "disabled"
+    RayletConfig.initialize("")  # Ray remembers the mode from its import on
+
+
+def _is_answered(named: str, address: str, header: dict[str, str]) -> bool:
+    """False when the cluster refuses the call because of its token."""
+    import grpc  # only who joins a cluster needs it
+
+    with (
+        waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=CONNECT_TIMEOUT_S),
+        grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel,
+    ):
+        call = channel.unary_unary(ALIVE_CALL, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            call(b"", timeout=CONNECT_TIMEOUT_S, metadata=list(header.items()))
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            raise ClusterError(
+                f"--ray-address {named}: no Ray cluster answers there within {CONNECT_TIMEOUT_S:g} s: "
+                f"{error.details()}. {START_ONE}"
+            ) from error
+    return True
+
+
+def _token_source() -> str:
+    """Where Ray takes its token from: the first of these."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
 
 
 def stop_ray() -> None:
     """Leave the cluster; a local one is shut down."""
     ray.shutdown()
+
+
+@contextlib.contextmanager
+def watched_ray(on_lost: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_lost` from a thread as soon as a server of the local Ray ends, with its name and pid.
+
+    Ray ends the driver's process then, without a word and past every `except`: after its node server (raylet) by the
+    next call, after its cluster server (gcs_server) in a minute. So `on_lost` has to end the process itself. To be left
+    before Ray is stopped. Does nothing for a cluster that was joined: its servers are no children of this process.
+    """
+    servers = {
+        os.pidfd_open(child.pid): f"{child.name()} (pid {child.pid})"
+        for child in psutil.Process().children()
+        if child.name() in SERVERS
+    }
+    end, stop = os.pipe()
+
+    def watch() -> None:
+        """Waits for: the first of the servers to end, or the end of the block."""
+        ready, _, _ = select.select([end, *servers], [], [])
+        if end not in ready:
+            on_lost(servers[ready[0]])
+
+    watcher = threading.Thread(target=watch, name="vime-ray-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.close(stop)  # the other end becomes readable
+        watcher.join(END_S)
+        for descriptor in (end, *servers):
+            os.close(descriptor)
 
 
 def _check_resources(demand: Demand) -> None:

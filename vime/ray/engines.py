@@ -44,7 +44,7 @@ class EngineActor:
         return self._process.address
 
     def check(self, deadline_s: float, is_updating: bool) -> None:
-        """EngineError with the last log lines when the child has ended, or hangs for `deadline_s`."""
+        """EngineLostError with the last log lines when the child has ended, or hangs for `deadline_s`."""
         self._process.check_health(deadline_s, is_updating=is_updating)
 
     def stop(self) -> None:

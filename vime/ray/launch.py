@@ -6,6 +6,7 @@ interrupted by Ctrl-C, SIGTERM or a closed terminal, with the state saved.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -13,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from vime.config.parse import Config, dump, parse_command_line
 from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import audit_run
 from vime.observability.events import EventKind, EventLog, open_events
 from vime.observability.logs import setup_logging
-from vime.observability.run_dir import RunDir
+from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
 from vime.ray.checkpoint import checkpoint_root, find_latest, find_start
@@ -27,26 +30,28 @@ from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
 from vime.ray.rescue import rescue
 from vime.ray.waits import Interrupted
-from vime.types import ClusterError, EngineError, HandoffError, PublishError, VimeError, WaitTimeoutError
+from vime.types import VimeError, may_pass
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-PASSING = (ClusterError, EngineError, HandoffError, PublishError, WaitTimeoutError)
-"""What may not happen again: something died, hung, or was lost."""
 Rhythm = Callable[[Machine], None]
 
 
 def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
     """Run `rhythm` on the machine that the command line describes."""
-    try:
-        config = parse_command_line()
-        preflight(config, is_async=is_async)
-        run_dir = RunDir.create(config.tracking.run_dir, dump(config), resume=config.model.load is not None)
-    except VimeError as error:
-        sys.stderr.write(f"refused: {error}\n")
-        return error.exit_code
-    with run_dir:
+    with contextlib.ExitStack() as claims:
+        try:
+            config = parse_command_line()
+            preflight(config, is_async=is_async)
+            sign = claims.enter_context(claimed_checkpoints(config.model.save))
+            run_dir = claims.enter_context(
+                RunDir.create(config.tracking.run_dir, dump(config), resume=config.model.load is not None)
+            )
+            sign(run_dir.path)
+        except VimeError as error:
+            sys.stderr.write(f"refused: {error}\n")
+            return error.exit_code
         return _run(config, run_dir.path, rhythm)
 
 
@@ -123,7 +128,7 @@ def _live(
         with open_machine(config, path, screen, interrupts, events) as machine:
             return _drive(machine, rhythm)
     except VimeError as error:
-        return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and isinstance(error, PASSING))
+        return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
     except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
         return End(
             code=INTERRUPTED,
@@ -136,7 +141,9 @@ def _live(
             f"--load goes on from the last one, if there is one: {checkpoint_root(config, path)}",
         )
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
-        return End(code=VimeError.exit_code, message=_unforeseen(error))
+        return End(
+            code=VimeError.exit_code, message=_unforeseen(error), is_worth_a_restart=is_later and _is_passing(error)
+        )
 
 
 def _drive(machine: Machine, rhythm: Rhythm) -> End:
@@ -149,9 +156,9 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
     except Interrupted as interruption:
         message, code = f"interrupted during {interruption}", INTERRUPTED
     except VimeError as error:
-        message, code, is_worth_a_restart = str(error), error.exit_code, isinstance(error, PASSING)
+        message, code, is_worth_a_restart = str(error), error.exit_code, may_pass(error)
     except Exception as error:  # boundary: an unforeseen failure costs no trained round either
-        message, code = _unforeseen(error), VimeError.exit_code
+        message, code, is_worth_a_restart = _unforeseen(error), VimeError.exit_code, _is_passing(error)
     else:
         return End(code=0)
     is_safe, outcome = rescue(machine)
@@ -176,6 +183,11 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
         return End(code=VimeError.exit_code, message=f"the audit found {report.summary(path)}")
     screen.note(f"audit: every promise kept, {report.counts()}")
     return End(code=0)
+
+
+def _is_passing(error: Exception) -> bool:
+    """Ray's own errors outside a wait: a server of Ray that does not answer, or an actor that is gone."""
+    return isinstance(error, ray.exceptions.RayError) or may_pass(error)
 
 
 def _unforeseen(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from vime.ray.checkpoint import find_latest
+from vime.ray.checkpoint import newest_checkpoint
 from vime.ray.machine import Doing, Machine
 from vime.types import VimeError
 
@@ -28,9 +28,15 @@ def rescue(machine: Machine) -> tuple[bool, str]:
     except Exception as error:  # boundary: the round it holds is saved anew below, if it can be
         logger.warning("the checkpoint that was being written is lost with the run: %s", error)
     if machine.doing is Doing.TRAINING:
-        return False, f"This was in the middle of a round of training: its weights are not saved. {_newest(machine)}"
+        return (
+            False,
+            f"This was in the middle of a round of training: its weights are not saved. {_newest(machine)}",
+        )
     if machine.doing is Doing.SAVING:
-        return False, f"Round {trained} is trained, but not saved. {_newest(machine)}"
+        return (
+            False,
+            f"Round {trained} is trained, but not saved. {_newest(machine)}",
+        )
     if machine.open_round is not None and machine.open_round == trained:
         try:
             books.finish(trained, machine.versions.trained)
@@ -44,19 +50,18 @@ def rescue(machine: Machine) -> tuple[bool, str]:
     except Exception as error:  # boundary: told together with the error that ended the run
         if not isinstance(error, VimeError):
             logger.exception("saving at the end of a failed run")
-        return False, f"Saving round {trained} failed too: {type(error).__name__}: {error}\n{_newest(machine)}"
+        return (
+            False,
+            f"Saving round {trained} failed too: {type(error).__name__}: {error}\n{_newest(machine)}",
+        )
     saved = machine.saver.latest
     if saved is None:
-        return True, f"No round was trained, so there is nothing to save. {_newest(machine)}"
+        return (
+            True,
+            f"No round was trained, so there is nothing to save. {_newest(machine)}",
+        )
     return True, f"State saved in {saved}; go on with --load {saved.parent}"
 
 
 def _newest(machine: Machine) -> str:
-    """Where a next run can start."""
-    for root in (machine.checkpoint_root, machine.loaded):
-        try:
-            if root is not None and (found := find_latest(root)) is not None:
-                return f"The newest checkpoint is {found}; go on with --load {root}"
-        except (VimeError, OSError) as error:
-            return f"No checkpoint can be found: {error}"
-    return "There is no checkpoint."
+    return newest_checkpoint(machine.checkpoint_root, machine.loaded)

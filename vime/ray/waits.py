@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 import ray
 
 from vime.observability.stuck import explain
-from vime.types import ClusterError, VimeError, WaitTimeoutError
+from vime.types import ClusterError, LostError, PartError, VimeError, WaitTimeoutError, may_pass
 from vime.utils.waits import run_directory, waiting
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ def wait_for(
     the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`); none when the answer is
     late by intent, waiting for what somebody else does.
 
-    Raises the VimeError that an actor raised, ClusterError when an actor died, WaitTimeoutError at the deadline, which
-    says who it was that blocked.
+    Raises the VimeError that an actor raised, PartError for anything else that it raised, ClusterError when an actor
+    died or the machine failed it, WaitTimeoutError at the deadline, which says who it was that blocked.
     """
     ends = time.monotonic() + deadline_s
     pending = list(refs)
@@ -107,14 +108,15 @@ def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: s
     """The failure among `done` that says most: a peer of a dead rank fails in a collective first ("connection reset"),
     and Ray reports the death a moment later."""
 
-    def failures(of: list[Any]) -> list[ClusterError]:
-        found = []
+    def failures(of: list[Any]) -> list[VimeError]:
+        """A death first, then what an actor raised by itself: the others fail because of these."""
+        found: list[VimeError] = []
         for ref in of:
             try:
                 _value(ref, name, owner if len(refs) == 1 else f"{owner} {refs.index(ref)}")
-            except ClusterError as error:
+            except (ClusterError, PartError) as error:
                 found.append(error)
-        return sorted(found, key=lambda error: not isinstance(error, _ActorDiedError))
+        return sorted(found, key=lambda error: (not isinstance(error, _ActorDiedError), isinstance(error, LostError)))
 
     found = failures(done)
     if found and pending and not isinstance(found[0], _ActorDiedError):
@@ -134,12 +136,16 @@ def _value(ref: Any, name: str, owner: str) -> Any:
 
 
 def _raise_named(error: Exception, name: str, owner: str) -> NoReturn:
-    """What an actor raised as itself, or its death, in the run's own words."""
+    """What an actor raised as itself, or its death, in the run's own words; its traceback goes to the log."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
+        logger.info("%s: %s failed:\n%s", name, owner, error)
         if isinstance(cause, VimeError):
             raise cause from error
-        raise ClusterError(f"{name}: {owner} failed with {type(cause).__name__}: {cause}\n{_tail(error)}") from error
+        told = f"{name}: {owner} failed with {type(cause).__name__}: {cause}{_place(error)}."
+        if isinstance(cause, ray.exceptions.RayError) or may_pass(cause):
+            raise ClusterError(told) from error
+        raise PartError(told) from error
     if isinstance(error, ray.exceptions.RayActorError):
         raise _ActorDiedError(
             f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
@@ -147,8 +153,10 @@ def _raise_named(error: Exception, name: str, owner: str) -> NoReturn:
     raise ClusterError(f"{name}: {owner}: {type(error).__name__}: {_first_line(error)}") from error
 
 
-def _tail(error: Exception, lines: int = 12) -> str:
-    return "\n".join(str(error).splitlines()[-lines:])
+def _place(error: Exception) -> str:
+    """Where an actor raised, from the traceback that Ray sends as text: ` (at file.py:12)`."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', str(error))
+    return f" (at {frames[-1][0]}:{frames[-1][1]})" if frames else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ import torch
 from vime.algo.advantages import group_signal
 from vime.rollout.plugins import plugin
 from vime.rollout.routed_experts import routed_experts_column
+from vime.seams import calling_plugin
 from vime.types import (
     LARGEST_REWARD,
     HandoffError,
@@ -110,10 +111,8 @@ def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
             for reward in raw
         ]
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
-    try:
+    with calling_plugin(where, custom, expected="Expected a list of lists of numbers."):
         answer = [[float(reward) for reward in group] for group in custom(args, groups)]
-    except Exception as error:
-        raise PluginError(f"{where}: {type(error).__name__}: {error}. Expected a list of lists of numbers.") from error
     shape, expected = [len(group) for group in answer], [len(group) for group in groups]
     if shape != expected:
         raise PluginError(f"{where}: answered groups of sizes {shape[:8]}, expected {expected[:8]}.")

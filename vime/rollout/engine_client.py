@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from vime.rollout.halt import current_halt, is_halted
 from vime.rollout.turns import Slots
-from vime.types import EngineError, VersionSpan, WaitTimeoutError
+from vime.types import EngineError, EngineLostError, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class EngineClient:
                 if status not in REPEATABLE_STATUS:
                     raise EngineError(f"{self.url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
             logger.warning("generation request failed (attempt %d of %d): %s", attempt + 1, MAX_ATTEMPTS, trouble)
-        raise EngineError(
+        raise EngineLostError(
             f"{self.url}{ROUTE}: no answer after {MAX_ATTEMPTS} attempts, the last: {trouble}. Look at the engine and "
             "router logs in the run directory."
         )

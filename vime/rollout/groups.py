@@ -14,7 +14,8 @@ from vime.rollout.loops import raise_first
 from vime.rollout.partial import OPEN
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_hub import async_rm, batched_async_rm
-from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus, VimeError
+from vime.seams import calling_plugin
+from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
@@ -55,12 +56,8 @@ def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
     if keep is None:
         return DynamicFilterOutput(keep=True)
     where = f"--dynamic-sampling-filter-path {args.dynamic_sampling_filter_path}"
-    try:
+    with calling_plugin(where, keep, expected=f"It was given a group of {len(samples)}."):
         verdict = keep(args, samples)
-    except VimeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{where}: raised {type(error).__name__}: {error} for a group of {len(samples)}.") from error
     if isinstance(verdict, DynamicFilterOutput):
         return verdict
     if isinstance(verdict, bool):
@@ -73,11 +70,8 @@ def mark_samples(args: Any, groups: list[list[Sample]]) -> None:
     mark = plugin(args, "rollout_sample_filter_path")
     if mark is None:
         return
-    try:
+    with calling_plugin(f"--rollout-sample-filter-path {args.rollout_sample_filter_path}", mark):
         mark(args, groups)
-    except Exception as error:
-        where = f"--rollout-sample-filter-path {args.rollout_sample_filter_path}"
-        raise PluginError(f"{where}: raised {type(error).__name__}: {error}.") from error
 
 
 async def _generate(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
@@ -106,14 +100,11 @@ async def _generate_custom(args: Any, sample: Sample, sampling_params: Mapping[s
     group_index = sample.group_index
     try:
         with waiting("--custom-generate-function-path", deadline_s=deadline_s):
-            async with asyncio.timeout(deadline_s) as deadline:
-                answer = await function(args, sample, copy.deepcopy(dict(sampling_params)))
-    except VimeError:
-        raise
-    except Exception as error:
-        if deadline.expired():
-            raise PluginError(f"{where}: no answer in {deadline_s:g} s. Raise --generate-timeout-secs.") from error
-        raise PluginError(f"{where}: raised {type(error).__name__}: {error}. Expected a Sample.") from error
+            async with asyncio.timeout(deadline_s):
+                with calling_plugin(where, function, expected="Expected a Sample."):
+                    answer = await function(args, sample, copy.deepcopy(dict(sampling_params)))
+    except TimeoutError as error:
+        raise PluginError(f"{where}: no answer in {deadline_s:g} s. Raise --generate-timeout-secs.") from error
     samples = answer if isinstance(answer, list) else [answer]
     if not samples:
         raise PluginError(f"{where}: answered an empty list, expected at least one Sample.")

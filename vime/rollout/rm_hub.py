@@ -13,6 +13,7 @@ import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from vime.rollout import reasoning_gym_tasks
 from vime.rollout.loops import raise_first, reward_loop
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_math import MathJudge
+from vime.seams import calling_plugin
 from vime.types import LARGEST_REWARD, RewardError, Sample, SampleStatus
 from vime.utils.waits import waiting
 
@@ -104,26 +106,31 @@ async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> An
         getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
     )
     try:
-        async with asyncio.timeout(args.rm_timeout_secs) as deadline:
+        async with asyncio.timeout(args.rm_timeout_secs):
             with waiting(f"the reward function {_name(function)}", deadline_s=args.rm_timeout_secs):
+                # on the reward loop or in the thread, where a SystemExit would end the one or hang the other
+                calling = calling_plugin(where, function, RewardError, expected="Expected a number.")
                 if is_coroutine:
-                    return await asyncio.wrap_future(reward_loop().submit(function(*arguments)))
+                    return await asyncio.wrap_future(reward_loop().submit(_inside(calling, function(*arguments))))
                 async with _threads():
-                    return await asyncio.wrap_future(_in_thread(function, *arguments))
-    except Exception as error:
-        if deadline.expired():
-            raise RewardError(
-                f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise the "
-                "flag; blocking calls belong in a plain function, not in `async def`."
-            ) from error
-        raise RewardError(f"{where}: raised {type(error).__name__}: {error}. Expected a number.") from error
+                    return await asyncio.wrap_future(_in_thread(calling, function, *arguments))
+    except TimeoutError as error:
+        raise RewardError(
+            f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise the flag; "
+            "blocking calls belong in a plain function, not in `async def`."
+        ) from error
+
+
+async def _inside(context: AbstractContextManager[None], coroutine: Awaitable[Any]) -> Any:
+    with context:
+        return await coroutine
 
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+def _in_thread(calling: AbstractContextManager[None], function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Start `function` in a daemon thread: unlike a pool's, it does not keep the process from ending."""
     future: Future[Any] = Future()
 
@@ -131,7 +138,8 @@ def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            result = function(*arguments)
+            with calling:
+                result = function(*arguments)
         except BaseException as error:  # boundary: carried to the waiting coroutine, which raises it
             future.set_exception(error)
         else:

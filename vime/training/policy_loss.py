@@ -20,6 +20,7 @@ from vime.algo.off_policy import (
 from vime.algo.reductions import reduce_loss
 from vime.batching.pack import PackedBatch
 from vime.config.training import AlgoConfig
+from vime.seams import calling_plugin
 from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
 from vime.training.loss_statistics import bucket_sums, mismatch_values
 from vime.types import PluginError, StepPlan
@@ -152,7 +153,8 @@ class PolicyLoss:
 
     def _custom(self, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         assert self.custom_loss is not None, "check_algo asks for --custom-loss-path"
-        value_T = self.custom_loss(logp_T, entropy_T, columns)
+        with calling_plugin("--custom-loss-path", self.custom_loss, on_device=True):
+            value_T = self.custom_loss(logp_T, entropy_T, columns)
         if not isinstance(value_T, Tensor) or value_T.shape != logp_T.shape:
             got = tuple(value_T.shape) if isinstance(value_T, Tensor) else type(value_T).__name__
             raise PluginError(

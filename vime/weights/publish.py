@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vime.seams import EngineControl
-from vime.types import EngineReport, PublishError, Version, WaitTimeoutError
+from vime.types import EngineReport, PublishError, PublishLostError, Version, WaitTimeoutError, may_pass
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import check_reports
 
@@ -75,7 +75,8 @@ def publish(
         _drain(stream)
         if isinstance(error, PublishError):
             raise
-        raise PublishError(
+        kind = PublishLostError if may_pass(error) else PublishError
+        raise kind(
             f"weight update to version {version} failed: {type(error).__name__}: {str(error).rstrip('.')}. The engines "
             "stay paused; they must be restarted before they serve again."
         ) from error

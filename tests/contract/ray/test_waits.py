@@ -1,12 +1,13 @@
 """`wait_for` against a real Ray: one failure ends the wait, a deadline has a name, nothing hides behind a peer."""
 
+import logging
 import time
 
 import pytest
 import ray
 
 from vime.ray.waits import Interrupted, _raise_named, said_meanwhile, wait_for
-from vime.types import ClusterError, StaleError, WaitTimeoutError
+from vime.types import ClusterError, PartError, StaleError, WaitTimeoutError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -21,6 +22,9 @@ class Rank:
 
     def crash(self) -> None:
         raise ZeroDivisionError("no such shard")
+
+    def break_down(self) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
     def hang(self) -> None:
         time.sleep(600)
@@ -57,8 +61,28 @@ def test_a_failing_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:
 
 
 def test_an_unforeseen_error_names_the_wait_the_owner_and_the_cause(ranks) -> None:
-    with pytest.raises(ClusterError, match="ranks to train: trainer 1 failed with ZeroDivisionError: no such shard"):
+    # it would raise it again: no restart
+    with pytest.raises(
+        PartError, match=r"trainer 1 failed with ZeroDivisionError: no such shard \(at .*test_waits.py:"
+    ):
         wait([ranks[0].hang.remote(), ranks[1].crash.remote()])
+
+
+def test_a_fault_of_the_machine_inside_an_actor_is_the_clusters_failure(ranks) -> None:
+    with pytest.raises(ClusterError, match="trainer 1 failed with RuntimeError: CUDA error: uncorrectable ECC"):
+        wait([ranks[0].hang.remote(), ranks[1].break_down.remote()])
+
+
+def test_what_raised_by_itself_comes_before_what_failed_with_it(ranks) -> None:
+    with pytest.raises(PartError, match="trainer 1 failed with ZeroDivisionError"):
+        wait([ranks[0].break_down.remote(), ranks[1].crash.remote()])
+
+
+def test_the_traceback_of_an_actor_is_in_the_log(ranks, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), pytest.raises(PartError):
+        wait([ranks[1].crash.remote()])
+    assert "in crash" in caplog.text
+    assert "ZeroDivisionError: no such shard" in caplog.text
 
 
 def test_a_dead_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:

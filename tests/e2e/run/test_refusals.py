@@ -1,5 +1,6 @@
 """What bad input gets: what, got, expected, next action; exit 2 before start or 3 later; nothing left running."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import ray
 
 from tests.helpers.training import TinyTask, train
+from vime.observability.run_dir import claimed_checkpoints
 
 
 def refused(task: TinyTask, run_dir: Path, *extra: str, code: int, says: list[str]) -> None:
@@ -27,6 +29,15 @@ def test_a_router_port_in_use_is_refused_before_start(tiny_task: TinyTask, tmp_p
         taken.listen()
         port = str(taken.getsockname()[1])
         refused(tiny_task, tmp_path / "run", "--vllm-router-port", port, code=2, says=[port, "in use"])
+
+
+def test_a_second_run_with_the_same_save_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    with claimed_checkpoints(str(save)) as sign:
+        sign(tmp_path / "first")
+        says = ["--save", f"pid {os.getpid()}", str(tmp_path / "first")]
+        refused(tiny_task, tmp_path / "run", "--save", str(save), code=2, says=says)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_column_that_nobody_writes_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
@@ -56,6 +67,38 @@ def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_pa
     refused(
         tiny_task, tmp_path / "run", "--custom-rm-path", f"{plugin}:rm", code=3, says=["no such rubric", "broken.py"]
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "code", "says"),
+    [
+        (
+            "--custom-loss-path",
+            "def plugin(args, logp_T, entropy_T, columns):\n    return columns['no_such']\n",
+            "KeyError",
+        ),
+        (
+            "--custom-rm-path",
+            "import sys\nasync def plugin(args, sample, **kwargs):\n    sys.exit(7)\n",
+            "SystemExit: 7",
+        ),
+    ],
+)
+def test_a_plug_in_that_raises_ends_the_first_start_and_names_its_line(
+    tiny_task: TinyTask, tmp_path: Path, flag: str, code: str, says: str
+) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(code)
+    loss = ["--loss-type", "custom_loss"] if flag == "--custom-loss-path" else []
+    flags = [*tiny_task.flags(), "--num-rollout", "2", flag, f"{plugin}:plugin", *loss]
+    flags += ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    finished = train(flags, tmp_path / "run")
+    assert finished.code == 3, finished.output
+    assert f"raised {says}" in finished.output
+    assert f"{plugin}:" in finished.output
+    assert not finished.events("run_restarted")
+    logs = "".join(path.read_text(errors="replace") for path in (finished.run_dir / "logs").glob("*.log"))
+    assert "Traceback" in logs
 
 
 def test_an_engine_that_does_not_start_shows_its_last_log_lines(tiny_task: TinyTask, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.observability.run_dir import RunDir, check_run_dir
+from vime.observability.run_dir import RunDir, check_run_dir, claimed_checkpoints
 from vime.types import ConfigError
 
 
@@ -42,7 +42,7 @@ def test_a_directory_of_a_live_run_is_refused_also_with_load(tmp_path: Path) -> 
 def test_the_claim_ends_with_its_process_also_after_kill_9(tmp_path: Path) -> None:
     code = f"""
 import os, signal
-from vime.observability.run_dir import RunDir
+from vime.observability.run_dir import RunDir, claimed_checkpoints
 run = RunDir.create({str(tmp_path)!r}, "{{}}")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -79,3 +79,52 @@ def test_without_a_path_two_runs_of_one_second_get_two_directories(
     with RunDir.create(None, "{}") as first, RunDir.create(None, "{}") as second:
         assert (first.path.name, second.path.name) == ("20260101-120000", "20260101-120000-2")
         assert first.path.parent == tmp_path / "runs"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from vime.observability.run_dir import claimed_checkpoints, claimed_checkpoints
+with claimed_checkpoints(sys.argv[1] or None) as sign:
+    sign(Path(sys.argv[2]))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(save: str, run_dir: Path) -> subprocess.Popen[str]:
+    """A run in a process of its own that holds where it saves."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, save, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_two_runs_do_not_save_into_one_directory(tmp_path: Path) -> None:
+    first = holder(str(tmp_path / "save"), tmp_path / "first")
+    try:
+        message = rf"--save .*save: belongs to a run that is alive \(pid {first.pid} on .*, run directory .*/first\)"
+        with pytest.raises(ConfigError, match=message), claimed_checkpoints(str(tmp_path / "save")):
+            pass
+        with claimed_checkpoints(str(tmp_path / "other")) as sign:  # another directory is another matter
+            sign(tmp_path / "second")
+    finally:
+        first.kill()
+        first.wait()
+    with claimed_checkpoints(str(tmp_path / "save")) as sign:  # its file is still there, but nobody holds it
+        sign(tmp_path / "second")
+
+
+def test_where_a_run_saves_by_default_is_nobody_elses_either(tmp_path: Path) -> None:
+    first = holder("", tmp_path / "first")
+    try:
+        with (
+            pytest.raises(ConfigError, match=rf"--save .*first/checkpoints: .*pid {first.pid}"),
+            claimed_checkpoints(str(tmp_path / "first" / "checkpoints")),
+        ):
+            pass
+    finally:
+        first.kill()
+        first.wait()

@@ -5,11 +5,13 @@ import os
 import pty
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from vime.config.parse import Config, parse
 from vime.observability.events import EventLog
@@ -22,7 +24,17 @@ from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.waits import Interrupted
-from vime.types import CheckpointError, ClusterError, EngineError, EngineReport, RewardError
+from vime.types import (
+    CheckpointError,
+    ClusterError,
+    EngineError,
+    EngineLostError,
+    EngineReport,
+    HandoffError,
+    PartError,
+    PublishError,
+    RewardError,
+)
 from vime.weights.versions import VersionLedger
 
 
@@ -137,10 +149,21 @@ def test_a_failure_outside_the_trainers_saves_what_they_trained(machine: Machine
 
 
 def test_only_what_may_not_happen_again_is_worth_a_restart(machine: Machine) -> None:
-    dead = launch._drive(machine, train_then_raise(EngineError("engine-0 ended"), rounds=2))
+    dead = launch._drive(machine, train_then_raise(EngineLostError("engine-0 ended"), rounds=2))
     assert dead.is_worth_a_restart
     assert dead.trained_round == 1
-    for error in (RewardError("no such rubric"), KeyError("surprise"), Interrupted("generation")):
+    for lost in (ray.exceptions.RaySystemError("the GCS is gone"), ConnectionResetError("reset by peer")):
+        machine.doing = None
+        assert launch._drive(machine, train_then_raise(lost, rounds=2)).is_worth_a_restart
+    for error in (
+        RewardError("no such rubric"),
+        HandoffError("sample 3: a log-probability is not finite"),
+        EngineError("the request was refused"),
+        PublishError("not confirmed"),
+        PartError("trainer 0 failed with KeyError"),
+        KeyError("surprise"),
+        Interrupted("generation"),
+    ):
         machine.doing = None
         assert not launch._drive(machine, train_then_raise(error, rounds=0)).is_worth_a_restart
 
@@ -163,6 +186,48 @@ def test_restarts_are_counted_while_no_round_is_trained_and_go_on_from_the_newes
         assert again.after(launch.End(code=3, is_worth_a_restart=True, trained_round=trained)) is not None
     assert again.after(launch.End(code=3, trained_round=8)) is None
     assert again.after(launch.End(code=0)) is None
+
+
+def test_a_life_is_progress_only_past_the_newest_round_of_any_life_before(tmp_path: Path) -> None:
+    """Round 7 was trained and lost with its rank; the checkpoint is that of round 4, so 5 to 7 are trained again."""
+
+    def lost_at(trained: int) -> launch.End:
+        return launch.End(code=3, is_worth_a_restart=True, trained_round=trained)
+
+    restarts = launch.Restarts(parse(["--max-restarts", "3"]), tmp_path)
+    counts = []
+    for trained in (7, 5, -1, 8, 8, 6):  # -1: died in its start-up; 8: past every life before
+        assert restarts.after(lost_at(trained)) is not None
+        counts.append(restarts.num)
+    assert counts == [1, 2, 3, 1, 2, 3]
+    assert restarts.after(lost_at(8)) is None
+
+
+def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lives: list[str] = []
+
+    @contextlib.contextmanager
+    def open_machine(*_: Any) -> Iterator[Machine]:
+        lives.append("life")
+        if len(lives) == 2:
+            raise ClusterError("a local Ray did not start")
+        if len(lives) == 3:
+            raise ray.exceptions.RaySystemError("no answer")  # not in a wait, so nobody put it into our words
+        yield machine
+
+    def rhythm(_: Machine) -> None:
+        if len(lives) == 1:
+            raise EngineLostError("engine-0 ended")
+
+    monkeypatch.setattr(launch, "open_machine", open_machine)
+    monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
+    end = launch._run(parse(["--max-restarts", "3"]), machine.run_dir, rhythm)
+    assert end == 0
+    assert len(lives) == 4
+    said = capsys.readouterr()
+    assert "restart 3 of 3" in said.out + said.err
 
 
 def test_a_failure_before_the_first_round_is_trained_saves_nothing(machine: Machine) -> None:

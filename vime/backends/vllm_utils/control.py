@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from vime.observability.events import span
-from vime.types import EngineAddress, EngineError, EngineReport, Version, WaitTimeoutError
+from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport, Version, WaitTimeoutError, may_pass
 from vime.utils.waits import waiting
 
 CONNECT_TIMEOUT_S = 10.0
@@ -77,10 +77,11 @@ class Fanout:
         if pending and any(future.exception() for future in finished):
             more, pending = concurrent.futures.wait(pending, timeout=FAILURE_GRACE_S)
             finished |= more
-        failures = [str(future.exception()) for future in sent if future in finished and future.exception()]
+        failures = [error for future in sent if future in finished and (error := future.exception())]
         if failures:
+            kind = EngineLostError if any(may_pass(error) for error in failures) else EngineError
             waiting = f"; {len(pending)} other engines have not answered yet" if pending else ""
-            raise EngineError("; ".join(failures) + f"{waiting}. See the engine's log in RUN_DIR/logs.")
+            raise kind("; ".join(map(str, failures)) + f"{waiting}. See the engine's log in RUN_DIR/logs.")
         if pending:  # the client bounds each read, but not an answer that comes byte by byte
             names = ", ".join(self.addresses[index].name for index in range(len(sent)) if sent[index] in pending)
             raise WaitTimeoutError(f"{names} to answer {route}", self._deadline_s, "vLLM", "See RUN_DIR/logs.")
@@ -93,9 +94,10 @@ class Fanout:
             with waiting(f"an answer to {route}", address.name, deadline_s=self._deadline_s):
                 response = send(index)
         except httpx.HTTPError as error:
-            raise EngineError(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}") from error
+            raise EngineLostError(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise EngineError(
+            kind = EngineLostError if response.status_code >= 500 else EngineError
+            raise kind(
                 f"{address.name} ({address.url}) {route}: status {response.status_code}, expected 200: "
                 f"{response.text[:SHOWN_BODY]}"
             )

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from vime.backends.vllm_utils import guard
-from vime.types import EngineError, WaitTimeoutError
+from vime.types import EngineError, EngineLostError, WaitTimeoutError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class ServerProcess:
         logger.info("%s: started, pid %d, log %s", self.name, self._child.pid, self.log_path)
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Return when the server answers. EngineError as soon as it ends instead; WaitTimeoutError at the deadline."""
+        """Return when the server answers. EngineLostError when it ends instead; WaitTimeoutError at the deadline."""
         started = time.monotonic()
         starting = waiting(f"the server of {self.name} to be ready", deadline_s=deadline_s)
         with starting, httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
@@ -92,18 +92,18 @@ class ServerProcess:
         logger.info("%s: ready after %.1f s", self.name, time.monotonic() - started)
 
     def check(self) -> None:
-        """EngineError with the last log lines when the child has ended, whatever its exit code."""
+        """EngineLostError with the last log lines when the child has ended, whatever its exit code."""
         if self._child is None:
             raise EngineError(f"{self.name} is not running: it was never started, or it was stopped.")
         code = self._child.poll()
         if code is not None:
-            raise EngineError(
+            raise EngineLostError(
                 f"{self.name} ended with exit code {code}, expected it to run until it is stopped. Its last log lines "
                 f"({self.log_path}):\n{self.log_tail()}"
             )
 
     def probe(self, url: str, deadline_s: float) -> None:
-        """EngineError when the child has ended, or lives and does not answer `url` within `deadline_s`: it hangs."""
+        """EngineLostError when the child has ended, or lives and does not answer `url` within `deadline_s`."""
         self.check()
         try:
             # verify: nothing is encrypted on the way to an own child, and reading certificates costs 20 ms a time
@@ -116,7 +116,7 @@ class ServerProcess:
         if got == "status 200":
             return
         self.check()  # it may have ended meanwhile, which says more
-        raise EngineError(
+        raise EngineLostError(
             f"{self.name} lives (pid {self.pid}) but does not work: GET {url} got {got}, expected status 200 at any "
             f"time. It was stopped, waits for a device, or its core died. Last log lines ({self.log_path}):\n"
             f"{self.log_tail()}"

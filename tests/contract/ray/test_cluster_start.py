@@ -1,0 +1,160 @@
+"""A local Ray that does not start in the time that it grants itself: tried again, bounded, and named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.helpers.training import ROOT, TinyTask, Training, train
+from vime.config.parse import Config, parse
+from vime.ray import cluster
+from vime.types import ClusterError
+
+NODE_TIMED_OUT = (
+    "The current node timed out during startup. This could happen because some of the raylet failed to startup or the "
+    "GCS has become overloaded."
+)
+PORT_WAIT = "RAY_gcs_server_port_wait_time_s"
+"""How long Ray waits for its server's port; 0 fails the start as a busy machine does: the server is there, but late."""
+
+
+class SlowRay:
+    """`ray.init` as a busy machine has it: each attempt takes 31 s and raises what Ray raises."""
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures, self.num_attempts, self.now = failures, 0, 1000.0
+
+    def init(self, **_: Any) -> None:
+        self.num_attempts += 1
+        self.now += 31
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def config() -> Config:
+    return parse(["--device", "cpu", "--start-timeout-secs", "100"])
+
+
+def make_slow(monkeypatch: pytest.MonkeyPatch, failures: list[Exception]) -> SlowRay:
+    slow = SlowRay(failures)
+    monkeypatch.setattr(cluster.ray, "init", slow.init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.time, "monotonic", slow.monotonic)
+    monkeypatch.setattr(cluster, "_check_resources", lambda _: None)
+    return slow
+
+
+def test_a_start_that_timed_out_is_tried_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = make_slow(monkeypatch, [Exception(NODE_TIMED_OUT), RuntimeError("Timed out waiting for file port")])
+    asked: list[int] = []
+    cluster.start_ray(config, on_retry=lambda: asked.append(slow.num_attempts))
+    assert slow.num_attempts == 3
+    assert asked == [1, 2]
+
+
+def test_tries_end_at_the_limit_of_the_run_and_name_it(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = make_slow(monkeypatch, [Exception(NODE_TIMED_OUT)] * 9)
+    with pytest.raises(ClusterError, match=r"--start-timeout-secs.*4 attempt.*current node timed out"):
+        cluster.start_ray(config)
+    assert slow.num_attempts == 4  # the third ends after 93 s, the fourth after 124 of 100
+
+
+def test_what_is_no_timeout_is_said_at_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = make_slow(monkeypatch, [ValueError("object store memory must be at least 75 MiB")])
+    with pytest.raises(ClusterError, match="did not start: ValueError object store memory"):
+        cluster.start_ray(config)
+    assert slow.num_attempts == 1
+
+
+REAL = f"""
+import os, psutil, sys
+from vime.config.parse import parse
+from vime.ray.cluster import start_ray
+def servers():
+    return [child for child in psutil.Process().children() if child.name() == "gcs_server"]
+def later():
+    assert not servers(), servers()
+    del os.environ["{PORT_WAIT}"]
+start_ray(parse(["--device", "cpu"]), on_retry=later)
+sys.exit(0 if len(servers()) == 1 and "{PORT_WAIT}" not in os.environ else 5)
+"""
+
+
+def test_a_second_start_of_a_real_ray_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    environment = {**os.environ, PORT_WAIT: "0", "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", REAL], env=environment, cwd=ROOT, check=True, timeout=120)
+
+
+def test_a_real_ray_that_never_starts_in_time_ends_the_run_by_name(
+    tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PORT_WAIT, "0")
+    finished = train([*tiny_task.flags(), "--num-rollout", "1", "--start-timeout-secs", "5"], tmp_path / "run")
+    assert finished.code == 3, finished.output
+    assert "--start-timeout-secs" in finished.output
+    assert "Traceback" not in finished.output
+
+
+WATCH = """
+import os, psutil, sys, threading, time
+from vime.config.parse import parse
+from vime.ray.cluster import start_ray, stop_ray, watched_ray
+start_ray(parse(["--device", "cpu"]))
+said, heard = [], threading.Event()
+def on_lost(what):
+    said.append(what)
+    heard.set()
+    if sys.argv[1] != "none":
+        print("lost", what, flush=True)
+        os._exit(3)
+with watched_ray(on_lost):
+    for child in psutil.Process().children():
+        if child.name() == sys.argv[1]:
+            child.kill()
+    heard.wait(0 if sys.argv[1] == "none" else 30)
+stop_ray()
+print("stopped", said)
+"""
+
+
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_the_death_of_a_server_of_ray_is_named_before_it_takes_the_driver_along(server: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCH, server], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert f"lost {server} (pid " in ended.stdout
+
+
+def test_a_ray_that_is_stopped_did_not_die() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCH, "none"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "stopped []" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_run_whose_ray_died_ends_by_name_and_says_where_to_go_on(
+    tiny_task: TinyTask, tmp_path: Path, server: str
+) -> None:
+    flags = [*tiny_task.flags(), "--num-rollout", "500", "--save-interval", "1"]
+    flags += ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("checkpoint_saved")
+    [process] = [child for child in psutil.Process(training.process.pid).children() if child.name() == server]
+    process.kill()
+    code = training.process.wait(60)
+    told = training.so_far()
+    training.kill()  # Ray's two agents take a minute to end
+    assert code == 3, told.output
+    assert f"Ray's {server} (pid " in told.output
+    assert f"go on with --load {tmp_path / 'run' / 'checkpoints'}" in told.output
+    assert [event["error"] for event in told.events("run_failed")]

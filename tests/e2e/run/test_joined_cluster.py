@@ -1,0 +1,178 @@
+"""A cluster that somebody else started: joined with its token or without one, by train.py and by a submitted job.
+
+Each head has a home, ports and a temporary directory of its own, and ends with the test module.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.training import ROOT, TinyTask, Training
+from vime.observability.metrics import read_metrics
+from vime.utils.network import free_port
+
+RAY = str(Path(sys.executable).with_name("ray"))
+TOKEN = "a" * 64
+SCRIPTED = [
+    *("--debug-engine-module", "vime.backends.vllm_utils.scripted_server", "--num-rollout", "2"),
+    *("--transferqueue-mode", "streaming"),
+]
+START = "from vime.config.parse import parse; from vime.ray.cluster import start_ray; import sys, ray; "
+START += "start_ray(parse(['--device', 'cpu', *sys.argv[1:]])); print('nodes', len(ray.nodes()))"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A cluster of one node."""
+
+    address: str
+    dashboard: str
+    home: Path
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """This process's without anything that it says of Ray's tokens."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AUTH_", "RAY_ADDRESS"))}
+    return {**kept, "HOME": str(home), **more}
+
+
+@contextlib.contextmanager
+def running_head(home: Path, *, with_dashboard: bool) -> Iterator[Head]:
+    port, dashboard = free_port(), free_port()
+    directory = tempfile.mkdtemp(prefix="vime-head-", dir="/tmp")  # Ray's sockets allow no longer path
+    ports = {"port": port, "dashboard-port": dashboard}
+    for name in ("ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"):
+        ports[name] = free_port()
+    command = [RAY, "start", "--head", "--block", "--temp-dir", directory, "--num-cpus", "4", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in ports.items()]
+    command += [f"--include-dashboard={str(with_dashboard).lower()}", "--object-store-memory=200000000"]
+    log = Path(directory) / "head.out"
+    with log.open("w") as output:
+        head = subprocess.Popen(
+            command, env=environment(home, PYTHONUNBUFFERED="1"), cwd=home, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_for_line(log, head, "Ray runtime started")
+        yield Head(address=f"127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard}", home=home)
+    finally:
+        members = [head_process := psutil.Process(head.pid), *head_process.children(recursive=True)]
+        head.send_signal(signal.SIGTERM)
+        _, left = psutil.wait_procs(members, timeout=20)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        head.wait(10)
+        shutil.rmtree(directory)
+
+
+def wait_for_line(log: Path, process: subprocess.Popen[bytes], text: str) -> None:
+    """Until the output has `text` in it; the head's own time-outs bound it."""
+    with log.open() as lines:
+        while True:
+            line = lines.readline()
+            if text in line:
+                return
+            if not line and process.poll() is not None:
+                pytest.fail(f"the head ended with {process.returncode}:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A cluster as `ray start --head` makes it where an earlier Ray left a token in the user's home."""
+    home = tmp_path_factory.mktemp("home")
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text(TOKEN)
+    with running_head(home, with_dashboard=True) as running:
+        yield running
+
+
+def start(*flags: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", START, *flags],
+        env=environment(home, **more),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_local_run_leaves_nothing_in_the_users_home(tmp_path: Path) -> None:
+    local = start(home=tmp_path)
+    assert "nodes 1" in local.stdout, local.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_without_a_token_is_joined_also_where_a_token_lies_about(tmp_path: Path) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir()
+    (other / ".ray").mkdir(parents=True)
+    (other / ".ray" / "auth_token").write_text(TOKEN)
+    with running_head(home, with_dashboard=False) as open_head:
+        for user in (home, other):
+            joined = start("--ray-address", open_head.address, home=user)
+            assert "nodes 1" in joined.stdout, joined.stderr
+        joined = start("--ray-address", "auto", home=other, RAY_ADDRESS=open_head.address, RAY_AUTH_MODE="token")
+        assert "nodes 1" in joined.stdout, joined.stderr
+
+
+def test_a_run_joins_a_cluster_with_the_token_of_the_users_home(
+    head: Head, tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(head.home))
+    flags = [*tiny_task.flags(), *SCRIPTED, "--ray-address", head.address]
+    finished = Training("train.py", flags, tmp_path / "run").finish()
+    assert finished.code == 0, finished.output
+    assert "every promise kept" in finished.output
+    assert sorted(finished.metrics()) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "the cluster asks for a token, and none is here"),
+        ({"RAY_AUTH_MODE": "token"}, "the cluster asks for a token, and none is here"),
+        ({"RAY_AUTH_TOKEN": "b" * 64}, "another token than the one of RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere/token"}, "cannot be read"),
+    ],
+)
+def test_a_token_that_is_missing_or_wrong_is_named_at_once(
+    head: Head, tmp_path: Path, more: dict[str, str], says: str
+) -> None:
+    refused = start("--ray-address", head.address, home=tmp_path, **more)
+    last = refused.stderr.strip().splitlines()[-1]
+    assert "ClusterError" in last, refused.stderr
+    assert head.address in last
+    assert says in last
+    # Ray's own tries, each of which warns, would have come first
+    assert "Failed to" not in refused.stderr
+    assert "_private/" not in refused.stderr
+
+
+def test_a_submitted_job_runs_on_its_cluster(head: Head, tiny_task: TinyTask, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    entry = [sys.executable, str(ROOT / "train.py"), "--run-dir", str(run_dir), *tiny_task.flags(), *SCRIPTED]
+    submitted = subprocess.run(
+        [RAY, "job", "submit", "--address", head.dashboard, "--", *entry, "--ray-address", "auto"],
+        env=environment(head.home, RAY_AUTH_MODE="token"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert "every promise kept" in submitted.stdout
+    assert sorted(read_metrics(run_dir)) == [0, 1]
