@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vime.handoff.ledger_book import Book
+from vime.handoff.ledger_file import fold_in
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk, num_ready_of_round
 from vime.handoff.ledger_schema import MOVING_ROUNDS
@@ -88,7 +89,8 @@ class Ledger:
         memory.soonest = min(deadlines, default=float("inf"))
 
     def sync(self) -> None:
-        """Everything answered so far is on disk when this returns. Call it before a checkpoint is made visible."""
+        """Everything answered so far is on disk when this returns, and in the file alone, unless somebody reads it just
+        now. Call it before a checkpoint is made visible."""
         book = self._book
         book.connection.execute("pragma synchronous = FULL")
         try:
@@ -96,6 +98,7 @@ class Ledger:
                 book.set_meta("synced", book.meta("synced", 0) + 1)
         finally:
             book.connection.execute(f"pragma synchronous = {self._synchronous}")
+        fold_in(book.connection)
 
     @property
     def sequence(self) -> int:
@@ -146,7 +149,7 @@ class Ledger:
         return needed_payloads(self._book.connection, self._book.rules.partition)
 
     def close(self) -> None:
-        """Give the file up. Calling it again does nothing."""
+        """Give the file up: it alone is the ledger then. Calling it again does nothing."""
         self._book.close()
 
 

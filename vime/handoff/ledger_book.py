@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vime.handoff.ledger_schema import MOVING_ROUNDS, open_for_writing
+from vime.handoff.ledger_file import fold_in, wal_path
+from vime.handoff.ledger_schema import MOVING_ROUNDS, close_for_writing, open_for_writing
 from vime.handoff.ledger_types import LedgerFileError, LedgerRules, PartitionError, State, Task, TransitionError
 
+MAX_LOG_BYTES, COMMITS_BETWEEN_LOOKS = 16 << 20, 64
 _EVENT = """insert into history(sequence, event, partition, grp, attempt, round, num_tokens, num_bytes, note)
     values (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 
@@ -112,7 +113,7 @@ class Book:
 
     def __init__(self, path: Path, rules: LedgerRules, clock: Callable[[], float], synchronous: str) -> None:
         self.path, self.rules = path, rules
-        self._sequence = 0
+        self._sequence = self._num_commits = 0
         self.clock = LedgerClock(clock, rules.lease_timeout_s / 2)
         self.connection, self._lock = open_for_writing(path, synchronous=synchronous)
         try:
@@ -132,9 +133,8 @@ class Book:
     def close(self) -> None:
         """Give the file up. Calling it again does nothing."""
         if self._lock >= 0:
-            self.connection.close()
-            os.close(self._lock)
-            self._lock = -1
+            lock, self._lock = self._lock, -1
+            close_for_writing(self.connection, lock)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -158,6 +158,9 @@ class Book:
                     "the file (vime audit RUN), then repeat."
                 ) from error
             raise
+        self._num_commits += 1
+        if self._num_commits % COMMITS_BETWEEN_LOOKS == 0 and wal_path(self.path).stat().st_size > MAX_LOG_BYTES:
+            fold_in(self.connection)
 
     @property
     def sequence(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vime.handoff.ledger_book import Book
+from vime.handoff.ledger_file import NEXT
 from vime.handoff.ledger_schema import MOVING_ROUNDS
 from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, Payload, RestoreReport, Task
 from vime.types import Version
@@ -153,8 +154,12 @@ def _refuse_behind(book: Book, last: int) -> None:
     """A checkpoint of a round that this ledger does not know as trained would train its groups a second time."""
     [newest] = book.one("select max(id) from round where state in ('trained', 'durable')")
     [untrained] = book.one("select min(id) from round where state in ('leased', 'replay')")
-    is_known = newest is None or newest >= last
-    if last >= 0 and not (is_known and (untrained is None or untrained > last)):
+    if last >= 0 and newest is None:
+        raise LedgerFileError(
+            f"{book.path}: the checkpoint is of round {last}, but this ledger has seen no round trained: it is "
+            f"not the one of the run that wrote the checkpoint. {NEXT}"
+        )
+    if last >= 0 and (newest < last or (untrained is not None and untrained <= last)):
         raise LedgerFileError(
             f"{book.path}: the checkpoint is of round {last}, but the ledger's newest trained round is {newest}: its "
             "last lines are lost (a power cut before `sync`?). Load a checkpoint that is not newer."

@@ -74,10 +74,12 @@ def open_machine(
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
+        behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends when every part has
         parts = _start_parts(config, run_dir, address, starter, stack)
         if config.queue.transferqueue_mode == "streaming":
             with starter.part("ledger", "opening the ledger"):
                 parts.stream = _open_stream(config, run_dir, parts, start)
+                behind_the_parts.callback(parts.stream.end)
                 stack.callback(parts.stream.close)
         versions = VersionLedger()
         if start.checkpoint is not None:

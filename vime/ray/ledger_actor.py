@@ -76,6 +76,12 @@ class LedgerActor:
         has_payload = SpoolReader(spool).has if spool.is_dir() else _has_none
         return self._ledger.rounds.restore(checkpoint_round, has_payload)
 
+    async def close(self) -> None:
+        """Give the file up: it alone is the ledger then. The last call."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+        self._ledger.close()
+
     async def pid(self) -> int:
         return os.getpid()
 
@@ -126,6 +132,10 @@ class LedgerClient:
         """A restart of the run from this checkpoint; the first call after `start`."""
         report: RestoreReport = self._wait(self._handle.restore.remote(checkpoint_round), "the ledger to restore")
         return report
+
+    def close(self) -> None:
+        """Nobody calls the ledger any more: its file alone is the ledger when this returns."""
+        self._wait(self._handle.close.remote(), "the ledger to close its file")
 
     def pid(self) -> int:
         """Process of the actor now; another one after a restart."""

@@ -136,6 +136,13 @@ class Stream:
             except VimeError as error:  # they are answered again
                 logger.warning("what was under way is not kept: %s", error)
 
+    def end(self) -> None:
+        """Close the ledger's file. Called when every process that calls it has ended; a kill before costs nothing."""
+        try:
+            self.ledger.close()
+        except VimeError as error:
+            logger.warning("the ledger's log stays beside its file: %s", error)
+
     def _ask(self, ref: Any, name: str) -> Any:
         deadline_s = self._config.queue.transferqueue_timeout_secs
         [answer] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
