@@ -17,6 +17,7 @@ from pathlib import Path
 
 from vime.handoff.audit import audit
 from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_identity import LINE, link_history
 from vime.handoff.ledger_types import LedgerRules, Payload
 
 ROUND_GROUPS, ISSUE_GROUPS, SAVE_INTERVAL, NUM_TRANSITIONS = 32, 8, 10, 5
@@ -104,7 +105,8 @@ def fill(path: Path, num_rounds: int) -> None:
         "insert into round values (?1, 'durable', ?1 + 1, 'trainer', ?1, ?2, 1)",
         ((round_id, ROUND_GROUPS) for round_id in range(num_rounds)),
     )
-    connection.executemany("insert into history values (?, ?, 1, ?, ?, ?, ?, ?, ?)", lines(num_rounds, start))
+    connection.executemany(f"insert into history({LINE}) values (?, ?, 1, ?, ?, ?, ?, ?, ?)", lines(num_rounds, start))
+    link_history(connection)
     connection.execute("update partition set next_group = ?", (len(groups),))
     connection.executemany(
         "insert or replace into meta values (?, ?)", [("serving", num_rounds), ("fence", num_rounds)]

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from vime.handoff.audit import MAX_SHOWN, audit_run
-from vime.handoff.ledger_types import SPOOL_NAME, Task
+from vime.handoff.ledger_types import SPOOL_NAME, LedgerMark, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
 from vime.handoff.spool import SpoolReader
@@ -47,8 +47,8 @@ def add_parsers(commands: Any) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
     run: Path = arguments.run
-    checkpoint = checkpoint_round(run)
-    report = audit_run(run, checkpoint_round=checkpoint)
+    checkpoint, mark = newest_checkpoint(run)
+    report = audit_run(run, checkpoint_round=checkpoint, mark=mark)
     for state, total in sorted(report.groups.items()):
         say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
     say(
@@ -111,17 +111,19 @@ def say(text: str) -> None:
     Console(highlight=False, markup=False, soft_wrap=True).print(text)
 
 
-def checkpoint_round(run: Path) -> int | None:
-    """Round of the checkpoint that the marker names, in --save or RUN/checkpoints; None without one."""
+def newest_checkpoint(run: Path) -> tuple[int | None, LedgerMark | None]:
+    """Round of the checkpoint that the marker names, and what it keeps of its ledger; None without. It lies in --save,
+    or in RUN/checkpoints, also when the run directory moved since."""
     root = run / "checkpoints"
     try:
         if (run / "config.json").is_file():
             save = json.loads((run / "config.json").read_text()).get("model", {}).get("save")
-            root = Path(save) if save else root
+            root = Path(save) if save and Path(save).is_dir() else root
         marker = root / "latest_checkpointed_iteration.txt"
         if not marker.is_file() or (text := marker.read_text().strip()) == "none":
-            return None
+            return None, None
         name = f"iter_{int(text):07d}" if text.isdigit() else text
-        return int(json.loads((root / name / "run_state.json").read_text())["rollout_id"])
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        state = json.loads((root / name / "run_state.json").read_text())
+        return int(state["rollout_id"]), LedgerMark(**state["ledger"]) if state.get("ledger") else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise HandoffError(f"{root}: which checkpoint is the newest cannot be read: {error}") from error

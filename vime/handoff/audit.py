@@ -4,13 +4,14 @@ Checks, by the name that a finding carries:
     cursor      every group from 0 to the cursor was issued, none twice
     terminal    each group has one state, reached by legal steps; none is trained twice or both trained and dropped
     rounds      no group in two rounds; rounds have no gap and are trained in order
-    checkpoint  what is durable is in a checkpoint that survives, and what the checkpoint carries is trained
+    checkpoint  what is durable is in a checkpoint that survives, what the checkpoint carries is trained, and it was
+                written by the run of this ledger
     staleness   no round holds a token older than the bound or newer than its weights
     bound       slots, groups, tokens and bytes stayed within their bounds at every step
     tokens      what was committed is what was trained, dropped, sent back or is still held
     spool       every payload that may be needed again is there, whole and with its checksum
     eval        no group of an evaluation was ever in a round
-    history     the history tells of the same states as the tables
+    history     the history tells of the same states as the tables, and each of its lines is linked to the one before
 
 It reads and never writes, so it may look at a run that is alive.
 """
@@ -24,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vime.handoff.audit_history import Finding, History, Line
+from vime.handoff.ledger_identity import find_broken_link, find_difference
 from vime.handoff.ledger_schema import open_for_reading
-from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, State, Task
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.spool import SpoolReader
 from vime.types import HandoffError
@@ -89,12 +91,13 @@ class AuditReport:
         return "\n".join(lines)
 
 
-def audit_run(run: Path, *, checkpoint_round: int | None) -> AuditReport:
+def audit_run(run: Path, *, checkpoint_round: int | None, mark: LedgerMark | None = None) -> AuditReport:
     """`audit` of a run directory; -1 and None both say that there is no checkpoint."""
     spool = run / SPOOL_NAME
     return audit(
         run / LEDGER_NAME,
         checkpoint_round=None if checkpoint_round == -1 else checkpoint_round,
+        mark=mark,
         read_payload=spool_payloads(SpoolReader(spool)) if spool.is_dir() else None,
     )
 
@@ -109,8 +112,11 @@ def spool_payloads(spool: SpoolReader) -> ReadPayload:
     return read
 
 
-def audit(ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPayload | None) -> AuditReport:
-    """Check everything. `checkpoint_round`: round of the newest complete checkpoint, None without one.
+def audit(
+    ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPayload | None, mark: LedgerMark | None = None
+) -> AuditReport:
+    """Check everything. `checkpoint_round`: round of the newest complete checkpoint, None without one; `mark`: what it
+    keeps of its ledger, None for one from before ledgers had ids.
 
     `read_payload` None: the run keeps no spool, and nothing is said about payloads.
     """
@@ -118,6 +124,8 @@ def audit(ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPaylo
     try:
         history = History()
         history.read(_lines(connection))
+        broken = find_broken_link(connection)
+        difference = None if mark is None else find_difference(connection, mark, checkpoint_round or 0)
         facts = [GroupFacts(*row) for row in connection.execute(_GROUPS)]
         rounds = {
             int(round_id): (str(state), int(version), int(num_groups))
@@ -132,6 +140,12 @@ def audit(ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPaylo
     finally:
         connection.close()
     findings = list(history.findings)
+    if broken is not None:
+        findings.append(
+            Finding("history", f"line {broken}", "is not linked to the line before it: one of them changed")
+        )
+    if difference is not None:
+        findings.append(Finding("checkpoint", f"round {checkpoint_round}", f"the ledger {difference}"))
     findings += _check_cursor(facts, cursors)
     findings += _check_history(facts, history)
     findings += _check_rounds(facts, rounds, history)

@@ -23,7 +23,7 @@ from vime.handoff.ledger_file import fold_in
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk, num_ready_of_round
 from vime.handoff.ledger_schema import MOVING_ROUNDS
-from vime.handoff.ledger_types import CommitOutcome, LedgerRules, Payload, State, Task, TransitionError
+from vime.handoff.ledger_types import CommitOutcome, LedgerMark, LedgerRules, Payload, State, Task, TransitionError
 
 _NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
     from prompt_group g indexed by open_group join partition p on p.id = g.partition
@@ -88,9 +88,9 @@ class Ledger:
         deadlines += [holding.deadline for holding in memory.holdings.values()]
         memory.soonest = min(deadlines, default=float("inf"))
 
-    def sync(self) -> None:
+    def sync(self) -> LedgerMark:
         """Everything answered so far is on disk when this returns, and in the file alone, unless somebody reads it just
-        now. Call it before a checkpoint is made visible."""
+        now. Call it before a checkpoint is made visible, and keep the answer in the checkpoint."""
         book = self._book
         book.connection.execute("pragma synchronous = FULL")
         try:
@@ -99,11 +99,12 @@ class Ledger:
         finally:
             book.connection.execute(f"pragma synchronous = {self._synchronous}")
         fold_in(book.connection)
+        return book.mark
 
     @property
     def sequence(self) -> int:
         """Number of the newest line of the history: it grows with every change, also over restarts."""
-        return self._book.sequence
+        return self._book.mark.sequence
 
     def status(self) -> LedgerStatus:
         self.expire()

@@ -16,12 +16,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime.handoff.ledger_file import fold_in, wal_path
+from vime.handoff.ledger_identity import LINE, next_link, read_mark
 from vime.handoff.ledger_schema import MOVING_ROUNDS, close_for_writing, open_for_writing
-from vime.handoff.ledger_types import LedgerFileError, LedgerRules, PartitionError, State, Task, TransitionError
+from vime.handoff.ledger_types import (
+    LedgerFileError,
+    LedgerMark,
+    LedgerRules,
+    PartitionError,
+    State,
+    Task,
+    TransitionError,
+)
 
 MAX_LOG_BYTES, COMMITS_BETWEEN_LOOKS = 16 << 20, 64
-_EVENT = """insert into history(sequence, event, partition, grp, attempt, round, num_tokens, num_bytes, note)
-    values (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_EVENT = f"insert into history({LINE}, link) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class LedgerClock:
@@ -113,13 +121,13 @@ class Book:
 
     def __init__(self, path: Path, rules: LedgerRules, clock: Callable[[], float], synchronous: str) -> None:
         self.path, self.rules = path, rules
-        self._sequence = self._num_commits = 0
+        self._num_commits = 0
         self.clock = LedgerClock(clock, rules.lease_timeout_s / 2)
         self.connection, self._lock = open_for_writing(path, synchronous=synchronous)
         try:
+            self._mark = read_mark(self.connection)
             with self.transaction():
                 self.train_id = self.partition_id(rules.partition)
-                self._sequence = int(self.one("select coalesce(max(sequence), 0) from history")[0])
                 note = json.dumps(dataclasses.asdict(rules))
                 if self.query("select note from history where event = 'opened' order by sequence desc limit 1") != [
                     (note,)
@@ -140,7 +148,7 @@ class Book:
     def transaction(self) -> Iterator[None]:
         """All or nothing, on disk and in memory: an error, also a full disk, leaves both as they were."""
         self.connection.execute("begin immediate")
-        sequence = self._sequence
+        mark = self._mark
         memory = getattr(self, "memory", None)
         usage = dataclasses.replace(memory.usage) if memory else None
         try:
@@ -149,7 +157,7 @@ class Book:
         except BaseException as error:
             if self.connection.in_transaction:
                 self.connection.execute("rollback")
-            self._sequence = sequence
+            self._mark = mark
             if memory is not None and usage is not None:
                 memory.usage = usage
             if isinstance(error, sqlite3.Error):
@@ -163,9 +171,9 @@ class Book:
             fold_in(self.connection)
 
     @property
-    def sequence(self) -> int:
-        """Number of the newest line of the history."""
-        return self._sequence
+    def mark(self) -> LedgerMark:
+        """The newest line of the history."""
+        return self._mark
 
     def query(self, sql: str, *values: Any) -> list[Any]:
         return self.connection.execute(sql, values).fetchall()
@@ -191,10 +199,12 @@ class Book:
         note: str | None = None,
     ) -> int:
         """One line of history; answers its number, which is also the order of commits."""
-        self._sequence += 1
-        line = (self._sequence, event, partition, group, attempt, round_id, tokens, num_bytes, note)
-        self.connection.execute(_EVENT, line)
-        return self._sequence
+        sequence = self._mark.sequence + 1
+        line = (sequence, event, partition, group, attempt, round_id, tokens, num_bytes, note)
+        link = next_link(self._mark.link, line)
+        self.connection.execute(_EVENT, (*line, link))
+        self._mark = dataclasses.replace(self._mark, sequence=sequence, link=link)
+        return sequence
 
     def partition_id(self, name: str) -> int:
         """Number of a partition, made when it is new. Inside a transaction."""

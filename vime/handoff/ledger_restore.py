@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_file import NEXT
+from vime.handoff.ledger_identity import find_difference
 from vime.handoff.ledger_schema import MOVING_ROUNDS
-from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, Payload, RestoreReport, Task
+from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, LedgerMark, Payload, RestoreReport, Task
 from vime.types import Version
 
 _READY = """select p.name, g.grp, g.attempt, g.checksum, g.max_version from prompt_group g indexed by ready_group
@@ -85,15 +86,20 @@ def send_back(book: Book, task: Task, reason: str) -> None:
     book.write("retry", partition, task.group, task.attempt, note=reason)
 
 
-def restore(book: Book, checkpoint_round: int | None, has_payload: HasPayload) -> RestoreReport:
+def restore(
+    book: Book, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None
+) -> RestoreReport:
     """Go on from the checkpoint of `checkpoint_round` (None: from the initial weights), whatever was under way.
 
     Rounds after it are leased again with the same groups in the same order. The first round that lacks a payload ends
     this: the weights after it will be others than those that sampled later groups, so what those weights sampled is
     generated again, and so is every lost payload. Prompts in flight are issued again. Whoever held a lease from before
-    must have ended; its fence or attempt is not accepted any more.
+    must have ended; its fence or attempt is not accepted any more. `mark`: what the checkpoint keeps of its ledger;
+    None for one that was written before ledgers had ids.
     """
     last = -1 if checkpoint_round is None else checkpoint_round
+    if mark is not None and (difference := find_difference(book.connection, mark, last)) is not None:
+        raise LedgerFileError(f"{book.path}: {difference}. Load a checkpoint that this ledger knows.")
     _refuse_behind(book, last)
     in_flight = [flight.task for flight in book.memory.flights.values()]
     with book.transaction():

@@ -30,6 +30,7 @@ from vime.handoff.ledger_types import (
     LeaseAnswer,
     LeasedGroup,
     LeaseLostError,
+    LedgerMark,
     PartitionError,
     RestoreReport,
     RoundLease,
@@ -197,9 +198,11 @@ class RoundDesk:
         with book.transaction():
             settle(book, checkpoint_round)
 
-    def restore(self, checkpoint_round: int | None, has_payload: HasPayload) -> RestoreReport:
+    def restore(
+        self, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None = None
+    ) -> RestoreReport:
         """What a restart calls first; see `ledger_restore.restore`."""
-        return restore(self._book, checkpoint_round, has_payload)
+        return restore(self._book, checkpoint_round, has_payload, mark)
 
     def expire(self, now: float) -> None:
         """Take back rounds whose holder missed its deadline. One that was trained before a restore keeps its groups."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vime.handoff.ledger_file import (
@@ -32,6 +32,7 @@ from vime.handoff.ledger_file import (
     wal_path,
     write_note,
 )
+from vime.handoff.ledger_identity import make_identity
 from vime.handoff.ledger_types import LedgerFileError
 
 APPLICATION_ID = 0x56494D45  # "VIME"
@@ -63,11 +64,13 @@ create table history(
 """
 MOVING_ROUNDS = "round indexed by moving_round where state in ('leased', 'replay', 'trained')"
 """Rounds that are not durable, to be followed by further conditions: few, however long the run is."""
-MIGRATIONS: tuple[str, ...] = (CREATE,)
+Migration = str | Callable[[sqlite3.Connection], None]
+"""SQL, or a function that is called inside a transaction."""
+MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity)
 
 
 def open_for_writing(
-    path: Path, *, synchronous: str = "NORMAL", migrations: Sequence[str] = MIGRATIONS
+    path: Path, *, synchronous: str = "NORMAL", migrations: Sequence[Migration] = MIGRATIONS
 ) -> tuple[sqlite3.Connection, int]:
     """The connection of the one writer and the lock it holds while it lives (a file lock: it ends with the process)."""
     if synchronous not in ("NORMAL", "FULL"):
@@ -157,13 +160,16 @@ def _check_identity(connection: sqlite3.Connection, path: Path, newest: int) -> 
         raise LedgerFileError(f"{path}: schema {version}, this Vime knows up to {newest}. Use the Vime that wrote it.")
 
 
-def _migrate(connection: sqlite3.Connection, migrations: Sequence[str]) -> None:
+def _migrate(connection: sqlite3.Connection, migrations: Sequence[Migration]) -> None:
     version = connection.execute("pragma user_version").fetchone()[0]
-    for number, script in enumerate(migrations[version:], start=version + 1):
+    for number, migration in enumerate(migrations[version:], start=version + 1):
         connection.execute("begin immediate")
         try:
-            for statement in filter(str.strip, script.split(";")):
-                connection.execute(statement)
+            if callable(migration):
+                migration(connection)
+            else:
+                for statement in filter(str.strip, migration.split(";")):
+                    connection.execute(statement)
             connection.execute(f"pragma application_id = {APPLICATION_ID}")
             connection.execute(f"pragma user_version = {number}")
             connection.execute("commit")

@@ -21,7 +21,7 @@ from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
-from vime.ray.checkpoint import checkpoint_root, find_latest, find_start
+from vime.ray.checkpoint import checkpoint_root, find_latest, read_run_state
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
@@ -167,9 +167,12 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
 
 def _audited(config: Config, path: Path, screen: Screen) -> End:
     """Every run of mode streaming ends with its audit."""
-    last = find_start(str(checkpoint_root(config, path))).rollout_id - 1
     try:
-        report = audit_run(path, checkpoint_round=last)
+        newest = find_latest(checkpoint_root(config, path))
+        state = None if newest is None else read_run_state(newest)
+        report = audit_run(
+            path, checkpoint_round=state and state.rollout_id, mark=state.ledger if state is not None else None
+        )
     except VimeError as error:
         return End(code=error.exit_code, message=f"the audit of this run could not be made: {error}")
     if report.findings:

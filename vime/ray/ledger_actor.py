@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerRules, RestoreReport, Task
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, LedgerRules, RestoreReport, Task
 from vime.handoff.spool import SpoolReader
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import LEDGER_CPUS
@@ -70,11 +70,11 @@ class LedgerActor:
                     pass  # no news is an answer too
         return self._ledger.sequence
 
-    async def restore(self, checkpoint_round: int | None) -> RestoreReport:
+    async def restore(self, checkpoint_round: int | None, mark: LedgerMark | None) -> RestoreReport:
         """`ledger.rounds.restore` with the spool of this run; without one every payload counts as lost."""
         spool = self._run_dir / SPOOL_NAME
         has_payload = SpoolReader(spool).has if spool.is_dir() else _has_none
-        return self._ledger.rounds.restore(checkpoint_round, has_payload)
+        return self._ledger.rounds.restore(checkpoint_round, has_payload, mark)
 
     async def close(self) -> None:
         """Give the file up: it alone is the ledger then. The last call."""
@@ -128,9 +128,9 @@ class LedgerClient:
         client.pid()
         return client
 
-    def restore(self, checkpoint_round: int | None) -> RestoreReport:
+    def restore(self, checkpoint_round: int | None, mark: LedgerMark | None = None) -> RestoreReport:
         """A restart of the run from this checkpoint; the first call after `start`."""
-        report: RestoreReport = self._wait(self._handle.restore.remote(checkpoint_round), "the ledger to restore")
+        report: RestoreReport = self._wait(self._handle.restore.remote(checkpoint_round, mark), "the ledger to restore")
         return report
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.ledger_cases import groups_of, issue, lease, open_ledger
 from tests.helpers.rows import make_row
 from vime.handoff.audit import audit, spool_payloads
+from vime.handoff.ledger_identity import LINE
 from vime.handoff.ledger_types import LedgerFileError, Payload, Task
 from vime.handoff.payload import payload_size, rows_to_bytes, samples_to_bytes
 from vime.handoff.spool import Spool, SpoolReader
@@ -101,7 +102,7 @@ def test_a_healthy_run_has_no_finding_and_its_groups_are_counted(run):
 def tell(event, group=None, attempt=None, *, partition=1, round_id=None, tokens=None, note=None):
     """A false line of history."""
     values = [9999, event, partition, group, attempt, round_id, tokens, tokens, note]
-    return f"insert into history values ({', '.join('null' if v is None else repr(v) for v in values)})"
+    return f"insert into history({LINE}) values ({', '.join('null' if v is None else repr(v) for v in values)})"
 
 
 def rule(name, old, new):
