@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vime.handoff.audit_history import Finding, History, Line
+from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_identity import find_broken_link, find_difference
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
@@ -94,9 +95,10 @@ class AuditReport:
 def audit_run(run: Path, *, checkpoint_round: int | None, mark: LedgerMark | None = None) -> AuditReport:
     """`audit` of a run directory; -1 and None both say that there is no checkpoint."""
     spool = run / SPOOL_NAME
+    checkpoint_round = None if checkpoint_round == -1 else checkpoint_round
     return audit(
-        run / LEDGER_NAME,
-        checkpoint_round=None if checkpoint_round == -1 else checkpoint_round,
+        lasting_file(run / LEDGER_NAME, checkpoint_round),
+        checkpoint_round=checkpoint_round,
         mark=mark,
         read_payload=spool_payloads(SpoolReader(spool)) if spool.is_dir() else None,
     )

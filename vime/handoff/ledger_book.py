@@ -125,18 +125,22 @@ class Book:
         self.clock = LedgerClock(clock, rules.lease_timeout_s / 2)
         self.connection, self._lock = open_for_writing(path, synchronous=synchronous)
         try:
-            self._mark = read_mark(self.connection)
-            with self.transaction():
-                self.train_id = self.partition_id(rules.partition)
-                note = json.dumps(dataclasses.asdict(rules))
-                if self.query("select note from history where event = 'opened' order by sequence desc limit 1") != [
-                    (note,)
-                ]:
-                    self.write("opened", note=note)
-            self.memory = self.recall()
+            self.reload()
         except BaseException:
             self.close()
             raise
+
+    def reload(self) -> None:
+        """Take what the file says, and note the rules of this run in it when they are others."""
+        self._mark = read_mark(self.connection)
+        with self.transaction():
+            self.train_id = self.partition_id(self.rules.partition)
+            note = json.dumps(dataclasses.asdict(self.rules))
+            if self.query("select note from history where event = 'opened' order by sequence desc limit 1") != [
+                (note,)
+            ]:
+                self.write("opened", note=note)
+        self.memory = self.recall()
 
     def close(self) -> None:
         """Give the file up. Calling it again does nothing."""
@@ -214,12 +218,6 @@ class Book:
         self.change("insert into partition(name) values (?)", name)
         return int(self.one("select last_insert_rowid()")[0])
 
-    def known_partition(self, name: str) -> int:
-        row = self.one("select id from partition where name = ?", name)
-        if row is None:
-            raise PartitionError(f"partition {name!r}: nothing was ever issued in it.")
-        return int(row[0])
-
     def meta(self, name: str, default: int) -> int:
         row = self.one("select value from meta where name = ?", name)
         return default if row is None else int(row[0])
@@ -281,6 +279,13 @@ def count_usage(connection: sqlite3.Connection, train_id: int) -> Usage:
         (serving[0] if serving else 0,),
     ).fetchone()[0]
     return usage
+
+
+def known_partition(book: Book, name: str) -> int:
+    row = book.one("select id from partition where name = ?", name)
+    if row is None:
+        raise PartitionError(f"partition {name!r}: nothing was ever issued in it.")
+    return int(row[0])
 
 
 class GroupRow(NamedTuple):

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vime.handoff.ledger_file import NEXT
 from vime.handoff.ledger_types import LedgerMark
 
 LINE = "sequence, event, partition, grp, attempt, round, num_tokens, num_bytes, note"
@@ -102,6 +103,39 @@ def find_difference(connection: sqlite3.Connection, mark: LedgerMark, checkpoint
             "run went back to an earlier checkpoint and on from there"
         )
     return None
+
+
+def find_obstacle(connection: sqlite3.Connection, mark: LedgerMark | None, checkpoint_round: int) -> str | None:
+    """Why a run cannot go on from this checkpoint with this ledger, and what to do; None when it can.
+
+    -1: from the initial weights. A checkpoint of a round that the ledger does not know as trained would train its
+    groups a second time.
+    """
+    difference = None if mark is None else find_difference(connection, mark, checkpoint_round)
+    if difference is not None:
+        return f"{difference}. Load a checkpoint that this ledger knows."
+    [newest] = connection.execute("select max(id) from round where state in ('trained', 'durable')").fetchone()
+    [untrained] = connection.execute("select min(id) from round where state in ('leased', 'replay')").fetchone()
+    found = f"the checkpoint is of round {checkpoint_round}, but"
+    if checkpoint_round < 0:
+        return None
+    if newest is None:
+        return f"{found} this ledger has seen no round trained: it is not that of the run that wrote it. {NEXT}"
+    if newest >= checkpoint_round and (untrained is None or untrained > checkpoint_round):
+        return None
+    line, back = connection.execute(
+        "select sequence, round from history where event = 'restored' order by sequence desc limit 1"
+    ).fetchone() or (0, checkpoint_round)
+    if back < checkpoint_round:
+        name = "the initial weights" if back < 0 else f"the checkpoint of round {back}"
+        return (
+            f"{found} the run went back to {name} (line {line} of the ledger's history) and has not trained round "
+            f"{newest + 1 if untrained is None else untrained} again. Load {name}, or one that was written since."
+        )
+    return (
+        f"{found} the ledger's newest trained round is {newest}: its last lines are lost (a power cut before `sync`?). "
+        "Load a checkpoint that is not newer."
+    )
 
 
 def _chunks(connection: sqlite3.Connection, columns: str) -> Iterator[list[Any]]:

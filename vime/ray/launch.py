@@ -6,6 +6,7 @@ interrupted by Ctrl-C, SIGTERM or a closed terminal, with the state saved.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -87,11 +88,17 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
 
 
 class Restarts:
-    """Whether a run whose part died starts again: --max-restarts times in a row without a round trained between."""
+    """Whether a run whose part died starts again: --max-restarts times in a row without a round trained between.
+
+    From the newest checkpoint that it wrote itself, or else from where it was started: that may be an older one.
+    """
 
     def __init__(self, config: Config, path: Path) -> None:
         self._config, self._limit = config, config.cluster.max_restarts
         self._root = checkpoint_root(config, path)
+        self._found: Path | None = None  # the newest checkpoint before this run saved one
+        with contextlib.suppress(VimeError):  # said where it is needed
+            self._found = find_latest(self._root)
         self.num, self._trained = 0, -1
 
     def after(self, end: End) -> Config | None:
@@ -101,8 +108,8 @@ class Restarts:
         if not end.is_worth_a_restart or self.num >= self._limit:
             return None
         self.num += 1
-        has_own = find_latest(self._root) is not None
-        return self._config.replace(load=str(self._root)) if has_own else self._config
+        is_saved = find_latest(self._root) != self._found
+        return self._config.replace(load=str(self._root)) if is_saved else self._config
 
     def __str__(self) -> str:
         return f"restart {self.num} of {self._limit} without a trained round (--max-restarts)"

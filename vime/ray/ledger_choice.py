@@ -11,8 +11,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_file import check_is_there
-from vime.handoff.ledger_identity import find_difference
+from vime.handoff.ledger_identity import find_obstacle
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, LedgerMark
 from vime.observability.events import EventKind, read_events
@@ -59,11 +60,11 @@ def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice
         if not path.is_file():
             refusals.append(f"there is no {path}")
             continue
-        with closing(open_for_reading(path)) as connection:
-            difference = find_difference(connection, state.ledger, state.rollout_id)
-        if difference is None:
+        with closing(open_for_reading(lasting_file(path, state.rollout_id))) as connection:
+            obstacle = find_obstacle(connection, state.ledger, state.rollout_id)
+        if obstacle is None:
             return LedgerChoice(origin=None if directory == own else directory, mark=state.ledger)
-        refusals.append(f"{path} {difference}")
+        refusals.append(f"{path}: {obstacle.rstrip('.')}")
     raise ConfigError(
         f"--load {checkpoint}: belongs to the ledger {state.ledger.ledger_id} at line {state.ledger.sequence}, which "
         f"knows what it has trained; but {'; '.join(refusals)}. {OTHER_WAY}, or put a copy of its {LEDGER_NAME} back."

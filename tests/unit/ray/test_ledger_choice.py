@@ -56,7 +56,7 @@ def test_a_new_run_at_the_old_path_refuses_the_old_runs_checkpoint(tmp_path: Pat
     shutil.move(tmp_path / "old" / "checkpoints", tmp_path / "kept")
     checkpoint = find_latest(tmp_path / "kept")
     for run in (tmp_path / "run", tmp_path / "new"):
-        with pytest.raises(ConfigError, match=r"--load .*belongs to the ledger \w+ at line .*run/ledger.db is ledger"):
+        with pytest.raises(ConfigError, match=r"--load .*belongs to the ledger \w+ at line .*run/ledger.db: is ledger"):
             choose_ledger(run, checkpoint)
 
 
