@@ -43,7 +43,7 @@ def measure(path: Path, num_groups: int, num_rounds: int, synchronous: str) -> s
     first_round = num_groups // ROUND_GROUPS
     fill(path, first_round)
     if num_groups <= AUDIT_UP_TO:
-        findings = audit(path, checkpoint_round=first_round - 1, read_payload=None).findings
+        findings = audit(path, checkpoint_round=first_round - 1, spool=None).findings
         assert not findings, findings[:3]
     started = time.perf_counter()
     ledger = Ledger(path, RULES, clock=time.monotonic, synchronous=synchronous)

@@ -9,7 +9,8 @@ Checks, by the name that a finding carries:
     staleness   no round holds a token older than the bound or newer than its weights
     bound       slots, groups, tokens and bytes stayed within their bounds at every step
     tokens      what was committed is what was trained, dropped, sent back or is still held
-    spool       every payload that may be needed again is there, whole and with its checksum
+    spool       every payload that may be needed again is there, whole and with its checksum, and the bytes at the end
+                that are no record never were one that the ledger knows
     eval        no group of an evaluation was ever in a round
     history     the history tells of the same states as the tables, and each of its lines is linked to the one before
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +32,10 @@ from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.spool import SpoolReader
+from vime.handoff.spool_check import find_known_tail
 from vime.types import HandoffError
 
 MAX_SHOWN = 50
-ReadPayload = Callable[[Task, int], tuple[int, int]]
-"""(bytes, tokens) of the stored payload with this checksum; raises HandoffError when it is missing or damaged."""
 
 _LINES = """select h.sequence, h.event, coalesce(p.name, ''), coalesce(h.grp, -1), coalesce(h.attempt, 0),
     coalesce(h.round, 0), coalesce(h.num_tokens, 0), coalesce(h.num_bytes, 0), coalesce(h.note, '')
@@ -100,27 +100,18 @@ def audit_run(run: Path, *, checkpoint_round: int | None, mark: LedgerMark | Non
         lasting_file(run / LEDGER_NAME, checkpoint_round),
         checkpoint_round=checkpoint_round,
         mark=mark,
-        read_payload=spool_payloads(SpoolReader(spool)) if spool.is_dir() else None,
+        spool=spool if spool.is_dir() else None,
     )
 
 
-def spool_payloads(spool: SpoolReader) -> ReadPayload:
-    """How the audit reads payloads from a spool."""
-
-    def read(task: Task, checksum: int) -> tuple[int, int]:
-        data = spool.read(task, checksum)
-        return len(data), payload_size(data)[1]
-
-    return read
-
-
 def audit(
-    ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPayload | None, mark: LedgerMark | None = None
+    ledger: Path, *, checkpoint_round: int | None, spool: Path | None, mark: LedgerMark | None = None
 ) -> AuditReport:
     """Check everything. `checkpoint_round`: round of the newest complete checkpoint, None without one; `mark`: what it
     keeps of its ledger, None for one from before ledgers had ids.
 
-    `read_payload` None: the run keeps no spool, and nothing is said about payloads.
+    `spool` None: the run keeps none, and nothing is said about payloads. It is read behind the ledger: what the ledger
+    knows is in it by then, also in a run that is alive.
     """
     connection = open_for_reading(ledger)
     try:
@@ -137,6 +128,7 @@ def audit(
         }
         cursors = dict(connection.execute("select name, next_group from partition"))
         [num_lines] = connection.execute("select count(*) from history").fetchone()
+        of_spool = [] if spool is None else list(_check_spool(facts, spool, connection, history.train))
     except sqlite3.Error as error:
         raise HandoffError(f"{ledger}: cannot be read: {error}. Copy the run directory and recover a copy.") from error
     finally:
@@ -153,8 +145,7 @@ def audit(
     findings += _check_rounds(facts, rounds, history)
     findings += _check_checkpoint(rounds, checkpoint_round)
     findings += _check_partitions(facts, history.train)
-    if read_payload is not None:
-        findings += _check_spool(facts, read_payload)
+    findings += of_spool
     groups: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for fact in facts:
@@ -265,18 +256,33 @@ def _check_partitions(facts: list[GroupFacts], train: str) -> Iterator[Finding]:
             yield Finding("eval", str(fact.task), f"{fact.state} in round {fact.round_id}; only {train} is trained")
 
 
-def _check_spool(facts: list[GroupFacts], read_payload: ReadPayload) -> Iterator[Finding]:
+def _check_spool(
+    facts: list[GroupFacts], directory: Path, connection: sqlite3.Connection, train: str
+) -> Iterator[Finding]:
+    try:
+        spool = SpoolReader(directory)
+    except HandoffError as error:
+        yield Finding("spool", directory.name, str(error))
+        return
+    tail = find_known_tail(spool, connection, train=train)
+    if tail is not None:
+        yield Finding("spool", tail.name, str(tail))
+    yield from _check_payloads(facts, spool)
+
+
+def _check_payloads(facts: list[GroupFacts], spool: SpoolReader) -> Iterator[Finding]:
     for fact in facts:
         if fact.partial_attempt is not None and fact.state in (State.ISSUED, State.RETRY):
             task = Task(fact.partition, fact.group, fact.partial_attempt)
             try:
-                read_payload(task, fact.partial_checksum)
+                spool.read(task, fact.partial_checksum)
             except HandoffError as error:
                 yield Finding("spool", str(task), f"{fact.state} goes on from tokens that cannot be read: {error}")
         if fact.state not in NEEDED:
             continue
         try:
-            size = read_payload(fact.task, fact.checksum)
+            data = spool.read(fact.task, fact.checksum)
+            size = len(data), payload_size(data)[1]
         except HandoffError as error:
             yield Finding("spool", str(fact.task), f"{fact.state}, but its payload cannot be read: {error}")
             continue

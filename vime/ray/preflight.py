@@ -14,6 +14,10 @@ from vime.config.hf_config import num_tokenizer_ids
 from vime.config.parse import Config
 from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
+from vime.handoff.ledger_before import lasting_file
+from vime.handoff.ledger_types import LEDGER_NAME
+from vime.handoff.spool import Fsync
+from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
 from vime.ray.ledger_choice import choose_ledger
 from vime.rollout.plugins import check_plugins
@@ -114,6 +118,13 @@ def _check_ledger(config: Config) -> None:
     choice = choose_ledger(run_dir, checkpoint)
     if choice.note:
         sys.stderr.write(f"note: {choice.note}.\n")
+    elif choice.origin is None and run_dir is not None and checkpoint is not None:
+        check_spool(
+            run_dir,
+            lasting_file(run_dir / LEDGER_NAME, read_run_state(checkpoint).rollout_id),
+            train=config.queue.transferqueue_partition,
+            may_be_torn=config.queue.transferqueue_fsync == Fsync.NEVER,
+        )
 
 
 def _check_mode_of(checkpoint: Path, config: Config) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from vime.config.parse import Config
 from vime.handoff.ledger_types import LedgerMark, LedgerRules, RestoreReport, RoundLease, RoundOrder, StalePolicy
 from vime.handoff.queue_view import copy_queue
+from vime.handoff.spool import Fsync
 from vime.observability.events import span
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.ledger_choice import ORIGIN_NAME, LedgerChoice
@@ -83,7 +84,9 @@ class Stream:
             run_id=uuid.uuid4().hex[:8],
             deadline_s=config.queue.transferqueue_timeout_secs,
         )
-        report: RestoreReport = ledger.restore(checkpoint_round, choice.mark)
+        report: RestoreReport = ledger.restore(
+            checkpoint_round, choice.mark, may_be_torn=config.queue.transferqueue_fsync == Fsync.NEVER
+        )
         if report.replayed_rounds or report.reissued or report.regenerated:
             logger.info(
                 "queue restored: rounds %s are trained again as they were, %d prompts in flight and %d lost groups are "

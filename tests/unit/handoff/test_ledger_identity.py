@@ -69,7 +69,7 @@ def test_the_mark_of_another_ledger_is_refused_by_its_id(tmp_path: Path) -> None
     ):
         ledger.rounds.restore(0, has_all, mark)
     ledger.close()
-    report = audit(tmp_path / "run" / "ledger.db", checkpoint_round=0, read_payload=None, mark=mark)
+    report = audit(tmp_path / "run" / "ledger.db", checkpoint_round=0, spool=None, mark=mark)
     [finding] = report.findings
     assert "checkpoint: round 0: the ledger is ledger" in str(finding)
 
@@ -131,5 +131,5 @@ def test_a_changed_line_of_history_is_found_by_its_link(tmp_path: Path, column: 
     reader = open_for_reading(tmp_path / "ledger.db")
     assert find_broken_link(reader) == (6 if column == "sequence" else 5)
     reader.close()
-    report = audit(tmp_path / "ledger.db", checkpoint_round=1, read_payload=None)
+    report = audit(tmp_path / "ledger.db", checkpoint_round=1, spool=None)
     assert any("is not linked to the line before it" in str(finding) for finding in report.findings)
