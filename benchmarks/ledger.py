@@ -102,14 +102,15 @@ def fill(path: Path, num_rounds: int) -> None:
         ((g, g // ROUND_GROUPS, g % ROUND_GROUPS, start + g // ROUND_GROUPS * per_round + 32 + g % 32) for g in groups),
     )
     connection.executemany(
-        "insert into round values (?1, 'durable', ?1 + 1, 'trainer', ?1, ?2, 1)",
+        "insert into round(id, state, fence, holder, version, num_groups, is_final) "
+        "values (?1, 'durable', ?1 + 1, 'trainer', ?1, ?2, 1)",
         ((round_id, ROUND_GROUPS) for round_id in range(num_rounds)),
     )
     connection.executemany(f"insert into history({LINE}) values (?, ?, 1, ?, ?, ?, ?, ?, ?)", lines(num_rounds, start))
     link_history(connection)
     connection.execute("update partition set next_group = ?", (len(groups),))
     connection.executemany(
-        "insert or replace into meta values (?, ?)", [("serving", num_rounds), ("fence", num_rounds)]
+        "insert or replace into meta(name, value) values (?, ?)", [("serving", num_rounds), ("fence", num_rounds)]
     )
     connection.execute("commit")
     connection.execute("pragma wal_checkpoint(truncate)")

@@ -12,7 +12,8 @@ Checks, by the name that a finding carries:
     spool       every payload that may be needed again is there, whole and with its checksum, and the bytes at the end
                 that are no record never were one that the ledger knows
     eval        no group of an evaluation was ever in a round
-    history     the history tells of the same states as the tables, and each of its lines is linked to the one before
+    file        the ledger's file is whole: its structure, the checksum of each row, the chain of the history
+    history     the history tells of the same states as the tables
 
 It reads and never writes, so it may look at a run that is alive.
 """
@@ -22,13 +23,16 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.ledger_before import lasting_file
-from vime.handoff.ledger_identity import find_broken_link, find_difference
-from vime.handoff.ledger_schema import open_for_reading
+from vime.handoff.ledger_file import OLD_COPY
+from vime.handoff.ledger_identity import find_difference
+from vime.handoff.ledger_schema import expected_schema, open_for_reading
+from vime.handoff.ledger_seals import find_faults
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.spool import SpoolReader
@@ -113,31 +117,35 @@ def audit(
     `spool` None: the run keeps none, and nothing is said about payloads. It is read behind the ledger: what the ledger
     knows is in it by then, also in a run that is alive.
     """
-    connection = open_for_reading(ledger)
-    try:
-        history = History()
-        history.read(_lines(connection))
-        broken = find_broken_link(connection)
-        difference = None if mark is None else find_difference(connection, mark, checkpoint_round or 0)
-        facts = [GroupFacts(*row) for row in connection.execute(_GROUPS)]
-        rounds = {
-            int(round_id): (str(state), int(version), int(num_groups))
-            for round_id, state, version, num_groups in connection.execute(
-                "select id, state, version, num_groups from round order by id"
-            )
-        }
-        cursors = dict(connection.execute("select name, next_group from partition"))
-        [num_lines] = connection.execute("select count(*) from history").fetchone()
-        of_spool = [] if spool is None else list(_check_spool(facts, spool, connection, history.train))
-    except sqlite3.Error as error:
-        raise HandoffError(f"{ledger}: cannot be read: {error}. Copy the run directory and recover a copy.") from error
-    finally:
-        connection.close()
-    findings = list(history.findings)
-    if broken is not None:
-        findings.append(
-            Finding("history", f"line {broken}", "is not linked to the line before it: one of them changed")
+    with closing(open_for_reading(ledger)) as connection:
+        faults = tuple(Finding("file", ledger.name, fault) for fault in find_faults(connection, expected_schema()))
+        try:
+            report = _audit_content(connection, checkpoint_round, spool, mark)
+        except Exception as error:  # boundary: a damaged file may hold anything, and what is damaged is said instead
+            if faults:
+                return AuditReport(findings=faults, groups={}, tokens={}, num_rounds=0, num_lines=0)
+            if isinstance(error, sqlite3.Error):
+                raise HandoffError(f"{ledger}: cannot be read: {error}. {OLD_COPY}.") from error
+            raise
+    return replace(report, findings=(*faults, *report.findings))
+
+
+def _audit_content(
+    connection: sqlite3.Connection, checkpoint_round: int | None, spool: Path | None, mark: LedgerMark | None
+) -> AuditReport:
+    history = History()
+    history.read(_lines(connection))
+    facts = [GroupFacts(*row) for row in connection.execute(_GROUPS)]
+    rounds = {
+        int(round_id): (str(state), int(version), int(num_groups))
+        for round_id, state, version, num_groups in connection.execute(
+            "select id, state, version, num_groups from round order by id"
         )
+    }
+    cursors = dict(connection.execute("select name, next_group from partition"))
+    [num_lines] = connection.execute("select count(*) from history").fetchone()
+    findings = list(history.findings)
+    difference = None if mark is None else find_difference(connection, mark, checkpoint_round or 0)
     if difference is not None:
         findings.append(Finding("checkpoint", f"round {checkpoint_round}", f"the ledger {difference}"))
     findings += _check_cursor(facts, cursors)
@@ -145,7 +153,8 @@ def audit(
     findings += _check_rounds(facts, rounds, history)
     findings += _check_checkpoint(rounds, checkpoint_round)
     findings += _check_partitions(facts, history.train)
-    findings += of_spool
+    if spool is not None:
+        findings += _check_spool(facts, spool, connection, history.train)
     groups: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for fact in facts:

@@ -223,7 +223,7 @@ class Book:
         return default if row is None else int(row[0])
 
     def set_meta(self, name: str, value: int) -> None:
-        self.change("insert or replace into meta values (?, ?)", name, value)
+        self.change("insert or replace into meta(name, value) values (?, ?)", name, value)
 
     def num_slots(self) -> int:
         """Groups that may be under way now: towards the end of the run only as many as it still trains."""

@@ -30,7 +30,7 @@ def first_link(ledger_id: str) -> int:
 
 def next_link(link: int, line: Sequence[Any]) -> int:
     """The link of a line of history (columns of LINE) behind the one with `link`: 64 bits, as sqlite keeps integers."""
-    data = struct.pack("<q", link) + json.dumps(line).encode()
+    data = struct.pack("<q", link) + json.dumps(line, default=repr).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
@@ -65,8 +65,8 @@ def find_broken_link(connection: sqlite3.Connection) -> int | None:
 
 
 def read_id(connection: sqlite3.Connection) -> str:
-    [ledger_id] = connection.execute("select ledger from identity").fetchone()
-    return str(ledger_id)
+    ids = connection.execute("select ledger from identity").fetchall()
+    return str(ids[0][0]) if len(ids) == 1 else repr(ids)
 
 
 def read_mark(connection: sqlite3.Connection) -> LedgerMark:

@@ -15,9 +15,11 @@ in any other way (the file, its log, a part of one) is refused by name: ledger_f
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from vime.handoff.ledger_file import (
@@ -33,9 +35,11 @@ from vime.handoff.ledger_file import (
     write_note,
 )
 from vime.handoff.ledger_identity import make_identity
+from vime.handoff.ledger_seals import Schema, find_faults, keep_sealed, make_seals, read_schema
 from vime.handoff.ledger_types import LedgerFileError
 
 APPLICATION_ID = 0x56494D45  # "VIME"
+UNREADABLE = (sqlite3.Error, OSError, UnicodeDecodeError)  # the last: a name in a damaged file that sqlite repeats
 BUSY_TIMEOUT_S = 10.0  # a reader that copies the file may hold the writer up for a moment
 
 CREATE = """
@@ -66,7 +70,7 @@ MOVING_ROUNDS = "round indexed by moving_round where state in ('leased', 'replay
 """Rounds that are not durable, to be followed by further conditions: few, however long the run is."""
 Migration = str | Callable[[sqlite3.Connection], None]
 """SQL, or a function that is called inside a transaction."""
-MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity)
+MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity, make_seals)
 
 
 def open_for_writing(
@@ -82,12 +86,16 @@ def open_for_writing(
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         check_is_there(path)
         check_log(path)
+        if read_note(path) is Note.OPEN:  # a clean end leaves nothing half-written
+            with closing(_connect(path, "?mode=ro")) as reader:
+                check_content(reader, path)
         connection = _connect(path)
         _check_identity(connection, path, len(migrations))
         connection.execute("pragma journal_mode = wal")
         connection.execute(f"pragma synchronous = {synchronous}")
         connection.execute("pragma wal_autocheckpoint = 0")  # `fold_in` does it, and leaves no old frames in the log
         _migrate(connection, migrations)
+        keep_sealed(connection)
         fold_in(connection)
         write_note(lock, Note.OPEN)
     except BlockingIOError as error:
@@ -99,7 +107,7 @@ def open_for_writing(
             if read_note(path) is Note.OPEN and not wal_path(path).exists():
                 write_note(lock, Note.CLOSED)  # closing it has folded in what a kill had left
         os.close(lock)
-        if isinstance(error, sqlite3.Error | OSError):
+        if isinstance(error, UNREADABLE):
             raise LedgerFileError(f"{path}: cannot be opened as a ledger: {error}. {OLD_COPY}.") from error
         raise
     return connection, lock
@@ -136,10 +144,28 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     except BaseException as error:
         if connection is not None:
             connection.close()
-        if isinstance(error, sqlite3.Error | OSError):
+        if isinstance(error, UNREADABLE):
             raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}. {OLD_COPY}.") from error
         raise
     return connection
+
+
+def check_content(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a ledger in which anything is not as it was written. Reads all of it; of an older schema nothing."""
+    try:
+        [version] = connection.execute("pragma user_version").fetchone()
+    except UNREADABLE as error:
+        raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}. {OLD_COPY}.") from error
+    if version == len(MIGRATIONS) and (faults := find_faults(connection, expected_schema())):
+        raise LedgerFileError(f"{path}: the ledger is damaged: {'; '.join(faults)}. {OLD_COPY}.")
+
+
+@functools.cache
+def expected_schema() -> Schema:
+    """Of a ledger that has just been made."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        _migrate(connection, MIGRATIONS)
+        return read_schema(connection)
 
 
 def _connect(path: Path, mode: str = "") -> sqlite3.Connection:

@@ -14,7 +14,7 @@ from pathlib import Path
 from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_file import check_is_there
 from vime.handoff.ledger_identity import find_obstacle
-from vime.handoff.ledger_schema import open_for_reading
+from vime.handoff.ledger_schema import check_content, open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, LedgerMark
 from vime.observability.events import EventKind, read_events
 from vime.ray.checkpoint import LEDGER_RUN, read_run_state
@@ -42,6 +42,9 @@ def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice
         check_is_there(run_dir / LEDGER_NAME)
     own = None if run_dir is None or not (run_dir / LEDGER_NAME).is_file() else run_dir
     if checkpoint is None:
+        if own is not None:
+            with closing(open_for_reading(own / LEDGER_NAME)) as connection:
+                check_content(connection, own / LEDGER_NAME)
         if run_dir is not None and own is None and _has_trained(run_dir):
             raise ConfigError(
                 f"--run-dir {run_dir}: holds a run of mode streaming that has trained (events/), but no {LEDGER_NAME}: "
@@ -61,6 +64,7 @@ def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice
             refusals.append(f"there is no {path}")
             continue
         with closing(open_for_reading(lasting_file(path, state.rollout_id))) as connection:
+            check_content(connection, path)
             obstacle = find_obstacle(connection, state.ledger, state.rollout_id)
         if obstacle is None:
             return LedgerChoice(origin=None if directory == own else directory, mark=state.ledger)

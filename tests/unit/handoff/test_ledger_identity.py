@@ -13,6 +13,7 @@ from vime.handoff.audit import audit
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_identity import find_broken_link, first_link, next_link
 from vime.handoff.ledger_schema import open_for_reading
+from vime.handoff.ledger_seals import SEALED
 from vime.handoff.ledger_types import LedgerFileError, LedgerMark
 from vime.handoff.queue_view import export_queue, import_queue
 
@@ -110,6 +111,8 @@ def test_a_ledger_from_before_ids_gets_one_and_its_lines_are_linked(
     connection = sqlite3.connect(tmp_path / "ledger.db")
     for statement in ("drop table identity", "alter table history drop column link", "pragma user_version = 1"):
         connection.execute(statement)
+    for table in SEALED:
+        connection.execute(f"alter table {table} drop column seal")
     connection.close()
     with pytest.raises(LedgerFileError, match=r"schema 1, this Vime reads .\. Resuming the run migrates it"):
         open_for_reading(tmp_path / "ledger.db")
