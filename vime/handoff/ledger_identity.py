@@ -20,6 +20,7 @@ from vime.handoff.ledger_types import LedgerMark
 
 LINE = "sequence, event, partition, grp, attempt, round, num_tokens, num_bytes, note"
 """Columns of the table `history` that a link covers, in this order."""
+encode_values = json.JSONEncoder(default=repr).encode  # what a damaged file holds may be bytes
 _CHUNK = 10_000  # lines
 
 
@@ -30,7 +31,7 @@ def first_link(ledger_id: str) -> int:
 
 def next_link(link: int, line: Sequence[Any]) -> int:
     """The link of a line of history (columns of LINE) behind the one with `link`: 64 bits, as sqlite keeps integers."""
-    data = struct.pack("<q", link) + json.dumps(line, default=repr).encode()
+    data = struct.pack("<q", link) + encode_values(line).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 

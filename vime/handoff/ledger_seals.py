@@ -7,13 +7,12 @@ it writes; they are not in the file, so that any sqlite program can still read a
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from vime.handoff.ledger_identity import find_broken_link
+from vime.handoff.ledger_identity import encode_values, find_broken_link
 
 SEALED = {
     "meta": (("name",), ("name", "value")),
@@ -85,7 +84,7 @@ def read_schema(connection: sqlite3.Connection) -> Schema:
 
 
 def _seal(*values: Any) -> int:
-    return zlib.crc32(json.dumps(values, default=repr).encode())
+    return zlib.crc32(encode_values(values).encode())
 
 
 def _add_function(connection: sqlite3.Connection) -> None:
