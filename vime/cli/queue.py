@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vime.handoff.audit import MAX_SHOWN, audit_run
+from vime.handoff.audit import MAX_SHOWN, AuditReport, audit_run
 from vime.handoff.ledger_types import SPOOL_NAME, LedgerMark, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
@@ -47,8 +49,7 @@ def add_parsers(commands: Any) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
     run: Path = arguments.run
-    checkpoint, mark = newest_checkpoint(run)
-    report = audit_run(run, checkpoint_round=checkpoint, mark=mark)
+    checkpoint, report = look_twice(run)
     for state, total in sorted(report.groups.items()):
         say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
     say(
@@ -59,6 +60,31 @@ def run_audit(arguments: argparse.Namespace) -> None:
     if report.findings:
         raise AuditFailedError(report.summary(run))
     say("every promise kept")
+
+
+def look_twice(run: Path) -> tuple[int | None, AuditReport]:
+    """Round of the newest checkpoint, and the audit.
+
+    Ledger, checkpoint and spool of a run that is alive are not of one moment: what a first look misses, a second one
+    finds somewhere else. A breach is what two looks see, or one look at a run in which nothing moved.
+    """
+    newest, report = _first_look(run)
+    if not report.findings:
+        return newest[0], report
+    again = newest_checkpoint(run)
+    second = audit_run(run, checkpoint_round=again[0], mark=again[1])
+    if (again, second.num_lines) != (newest, report.num_lines):
+        second = replace(second, findings=tuple(found for found in second.findings if found in report.findings))
+    return again[0], second
+
+
+def _first_look(run: Path) -> tuple[tuple[int | None, LedgerMark | None], AuditReport]:
+    """A file may go between its name and its bytes, once; what is really gone is gone the second time too."""
+    with contextlib.suppress(HandoffError):
+        newest = newest_checkpoint(run)
+        return newest, audit_run(run, checkpoint_round=newest[0], mark=newest[1])
+    newest = newest_checkpoint(run)
+    return newest, audit_run(run, checkpoint_round=newest[0], mark=newest[1])
 
 
 def run_ls(arguments: argparse.Namespace) -> None:

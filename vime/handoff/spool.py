@@ -69,9 +69,12 @@ class SpoolReader:
                 f"{self.directory}: no payload of group {task} with checksum {checksum:08x}; it holds "
                 f"{[f'{other:08x}' for other in others] or 'none of this group'}."
             )
-        with place.path.open("rb") as file:
-            file.seek(place.payload_offset)
-            data = file.read(place.payload_bytes)
+        try:
+            with place.path.open("rb") as file:
+                file.seek(place.payload_offset)
+                data = file.read(place.payload_bytes)
+        except FileNotFoundError:
+            raise HandoffError(f"{place.path}: is gone, and with it the payload of group {task}.") from None
         if zlib.crc32(data) != checksum:
             raise SpoolDamageError(place.path, place.offset, str(task), "its payload changed on disk")
         return data
