@@ -121,8 +121,9 @@ def find_damage(wal: bytes) -> str | None:
     """What is wrong with the bytes of a write-ahead log; None when each frame is whole up to where a kill cut it off.
 
     The ledger's log is never written over (`fold_in` cuts it to nothing), so a frame that is there in full and does not
-    fit its checksum was damaged. A kill leaves a frame that is cut off, a power cut also zeros. The format is sqlite's
-    (https://www.sqlite.org/fileformat2.html, section 4).
+    fit its checksum was damaged. A kill leaves a frame that is cut off, a power cut also zeros; and sqlite may be
+    killed while it writes frames of a long transaction again, behind which there is no commit, so nothing is lost. The
+    format is sqlite's (https://www.sqlite.org/fileformat2.html, section 4).
     """
     if len(wal) <= _WAL_HEADER.size:
         return None  # no frame was written yet
@@ -134,15 +135,17 @@ def find_damage(wal: bytes) -> str | None:
     if sums != (first, second):
         return "its header is damaged"
     frame_bytes = _FRAME_HEADER.size + page_size
-    for number, at in enumerate(range(_WAL_HEADER.size, len(wal) - frame_bytes + 1, frame_bytes), start=1):
+    frames = range(_WAL_HEADER.size, len(wal) - frame_bytes + 1, frame_bytes)
+    for number, at in enumerate(frames, start=1):
         _, _, *found, first, second = _FRAME_HEADER.unpack_from(wal, at)
         if found[0] != salts[0] and found[1] != salts[1]:
             return None  # zeros, or left from an earlier log: what was written ends here
         sums = _add(pair, wal[at : at + 8], sums)
         sums = _add(pair, wal[at + _FRAME_HEADER.size : at + frame_bytes], sums)
         if found != salts or sums != (first, second):
-            total = (len(wal) - _WAL_HEADER.size) // frame_bytes
-            return f"frame {number} of {total} is damaged (offset {at})"
+            later = [_FRAME_HEADER.unpack_from(wal, other) for other in frames[number - 1 :]]
+            is_lost = len(later) == 1 or any(commit and salt in salts for _, commit, salt, *_ in later)
+            return f"frame {number} of {len(frames)} is damaged (offset {at})" if is_lost else None
     return None
 
 

@@ -184,12 +184,24 @@ def test_a_log_cut_off_anywhere_by_a_kill_is_gone_on_with(killed: Path) -> None:
 
 def test_the_checksums_of_a_log_are_those_of_sqlite(killed: Path) -> None:
     """Every frame is whole as sqlite wrote it, and one flipped bit anywhere in any of them is found."""
-    log = (killed / "ledger.db-wal").read_bytes()[: 32 + 3 * FRAME_BYTES]
+    log = (killed / "ledger.db-wal").read_bytes()
     assert find_damage(log) is None
-    for at in [*range(56), *range(56, len(log), 97)]:
+    for at in [*range(56), *range(56, 32 + 2 * FRAME_BYTES, 97), *range(len(log) - FRAME_BYTES, len(log), 197)]:
         damaged = bytearray(log)
         damaged[at] ^= 1 << (at % 8)
         assert find_damage(bytes(damaged)) is not None, at
+
+
+def test_frames_of_a_transaction_that_never_ended_may_be_anything(killed: Path) -> None:
+    """sqlite writes frames of a long transaction again before its commit, and may be killed in between."""
+    log = bytearray((killed / "ledger.db-wal").read_bytes())
+    frames = range(32, len(log), FRAME_BYTES)
+    commits = [at for at in frames if log[at + 4 : at + 8] != bytes(4)]
+    before, last = commits[-2] + FRAME_BYTES, commits[-1]
+    assert last > before + FRAME_BYTES  # the last transaction has three frames or more
+    log[before + 100] ^= 1
+    assert find_damage(bytes(log)) is not None
+    assert find_damage(bytes(log[:last])) is None
 
 
 def test_a_long_log_is_folded_in_without_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
