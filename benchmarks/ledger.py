@@ -17,6 +17,7 @@ from pathlib import Path
 
 from vime.handoff.audit import audit
 from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_identity import LINE, link_history
 from vime.handoff.ledger_types import LedgerRules, Payload
 
 ROUND_GROUPS, ISSUE_GROUPS, SAVE_INTERVAL, NUM_TRANSITIONS = 32, 8, 10, 5
@@ -42,7 +43,7 @@ def measure(path: Path, num_groups: int, num_rounds: int, synchronous: str) -> s
     first_round = num_groups // ROUND_GROUPS
     fill(path, first_round)
     if num_groups <= AUDIT_UP_TO:
-        findings = audit(path, checkpoint_round=first_round - 1, read_payload=None).findings
+        findings = audit(path, checkpoint_round=first_round - 1, spool=None).findings
         assert not findings, findings[:3]
     started = time.perf_counter()
     ledger = Ledger(path, RULES, clock=time.monotonic, synchronous=synchronous)
@@ -101,13 +102,15 @@ def fill(path: Path, num_rounds: int) -> None:
         ((g, g // ROUND_GROUPS, g % ROUND_GROUPS, start + g // ROUND_GROUPS * per_round + 32 + g % 32) for g in groups),
     )
     connection.executemany(
-        "insert into round values (?1, 'durable', ?1 + 1, 'trainer', ?1, ?2, 1)",
+        "insert into round(id, state, fence, holder, version, num_groups, is_final) "
+        "values (?1, 'durable', ?1 + 1, 'trainer', ?1, ?2, 1)",
         ((round_id, ROUND_GROUPS) for round_id in range(num_rounds)),
     )
-    connection.executemany("insert into history values (?, ?, 1, ?, ?, ?, ?, ?, ?)", lines(num_rounds, start))
+    connection.executemany(f"insert into history({LINE}) values (?, ?, 1, ?, ?, ?, ?, ?, ?)", lines(num_rounds, start))
+    link_history(connection)
     connection.execute("update partition set next_group = ?", (len(groups),))
     connection.executemany(
-        "insert or replace into meta values (?, ?)", [("serving", num_rounds), ("fence", num_rounds)]
+        "insert or replace into meta(name, value) values (?, ?)", [("serving", num_rounds), ("fence", num_rounds)]
     )
     connection.execute("commit")
     connection.execute("pragma wal_checkpoint(truncate)")

@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from interleaved import Round, in_turns, over
-
 from runs import ROOT, SEED, WARM_UP_ROUNDS, Measured, Side, alternate
 
 MODEL, DATA = ROOT / "examples/quickstart/model", ROOT / "data/quickstart-seed0"

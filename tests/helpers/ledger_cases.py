@@ -83,6 +83,6 @@ def has_all(task: Task, checksum: int) -> bool:
 
 def checked(directory: Path, *, checkpoint_round: int | None = None) -> AuditReport:
     """The audit of a ledger without a spool, which must find nothing."""
-    report = audit(directory / "ledger.db", checkpoint_round=checkpoint_round, read_payload=None)
+    report = audit(directory / "ledger.db", checkpoint_round=checkpoint_round, spool=None)
     assert report.findings == (), "\n".join(map(str, report.findings))
     return report

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.helpers.ledger_cases import RULES
-from vime.handoff.audit import audit, spool_payloads
+from vime.handoff.audit import audit
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import Payload, RoundOrder
 from vime.handoff.payload import payload_size, samples_to_bytes
-from vime.handoff.spool import Fsync, Spool, SpoolReader
+from vime.handoff.spool import Fsync, Spool
 from vime.types import Sample
 
 ROUND_GROUPS, MAX_STALENESS, SAVE_INTERVAL = 2, 1, 3
@@ -123,7 +123,7 @@ def kill_loop(directory: Path, seed: int, num_kills: int) -> dict:
         report = audit(
             directory / "ledger.db",
             checkpoint_round=load(directory)["round"],
-            read_payload=spool_payloads(SpoolReader(directory / "spool")),
+            spool=directory / "spool",
         )
         findings += map(str, report.findings)
     return {"findings": findings, **load(directory)}

@@ -166,7 +166,9 @@ class ChaosRun:
 
     def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
-        own = ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
+        is_torn = self._is_to_be_torn or any(case.target == "spool" for case in waiting)
+        own = [] if not is_torn else ["--transferqueue-fsync", "never"]  # else what was stored may not be lost
+        own += ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
         environment = {**os.environ, **self._members.environment, "PYTHONUNBUFFERED": "1", DIRECTORY: str(self._notes)}
         environment.pop(ARMED, None)
         self._armed: Case | None = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vime.handoff.audit import MAX_SHOWN, audit_run
-from vime.handoff.ledger_types import SPOOL_NAME, Task
+from vime.handoff.audit import MAX_SHOWN, AuditReport, audit_run
+from vime.handoff.ledger_types import SPOOL_NAME, LedgerMark, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
 from vime.handoff.spool import SpoolReader
@@ -47,8 +49,7 @@ def add_parsers(commands: Any) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
     run: Path = arguments.run
-    checkpoint = checkpoint_round(run)
-    report = audit_run(run, checkpoint_round=checkpoint)
+    checkpoint, report = look_twice(run)
     for state, total in sorted(report.groups.items()):
         say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
     say(
@@ -59,6 +60,31 @@ def run_audit(arguments: argparse.Namespace) -> None:
     if report.findings:
         raise AuditFailedError(report.summary(run))
     say("every promise kept")
+
+
+def look_twice(run: Path) -> tuple[int | None, AuditReport]:
+    """Round of the newest checkpoint, and the audit.
+
+    Ledger, checkpoint and spool of a run that is alive are not of one moment: what a first look misses, a second one
+    finds somewhere else. A breach is what two looks see, or one look at a run in which nothing moved.
+    """
+    newest, report = _first_look(run)
+    if not report.findings:
+        return newest[0], report
+    again = newest_checkpoint(run)
+    second = audit_run(run, checkpoint_round=again[0], mark=again[1])
+    if (again, second.num_lines) != (newest, report.num_lines):
+        second = replace(second, findings=tuple(found for found in second.findings if found in report.findings))
+    return again[0], second
+
+
+def _first_look(run: Path) -> tuple[tuple[int | None, LedgerMark | None], AuditReport]:
+    """A file may go between its name and its bytes, once; what is really gone is gone the second time too."""
+    with contextlib.suppress(HandoffError):
+        newest = newest_checkpoint(run)
+        return newest, audit_run(run, checkpoint_round=newest[0], mark=newest[1])
+    newest = newest_checkpoint(run)
+    return newest, audit_run(run, checkpoint_round=newest[0], mark=newest[1])
 
 
 def run_ls(arguments: argparse.Namespace) -> None:
@@ -111,17 +137,19 @@ def say(text: str) -> None:
     Console(highlight=False, markup=False, soft_wrap=True).print(text)
 
 
-def checkpoint_round(run: Path) -> int | None:
-    """Round of the checkpoint that the marker names, in --save or RUN/checkpoints; None without one."""
+def newest_checkpoint(run: Path) -> tuple[int | None, LedgerMark | None]:
+    """Round of the checkpoint that the marker names, and what it keeps of its ledger; None without. It lies in --save,
+    or in RUN/checkpoints, also when the run directory moved since."""
     root = run / "checkpoints"
     try:
         if (run / "config.json").is_file():
             save = json.loads((run / "config.json").read_text()).get("model", {}).get("save")
-            root = Path(save) if save else root
+            root = Path(save) if save and Path(save).is_dir() else root
         marker = root / "latest_checkpointed_iteration.txt"
         if not marker.is_file() or (text := marker.read_text().strip()) == "none":
-            return None
+            return None, None
         name = f"iter_{int(text):07d}" if text.isdigit() else text
-        return int(json.loads((root / name / "run_state.json").read_text())["rollout_id"])
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        state = json.loads((root / name / "run_state.json").read_text())
+        return int(state["rollout_id"]), LedgerMark(**state["ledger"]) if state.get("ledger") else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise HandoffError(f"{root}: which checkpoint is the newest cannot be read: {error}") from error

@@ -4,12 +4,15 @@ Checks, by the name that a finding carries:
     cursor      every group from 0 to the cursor was issued, none twice
     terminal    each group has one state, reached by legal steps; none is trained twice or both trained and dropped
     rounds      no group in two rounds; rounds have no gap and are trained in order
-    checkpoint  what is durable is in a checkpoint that survives, and what the checkpoint carries is trained
+    checkpoint  what is durable is in a checkpoint that survives, what the checkpoint carries is trained, and it was
+                written by the run of this ledger
     staleness   no round holds a token older than the bound or newer than its weights
     bound       slots, groups, tokens and bytes stayed within their bounds at every step
     tokens      what was committed is what was trained, dropped, sent back or is still held
-    spool       every payload that may be needed again is there, whole and with its checksum
+    spool       every payload that may be needed again is there, whole and with its checksum, and the bytes at the end
+                that are no record never were one that the ledger knows
     eval        no group of an evaluation was ever in a round
+    file        the ledger's file is whole: its structure, the checksum of each row, the chain of the history
     history     the history tells of the same states as the tables
 
 It reads and never writes, so it may look at a run that is alive.
@@ -19,20 +22,24 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vime.handoff.audit_history import Finding, History, Line
-from vime.handoff.ledger_schema import open_for_reading
-from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, State, Task
+from vime.handoff.ledger_before import lasting_file
+from vime.handoff.ledger_file import OLD_COPY
+from vime.handoff.ledger_identity import find_difference
+from vime.handoff.ledger_schema import expected_schema, open_for_reading
+from vime.handoff.ledger_seals import find_faults
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.spool import SpoolReader
+from vime.handoff.spool_check import find_known_tail
 from vime.types import HandoffError
 
 MAX_SHOWN = 50
-ReadPayload = Callable[[Task, int], tuple[int, int]]
-"""(bytes, tokens) of the stored payload with this checksum; raises HandoffError when it is missing or damaged."""
 
 _LINES = """select h.sequence, h.event, coalesce(p.name, ''), coalesce(h.grp, -1), coalesce(h.attempt, 0),
     coalesce(h.round, 0), coalesce(h.num_tokens, 0), coalesce(h.num_bytes, 0), coalesce(h.note, '')
@@ -89,56 +96,65 @@ class AuditReport:
         return "\n".join(lines)
 
 
-def audit_run(run: Path, *, checkpoint_round: int | None) -> AuditReport:
+def audit_run(run: Path, *, checkpoint_round: int | None, mark: LedgerMark | None = None) -> AuditReport:
     """`audit` of a run directory; -1 and None both say that there is no checkpoint."""
     spool = run / SPOOL_NAME
+    checkpoint_round = None if checkpoint_round == -1 else checkpoint_round
     return audit(
-        run / LEDGER_NAME,
-        checkpoint_round=None if checkpoint_round == -1 else checkpoint_round,
-        read_payload=spool_payloads(SpoolReader(spool)) if spool.is_dir() else None,
+        lasting_file(run / LEDGER_NAME, checkpoint_round),
+        checkpoint_round=checkpoint_round,
+        mark=mark,
+        spool=spool if spool.is_dir() else None,
     )
 
 
-def spool_payloads(spool: SpoolReader) -> ReadPayload:
-    """How the audit reads payloads from a spool."""
+def audit(
+    ledger: Path, *, checkpoint_round: int | None, spool: Path | None, mark: LedgerMark | None = None
+) -> AuditReport:
+    """Check everything. `checkpoint_round`: round of the newest complete checkpoint, None without one; `mark`: what it
+    keeps of its ledger, None for one from before ledgers had ids.
 
-    def read(task: Task, checksum: int) -> tuple[int, int]:
-        data = spool.read(task, checksum)
-        return len(data), payload_size(data)[1]
-
-    return read
-
-
-def audit(ledger: Path, *, checkpoint_round: int | None, read_payload: ReadPayload | None) -> AuditReport:
-    """Check everything. `checkpoint_round`: round of the newest complete checkpoint, None without one.
-
-    `read_payload` None: the run keeps no spool, and nothing is said about payloads.
+    `spool` None: the run keeps none, and nothing is said about payloads. It is read behind the ledger: what the ledger
+    knows is in it by then, also in a run that is alive.
     """
-    connection = open_for_reading(ledger)
-    try:
-        history = History()
-        history.read(_lines(connection))
-        facts = [GroupFacts(*row) for row in connection.execute(_GROUPS)]
-        rounds = {
-            int(round_id): (str(state), int(version), int(num_groups))
-            for round_id, state, version, num_groups in connection.execute(
-                "select id, state, version, num_groups from round order by id"
-            )
-        }
-        cursors = dict(connection.execute("select name, next_group from partition"))
-        [num_lines] = connection.execute("select count(*) from history").fetchone()
-    except sqlite3.Error as error:
-        raise HandoffError(f"{ledger}: cannot be read: {error}. Copy the run directory and recover a copy.") from error
-    finally:
-        connection.close()
+    with closing(open_for_reading(ledger)) as connection:
+        faults = tuple(Finding("file", ledger.name, fault) for fault in find_faults(connection, expected_schema()))
+        try:
+            report = _audit_content(connection, checkpoint_round, spool, mark)
+        except Exception as error:  # boundary: a damaged file may hold anything, and what is damaged is said instead
+            if faults:
+                return AuditReport(findings=faults, groups={}, tokens={}, num_rounds=0, num_lines=0)
+            if isinstance(error, sqlite3.Error):
+                raise HandoffError(f"{ledger}: cannot be read: {error}. {OLD_COPY}.") from error
+            raise
+    return replace(report, findings=(*faults, *report.findings))
+
+
+def _audit_content(
+    connection: sqlite3.Connection, checkpoint_round: int | None, spool: Path | None, mark: LedgerMark | None
+) -> AuditReport:
+    history = History()
+    history.read(_lines(connection))
+    facts = [GroupFacts(*row) for row in connection.execute(_GROUPS)]
+    rounds = {
+        int(round_id): (str(state), int(version), int(num_groups))
+        for round_id, state, version, num_groups in connection.execute(
+            "select id, state, version, num_groups from round order by id"
+        )
+    }
+    cursors = dict(connection.execute("select name, next_group from partition"))
+    [num_lines] = connection.execute("select count(*) from history").fetchone()
     findings = list(history.findings)
+    difference = None if mark is None else find_difference(connection, mark, checkpoint_round or 0)
+    if difference is not None:
+        findings.append(Finding("checkpoint", f"round {checkpoint_round}", f"the ledger {difference}"))
     findings += _check_cursor(facts, cursors)
     findings += _check_history(facts, history)
     findings += _check_rounds(facts, rounds, history)
     findings += _check_checkpoint(rounds, checkpoint_round)
     findings += _check_partitions(facts, history.train)
-    if read_payload is not None:
-        findings += _check_spool(facts, read_payload)
+    if spool is not None:
+        findings += _check_spool(facts, spool, connection, history.train)
     groups: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for fact in facts:
@@ -249,18 +265,33 @@ def _check_partitions(facts: list[GroupFacts], train: str) -> Iterator[Finding]:
             yield Finding("eval", str(fact.task), f"{fact.state} in round {fact.round_id}; only {train} is trained")
 
 
-def _check_spool(facts: list[GroupFacts], read_payload: ReadPayload) -> Iterator[Finding]:
+def _check_spool(
+    facts: list[GroupFacts], directory: Path, connection: sqlite3.Connection, train: str
+) -> Iterator[Finding]:
+    try:
+        spool = SpoolReader(directory)
+    except HandoffError as error:
+        yield Finding("spool", directory.name, str(error))
+        return
+    tail = find_known_tail(spool, connection, train=train)
+    if tail is not None:
+        yield Finding("spool", tail.name, str(tail))
+    yield from _check_payloads(facts, spool)
+
+
+def _check_payloads(facts: list[GroupFacts], spool: SpoolReader) -> Iterator[Finding]:
     for fact in facts:
         if fact.partial_attempt is not None and fact.state in (State.ISSUED, State.RETRY):
             task = Task(fact.partition, fact.group, fact.partial_attempt)
             try:
-                read_payload(task, fact.partial_checksum)
+                spool.read(task, fact.partial_checksum)
             except HandoffError as error:
                 yield Finding("spool", str(task), f"{fact.state} goes on from tokens that cannot be read: {error}")
         if fact.state not in NEEDED:
             continue
         try:
-            size = read_payload(fact.task, fact.checksum)
+            data = spool.read(fact.task, fact.checksum)
+            size = len(data), payload_size(data)[1]
         except HandoffError as error:
             yield Finding("spool", str(fact.task), f"{fact.state}, but its payload cannot be read: {error}")
             continue

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vime.handoff.ledger_book import Book
+from vime.handoff.ledger_file import fold_in
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk, num_ready_of_round
 from vime.handoff.ledger_schema import MOVING_ROUNDS
-from vime.handoff.ledger_types import CommitOutcome, LedgerRules, Payload, State, Task, TransitionError
+from vime.handoff.ledger_types import CommitOutcome, LedgerMark, LedgerRules, Payload, State, Task, TransitionError
 
 _NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
     from prompt_group g indexed by open_group join partition p on p.id = g.partition
@@ -87,8 +88,9 @@ class Ledger:
         deadlines += [holding.deadline for holding in memory.holdings.values()]
         memory.soonest = min(deadlines, default=float("inf"))
 
-    def sync(self) -> None:
-        """Everything answered so far is on disk when this returns. Call it before a checkpoint is made visible."""
+    def sync(self) -> LedgerMark:
+        """Everything answered so far is on disk when this returns, and in the file alone, unless somebody reads it just
+        now. Call it before a checkpoint is made visible, and keep the answer in the checkpoint."""
         book = self._book
         book.connection.execute("pragma synchronous = FULL")
         try:
@@ -96,11 +98,13 @@ class Ledger:
                 book.set_meta("synced", book.meta("synced", 0) + 1)
         finally:
             book.connection.execute(f"pragma synchronous = {self._synchronous}")
+        fold_in(book.connection)
+        return book.mark
 
     @property
     def sequence(self) -> int:
         """Number of the newest line of the history: it grows with every change, also over restarts."""
-        return self._book.sequence
+        return self._book.mark.sequence
 
     def status(self) -> LedgerStatus:
         self.expire()
@@ -146,7 +150,7 @@ class Ledger:
         return needed_payloads(self._book.connection, self._book.rules.partition)
 
     def close(self) -> None:
-        """Give the file up. Calling it again does nothing."""
+        """Give the file up: it alone is the ledger then. Calling it again does nothing."""
         self._book.close()
 
 

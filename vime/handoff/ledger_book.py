@@ -9,18 +9,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vime.handoff.ledger_schema import MOVING_ROUNDS, open_for_writing
-from vime.handoff.ledger_types import LedgerFileError, LedgerRules, PartitionError, State, Task, TransitionError
+from vime.handoff.ledger_file import fold_in, wal_path
+from vime.handoff.ledger_identity import LINE, next_link, read_mark
+from vime.handoff.ledger_schema import MOVING_ROUNDS, close_for_writing, open_for_writing
+from vime.handoff.ledger_types import (
+    LedgerFileError,
+    LedgerMark,
+    LedgerRules,
+    PartitionError,
+    State,
+    Task,
+    TransitionError,
+)
 
-_EVENT = """insert into history(sequence, event, partition, grp, attempt, round, num_tokens, num_bytes, note)
-    values (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+MAX_LOG_BYTES, COMMITS_BETWEEN_LOOKS = 16 << 20, 64
+_EVENT = f"insert into history({LINE}, link) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class LedgerClock:
@@ -112,35 +121,38 @@ class Book:
 
     def __init__(self, path: Path, rules: LedgerRules, clock: Callable[[], float], synchronous: str) -> None:
         self.path, self.rules = path, rules
-        self._sequence = 0
+        self._num_commits = 0
         self.clock = LedgerClock(clock, rules.lease_timeout_s / 2)
         self.connection, self._lock = open_for_writing(path, synchronous=synchronous)
         try:
-            with self.transaction():
-                self.train_id = self.partition_id(rules.partition)
-                self._sequence = int(self.one("select coalesce(max(sequence), 0) from history")[0])
-                note = json.dumps(dataclasses.asdict(rules))
-                if self.query("select note from history where event = 'opened' order by sequence desc limit 1") != [
-                    (note,)
-                ]:
-                    self.write("opened", note=note)
-            self.memory = self.recall()
+            self.reload()
         except BaseException:
             self.close()
             raise
 
+    def reload(self) -> None:
+        """Take what the file says, and note the rules of this run in it when they are others."""
+        self._mark = read_mark(self.connection)
+        with self.transaction():
+            self.train_id = self.partition_id(self.rules.partition)
+            note = json.dumps(dataclasses.asdict(self.rules))
+            if self.query("select note from history where event = 'opened' order by sequence desc limit 1") != [
+                (note,)
+            ]:
+                self.write("opened", note=note)
+        self.memory = self.recall()
+
     def close(self) -> None:
         """Give the file up. Calling it again does nothing."""
         if self._lock >= 0:
-            self.connection.close()
-            os.close(self._lock)
-            self._lock = -1
+            lock, self._lock = self._lock, -1
+            close_for_writing(self.connection, lock)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing, on disk and in memory: an error, also a full disk, leaves both as they were."""
         self.connection.execute("begin immediate")
-        sequence = self._sequence
+        mark = self._mark
         memory = getattr(self, "memory", None)
         usage = dataclasses.replace(memory.usage) if memory else None
         try:
@@ -149,7 +161,7 @@ class Book:
         except BaseException as error:
             if self.connection.in_transaction:
                 self.connection.execute("rollback")
-            self._sequence = sequence
+            self._mark = mark
             if memory is not None and usage is not None:
                 memory.usage = usage
             if isinstance(error, sqlite3.Error):
@@ -158,11 +170,14 @@ class Book:
                     "the file (vime audit RUN), then repeat."
                 ) from error
             raise
+        self._num_commits += 1
+        if self._num_commits % COMMITS_BETWEEN_LOOKS == 0 and wal_path(self.path).stat().st_size > MAX_LOG_BYTES:
+            fold_in(self.connection)
 
     @property
-    def sequence(self) -> int:
-        """Number of the newest line of the history."""
-        return self._sequence
+    def mark(self) -> LedgerMark:
+        """The newest line of the history."""
+        return self._mark
 
     def query(self, sql: str, *values: Any) -> list[Any]:
         return self.connection.execute(sql, values).fetchall()
@@ -188,10 +203,12 @@ class Book:
         note: str | None = None,
     ) -> int:
         """One line of history; answers its number, which is also the order of commits."""
-        self._sequence += 1
-        line = (self._sequence, event, partition, group, attempt, round_id, tokens, num_bytes, note)
-        self.connection.execute(_EVENT, line)
-        return self._sequence
+        sequence = self._mark.sequence + 1
+        line = (sequence, event, partition, group, attempt, round_id, tokens, num_bytes, note)
+        link = next_link(self._mark.link, line)
+        self.connection.execute(_EVENT, (*line, link))
+        self._mark = dataclasses.replace(self._mark, sequence=sequence, link=link)
+        return sequence
 
     def partition_id(self, name: str) -> int:
         """Number of a partition, made when it is new. Inside a transaction."""
@@ -201,18 +218,12 @@ class Book:
         self.change("insert into partition(name) values (?)", name)
         return int(self.one("select last_insert_rowid()")[0])
 
-    def known_partition(self, name: str) -> int:
-        row = self.one("select id from partition where name = ?", name)
-        if row is None:
-            raise PartitionError(f"partition {name!r}: nothing was ever issued in it.")
-        return int(row[0])
-
     def meta(self, name: str, default: int) -> int:
         row = self.one("select value from meta where name = ?", name)
         return default if row is None else int(row[0])
 
     def set_meta(self, name: str, value: int) -> None:
-        self.change("insert or replace into meta values (?, ?)", name, value)
+        self.change("insert or replace into meta(name, value) values (?, ?)", name, value)
 
     def num_slots(self) -> int:
         """Groups that may be under way now: towards the end of the run only as many as it still trains."""
@@ -268,6 +279,13 @@ def count_usage(connection: sqlite3.Connection, train_id: int) -> Usage:
         (serving[0] if serving else 0,),
     ).fetchone()[0]
     return usage
+
+
+def known_partition(book: Book, name: str) -> int:
+    row = book.one("select id from partition where name = ?", name)
+    if row is None:
+        raise PartitionError(f"partition {name!r}: nothing was ever issued in it.")
+    return int(row[0])
 
 
 class GroupRow(NamedTuple):

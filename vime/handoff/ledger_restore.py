@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vime.handoff.ledger_book import Book
+from vime.handoff.ledger_before import keep_before, note_going_back, undo_unless
+from vime.handoff.ledger_book import Book, known_partition
+from vime.handoff.ledger_identity import find_obstacle
 from vime.handoff.ledger_schema import MOVING_ROUNDS
-from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, Payload, RestoreReport, Task
+from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, LedgerMark, Payload, RestoreReport, Task
 from vime.types import Version
 
 _READY = """select p.name, g.grp, g.attempt, g.checksum, g.max_version from prompt_group g indexed by ready_group
@@ -79,23 +81,33 @@ def loosen(book: Book, round_id: int) -> None:
 
 def send_back(book: Book, task: Task, reason: str) -> None:
     """The group is to be generated again."""
-    partition = book.known_partition(task.partition)
+    partition = known_partition(book, task.partition)
     book.change(_SEND_BACK, reason, partition, task.group)
     book.write("retry", partition, task.group, task.attempt, note=reason)
 
 
-def restore(book: Book, checkpoint_round: int | None, has_payload: HasPayload) -> RestoreReport:
+def restore(
+    book: Book, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None
+) -> RestoreReport:
     """Go on from the checkpoint of `checkpoint_round` (None: from the initial weights), whatever was under way.
 
     Rounds after it are leased again with the same groups in the same order. The first round that lacks a payload ends
     this: the weights after it will be others than those that sampled later groups, so what those weights sampled is
     generated again, and so is every lost payload. Prompts in flight are issued again. Whoever held a lease from before
-    must have ended; its fence or attempt is not accepted any more.
+    must have ended; its fence or attempt is not accepted any more. `mark`: what the checkpoint keeps of its ledger;
+    None for one that was written before ledgers had ids. Until the first round is trained, a restore from another
+    checkpoint finds the ledger as it was before this one (ledger_before.py).
     """
     last = -1 if checkpoint_round is None else checkpoint_round
-    _refuse_behind(book, last)
+    undo_unless(book, last)
+    obstacle = find_obstacle(book.connection, mark, last)
+    if obstacle is not None:
+        raise LedgerFileError(f"{book.path}: {obstacle}")
     in_flight = [flight.task for flight in book.memory.flights.values()]
+    is_going_back = keep_before(book, last)
     with book.transaction():
+        if is_going_back:
+            note_going_back(book)
         start = _version_after(book, last)
         note = None if start is None else str(start)
         book.write("restored", partition=book.train_id, round_id=last, note=note)
@@ -147,18 +159,6 @@ def _find_lost(book: Book, reached: Version | None, has_payload: HasPayload) -> 
         elif is_train and reached is not None and max_version > reached:
             lost.append((task, "sampled by weights that will not come again"))
     return lost
-
-
-def _refuse_behind(book: Book, last: int) -> None:
-    """A checkpoint of a round that this ledger does not know as trained would train its groups a second time."""
-    [newest] = book.one("select max(id) from round where state in ('trained', 'durable')")
-    [untrained] = book.one("select min(id) from round where state in ('leased', 'replay')")
-    is_known = newest is None or newest >= last
-    if last >= 0 and not (is_known and (untrained is None or untrained > last)):
-        raise LedgerFileError(
-            f"{book.path}: the checkpoint is of round {last}, but the ledger's newest trained round is {newest}: its "
-            "last lines are lost (a power cut before `sync`?). Load a checkpoint that is not newer."
-        )
 
 
 def _version_after(book: Book, last: int) -> Version | None:

@@ -9,6 +9,7 @@ checkpoint. `restore` is what a restart calls: rounds after the checkpoint are l
 
 from __future__ import annotations
 
+from vime.handoff.ledger_before import forget_before, is_going_back, note_gone_on
 from vime.handoff.ledger_book import Book, Holding
 from vime.handoff.ledger_restore import (
     OF_ROUND,
@@ -30,6 +31,7 @@ from vime.handoff.ledger_types import (
     LeaseAnswer,
     LeasedGroup,
     LeaseLostError,
+    LedgerMark,
     PartitionError,
     RestoreReport,
     RoundLease,
@@ -161,10 +163,15 @@ class RoundDesk:
             book.change("update prompt_group set state = 'trained', admitted = 0 where round = ?", round_id)
             book.change("update round set state = 'trained', is_final = 1 where id = ?", round_id)
             book.write("trained", partition=book.train_id, round_id=round_id, tokens=tokens, num_bytes=num_bytes)
+            is_first = is_going_back(book)
+            if is_first:
+                note_gone_on(book)
             book.memory.usage.hold(-tokens, -num_bytes, groups=-row.num_groups)
             if row.version < book.meta("serving", 0):
                 book.memory.usage.active -= row.num_groups
         del book.memory.holdings[round_id]
+        if is_first:
+            forget_before(book)
         return True
 
     def release(self, version: Version) -> None:
@@ -197,9 +204,11 @@ class RoundDesk:
         with book.transaction():
             settle(book, checkpoint_round)
 
-    def restore(self, checkpoint_round: int | None, has_payload: HasPayload) -> RestoreReport:
+    def restore(
+        self, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None = None
+    ) -> RestoreReport:
         """What a restart calls first; see `ledger_restore.restore`."""
-        return restore(self._book, checkpoint_round, has_payload)
+        return restore(self._book, checkpoint_round, has_payload, mark)
 
     def expire(self, now: float) -> None:
         """Take back rounds whose holder missed its deadline. One that was trained before a restore keeps its groups."""

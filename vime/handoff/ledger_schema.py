@@ -8,20 +8,38 @@ schema's version: each entry of MIGRATIONS takes a file one version further, in 
 What may be lost: kill -9 of any process loses nothing (every transition is a committed transaction in the write-ahead
 log). A power cut loses with `synchronous` FULL nothing that was answered; with NORMAL, the default, the last
 transitions, never the file's consistency. A lost commit is generated again, a lost lease is leased again. Only a lost
-`trained` would train a group twice, which is why `Ledger.sync` comes before a checkpoint is made visible.
+`trained` would train a group twice, which is why `Ledger.sync` comes before a checkpoint is made visible. What is lost
+in any other way (the file, its log, a part of one) is refused by name: ledger_file.py.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
+from vime.handoff.ledger_file import (
+    OLD_COPY,
+    Note,
+    check_is_there,
+    check_log,
+    fold_in,
+    lock_path,
+    read_note,
+    refuse_empty,
+    wal_path,
+    write_note,
+)
+from vime.handoff.ledger_identity import make_identity
+from vime.handoff.ledger_seals import Schema, find_faults, keep_sealed, make_seals, read_schema
 from vime.handoff.ledger_types import LedgerFileError
 
 APPLICATION_ID = 0x56494D45  # "VIME"
+UNREADABLE = (sqlite3.Error, OSError, UnicodeDecodeError)  # the last: a name in a damaged file that sqlite repeats
 BUSY_TIMEOUT_S = 10.0  # a reader that copies the file may hold the writer up for a moment
 
 CREATE = """
@@ -50,55 +68,104 @@ create table history(
 """
 MOVING_ROUNDS = "round indexed by moving_round where state in ('leased', 'replay', 'trained')"
 """Rounds that are not durable, to be followed by further conditions: few, however long the run is."""
-MIGRATIONS: tuple[str, ...] = (CREATE,)
+Migration = str | Callable[[sqlite3.Connection], None]
+"""SQL, or a function that is called inside a transaction."""
+MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity, make_seals)
 
 
 def open_for_writing(
-    path: Path, *, synchronous: str = "NORMAL", migrations: Sequence[str] = MIGRATIONS
+    path: Path, *, synchronous: str = "NORMAL", migrations: Sequence[Migration] = MIGRATIONS
 ) -> tuple[sqlite3.Connection, int]:
     """The connection of the one writer and the lock it holds while it lives (a file lock: it ends with the process)."""
     if synchronous not in ("NORMAL", "FULL"):
         raise LedgerFileError(f"{path}: synchronous {synchronous!r}; expected NORMAL or FULL.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
     connection = None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        check_is_there(path)
+        check_log(path)
+        if read_note(path) is Note.OPEN:  # a clean end leaves nothing half-written
+            with closing(_connect(path, "?mode=ro")) as reader:
+                check_content(reader, path)
         connection = _connect(path)
         _check_identity(connection, path, len(migrations))
         connection.execute("pragma journal_mode = wal")
         connection.execute(f"pragma synchronous = {synchronous}")
+        connection.execute("pragma wal_autocheckpoint = 0")  # `fold_in` does it, and leaves no old frames in the log
         _migrate(connection, migrations)
+        keep_sealed(connection)
+        fold_in(connection)
+        write_note(lock, Note.OPEN)
     except BlockingIOError as error:
         os.close(lock)
         raise LedgerFileError(f"{path}: another process writes it. A ledger has one writer; end that run.") from error
     except BaseException as error:
         if connection is not None:
             connection.close()
+            if read_note(path) is Note.OPEN and not wal_path(path).exists():
+                write_note(lock, Note.CLOSED)  # closing it has folded in what a kill had left
         os.close(lock)
-        if isinstance(error, sqlite3.Error | OSError):
-            raise LedgerFileError(f"{path}: cannot be opened as a ledger: {error}") from error
+        if isinstance(error, UNREADABLE):
+            raise LedgerFileError(f"{path}: cannot be opened as a ledger: {error}. {OLD_COPY}.") from error
         raise
     return connection, lock
 
 
+def close_for_writing(connection: sqlite3.Connection, lock: int) -> None:
+    """Give up what `open_for_writing` answered: the file alone is then the ledger."""
+    try:
+        fold_in(connection)
+        write_note(lock, Note.CLOSED)
+    finally:
+        connection.close()
+        os.close(lock)
+
+
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """A consistent view for the audit and the command line, also beside a living writer. Never changes the file."""
+    check_is_there(path)
     if not path.is_file():
         raise LedgerFileError(f"{path}: there is no ledger; only runs in mode streaming or external keep one.")
+    connection = None
     try:
         connection = _connect(path, "?mode=ro")
+        connection.execute("begin")
         _check_identity(connection, path, len(MIGRATIONS))
-        version = connection.execute("pragma user_version").fetchone()[0]
-    except sqlite3.Error as error:
-        raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}") from error
-    if version != len(MIGRATIONS):
-        connection.close()
-        raise LedgerFileError(
-            f"{path}: schema {version}, this Vime reads {len(MIGRATIONS)}. Resuming the run migrates it."
-        )
-    connection.execute("begin")
+        [version] = connection.execute("pragma user_version").fetchone()
+        check_log(path)  # the log grows meanwhile, but is not cut while this view lasts
+        if version == 0:
+            raise LedgerFileError(f"{path}: no ledger yet: a run that has just begun makes it.")
+        if version != len(MIGRATIONS):
+            raise LedgerFileError(
+                f"{path}: schema {version}, this Vime reads {len(MIGRATIONS)}. Resuming the run migrates it."
+            )
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, UNREADABLE):
+            raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}. {OLD_COPY}.") from error
+        raise
     return connection
+
+
+def check_content(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a ledger in which anything is not as it was written. Reads all of it; of an older schema nothing."""
+    try:
+        [version] = connection.execute("pragma user_version").fetchone()
+    except UNREADABLE as error:
+        raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}. {OLD_COPY}.") from error
+    if version == len(MIGRATIONS) and (faults := find_faults(connection, expected_schema())):
+        raise LedgerFileError(f"{path}: the ledger is damaged: {'; '.join(faults)}. {OLD_COPY}.")
+
+
+@functools.cache
+def expected_schema() -> Schema:
+    """Of a ledger that has just been made."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        _migrate(connection, MIGRATIONS)
+        return read_schema(connection)
 
 
 def _connect(path: Path, mode: str = "") -> sqlite3.Connection:
@@ -111,19 +178,24 @@ def _check_identity(connection: sqlite3.Connection, path: Path, newest: int) -> 
     version = connection.execute("pragma user_version").fetchone()[0]
     application = connection.execute("pragma application_id").fetchone()[0]
     is_empty = connection.execute("select count(*) from sqlite_master").fetchone()[0] == 0
-    if application != APPLICATION_ID and not is_empty:
+    if is_empty:
+        refuse_empty(path)
+    elif application != APPLICATION_ID:
         raise LedgerFileError(f"{path}: is a database of another program. Choose another run directory.")
     if version > newest:
         raise LedgerFileError(f"{path}: schema {version}, this Vime knows up to {newest}. Use the Vime that wrote it.")
 
 
-def _migrate(connection: sqlite3.Connection, migrations: Sequence[str]) -> None:
+def _migrate(connection: sqlite3.Connection, migrations: Sequence[Migration]) -> None:
     version = connection.execute("pragma user_version").fetchone()[0]
-    for number, script in enumerate(migrations[version:], start=version + 1):
+    for number, migration in enumerate(migrations[version:], start=version + 1):
         connection.execute("begin immediate")
         try:
-            for statement in filter(str.strip, script.split(";")):
-                connection.execute(statement)
+            if callable(migration):
+                migration(connection)
+            else:
+                for statement in filter(str.strip, migration.split(";")):
+                    connection.execute(statement)
             connection.execute(f"pragma application_id = {APPLICATION_ID}")
             connection.execute(f"pragma user_version = {number}")
             connection.execute("commit")

@@ -161,6 +161,15 @@ class RestoreReport:
     regenerated: tuple[Task, ...]  # payload lost, or sampled by weights that the replay does not reach
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerMark:
+    """A line in the history of one ledger. A checkpoint keeps it, to be recognised (ledger_identity.py)."""
+
+    ledger_id: str
+    sequence: int
+    link: int
+
+
 class TransitionError(HandoffError):
     """The group or round is not in a state that allows this; nothing changed."""
 

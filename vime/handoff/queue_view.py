@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vime.handoff.ledger import needed_payloads
+from vime.handoff.ledger_file import lock_path, wal_path
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerFileError, Task
 from vime.handoff.spool import Spool, SpoolReader
 from vime.types import HandoffError
+from vime.utils.files import sync, sync_tree
 
 MARK = "vime-queue-1"  # first member of an exported file: its format
 SEGMENT = "segment-00000001.vsp"
@@ -116,7 +118,9 @@ def export_queue(run: Path, target: Path) -> int:
             archive.add(directory / LEDGER_NAME, LEDGER_NAME)
             if stored:
                 archive.add(directory / SPOOL_NAME / SEGMENT, SEGMENT)
+        sync(partial)
         os.replace(partial, target)
+        sync(target.parent)
     return len(stored)
 
 
@@ -139,11 +143,14 @@ def import_queue(run: Path, source: Path) -> int:
                         raise HandoffError(f"{source}: {member} is no file in it.")
                     place.write_bytes(file.read())
             entries = _check_complete(directory)
-            (directory / SPOOL_NAME).mkdir(exist_ok=True)
+            sync_tree(directory)
             for path in (directory / SPOOL_NAME).glob("segment-*"):
                 (run / SPOOL_NAME).mkdir(exist_ok=True)
                 os.replace(path, run / SPOOL_NAME / path.name)
+                sync(run / SPOOL_NAME)
+            _forget_lost_ledger(run / LEDGER_NAME)
             os.replace(directory / LEDGER_NAME, run / LEDGER_NAME)  # last: from here on the run has a queue
+            sync(run)
     except (OSError, tarfile.TarError) as error:
         raise HandoffError(f"{source}: cannot be imported into {run}: {error}") from error
     return entries
@@ -154,6 +161,12 @@ def copy_queue(origin: Path, run: Path) -> int:
     with tempfile.TemporaryDirectory(dir=run, prefix=".copy-") as name:
         export_queue(origin, Path(name) / "queue")
         return import_queue(run, Path(name) / "queue")
+
+
+def _forget_lost_ledger(ledger: Path) -> None:
+    """Remove what lies beside a ledger that is gone and belongs to no other."""
+    for left in (wal_path(ledger), ledger.with_name(f"{ledger.name}-shm"), lock_path(ledger)):
+        left.unlink(missing_ok=True)
 
 
 _RULES = "select note from history where event = 'opened' order by sequence desc limit 1"

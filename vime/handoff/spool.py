@@ -2,8 +2,9 @@
 
 `append` returns when the records are stored as the fsync policy says; only then may the ledger hear of them. One
 process writes; any number may read meanwhile. What a kill leaves half-written at the end of the last segment is cut
-off when the spool is opened; damage anywhere else is an error that names file, offset and group, because what
-follows it was acknowledged. A segment goes when nothing in it is needed any more.
+off when the spool is opened (before, a resume looks whether the ledger knows it: spool_check.py); damage anywhere else
+is an error that names file, offset and group, because what follows it was acknowledged. A segment goes
+when nothing in it is needed any more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from vime.handoff.ledger_types import Task
-from vime.handoff.spool_format import HEADER, Place, SpoolDamageError, pack_record, scan
+from vime.handoff.spool_format import HEADER, Place, SpoolDamageError, Tail, pack_record, read_tail, scan
 from vime.types import HandoffError
 
 SEGMENT_BYTES = 64 << 20
@@ -68,9 +69,12 @@ class SpoolReader:
                 f"{self.directory}: no payload of group {task} with checksum {checksum:08x}; it holds "
                 f"{[f'{other:08x}' for other in others] or 'none of this group'}."
             )
-        with place.path.open("rb") as file:
-            file.seek(place.payload_offset)
-            data = file.read(place.payload_bytes)
+        try:
+            with place.path.open("rb") as file:
+                file.seek(place.payload_offset)
+                data = file.read(place.payload_bytes)
+        except FileNotFoundError:
+            raise HandoffError(f"{place.path}: is gone, and with it the payload of group {task}.") from None
         if zlib.crc32(data) != checksum:
             raise SpoolDamageError(place.path, place.offset, str(task), "its payload changed on disk")
         return data
@@ -82,6 +86,16 @@ class SpoolReader:
         """Every record, in the order in which it was appended."""
         for (task, checksum), place in self._places.items():
             yield task, checksum, place
+
+    def tail(self) -> Tail | None:
+        """What lies behind the last whole record; None when nothing does. A writer that opens the spool cuts it off."""
+        for path in self.segments()[-1:]:
+            end = self._ends[path]
+            with path.open("rb") as file:
+                file.seek(end)
+                data = file.read()
+            return read_tail(path, end, data) if data else None
+        return None
 
     @property
     def num_bytes(self) -> int:

@@ -53,6 +53,36 @@ class Place:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Bytes behind the last whole record of a spool, and what they tell of the record that they were or were to be."""
+
+    path: Path
+    offset: int
+    what: str  # is wrong with it
+    task: Task | None  # None: its name cannot be read
+    checksum: int | None  # of its payload; None: its start cannot be read
+    is_torn: bool  # it looks as a kill or a power cut leaves it: cut off, or zeros
+
+
+def read_tail(path: Path, offset: int, data: bytes) -> Tail:
+    """What `data` at `offset` of a segment tells, which is no whole record."""
+    found = read_record(path, data, 0, base=offset)
+    what = found if isinstance(found, str) else "the segment begins in it"
+    start, checksum, end = data[: _START.size], None, None
+    name = data[START_BYTES : data.find(b"]", START_BYTES) + 1]
+    if len(data) >= START_BYTES and _CRC.unpack_from(data, _START.size)[0] == zlib.crc32(start):
+        _, name_bytes, payload_bytes, name_crc, checksum = _START.unpack(start)
+        name, end = data[START_BYTES : START_BYTES + name_bytes], START_BYTES + name_bytes + payload_bytes
+        name = name if zlib.crc32(name) == name_crc else b""
+    try:
+        task = Task(*json.loads(name))
+    except (ValueError, TypeError):
+        task = None
+    is_torn = len(data) < (START_BYTES if end is None else end) or data.endswith(bytes(16))
+    return Tail(path, offset, what, task, checksum, is_torn)
+
+
 def pack_record(path: Path, offset: int, task: Task, payload: bytes, checksum: int) -> tuple[bytes, Place]:
     """The bytes of one record that is to lie at `offset`, and its place."""
     name = json.dumps([task.partition, task.group, task.attempt]).encode()

@@ -25,10 +25,11 @@ from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, start_queue, stop_queue
-from vime.ray.checkpoint import LEDGER_RUN, Start, checkpoint_root, find_start, newest_checkpoint, read_run_state
+from vime.ray.checkpoint import Start, checkpoint_root, find_start, newest_checkpoint, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray, watched_ray
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
+from vime.ray.ledger_choice import choose_ledger
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.stream import Stream
@@ -80,10 +81,12 @@ def open_machine(
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
+        behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends when every part has
         parts = _start_parts(config, run_dir, address, starter, stack)
         if config.queue.transferqueue_mode == "streaming":
             with starter.part("ledger", "opening the ledger"):
                 parts.stream = _open_stream(config, run_dir, parts, start)
+                behind_the_parts.callback(parts.stream.end)
                 stack.callback(parts.stream.close)
         versions = VersionLedger()
         if start.checkpoint is not None:
@@ -162,7 +165,7 @@ def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> S
         parts.manager,
         num_rollout=parts.num_rollout,
         checkpoint_round=start.rollout_id - 1 if is_resumed else None,
-        origin=read_run_state(start.checkpoint).data_source[LEDGER_RUN] if start.checkpoint is not None else "",
+        choice=choose_ledger(run_dir, start.checkpoint),
     )
 
 

@@ -22,11 +22,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vime.config.parse import Config
+from vime.handoff.ledger_types import LedgerMark
 from vime.types import CheckpointError, Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.files import sync, sync_tree
@@ -41,11 +42,16 @@ NAME = re.compile(r"iter_(\d{7,})(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What a run needs besides the model to go on: the last trained round, the version and the data cursor."""
+    """What a run needs besides the model to go on: the last trained round, the version and the data cursor.
+
+    `ledger`: the line of the ledger's history behind which it was written; None in modes off and buffer, and from
+    before ledgers had ids.
+    """
 
     rollout_id: int
     version: Version
     data_source: dict[str, Any]
+    ledger: LedgerMark | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +179,8 @@ def find_latest(root: Path) -> Path | None:
 def read_run_state(checkpoint: Path) -> RunState:
     path = checkpoint / "run_state.json"
     try:
-        return RunState(**json.loads(path.read_text()))
+        state = RunState(**json.loads(path.read_text()))
+        return state if state.ledger is None else replace(state, ledger=LedgerMark(**state.ledger))  # type: ignore[arg-type]
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}. Resume from an older checkpoint.") from error
 

@@ -24,7 +24,7 @@ from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
-from vime.ray.checkpoint import checkpoint_root, find_latest, find_start
+from vime.ray.checkpoint import checkpoint_root, find_latest, read_run_state
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
@@ -92,11 +92,17 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
 
 
 class Restarts:
-    """Whether a run whose part died starts again: --max-restarts times in a row without a round trained between."""
+    """Whether a run whose part died starts again: --max-restarts times in a row without a round trained between.
+
+    From the newest checkpoint that it wrote itself, or else from where it was started: that may be an older one.
+    """
 
     def __init__(self, config: Config, path: Path) -> None:
         self._config, self._limit = config, config.cluster.max_restarts
         self._root = checkpoint_root(config, path)
+        self._found: Path | None = None  # the newest checkpoint before this run saved one
+        with contextlib.suppress(VimeError):  # said where it is needed
+            self._found = find_latest(self._root)
         self.num, self._trained = 0, -1
 
     def after(self, end: End) -> Config | None:
@@ -106,8 +112,8 @@ class Restarts:
         if not end.is_worth_a_restart or self.num >= self._limit:
             return None
         self.num += 1
-        has_own = find_latest(self._root) is not None
-        return self._config.replace(load=str(self._root)) if has_own else self._config
+        is_saved = find_latest(self._root) != self._found
+        return self._config.replace(load=str(self._root)) if is_saved else self._config
 
     def __str__(self) -> str:
         return f"restart {self.num} of {self._limit} without a trained round (--max-restarts)"
@@ -174,9 +180,12 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
 
 def _audited(config: Config, path: Path, screen: Screen) -> End:
     """Every run of mode streaming ends with its audit."""
-    last = find_start(str(checkpoint_root(config, path))).rollout_id - 1
     try:
-        report = audit_run(path, checkpoint_round=last)
+        newest = find_latest(checkpoint_root(config, path))
+        state = None if newest is None else read_run_state(newest)
+        report = audit_run(
+            path, checkpoint_round=state and state.rollout_id, mark=state.ledger if state is not None else None
+        )
     except VimeError as error:
         return End(code=error.exit_code, message=f"the audit of this run could not be made: {error}")
     if report.findings:

@@ -18,8 +18,10 @@ from typing import Any
 import ray
 
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerRules, RestoreReport, Task
+from vime.handoff.ledger_before import lasting_file
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, LedgerRules, RestoreReport, Task
 from vime.handoff.spool import SpoolReader
+from vime.handoff.spool_check import check_spool
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import LEDGER_CPUS
 from vime.ray.waits import wait_for, wait_for_async
@@ -35,7 +37,7 @@ class LedgerActor:
     """Owns the ledger's file. Its calls run one after the other: none of them waits for anything."""
 
     def __init__(self, run_dir: str, rules: LedgerRules, synchronous: str) -> None:
-        self._run_dir = Path(run_dir)
+        self._run_dir, self._train = Path(run_dir), rules.partition
         setup_logging(self._run_dir, "ledger")
         self._ledger = Ledger(self._run_dir / LEDGER_NAME, rules, clock=time.monotonic, synchronous=synchronous)
         self._expiring: asyncio.Task[None] | None = None
@@ -70,11 +72,23 @@ class LedgerActor:
                     pass  # no news is an answer too
         return self._ledger.sequence
 
-    async def restore(self, checkpoint_round: int | None) -> RestoreReport:
+    async def restore(self, checkpoint_round: int | None, mark: LedgerMark | None, may_be_torn: bool) -> RestoreReport:
         """`ledger.rounds.restore` with the spool of this run; without one every payload counts as lost."""
         spool = self._run_dir / SPOOL_NAME
+        check_spool(
+            self._run_dir,
+            lasting_file(self._run_dir / LEDGER_NAME, checkpoint_round),
+            train=self._train,
+            may_be_torn=may_be_torn,
+        )
         has_payload = SpoolReader(spool).has if spool.is_dir() else _has_none
-        return self._ledger.rounds.restore(checkpoint_round, has_payload)
+        return self._ledger.rounds.restore(checkpoint_round, has_payload, mark)
+
+    async def close(self) -> None:
+        """Give the file up: it alone is the ledger then. The last call."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+        self._ledger.close()
 
     async def pid(self) -> int:
         return os.getpid()
@@ -122,10 +136,17 @@ class LedgerClient:
         client.pid()
         return client
 
-    def restore(self, checkpoint_round: int | None) -> RestoreReport:
-        """A restart of the run from this checkpoint; the first call after `start`."""
-        report: RestoreReport = self._wait(self._handle.restore.remote(checkpoint_round), "the ledger to restore")
+    def restore(
+        self, checkpoint_round: int | None, mark: LedgerMark | None = None, *, may_be_torn: bool = False
+    ) -> RestoreReport:
+        """A restart of the run from this checkpoint; the first call after `start`. `may_be_torn`: see `check_spool`."""
+        answer = self._handle.restore.remote(checkpoint_round, mark, may_be_torn)
+        report: RestoreReport = self._wait(answer, "the ledger to restore")
         return report
+
+    def close(self) -> None:
+        """Nobody calls the ledger any more: its file alone is the ledger when this returns."""
+        self._wait(self._handle.close.remote(), "the ledger to close its file")
 
     def pid(self) -> int:
         """Process of the actor now; another one after a restart."""

@@ -244,10 +244,13 @@ class Machine:
             return
         self.watchers.screen.activity("saving a checkpoint")
         with self.watchers.books.timed("perf/save_time"):
-            state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=self._cursor)
             self.saver.finish()  # a failure of the save before does not keep this round from being saved
-            if self.parts.stream is not None:
-                self.parts.stream.saving()
+            state = RunState(
+                rollout_id=rollout_id,
+                version=self.versions.trained,
+                data_source=self._cursor,
+                ledger=self.parts.stream.saving() if self.parts.stream is not None else None,
+            )
             self.doing = Doing.SAVING
             self.saver.save(state, trainers)
             self.doing = None

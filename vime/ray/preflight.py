@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from pathlib import Path
 
 from vime.backends.megatron_utils.architecture import read_architecture
@@ -13,7 +14,12 @@ from vime.config.hf_config import num_tokenizer_ids
 from vime.config.parse import Config
 from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
+from vime.handoff.ledger_before import lasting_file
+from vime.handoff.ledger_types import LEDGER_NAME
+from vime.handoff.spool import Fsync
+from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
+from vime.ray.ledger_choice import choose_ledger
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError
@@ -22,7 +28,8 @@ from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
-    """The rhythm's own demand on staleness, ports, --load, columns, plug-ins, the model's architecture, vLLM flags."""
+    """The rhythm's own demand on staleness, ports, --load, its ledger, columns, plug-ins, the model's architecture,
+    flags of vLLM."""
     _check_failpoints()
     if is_async:
         _check_prefetch(config)
@@ -30,6 +37,7 @@ def preflight(config: Config, *, is_async: bool) -> None:
     if port is not None and not port_is_free("127.0.0.1", port):
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
     _check_load(config)
+    _check_ledger(config)
     _check_engine_module(config.debug.debug_engine_module)
     check_requested(config.queue.transfer_queue_extra_data_fields)
     check_plugins(config.flat)
@@ -121,6 +129,24 @@ def _check_load(config: Config) -> None:
         f"--load {load}: {what}. Expected a directory of checkpoints or one of them; {_nearest_load(Path(load))}. To "
         "start fresh, remove the flag, or give the same directory to --save (it starts fresh once, then resumes)."
     )
+
+
+def _check_ledger(config: Config) -> None:
+    """The ledger of mode streaming is there, and the one that knows what the checkpoint carries."""
+    if config.queue.transferqueue_mode != STREAMING:
+        return
+    run_dir = Path(config.tracking.run_dir).expanduser().resolve() if config.tracking.run_dir else None
+    checkpoint = find_latest(Path(config.model.load)) if config.model.load else None
+    choice = choose_ledger(run_dir, checkpoint)
+    if choice.note:
+        sys.stderr.write(f"note: {choice.note}.\n")
+    elif choice.origin is None and run_dir is not None and checkpoint is not None:
+        check_spool(
+            run_dir,
+            lasting_file(run_dir / LEDGER_NAME, read_run_state(checkpoint).rollout_id),
+            train=config.queue.transferqueue_partition,
+            may_be_torn=config.queue.transferqueue_fsync == Fsync.NEVER,
+        )
 
 
 def _check_mode_of(checkpoint: Path, config: Config) -> None:

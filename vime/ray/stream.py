@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from vime.config.parse import Config
-from vime.handoff.ledger_types import LEDGER_NAME, LedgerRules, RestoreReport, RoundLease, RoundOrder, StalePolicy
+from vime.handoff.ledger_types import LedgerMark, LedgerRules, RestoreReport, RoundLease, RoundOrder, StalePolicy
 from vime.handoff.queue_view import copy_queue
+from vime.handoff.spool import Fsync
 from vime.observability.events import span
 from vime.ray.ledger_actor import LedgerClient
+from vime.ray.ledger_choice import ORIGIN_NAME, LedgerChoice
 from vime.ray.waits import wait_for
 from vime.rollout.halt import KEEP_S
 from vime.rollout.producer import STOP_S
-from vime.types import HandoffError, Version, VimeError
+from vime.types import Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 2 * KEEP_S + STOP_S  # beyond the producer's own deadlines
-ORIGIN_NAME = "ledger.origin"  # in a run directory: whose queue its own was copied from
 
 
 def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
@@ -60,22 +61,32 @@ class Stream:
 
     @classmethod
     def open(
-        cls, config: Config, run_dir: Path, manager: Any, *, num_rollout: int, checkpoint_round: int | None, origin: str
+        cls,
+        config: Config,
+        run_dir: Path,
+        manager: Any,
+        *,
+        num_rollout: int,
+        checkpoint_round: int | None,
+        choice: LedgerChoice,
     ) -> Stream:
         """Start the ledger on its file, go back to the checkpoint, and connect the RolloutManager.
 
-        `origin`: run directory of the run that wrote the checkpoint, empty without one; when it is another, its queue
-        is copied as it stands.
+        When the ledger is that of another run directory, its queue is copied first, as it stands.
         """
-        if origin and Path(origin) != run_dir:
-            _adopt(Path(origin), run_dir)
+        if choice.origin is not None:
+            (run_dir / ORIGIN_NAME).write_text(str(choice.origin))
+            num_payloads = copy_queue(choice.origin, run_dir)
+            logger.info("queue of %s copied: the ledger and %d payloads", choice.origin, num_payloads)
         ledger = LedgerClient.start(
             run_dir,
             ledger_rules(config, num_rollout),
             run_id=uuid.uuid4().hex[:8],
             deadline_s=config.queue.transferqueue_timeout_secs,
         )
-        report: RestoreReport = ledger.restore(checkpoint_round)
+        report: RestoreReport = ledger.restore(
+            checkpoint_round, choice.mark, may_be_torn=config.queue.transferqueue_fsync == Fsync.NEVER
+        )
         if report.replayed_rounds or report.reissued or report.regenerated:
             logger.info(
                 "queue restored: rounds %s are trained again as they were, %d prompts in flight and %d lost groups are "
@@ -111,9 +122,11 @@ class Stream:
         with span("release_slots", version=version):
             self.ledger.rounds.release(version)
 
-    def saving(self) -> None:
-        """What the checkpoint carries must be in the ledger's file before anyone can see the checkpoint."""
-        self.ledger.call("", "sync")
+    def saving(self) -> LedgerMark:
+        """What the checkpoint carries must be in the ledger's file before anyone can see the checkpoint. That keeps the
+        answer."""
+        mark: LedgerMark = self.ledger.call("", "sync")
+        return mark
 
     def saved(self, rollout_id: int) -> None:
         """The checkpoint is visible. A failure here loses nothing: the next restore marks what it carries."""
@@ -136,6 +149,13 @@ class Stream:
             except VimeError as error:  # they are answered again
                 logger.warning("what was under way is not kept: %s", error)
 
+    def end(self) -> None:
+        """Close the ledger's file. Called when every process that calls it has ended; a kill before costs nothing."""
+        try:
+            self.ledger.close()
+        except VimeError as error:
+            logger.warning("the ledger's log stays beside its file: %s", error)
+
     def _ask(self, ref: Any, name: str) -> Any:
         deadline_s = self._config.queue.transferqueue_timeout_secs
         [answer] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
@@ -149,23 +169,3 @@ class Stream:
                     self.ledger.rounds.heartbeat(lease.round_id, lease.fence)
                 except VimeError as error:
                     logger.warning("round %d: %s", lease.round_id, error)
-
-
-def _adopt(origin: Path, run_dir: Path) -> None:
-    """Copy the queue of another run, once: a run that starts again goes on with its copy."""
-    mark = run_dir / ORIGIN_NAME
-    if (run_dir / LEDGER_NAME).exists():
-        if mark.is_file() and mark.read_text() == str(origin):
-            return
-        raise HandoffError(
-            f"--run-dir {run_dir}: has a queue of its own, but the checkpoint belongs to that of {origin}. Choose a "
-            f"new run directory, or --run-dir {origin}."
-        )
-    if not (origin / LEDGER_NAME).is_file():
-        raise HandoffError(
-            f"--load: the checkpoint was written by the run in {origin}, which has no {LEDGER_NAME} any more, so "
-            "nobody knows which groups it trained. Load with the run directory in its place."
-        )
-    mark.write_text(str(origin))
-    num_payloads = copy_queue(origin, run_dir)
-    logger.info("queue of %s copied: the ledger and %d payloads", origin, num_payloads)

@@ -50,6 +50,15 @@ def test_a_killed_ledger_goes_on_where_it_was(client, tmp_path):
     assert checked(tmp_path, checkpoint_round=1).groups == {"durable": 4, "ready": 1}
 
 
+def test_when_it_is_closed_its_file_alone_is_the_ledger(client, tmp_path):
+    train(client, 0)
+    assert (tmp_path / "ledger.db-wal").stat().st_size > 0
+    client.close()
+    assert not (tmp_path / "ledger.db-wal").exists()
+    assert checked(tmp_path).groups == {"trained": 2}
+    open_ledger(tmp_path).close()
+
+
 def test_refusals_keep_their_type(client, tmp_path):
     [task] = issue(client, 1)
     client.prompts.abandon("p")

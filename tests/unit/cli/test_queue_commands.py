@@ -6,11 +6,12 @@ import tarfile
 import pytest
 
 from tests.helpers.ledger_cases import issue, lease, open_ledger
+from vime.cli import queue
 from vime.cli.main import main
 from vime.handoff.ledger_types import Payload
 from vime.handoff.payload import samples_to_bytes
 from vime.handoff.queue_view import export_queue, import_queue
-from vime.handoff.spool import Spool
+from vime.handoff.spool import Spool, SpoolReader
 from vime.types import HandoffError, Sample
 
 
@@ -74,6 +75,30 @@ def test_audit_reads_the_checkpoint_that_the_marker_names_where_the_run_saved(ru
     assert main(["audit", str(run)]) == 0
     (run / "elsewhere" / "iter_0000000" / "run_state.json").unlink()
     assert main(["audit", str(run)]) == 3
+
+
+def test_a_run_that_moved_between_two_looks_is_looked_at_again(run, capsys, monkeypatch):
+    """The marker was read, then round 0 became durable: a breach that a second look does not see."""
+    seen, read = [], queue.newest_checkpoint
+
+    def late(directory):
+        seen.append(None)
+        return (None, None) if len(seen) == 1 else read(directory)
+
+    monkeypatch.setattr(queue, "newest_checkpoint", late)
+    assert main(["audit", str(run)]) == 0
+    assert len(seen) == 2
+    monkeypatch.setattr(queue, "newest_checkpoint", lambda directory: (None, None))
+    assert main(["audit", str(run)]) == 3  # seen by both looks
+    assert "the newest checkpoint is of round -1" in capsys.readouterr().err
+
+
+def test_a_segment_that_goes_while_it_is_read_is_a_finding_and_no_traceback(run):
+    reader = SpoolReader(run / "spool")
+    [(task, checksum, place), *_] = reader.entries()
+    place.path.unlink()
+    with pytest.raises(HandoffError, match=f"is gone, and with it the payload of group {task}"):
+        reader.read(task, checksum)
 
 
 def test_ls_counts_groups_by_state_and_says_who_works_on_what(run, capsys):

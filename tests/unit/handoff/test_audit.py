@@ -7,10 +7,11 @@ import pytest
 
 from tests.helpers.ledger_cases import groups_of, issue, lease, open_ledger
 from tests.helpers.rows import make_row
-from vime.handoff.audit import audit, spool_payloads
+from vime.handoff.audit import audit
+from vime.handoff.ledger_identity import LINE
 from vime.handoff.ledger_types import LedgerFileError, Payload, Task
 from vime.handoff.payload import payload_size, rows_to_bytes, samples_to_bytes
-from vime.handoff.spool import Spool, SpoolReader
+from vime.handoff.spool import Spool
 from vime.types import Sample, SampleStatus
 
 CHECKPOINT = 1  # of the run below: rounds 0 and 1 are durable, 2 is trained, 3 is leased
@@ -84,7 +85,7 @@ def look(directory, checkpoint_round=CHECKPOINT):
     return audit(
         directory / "ledger.db",
         checkpoint_round=checkpoint_round,
-        read_payload=spool_payloads(SpoolReader(directory / "spool")),
+        spool=directory / "spool",
     )
 
 
@@ -101,7 +102,7 @@ def test_a_healthy_run_has_no_finding_and_its_groups_are_counted(run):
 def tell(event, group=None, attempt=None, *, partition=1, round_id=None, tokens=None, note=None):
     """A false line of history."""
     values = [9999, event, partition, group, attempt, round_id, tokens, tokens, note]
-    return f"insert into history values ({', '.join('null' if v is None else repr(v) for v in values)})"
+    return f"insert into history({LINE}) values ({', '.join('null' if v is None else repr(v) for v in values)})"
 
 
 def rule(name, old, new):
@@ -172,7 +173,7 @@ def test_a_checkpoint_that_the_ledger_does_not_reach_is_named(run):
 
 def test_what_is_no_ledger_is_refused(tmp_path):
     with pytest.raises(LedgerFileError, match="there is no ledger"):
-        audit(tmp_path / "ledger.db", checkpoint_round=None, read_payload=None)
+        audit(tmp_path / "ledger.db", checkpoint_round=None, spool=None)
 
 
 def test_a_live_run_can_be_looked_at(tmp_path):

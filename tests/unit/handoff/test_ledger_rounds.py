@@ -293,8 +293,12 @@ def test_a_checkpoint_that_the_ledger_does_not_know_is_refused(ledger):
         ledger.rounds.restore(1, has_all)
 
 
-def test_a_fresh_ledger_may_begin_at_a_checkpoint_of_another_directory(tmp_path, ledger):
-    ledger.rounds.restore(6, has_all)
-    ledger.rounds.release(7)
-    assert train(ledger, 7) == [0, 1]
-    checked(tmp_path, checkpoint_round=6)
+def test_an_empty_ledger_accepts_no_checkpoint(tmp_path, ledger):
+    """It took any: a run whose ledger was lost trained every prompt a second time."""
+    with pytest.raises(LedgerFileError, match=r"checkpoint is of round 6, but this ledger has seen no round trained"):
+        ledger.rounds.restore(6, has_all)
+    issue(ledger, 2)
+    with pytest.raises(LedgerFileError, match=r"checkpoint is of round 0, but this ledger has seen no round trained"):
+        ledger.rounds.restore(0, has_all)
+    assert ledger.rounds.restore(None, has_all).replayed_rounds == ()
+    checked(tmp_path)

@@ -182,6 +182,9 @@ def test_restarts_are_counted_while_no_round_is_trained_and_go_on_from_the_newes
     assert second.model.load == str(root)
     assert restarts.after(dead) is None  # twice in a row without a new round
     again = launch.Restarts(config, tmp_path)
+    third = again.after(launch.End(code=3, is_worth_a_restart=True))
+    assert third is not None
+    assert third.model.load == str(tmp_path / "elsewhere")  # it may be an older one than the newest that lies there
     for trained in (4, 5, 6, 7):
         assert again.after(launch.End(code=3, is_worth_a_restart=True, trained_round=trained)) is not None
     assert again.after(launch.End(code=3, trained_round=8)) is None
