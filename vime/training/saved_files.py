@@ -1,0 +1,30 @@
+"""Size and hash of what a rank wrote into a checkpoint, taken on the machine that wrote it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from vime.training.roles import LEARNING, role_folder
+from vime.types import CheckpointError, Role, describe
+from vime.utils.hashing import hash_file
+from vime.utils.manifest import Entry
+
+SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""What torch's distributed checkpoint, with which both backends write, calls a file of rank (1)."""
+
+
+def hash_files(directory: Path, roles: Iterable[Role], *, rank: int) -> dict[str, Entry]:
+    """Of RANK's files of those of its roles that learn, by their names below DIRECTORY, which is complete; rank 0 has
+    the tables of contents too. The bytes are in this machine's memory still: no network has to bring them back."""
+    entries: dict[str, Entry] = {}
+    try:
+        for folder in [role_folder(directory, role) for role in roles if role in LEARNING]:
+            for path in folder.iterdir():
+                shard = SHARD.fullmatch(path.name)
+                if path.is_file() and (int(shard[1]) if shard else 0) == rank:
+                    entries[path.relative_to(directory).as_posix()] = hash_file(path)
+    except OSError as error:
+        raise CheckpointError.unwritable(directory, describe(error)) from error
+    return entries
