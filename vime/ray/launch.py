@@ -22,6 +22,7 @@ from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
 from vime.ray.checkpoint import checkpoint_root, find_latest, find_start
+from vime.ray.damage import refuse_damage
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
@@ -120,6 +121,8 @@ def _live(
     mistake to be seen at once."""
     screen, events, interrupts = watchers
     try:
+        if is_later and (checkpoint := find_start(config.model.load).checkpoint) is not None:
+            refuse_damage(checkpoint)  # of the first life `preflight` did
         with open_machine(config, path, screen, interrupts, events) as machine:
             return _drive(machine, rhythm)
     except VimeError as error:

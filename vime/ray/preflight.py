@@ -14,6 +14,7 @@ from vime.config.parse import Config
 from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
+from vime.ray.damage import refuse_damage
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError
@@ -88,6 +89,7 @@ def _check_load(config: Config) -> None:
         return
     checkpoint = find_latest(Path(load))
     if checkpoint is not None:
+        refuse_damage(checkpoint)
         _check_mode_of(checkpoint, config)
         return
     if save is None and config.tracking.run_dir is not None:

@@ -7,14 +7,16 @@ import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from vime.ray import damage
+from vime.config.parse import parse
+from vime.ray import damage, launch
 from vime.ray.checkpoint import LATEST, RunState, save_checkpoint
 from vime.ray.damage import doubts, refuse_any_damage, refuse_damage
 from vime.ray.trainers import Trainers
-from vime.types import CheckpointError
+from vime.types import CheckpointError, EngineError
 from vime.utils.manifest import MANIFEST, compare_hashes
 
 NUM_FLIPS = 60
@@ -161,3 +163,24 @@ def test_a_marker_that_names_an_older_checkpoint_is_said(tmp_path: Path) -> None
     assert list(doubts(chosen, str(chosen))) == []
     os.utime(chosen / "run_state.json", (9, 9))  # the run that went back has saved since
     assert list(doubts(chosen, str(tmp_path))) == []
+
+
+def test_a_run_that_starts_again_reads_its_checkpoint_before_it_starts_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_machine(*_: Any) -> Any:
+        raise EngineError("the parts were started")
+
+    monkeypatch.setattr(launch, "open_machine", open_machine)
+    config, watchers = parse(["--hf-checkpoint", "models/m", "--load", str(tmp_path)]), (Mock(), Mock(), Mock())
+
+    def life() -> launch.End:
+        return launch._live(config, tmp_path, Mock(), watchers, is_later=True)
+
+    assert life().message == "the parts were started"  # there is no checkpoint yet
+    checkpoint = saved(tmp_path, 0)
+    assert life().message == "the parts were started"
+    flip(checkpoint / "model" / "common.pt", 9)
+    end = life()
+    assert "model/common.pt: its bytes changed" in end.message
+    assert (end.code, end.is_worth_a_restart) == (3, False)
