@@ -44,11 +44,13 @@ NAME = re.compile(r"iter_(\d{7,})(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What a run needs besides the model to go on: the last trained round, the version and the data cursor."""
+    """What a run needs besides the model to go on: the last trained round, the version and the data cursor; and facts
+    about the run that wrote it (`ray/misfits.py`; None: from before there were any)."""
 
     rollout_id: int
     version: Version
     data_source: dict[str, Any]
+    written_with: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vime.ray.checkpoint import LATEST, complete_checkpoints
+from vime.ray.checkpoint import LATEST, complete_checkpoints, read_run_state
 from vime.types import CheckpointError
 from vime.utils.manifest import MANIFEST, Entry, compare_sizes, find_damage, read_manifest
 
@@ -22,13 +22,13 @@ Compare = Callable[[Path, dict[str, Entry]], list[str]]
 
 def refuse_damage(checkpoint: Path) -> None:
     """Raise CheckpointError for what can be found quickly."""
-    if _has_manifest(checkpoint) and (findings := find_damage(checkpoint, max_bytes=QUICK_BYTES)):
+    if _should_have_manifest(checkpoint) and (findings := find_damage(checkpoint, max_bytes=QUICK_BYTES)):
         raise _refusal(checkpoint, findings)
 
 
 def refuse_any_damage(checkpoint: Path, compare: Compare) -> None:
     """Raise CheckpointError for every file that is missing, too much or not as it was written."""
-    if not _has_manifest(checkpoint):
+    if not _should_have_manifest(checkpoint):
         return
     try:
         files = read_manifest(checkpoint)
@@ -55,6 +55,13 @@ def doubts(checkpoint: Path, load: str | None) -> Iterator[str]:
 def _has_manifest(checkpoint: Path) -> bool:
     """Those that Vime wrote before it wrote manifests have none."""
     return (checkpoint / MANIFEST).is_file()
+
+
+def _should_have_manifest(checkpoint: Path) -> bool:
+    """Whether it has one. Raises CheckpointError when it had: whoever writes facts of the run writes a manifest too."""
+    if not _has_manifest(checkpoint) and read_run_state(checkpoint).written_with is not None:
+        raise _refusal(checkpoint, [f"{MANIFEST}: is missing"])
+    return _has_manifest(checkpoint)
 
 
 def _refusal(checkpoint: Path, findings: list[str]) -> CheckpointError:

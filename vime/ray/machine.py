@@ -21,6 +21,7 @@ from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import RunState, Start, checkpoint_root
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
+from vime.ray.misfits import facts_of
 from vime.ray.probe import check_engines_agree
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.saver import Saver
@@ -244,7 +245,12 @@ class Machine:
             return
         self.watchers.screen.activity("saving a checkpoint")
         with self.watchers.books.timed("perf/save_time"):
-            state = RunState(rollout_id=rollout_id, version=self.versions.trained, data_source=self._cursor)
+            state = RunState(
+                rollout_id=rollout_id,
+                version=self.versions.trained,
+                data_source=self._cursor,
+                written_with=facts_of(self.config),
+            )
             self.saver.finish()  # a failure of the save before does not keep this round from being saved
             if self.parts.stream is not None:
                 self.parts.stream.saving()

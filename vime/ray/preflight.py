@@ -15,6 +15,7 @@ from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
 from vime.ray.damage import refuse_damage
+from vime.ray.misfits import refuse_misfit
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError
@@ -91,6 +92,8 @@ def _check_load(config: Config) -> None:
     if checkpoint is not None:
         refuse_damage(checkpoint)
         _check_mode_of(checkpoint, config)
+        if not config.debug.debug_rollout_only:
+            refuse_misfit(checkpoint, read_run_state(checkpoint).written_with, config)
         return
     if save is None and config.tracking.run_dir is not None:
         save = str(Path(config.tracking.run_dir) / "checkpoints")
