@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", help="where checkpoints are written; default: a temporary one")
+    parser.add_argument("--manifest-only", action="store_true", help="leave out all but checkpoints in turns")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=args.directory))
     try:
@@ -79,8 +80,15 @@ def measure(work: Path, args: argparse.Namespace) -> None:
     train()
     gigabytes = count * 12 / 1e9  # weights and two moments in fp32
     print(f"{count / 1e6:.0f} M parameters, {gigabytes:.2f} GB a checkpoint, best of {args.repeats}")
+    if not args.manifest_only:
+        measure_pauses(work, worker, train, args.repeats)
+    compare_manifests(work / "turns", worker, args.repeats)
+    worker.backend.close()
+
+
+def measure_pauses(work: Path, worker: TrainWorker, train: Callable[[], None], repeats: int) -> None:
     alone, at_once, pause, written, beside = [], [], [], [], []
-    for repeat in range(args.repeats):
+    for repeat in range(repeats):
         alone.append(seconds(train))
         at_once.append(seconds(partial(worker.save, work / f"sync{repeat}")))
         started = time.monotonic()
@@ -99,8 +107,6 @@ def measure(work: Path, args: argparse.Namespace) -> None:
         ("the round beside it", beside),
     ):
         print(f"{name:36s} {min(values):6.2f} s   all: {' '.join(f'{value:.2f}' for value in values)}")
-    compare_manifests(work / "turns", worker, args.repeats)
-    worker.backend.close()
 
 
 def compare_manifests(root: Path, worker: TrainWorker, repeats: int) -> None:
@@ -110,8 +116,7 @@ def compare_manifests(root: Path, worker: TrainWorker, repeats: int) -> None:
         worker.save(directory)
 
     def with_hashes(directory: Path) -> dict[str, Entry]:
-        worker.save(directory)
-        return hash_files(directory, worker.engines, rank=0)
+        return hash_files(directory, worker.engines, worker.save(directory), rank=0)
 
     state = checkpoint.RunState(rollout_id=0, version=1, data_source={})
     write_manifest = checkpoint.write_manifest

@@ -16,9 +16,10 @@ def written(bench: Bench, directory: Path) -> dict[str, Entry]:
     """A checkpoint after one round; size and hash of each file that this rank wrote."""
     trainer, rows = bench.trainer(), dict(enumerate(make_rows()))
     trainer.train_round(make_plan(list(rows.values()), dp_size=trainer.place.dp_size), rows)
-    for pending in trainer.save(directory, in_background=True):
+    saves = trainer.save(directory, in_background=True)
+    for pending in saves:
         pending.wait(60)
-    entries = hash_files(directory, trainer.engines, rank=bench.ranks.rank)
+    entries = hash_files(directory, trainer.engines, saves, rank=bench.ranks.rank)
     trainer.backend.close()
     return entries
 

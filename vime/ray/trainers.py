@@ -220,7 +220,7 @@ class TrainerActor:
             pending.wait(deadline_s)
         from vime.training.saved_files import hash_files
 
-        return hash_files(self._saved, self._worker.engines, rank=self._rank)
+        return hash_files(self._saved, self._worker.engines, self._pending_saves, rank=self._rank)
 
     def save_hf(self, directory: str) -> None:
         from vime.training.export import save_hf
