@@ -42,6 +42,8 @@ CORE = [
     "wandb>=0.19",
     "psutil",
     "filelock",
+    # Range: XXH3's 128 bits are the same in every release; this one lets other threads run while it hashes.
+    "xxhash>=4.1",
 ]
 
 # vLLM's CPU build asks for torchvision, torchaudio and torchcodec, which exist on the package index only as CUDA

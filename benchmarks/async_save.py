@@ -3,13 +3,15 @@
     python benchmarks/async_save.py [--hidden 768 --layers 12] [--directory DIR]
 
 One trainer rank on the CPU, a random qwen2 model, AdamW. Prints the pause of each kind of save, the time until the
-bytes are on the disk, and a training round with and without a save beside it.
+bytes are on the disk, and a training round with and without a save beside it. Then whole checkpoints in turns with and
+without their manifest: what hashing every file costs, and what reading it all again before a load does.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -22,9 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers.megatron_models import SHAPE, make_plan, make_rows
 from vime.config.parse import Config
+from vime.ray import checkpoint
 from vime.ray.backends import make_backend
+from vime.training.saved_files import hash_files
 from vime.training.worker import TrainWorker
 from vime.types import RankInfo
+from vime.utils.manifest import Entry, find_damage
 from vime.utils.network import free_port
 
 
@@ -50,6 +55,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", help="where checkpoints are written; default: a temporary one")
+    parser.add_argument("--manifest-only", action="store_true", help="leave out all but checkpoints in turns")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=args.directory))
     try:
@@ -74,8 +80,15 @@ def measure(work: Path, args: argparse.Namespace) -> None:
     train()
     gigabytes = count * 12 / 1e9  # weights and two moments in fp32
     print(f"{count / 1e6:.0f} M parameters, {gigabytes:.2f} GB a checkpoint, best of {args.repeats}")
+    if not args.manifest_only:
+        measure_pauses(work, worker, train, args.repeats)
+    compare_manifests(work / "turns", worker, args.repeats)
+    worker.backend.close()
+
+
+def measure_pauses(work: Path, worker: TrainWorker, train: Callable[[], None], repeats: int) -> None:
     alone, at_once, pause, written, beside = [], [], [], [], []
-    for repeat in range(args.repeats):
+    for repeat in range(repeats):
         alone.append(seconds(train))
         at_once.append(seconds(partial(worker.save, work / f"sync{repeat}")))
         started = time.monotonic()
@@ -94,7 +107,46 @@ def measure(work: Path, args: argparse.Namespace) -> None:
         ("the round beside it", beside),
     ):
         print(f"{name:36s} {min(values):6.2f} s   all: {' '.join(f'{value:.2f}' for value in values)}")
-    worker.backend.close()
+
+
+def compare_manifests(root: Path, worker: TrainWorker, repeats: int) -> None:
+    """Checkpoints in turns, first without, then with a manifest, then the other way round."""
+
+    def without(directory: Path) -> None:
+        worker.save(directory)
+
+    def with_hashes(directory: Path) -> dict[str, Entry]:
+        return hash_files(directory, worker.engines, worker.save(directory), rank=0)
+
+    state = checkpoint.RunState(rollout_id=0, version=1, data_source={})
+    write_manifest = checkpoint.write_manifest
+    names = ("without a manifest", "with a manifest", "read before a load")
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(2 * repeats):
+        sides = [("without a manifest", without), ("with a manifest", with_hashes)]
+        for name, save_model in sides if turn % 2 else reversed(sides):
+            checkpoint.write_manifest = write_manifest if save_model is with_hashes else lambda *_: None
+            times[name].append(both_clocks(partial(checkpoint.save_checkpoint, root, state, save_model, keep=1)))
+            if save_model is with_hashes:
+                found = checkpoint.find_latest(root)
+                assert found is not None
+                times["read before a load"].append(both_clocks(partial(find_damage, found)))
+    print(f"\nwhole checkpoints in turns, medians of {2 * repeats}")
+    for name, pairs in times.items():
+        walls, cpus = zip(*pairs, strict=True)
+        spread = f"wall {min(walls):.2f} to {max(walls):.2f}"
+        print(f"{name:36s} {statistics.median(walls):6.2f} s wall, {statistics.median(cpus):6.2f} s CPU   {spread}")
+    pairs = zip(times["with a manifest"], times["without a manifest"], strict=True)
+    ratios = [[one / other for one, other in zip(*pair, strict=True)] for pair in pairs]
+    wall, cpu = (statistics.median(column) for column in zip(*ratios, strict=True))
+    print(f"{'with over without, of pairs':36s} {wall:6.3f}   wall, {cpu:6.3f}   CPU")
+
+
+def both_clocks(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds by the clock, and of CPU in all threads of this process."""
+    cpu = time.process_time()
+    wall = seconds(call)
+    return wall, time.process_time() - cpu
 
 
 if __name__ == "__main__":

@@ -148,7 +148,12 @@ class PackLoss(Protocol):
 
 
 class PendingSave(Protocol):
-    """A checkpoint whose state was copied and whose bytes are on their way."""
+    """A checkpoint whose state was copied and whose bytes are on their way.
+
+    `hashes` has size and hash of the files that this rank hashed while it wrote them, when `wait` has answered; it may
+    be empty."""
+
+    hashes: dict[Path, tuple[int, str]]
 
     def wait(self, deadline_s: float) -> None:
         """Until it is complete on every rank. Local. Raises CheckpointError on every rank when one could not write, and

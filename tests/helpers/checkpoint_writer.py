@@ -23,9 +23,10 @@ from typing import Any
 
 from vime.ray.checkpoint import RunState, find_start, read_run_state
 from vime.ray.saver import Saver
+from vime.utils.manifest import Entry
 
 KEEP = 2
-NUM_FILES, NUM_PIECES = 3, 4
+NUM_FILES, NUM_PIECES = 2, 4
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
 
 
@@ -68,11 +69,12 @@ class ThreadSave(threading.Thread):
     def is_over(self) -> bool:
         return not self.is_alive()
 
-    def wait(self, name: str, deadline_s: float) -> None:
+    def wait(self, name: str, deadline_s: float) -> dict[str, Entry]:
         self.join(deadline_s)
         assert not self.is_alive(), name
         if self._failure is not None:
             raise self._failure
+        return {}
 
 
 def save(root: Path, rollout_id: int, *, is_async: bool = False) -> None:

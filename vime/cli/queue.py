@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from vime.handoff.audit import MAX_SHOWN, AuditReport, audit_run
+from vime.handoff.audit_checkpoints import audit_checkpoints
 from vime.handoff.ledger_types import SPOOL_NAME, LedgerMark, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
@@ -50,6 +51,8 @@ def run_audit(arguments: argparse.Namespace) -> None:
     """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
     run: Path = arguments.run
     checkpoint, report = look_twice(run)
+    files = audit_checkpoints(checkpoint_root(run))
+    report = replace(report, findings=(*report.findings, *files.findings))
     for state, total in sorted(report.groups.items()):
         say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
     say(
@@ -57,6 +60,10 @@ def run_audit(arguments: argparse.Namespace) -> None:
         f"{'no checkpoint' if checkpoint is None else f'checkpoint of round {checkpoint}'}, "
         f"{'spool read' if (run / SPOOL_NAME).is_dir() else 'no spool'}"
     )
+    if files.read:
+        say(f"checkpoints read to the last byte: {', '.join(files.read)}")
+    if files.unknown:
+        say(f"checkpoints without a manifest, whose bytes nobody can check: {', '.join(files.unknown)}")
     if report.findings:
         raise AuditFailedError(report.summary(run))
     say("every promise kept")
@@ -137,14 +144,20 @@ def say(text: str) -> None:
     Console(highlight=False, markup=False, soft_wrap=True).print(text)
 
 
-def newest_checkpoint(run: Path) -> tuple[int | None, LedgerMark | None]:
-    """Round of the checkpoint that the marker names, and what it keeps of its ledger; None without. It lies in --save,
-    or in RUN/checkpoints, also when the run directory moved since."""
-    root = run / "checkpoints"
+def checkpoint_root(run: Path) -> Path:
+    """Where a run saves: --save, or RUN/checkpoints, also when the run directory moved since."""
+    record = run / "config.json"
     try:
-        if (run / "config.json").is_file():
-            save = json.loads((run / "config.json").read_text()).get("model", {}).get("save")
-            root = Path(save) if save and Path(save).is_dir() else root
+        save = json.loads(record.read_text()).get("model", {}).get("save") if record.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise HandoffError(f"{record}: where the run saves cannot be read: {error}") from error
+    return Path(save) if save and Path(save).is_dir() else run / "checkpoints"
+
+
+def newest_checkpoint(run: Path) -> tuple[int | None, LedgerMark | None]:
+    """Round of the checkpoint that the marker names, and what it keeps of its ledger; None without."""
+    root = checkpoint_root(run)
+    try:
         marker = root / "latest_checkpointed_iteration.txt"
         if not marker.is_file() or (text := marker.read_text().strip()) == "none":
             return None, None

@@ -68,7 +68,10 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
         options = [flag_name(spec), *spec.metadata["aliases"]]
         shown = "none" if spec.default is None else spec.default if spec.default != () else "none"
         text = f"{spec.metadata['help']} (default: {shown})".replace("%", "%%")
-        if kind is bool:
+        if kind is bool and options[0].startswith("--no-"):
+            # argparse's switch would take --no-save-optim for the opposite of --save-optim, and answer False
+            group.add_argument(*options, dest=spec.name, default=spec.default, help=text, action="store_true")
+        elif kind is bool:
             group.add_argument(
                 *options, dest=spec.name, default=spec.default, help=text, action=argparse.BooleanOptionalAction
             )

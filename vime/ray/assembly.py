@@ -27,6 +27,7 @@ from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, start_queue, stop_queue
 from vime.ray.checkpoint import Start, checkpoint_root, find_start, newest_checkpoint, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray, watched_ray
+from vime.ray.damage import doubts
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
 from vime.ray.ledger_choice import choose_ledger
@@ -91,6 +92,8 @@ def open_machine(
         versions = VersionLedger()
         if start.checkpoint is not None:
             with starter.part("checkpoint", f"loading {start.checkpoint}"):
+                for doubt in doubts(start.checkpoint, config.model.load):
+                    screen.warn(doubt)
                 _restore(parts, start.checkpoint, versions)
         watchers = Watchers(screen=screen, interrupts=interrupts, events=events, books=books)
         machine = Machine(config, run_dir, parts, watchers, versions, start)
@@ -173,7 +176,7 @@ def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:
     """Model on every rank, data cursor in the manager, version in the books."""
     state = read_run_state(checkpoint)
     if parts.trainers is not None:
-        parts.trainers.load(checkpoint / "model")
+        parts.trainers.load(checkpoint)
     wait_for(
         [parts.manager.load_state.remote(state.data_source)],
         name="the data cursor to be restored",

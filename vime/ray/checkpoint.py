@@ -1,7 +1,9 @@
 """Checkpoints of a whole run: the trainer writes model state, this file run state; visible at once or not at all.
 
-Layout: `<dir>/iter_0000012/{model/, run_state.json}` and `<dir>/latest_checkpointed_iteration.txt`, the marker, which
-names the newest one. A kill or power cut at any byte leaves a loadable latest checkpoint, because of four invariants:
+Layout: `<dir>/iter_0000012/{model/, run_state.json, manifest.json}` and `<dir>/latest_checkpointed_iteration.txt`, the
+marker, which names the newest one. The manifest has size and hash of every other file of its directory
+(`utils/manifest.py`; who reads it: `ray/damage.py`, `vime audit`). A kill or power cut at any byte leaves a loadable
+latest checkpoint, because of four invariants:
 
 1. The marker alone says which checkpoint is the latest. It is replaced by one rename and only names what is on disk.
 2. A directory `iter_*` is complete from the moment it has this name, and never written again. A round that is saved
@@ -21,7 +23,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from vime.handoff.ledger_types import LedgerMark
 from vime.types import CheckpointError, Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.files import sync, sync_tree
+from vime.utils.manifest import Entry, write_manifest
 
 logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
@@ -45,13 +48,15 @@ class RunState:
     """What a run needs besides the model to go on: the last trained round, the version and the data cursor.
 
     `ledger`: the line of the ledger's history behind which it was written; None in modes off and buffer, and from
-    before ledgers had ids.
+    before ledgers had ids. `written_with`: facts about the run that wrote it (`ray/misfits.py`); None: from before
+    there were any.
     """
 
     rollout_id: int
     version: Version
     data_source: dict[str, Any]
     ledger: LedgerMark | None = None
+    written_with: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +115,14 @@ class Draft:
             self.model.mkdir(parents=True)
         failpoint(Point.DRAFT)
 
-    def publish(self, *, keep: int | None = None, protected: Path | None = None) -> Path:
-        """Make it the latest; `model` is complete. Then all but the newest `keep` (None: all) are removed, never
+    def publish(self, written: Mapping[str, Entry], *, keep: int | None = None, protected: Path | None = None) -> Path:
+        """Make it the latest; `model` is complete, and `written` has size and hash of its files as far as those who
+        wrote them know: the rest is hashed here. Then all but the newest `keep` (None: all) are removed, never
         `protected`. Until then the disk holds `keep` + 1 of them."""
         failpoint(Point.WRITTEN)
         with self._explained():
             (self._directory / "run_state.json").write_text(json.dumps(asdict(self.state)))
+            write_manifest(self._directory, {f"model/{name}": entry for name, entry in written.items()})
             sync_tree(self._directory)
             final = _free_place(self.root, self.state.rollout_id)
             self._directory.rename(final)
@@ -141,17 +148,18 @@ class Draft:
 def save_checkpoint(
     root: Path,
     state: RunState,
-    save_model: Callable[[Path], object],
+    save_model: Callable[[Path], Mapping[str, Entry] | None],
     *,
     keep: int | None = None,
     protected: Path | None = None,
 ) -> Path:
-    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given."""
+    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given, and may answer
+    what `Draft.publish` wants to know of it."""
     draft = Draft(root=root, state=state)
     draft.begin()
     with draft._explained():
-        save_model(draft.model)
-    return draft.publish(keep=keep, protected=protected)
+        written = save_model(draft.model)
+    return draft.publish(written or {}, keep=keep, protected=protected)
 
 
 def find_latest(root: Path) -> Path | None:
@@ -160,18 +168,18 @@ def find_latest(root: Path) -> Path | None:
         return root
     marker = root / LATEST
     if not marker.is_file():
-        names = sorted(path.name for path in _complete(root))
+        names = sorted(path.name for path in complete_checkpoints(root))
         if names:
             raise CheckpointError(f"{root} holds {names} but no {LATEST}. Write the wanted number into that file.")
         return None
-    text = marker.read_text().strip()
+    text = marker.read_text(errors="backslashreplace").strip()
     if text == NO_CHECKPOINT:
         return None
     found = root / (_name(int(text)) if text.isdigit() else text)
     if found == root or not (found / "run_state.json").is_file():
         raise CheckpointError(
             f"{marker} names {text!r}, but {found} is not a complete checkpoint. Write another name there; complete "
-            f"are {sorted(path.name for path in _complete(root))}."
+            f"are {sorted(path.name for path in complete_checkpoints(root))}."
         )
     return found
 
@@ -195,7 +203,7 @@ def _free_place(root: Path, rollout_id: int) -> Path:
     return next(root / name for name in names if not os.path.lexists(root / name))
 
 
-def _complete(root: Path) -> list[Path]:
+def complete_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first, by the time they were written: after going back to an earlier round, the
     rounds of the abandoned run are the older ones. The round decides between equal times (of a copied directory)."""
     if not root.is_dir():
@@ -213,7 +221,7 @@ def _prepare(root: Path) -> None:
     renames of the first save would leave a checkpoint that nothing names."""
     root.mkdir(parents=True, exist_ok=True)
     _sweep(root)
-    if not (root / LATEST).exists() and not _complete(root):
+    if not (root / LATEST).exists() and not complete_checkpoints(root):
         _write_marker(root, NO_CHECKPOINT)
         sync(root.parent)
 
@@ -222,7 +230,7 @@ def _retire(root: Path, latest: Path, *, keep: int | None, protected: Path | Non
     """Remove what `latest` replaces: earlier saves of its round, and all but the newest `keep`. Failing here costs
     disk space, not the checkpoint: the next save tries again."""
     try:
-        others = [path for path in _complete(root) if path != latest]
+        others = [path for path in complete_checkpoints(root) if path != latest]
         doomed = [path for path in others if _round(path) == _round(latest)]
         if keep is not None:
             older = [path for path in others if path not in doomed]

@@ -24,7 +24,8 @@ from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
-from vime.ray.checkpoint import checkpoint_root, find_latest, read_run_state
+from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, read_run_state
+from vime.ray.damage import refuse_damage
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
@@ -131,6 +132,8 @@ def _live(
     mistake to be seen at once."""
     screen, events, interrupts = watchers
     try:
+        if is_later and (checkpoint := find_start(config.model.load).checkpoint) is not None:
+            refuse_damage(checkpoint)  # of the first life `preflight` did
         with open_machine(config, path, screen, interrupts, events) as machine:
             return _drive(machine, rhythm)
     except VimeError as error:

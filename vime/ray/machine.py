@@ -21,6 +21,7 @@ from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import RunState, Start, checkpoint_root
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
+from vime.ray.misfits import facts_of
 from vime.ray.probe import check_engines_agree
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.saver import Saver
@@ -250,6 +251,7 @@ class Machine:
                 version=self.versions.trained,
                 data_source=self._cursor,
                 ledger=self.parts.stream.saving() if self.parts.stream is not None else None,
+                written_with=facts_of(self.config),
             )
             self.doing = Doing.SAVING
             self.saver.save(state, trainers)

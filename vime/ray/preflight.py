@@ -19,7 +19,9 @@ from vime.handoff.ledger_types import LEDGER_NAME
 from vime.handoff.spool import Fsync
 from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
+from vime.ray.damage import refuse_damage
 from vime.ray.ledger_choice import choose_ledger
+from vime.ray.misfits import refuse_misfit
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError
@@ -118,7 +120,10 @@ def _check_load(config: Config) -> None:
         return
     checkpoint = find_latest(Path(load))
     if checkpoint is not None:
+        refuse_damage(checkpoint)
         _check_mode_of(checkpoint, config)
+        if not config.debug.debug_rollout_only:
+            refuse_misfit(checkpoint, read_run_state(checkpoint).written_with, config)
         return
     if save is None and config.tracking.run_dir is not None:
         save = str(Path(config.tracking.run_dir) / "checkpoints")

@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from vime.ray.waits import wait_for
+from vime.utils.manifest import Entry
 
 
 class RanksSave:
@@ -20,8 +21,11 @@ class RanksSave:
         done, pending = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
         return not pending or any(_has_failed(ref) for ref in done)
 
-    def wait(self, name: str, deadline_s: float) -> None:
-        wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s, parties=list(self._owed.values()))
+    def wait(self, name: str, deadline_s: float) -> dict[str, Entry]:
+        """Size and hash of every file that a rank wrote."""
+        parties = list(self._owed.values())
+        written = wait_for(self._refs, name=name, owner="trainer", deadline_s=deadline_s, parties=parties)
+        return {name: entry for mine in written for name, entry in mine.items()}
 
 
 def _has_failed(ref: Any) -> bool:

@@ -7,11 +7,12 @@ stays in force. Owned by the driver's main thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from vime.ray.checkpoint import Draft, RunState, save_checkpoint
+from vime.utils.manifest import Entry
 
 
 class PendingSave(Protocol):
@@ -21,8 +22,9 @@ class PendingSave(Protocol):
         """Whether `wait` would answer, or raise, at once."""
         ...
 
-    def wait(self, name: str, deadline_s: float) -> None:
-        """Until every rank has written; raises what kept one from it."""
+    def wait(self, name: str, deadline_s: float) -> Mapping[str, Entry]:
+        """Until every rank has written: size and hash of the files, by their names below the directory. Raises what
+        kept a rank from it."""
         ...
 
 
@@ -65,7 +67,13 @@ class Saver:
         """Begin a checkpoint when the one before is visible; without --async-save also finish it."""
         self.finish()
         if not self._is_async:
-            path = save_checkpoint(self._root, state, trainers.save, keep=self._keep, protected=self._protected)
+            path = save_checkpoint(
+                self._root,
+                state,
+                lambda directory: self._wait(trainers.save(directory), state),
+                keep=self._keep,
+                protected=self._protected,
+            )
             self._note(state, path)
             return
         draft = Draft(root=self._root, state=state)
@@ -83,8 +91,11 @@ class Saver:
             return
         draft, pending = self._being_written
         self._being_written = None
-        pending.wait(f"the checkpoint of round {draft.state.rollout_id} to be written", self._deadline_s)
-        self._note(draft.state, draft.publish(keep=self._keep, protected=self._protected))
+        written = self._wait(pending, draft.state)
+        self._note(draft.state, draft.publish(written, keep=self._keep, protected=self._protected))
+
+    def _wait(self, pending: PendingSave, state: RunState) -> Mapping[str, Entry]:
+        return pending.wait(f"the checkpoint of round {state.rollout_id} to be written", self._deadline_s)
 
     def _note(self, state: RunState, path: Path) -> None:
         self.latest, self._latest_round = path, state.rollout_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import TRAINER_CPUS, limit_threads, num_trainer_ranks
+from vime.ray.damage import refuse_any_damage
 from vime.ray.ranks_save import RanksSave
-from vime.ray.waits import wait_for
+from vime.ray.waits import all_answers, wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import (
     EngineAddress,
@@ -35,10 +36,10 @@ from vime.types import (
     SamplingRule,
     TrainRow,
     Version,
-    VimeError,
     WaitTimeoutError,
 )
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.manifest import Entry, compare_hashes, share_of
 from vime.utils.network import free_port
 from vime.utils.waits import doing, waiting
 
@@ -85,6 +86,7 @@ class TrainerActor:
         self._worker: TrainWorker
         self._publisher: Publisher | None = None
         self._pending_saves: list[PendingSave] = []
+        self._saved = Path()  # where they go
         self._begun: BegunRound | None = None
 
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
@@ -209,12 +211,16 @@ class TrainerActor:
 
     def save(self, directory: str, in_background: bool) -> None:
         with span("save_checkpoint"):
-            self._pending_saves = self._worker.save(Path(directory), in_background=in_background)
+            self._saved = Path(directory)
+            self._pending_saves = self._worker.save(self._saved, in_background=in_background)
 
-    def finish_save(self, deadline_s: float) -> None:
-        """Waits beside other calls for the bytes that `save` left to write."""
+    def finish_save(self, deadline_s: float) -> dict[str, Entry]:
+        """Waits beside other calls for the bytes that `save` left to write; size and hash of each file of this rank."""
         for pending in self._pending_saves:
             pending.wait(deadline_s)
+        from vime.training.saved_files import hash_files
+
+        return hash_files(self._saved, self._worker.engines, self._pending_saves, rank=self._rank)
 
     def save_hf(self, directory: str) -> None:
         from vime.training.export import save_hf
@@ -242,6 +248,12 @@ class TrainerActor:
             self._publisher.close()
         self._carrier.close()
         self._worker.backend.close()
+
+
+def _compare_share(actor: TrainerActor, directory: Path, files: dict[str, Entry], num_ranks: int) -> list[str]:
+    """What is wrong with those files of a checkpoint that one rank, in whose process this runs, has to read."""
+    with doing("reading the checkpoint's files"):
+        return compare_hashes(directory, {name: files[name] for name in share_of(files, actor._rank, num_ranks)})
 
 
 def _meeting_place(_rank_0: Any) -> tuple[str, int]:
@@ -307,7 +319,7 @@ class Ranks:
 
     def call(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         *arguments: Any,
         on_poll: Callable[[], None] | None = None,
         deadline_s: float | None = None,
@@ -318,19 +330,21 @@ class Ranks:
 
     def begin(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         *arguments: Any,
         on_poll: Callable[[], None] | None = None,
         deadline_s: float | None = None,
     ) -> Callable[[], list[Any]]:
-        """`call` in two: what is answered waits for the ranks."""
+        """`call` in two: what is answered waits for the ranks. A method's name, or a function that gets the actor."""
         self._settle()
         if self._is_asleep:
             self._is_asleep = False
             self.call("set_asleep", False)
-        self._running = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        name, before = (method, ()) if isinstance(method, str) else ("__ray_call__", (method,))
+        self._running = [getattr(actor, name).remote(*before, *arguments) for actor in self._actors]
         whole_s = self._config.cluster.train_timeout_secs if deadline_s is None else deadline_s
-        return partial(self._wait, f"{self._name} ranks to {method}", whole_s, on_poll)
+        what = method if isinstance(method, str) else method.__name__.strip("_")
+        return partial(self._wait, f"{self._name} ranks to {what}", whole_s, on_poll)
 
     def save(self, directory: Path, *, in_background: bool) -> dict[Any, str]:
         """Returns when every rank has written, or in the background copied, its state; each owes the answer that its
@@ -410,7 +424,7 @@ class Trainers:
         the mean of the round.
         """
         given: ArrayColumns = {}
-        for columns in _all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
+        for columns in all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
             given |= _merged(columns)
         answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged, num_begun)
         if not isinstance(answers[0], RankRound):
@@ -445,9 +459,17 @@ class Trainers:
     def save_hf(self, directory: Path) -> None:
         self._policy.call("save_hf", str(directory))
 
-    def load(self, directory: Path) -> None:
+    def load(self, checkpoint: Path) -> None:
+        """Nothing is loaded when any file of the checkpoint is not as it was written: the policy's ranks share the
+        reading of them all."""
+
+        def compare(directory: Path, files: dict[str, Entry]) -> list[str]:
+            answers = self._policy.call(_compare_share, directory, files, len(self._policy))
+            return sorted(finding for findings in answers for finding in findings)
+
+        refuse_any_damage(checkpoint, compare)
         for ranks in _learning(self._policy, self._separate):
-            ranks.call("load", str(directory))
+            ranks.call("load", str(checkpoint / "model"))
 
     def weights_hash(self) -> str:
         return self._policy.call("weights_hash")[0]
@@ -460,21 +482,6 @@ class Trainers:
     def stop(self) -> None:
         for ranks in self._all:
             ranks.stop()
-
-
-def _all_answers(waits: Sequence[Callable[[], list[Any]]]) -> list[list[Any]]:
-    """Of worlds that work side by side. All have ended when the first error is raised; the others' are logged."""
-    answers, errors = [], []
-    for wait in waits:
-        try:
-            answers.append(wait())
-        except VimeError as error:
-            errors.append(error)
-    for error in errors[1:]:
-        logger.error("failed too: %s", error)
-    if errors:
-        raise errors[0]
-    return answers
 
 
 def _merged(answers: list[ArrayColumns]) -> ArrayColumns:

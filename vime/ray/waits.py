@@ -161,3 +161,18 @@ def _place(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+def all_answers(waits: Sequence[Callable[[], list[Any]]]) -> list[list[Any]]:
+    """Of worlds that work side by side. All have ended when the first error is raised; the others' are logged."""
+    answers, errors = [], []
+    for wait in waits:
+        try:
+            answers.append(wait())
+        except VimeError as error:
+            errors.append(error)
+    for error in errors[1:]:
+        logger.error("failed too: %s", error)
+    if errors:
+        raise errors[0]
+    return answers

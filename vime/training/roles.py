@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vime.config.algo_checks import needs_critic, needs_reference, needs_teacher
 from vime.config.parse import Config
 from vime.config.schedule import steps_of_round
 from vime.types import EngineSpec, Role, RoundPlan
+
+LEARNING = (Role.ACTOR, Role.CRITIC)
+"""The roles whose state is saved and loaded."""
 
 
 def needed_roles(config: Config) -> tuple[Role, ...]:
@@ -27,6 +32,12 @@ def policy_moves(plan: RoundPlan, config: Config) -> bool:
 def shared_roles(config: Config) -> tuple[Role, ...]:
     """Those that the policy's ranks play; each of the others has ranks of its own."""
     return tuple(role for role in needed_roles(config) if role not in config.cluster.separate_roles)
+
+
+def role_folder(directory: Path, role: Role) -> Path:
+    """Where a role lies in a checkpoint: the policy in DIRECTORY itself, as it did when it was alone; others below it
+    under their role's name."""
+    return directory if role is Role.ACTOR else directory / role
 
 
 def engine_spec(role: Role, config: Config, *, total_steps: int) -> EngineSpec:

@@ -25,7 +25,7 @@ from vime.training.columns import (
 )
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import CustomLoss, PolicyLoss
-from vime.training.roles import engine_spec, policy_moves, shared_roles
+from vime.training.roles import LEARNING, engine_spec, policy_moves, role_folder, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
 from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, StepPlan, TrainRow
@@ -192,14 +192,14 @@ class TrainWorker:
         """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY; one handle each
         for the bytes that are still on their way."""
         return [
-            engine.save(_folder(directory, role), in_background=in_background)
+            engine.save(role_folder(directory, role), in_background=in_background)
             for role, engine in _learning(self.engines)
         ]
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, also from another parallel layout."""
         for role, engine in _learning(self.engines):
-            folder = _folder(directory, role)
+            folder = role_folder(directory, role)
             if directory.is_dir() and not folder.is_dir():
                 raise CheckpointError(
                     f"--load {directory}: holds no {role}: it was written with another --advantage-estimator. Load one "
@@ -225,12 +225,7 @@ def _passes(plan: RoundPlan, algo: AlgoConfig) -> Sequence[StepPlan]:
 
 
 def _learning(engines: Mapping[Role, TrainEngine]) -> list[tuple[Role, TrainEngine]]:
-    return [(role, engine) for role, engine in engines.items() if role in (Role.ACTOR, Role.CRITIC)]
-
-
-def _folder(directory: Path, role: Role) -> Path:
-    """The policy lies in DIRECTORY itself, as it did when it was alone; others below it under their role's name."""
-    return directory if role is Role.ACTOR else directory / role
+    return [(role, engine) for role, engine in engines.items() if role in LEARNING]
 
 
 def _load_custom_loss(config: Config) -> CustomLoss | None:

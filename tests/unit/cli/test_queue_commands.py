@@ -13,6 +13,7 @@ from vime.handoff.payload import samples_to_bytes
 from vime.handoff.queue_view import export_queue, import_queue
 from vime.handoff.spool import Spool, SpoolReader
 from vime.types import HandoffError, Sample
+from vime.utils.manifest import write_manifest
 
 
 def fill(ledger, spool, count, version=0):
@@ -173,3 +174,16 @@ def test_a_file_that_is_no_whole_queue_is_refused_and_leaves_nothing(run, tmp_pa
 def test_a_run_without_a_ledger_is_refused(tmp_path, capsys, command):
     assert main([*command, str(tmp_path), *(["0"] if command[-1] == "show" else [])]) == 3
     assert "there is no ledger" in capsys.readouterr().err
+
+
+def test_audit_names_the_checkpoint_whose_bytes_changed(run, capsys):
+    checkpoint = run / "checkpoints" / "iter_0000000"
+    assert main(["audit", str(run)]) == 0
+    assert "without a manifest, whose bytes nobody can check: iter_0000000" in capsys.readouterr().out
+    (checkpoint / "weights").write_bytes(b"aaaa")
+    write_manifest(checkpoint, {})
+    assert main(["audit", str(run)]) == 0
+    assert "checkpoints read to the last byte: iter_0000000" in capsys.readouterr().out
+    (checkpoint / "weights").write_bytes(b"aaab")
+    assert main(["audit", str(run)]) == 3
+    assert "checkpoint: iter_0000000: weights: its bytes changed" in capsys.readouterr().err

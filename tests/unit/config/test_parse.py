@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from vime.config.flags import flag_name
-from vime.config.parse import Args, Config, build_parser, dump, iter_flags, parse
+from vime.config.flags import flag_name, knobs
+from vime.config.parse import SECTIONS, Args, Config, build_parser, dump, iter_flags, parse
 from vime.types import ConfigError
 
 
@@ -90,3 +90,11 @@ def test_help_is_readable_by_group() -> None:
     text = build_parser().format_help()
     assert "--transferqueue-max-staleness" in text
     assert "Queue: how rollouts reach the trainer" in text
+
+
+def test_every_switch_given_by_its_own_name_is_on() -> None:
+    """`--no-save-optim` once was the opposite of a flag that does not exist, and without effect."""
+    for section in SECTIONS.values():
+        for kind, spec in knobs(section):
+            if kind is bool:
+                assert getattr(parse([flag_name(spec)]).flat, spec.name) is True, flag_name(spec)

@@ -90,7 +90,9 @@ def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from
     flags = ["--save", str(tmp_path), "--load", str(tmp_path), "--keep-checkpoints", "2", "--save-interval", "1"]
     config = parse(["--hf-checkpoint", "models/m", "--device", "cpu", *flags])
     monkeypatch.setattr(machine_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
-    parts = Parts(Mock(), Mock(train=Mock(return_value={})), None, Mock(), num_rollout=6)
+    trainers = Mock(train=Mock(return_value={}))
+    trainers.save.return_value.wait.return_value = {}
+    parts = Parts(Mock(), trainers, None, Mock(), num_rollout=6)
     watchers = Watchers(
         screen=Mock(), interrupts=Mock(), events=Mock(), books=Mock(timed=lambda _: contextlib.nullcontext())
     )

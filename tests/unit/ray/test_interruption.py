@@ -37,6 +37,8 @@ from vime.types import (
 )
 from vime.weights.versions import VersionLedger
 
+WRITTEN = SimpleNamespace(wait=lambda _name, _deadline_s: {})
+
 
 class FakeTrainers:
     """`faults`: method -> the error that it raises."""
@@ -49,9 +51,10 @@ class FakeTrainers:
         self._fail("train")
         return {"train/loss": float(rollout_id)}
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Any:
         self._fail("save")
         (directory / "weights").write_text("w")
+        return WRITTEN
 
     def _fail(self, method: str) -> None:
         if method in self.faults:
@@ -304,7 +307,7 @@ def test_a_publish_that_hangs_is_let_go_before_the_save(machine: Machine) -> Non
     """Rank 0 may be waiting for an engine, and no rank can save meanwhile: the engines end first."""
     trainers, order = machine.parts.trainers, []
     trainers.faults["publish"] = EngineError("engine-0 does not answer")  # type: ignore[union-attr]
-    trainers.save = lambda _directory: order.append("save")  # type: ignore[union-attr, method-assign]
+    trainers.save = lambda _directory: (order.append("save"), WRITTEN)[1]  # type: ignore[union-attr, method-assign]
     machine.parts.engines = SimpleNamespace(addresses=[], stop=lambda: order.append("stop"))  # type: ignore[assignment]
     end = launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9))
     assert end.code == 3

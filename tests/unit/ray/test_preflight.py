@@ -8,7 +8,7 @@ import pytest
 from vime.config.parse import Config, parse
 from vime.ray.checkpoint import RunState, save_checkpoint
 from vime.ray.preflight import preflight
-from vime.types import ConfigError
+from vime.types import CheckpointError, ConfigError
 
 SHAPE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "head_dim": 16}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
@@ -72,6 +72,20 @@ def test_a_mistyped_load_is_refused_with_what_is_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"--load {wrong}: {says}"):
             preflight(config(tmp_path, "--load", str(wrong), "--save", str(checkpoints)), is_async=False)
     preflight(config(tmp_path, "--load", str(checkpoints)), is_async=False)
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    state = RunState(rollout_id=0, version=1, data_source={})
+    checkpoint = save_checkpoint(root, state, lambda directory: (directory / "weights").write_text("w") and None)
+    chosen = config(tmp_path, "--load", str(root))
+    preflight(chosen, is_async=False)
+    (checkpoint / "run_state.json").write_text((checkpoint / "run_state.json").read_text().replace("1", "3"))
+    with pytest.raises(CheckpointError, match=r"run_state\.json: its bytes changed"):
+        preflight(chosen, is_async=False)
+    (checkpoint / "model" / "weights").unlink()
+    with pytest.raises(CheckpointError, match=r"2 of its files .*\n.*model/weights: is missing, expected 1 bytes"):
+        preflight(chosen, is_async=False)
 
 
 def test_one_command_line_starts_and_resumes(tmp_path: Path) -> None:

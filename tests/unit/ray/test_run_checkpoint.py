@@ -210,8 +210,8 @@ def test_every_file_and_name_is_on_disk_before_what_relies_on_it(
     save_checkpoint(tmp_path, state(2), write_model, keep=1)
     partial = ".partial_iter_0000002"
     written = {f"sync {partial}", f"sync {partial}/model", f"sync {partial}/model/weights"}
-    assert set(steps[:4]) == {*written, f"sync {partial}/run_state.json"}
-    assert steps[4:] == [
+    assert set(steps[:5]) == {*written, f"sync {partial}/run_state.json", f"sync {partial}/manifest.json"}
+    assert steps[5:] == [
         *("rename to iter_0000002", "sync ."),
         *(f"sync .partial_{LATEST}", f"rename to {LATEST}", "sync ."),
         *("rename to .partial_iter_0000001", "sync .", "remove .partial_iter_0000001"),

@@ -37,6 +37,7 @@ from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.seams import PackLoss, PendingSave
 from vime.types import ConfigError, EngineSpec, SamplingRule, TrainRow, VimeError
+from vime.utils.manifest import Entry
 from vime.weights.plan import TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 class Written:
     """`PendingSave` of a checkpoint that is complete."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[Path, Entry] = {}
 
     def wait(self, deadline_s: float) -> None: ...
 

@@ -94,6 +94,8 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
         with_optimizer = common["with_optimizer"]
         same_layout = common["layout"] == _layout()
         _refuse_other_experts(common["layout"], directory, with_optimizer=with_optimizer)
+        if with_optimizer:
+            _refuse_other_optimizer(directory, optimizer)
         state = _state(
             core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer and same_layout, is_loading=True
         )
@@ -154,6 +156,25 @@ def _refuse_other_experts(saved: dict[str, Any], directory: Path, *, with_optimi
                 f"--load {directory}: was written with {flag} {saved[name]}, this run has {mine[name]}: the state "
                 "of experts in the optimizer cannot be cut anew. Use the flag it was written with, or start from its "
                 "--save-hf export."
+            )
+
+
+def _refuse_other_optimizer(directory: Path, optimizer: PolicyOptimizer) -> None:
+    """megatron-core's optimizers store other tensors, by which they are told apart, and cannot read each other's. One
+    that finds out in the middle of loading leaves weights behind that are of neither run."""
+    names = dist_checkpointing.load_tensors_metadata(str(directory)).keys()
+    was_distributed = any(name.startswith("optimizer.state.param.") for name in names)
+    was_bf16 = any(name.startswith("optimizer.state.fp32_param.") for name in names)
+    settings = optimizer.parts[0].config
+    for flag, was, now in (
+        ("--use-distributed-optimizer", was_distributed, settings.use_distributed_optimizer),
+        ("--bf16", was_bf16, settings.bf16 and not settings.use_distributed_optimizer),
+    ):
+        if was != now:
+            raise CheckpointError(
+                f"--load {directory}: its optimizer state was written {'with' if was else 'without'} {flag}, this run "
+                f"is {'with' if now else 'without'} it. Nothing was loaded. Give the flag as it was, or start from its "
+                "--save-hf export (--hf-checkpoint)."
             )
 
 

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from vime.types import CheckpointError, WaitTimeoutError, describe
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.hashing import new_hash
+from vime.utils.manifest import Entry
 from vime.utils.waits import peer, waiting
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,32 @@ class PlannedStrategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
+class HashedFile:
+    """Hashes what torch writes into one file, on its way there: reading it back would cost twice as much. Stands in the
+    place of torch's transforms, which are asked for a stream for each tensor, and below the stream that they make."""
+
+    def __init__(self, transforms: Any) -> None:
+        self._transforms, self._content, self._num_bytes = transforms, new_hash(), 0
+        self._file: IO[bytes]
+
+    @property
+    def entry(self) -> Entry:
+        return self._num_bytes, self._content.hexdigest()
+
+    def transform_save_stream(self, item: Any, file: IO[bytes]) -> Any:
+        self._file = file
+        return self._transforms.transform_save_stream(item, self)
+
+    def write(self, data: bytes) -> int:
+        self._content.update(data)
+        written = self._file.write(data)
+        self._num_bytes += written
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 class PendingSave:
     """This rank's part of one checkpoint that is being written.
 
@@ -57,6 +85,7 @@ class PendingSave:
     def __init__(self, directory: Path, planned: PlannedStrategy, group: dist.ProcessGroup) -> None:
         self.directory = directory
         self._writer, self._metadata, self._group = planned.writer, planned.metadata, group
+        self.hashes: dict[Path, Entry] = {}
         self._failure: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -79,7 +108,7 @@ class PendingSave:
         started = time.monotonic()
         try:
             mine: list[WriteResult] | str = [
-                result for bucket in self._writer.write_buckets or [] for result in _write(self._writer, bucket)
+                result for bucket in self._writer.write_buckets or [] for result in self._write(bucket)
             ]
         except Exception as error:  # boundary: a failure of this rank goes to all ranks as data
             mine = f"rank {dist.get_rank()}: {describe(error)}"
@@ -107,6 +136,19 @@ class PendingSave:
         if self._failure is not None:
             raise CheckpointError.unwritable(self.directory, self._failure)
 
+    def _write(self, bucket: Any) -> list[WriteResult]:
+        """One file, flushed to the disk, by megatron's own function, which speaks through queues."""
+        answers: queue.Queue[tuple[int, list[WriteResult] | Exception]] = queue.Queue()
+        running: queue.Queue[int] = queue.Queue()
+        running.put(0)
+        hashed = HashedFile(self._writer.transforms)
+        FileSystemWriterAsync.write_preloaded_data([hashed], 0, bucket, answers, running, use_fsync=True)
+        _, results = answers.get_nowait()
+        if isinstance(results, Exception):
+            raise results
+        self.hashes[Path(bucket[0])] = hashed.entry
+        return results
+
     def _agree(self, mine: list[WriteResult] | str) -> str | None:
         """What went wrong on any rank, the same answer on all. Rank 0 writes the table of contents last."""
         is_first = dist.get_rank() == 0
@@ -128,15 +170,3 @@ class PendingSave:
         except Exception as error:  # boundary: the other ranks wait for the answer
             return f"rank 0: {describe(error)}"
         return None
-
-
-def _write(writer: FileSystemWriterAsync, bucket: Any) -> list[WriteResult]:
-    """One file, flushed to the disk, by megatron's own function, which speaks through queues."""
-    answers: queue.Queue[tuple[int, list[WriteResult] | Exception]] = queue.Queue()
-    running: queue.Queue[int] = queue.Queue()
-    running.put(0)
-    FileSystemWriterAsync.write_preloaded_data([writer.transforms], 0, bucket, answers, running, use_fsync=True)
-    _, results = answers.get_nowait()
-    if isinstance(results, Exception):
-        raise results
-    return results

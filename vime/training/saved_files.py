@@ -1,0 +1,35 @@
+"""Size and hash of what a rank wrote into a checkpoint, taken on the machine that wrote it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from vime.seams import PendingSave
+from vime.training.roles import LEARNING, role_folder
+from vime.types import CheckpointError, Role, describe
+from vime.utils.hashing import hash_file
+from vime.utils.manifest import Entry
+
+SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""What torch's distributed checkpoint, with which both backends write, calls a file of rank (1)."""
+
+
+def hash_files(
+    directory: Path, roles: Iterable[Role], pending: Iterable[PendingSave], *, rank: int
+) -> dict[str, Entry]:
+    """Of RANK's files of those of its roles that learn, by their names below DIRECTORY, which is complete; rank 0 has
+    the tables of contents too. What PENDING, which has ended, did not hash on its way to the disk is read: the bytes
+    are in this machine's memory still, so that no network has to bring them back."""
+    known = {path: entry for save in pending for path, entry in save.hashes.items()}
+    entries: dict[str, Entry] = {}
+    try:
+        for folder in [role_folder(directory, role) for role in roles if role in LEARNING]:
+            for path in folder.iterdir():
+                shard = SHARD.fullmatch(path.name)
+                if path.is_file() and (int(shard[1]) if shard else 0) == rank:
+                    entries[path.relative_to(directory).as_posix()] = known[path] if path in known else hash_file(path)
+    except OSError as error:
+        raise CheckpointError.unwritable(directory, describe(error)) from error
+    return entries
