@@ -9,16 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 from dataclasses import dataclass
 
 import psutil
 import ray
+from ray._private import ray_constants
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.config.parse import Config
 from vime.config.paths import path_flags
 from vime.config.queue_checks import STREAMING
-from vime.types import ClusterError
+from vime.ray.waits import wait_for
+from vime.types import ClusterError, ConfigError
+from vime.utils.network import LOOPBACK, address_of_interface, loopback_interface
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -93,6 +98,32 @@ def yield_to_trainers(config: Config) -> None:
             os.setpriority(os.PRIO_PROCESS, thread.id, max(mine, GENERATION_NICENESS))
 
 
+def listen_host(config: Config) -> str:
+    """Loopback on one machine. On a cluster the address of --network-interface, or the one of this node in Ray."""
+    if config.cluster.ray_address is None:
+        return LOOPBACK
+    if config.cluster.network_interface is None:
+        return str(ray.util.get_node_ip_address())
+    try:
+        return address_of_interface(config.cluster.network_interface)
+    except ValueError as error:
+        raise ConfigError(
+            f"--network-interface {config.cluster.network_interface}: {error} Name one that every node of the cluster "
+            "has."
+        ) from error
+
+
+def keep_collectives_on_interface(config: Config) -> None:
+    """Have gloo and NCCL listen on `listen_host` in this process and all that it starts; said before torch is asked for
+    a process group. On a cluster without --network-interface they choose, or the environment says."""
+    if config.cluster.ray_address is None:
+        name: str | None = loopback_interface()
+    else:
+        name = config.cluster.network_interface
+    if name is not None:
+        os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
 def num_trainer_ranks(config: Config) -> int:
     return config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
 
@@ -109,6 +140,7 @@ def start_ray(config: Config) -> None:
     demand = demand_of(config)
     if config.cluster.ray_address is None:
         logical = max(os.cpu_count() or 1, int(demand.cpus + 1))
+        _keep_ray_to_itself()
         os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
         if config.cluster.device == "cpu":
             os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
@@ -123,6 +155,11 @@ def start_ray(config: Config) -> None:
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
                 logging_level=logging.WARNING,
             )
+        if ray.util.get_node_ip_address() != LOOPBACK:
+            raise ClusterError(
+                f"the local Ray listens on {ray.util.get_node_ip_address()}, expected {LOOPBACK}: other machines could "
+                "reach it. Install the release of Ray that setup.py names."
+            )
     else:
         _check_reachable(config.cluster.ray_address)
         named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
@@ -135,7 +172,27 @@ def start_ray(config: Config) -> None:
                 f"--ray-address {config.cluster.ray_address}: no Ray cluster answers there: {error}. Start one with "
                 "`ray start --head`, or leave the flag out for a local one."
             ) from error
+        _check_interface(config)
+        if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+            logger.warning(
+                "--ray-address %s: this cluster takes commands from everyone who reaches its ports. Start its nodes "
+                "and this run with RAY_AUTH_MODE=token and a shared token (docs/security.md).",
+                config.cluster.ray_address,
+            )
     _check_resources(demand)
+
+
+def _keep_ray_to_itself() -> None:
+    """Have a local Ray listen on loopback only, and take commands only from who knows a token of this run.
+
+    Ray has no option for the first: it turns a loopback address that it is given into the host's own, except where it
+    supports no clusters, which this variable says. Its Python part has read the variable at import; all that it starts
+    reads it anew. The token is Ray's, here fresh instead of the one that all local Rays of a user share in a file.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _check_reachable(address: str) -> None:
@@ -150,6 +207,25 @@ def _check_reachable(address: str) -> None:
             f"--ray-address {address}: nothing answers there within {CONNECT_TIMEOUT_S:g} s: {error}. Start a cluster "
             "with `ray start --head`, or leave the flag out for a local one."
         ) from error
+
+
+def _check_interface(config: Config) -> None:
+    """--network-interface: every node of the cluster has it, said before anything listens."""
+    if config.cluster.network_interface is None:
+        return
+    look = ray.remote(num_cpus=0)(listen_host)
+    looks = {
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+            config
+        ): node
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    found = wait_for(
+        list(looks), name="every node to look at its network interfaces", owner="Ray", deadline_s=START_S, parties=()
+    )
+    hosts = [node["NodeManagerHostname"] for node in looks.values()]
+    logger.info("--network-interface: %s", ", ".join(f"{a} {b}" for a, b in zip(hosts, found, strict=True)))
 
 
 def stop_ray() -> None:
