@@ -333,12 +333,21 @@ class RankPlace:
         return self.rank == self.source_rank
 
 
+KEY_HEADER = "X-Vime-Key"
+"""The HTTP header that carries a key of the run to an engine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
-    """Where one engine answers. `name` is stable over restarts."""
+    """Where one engine answers, and the key that opens its control routes. `name` is stable over restarts."""
 
     name: str
     url: str
+    key: str = field(default="", repr=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {KEY_HEADER: self.key} if self.key else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import httpx
 import torch
 
 from tests.helpers.dist_launch import Ranks
-from tests.helpers.engines import engine_config
+from tests.helpers.engines import KEYS, engine_config
 from tests.helpers.megatron_models import make_plan
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.checks import FP32_THRESHOLD
@@ -84,7 +84,8 @@ class Pair:
                 "n": num_rows, "max_tokens": NUM_TOKENS, "logprobs": 0, "ignore_eos": True, "detokenize": False
             },
         }  # fmt: skip
-        answer = httpx.post(f"{self.engine.url}/inference/v1/generate", json=body, timeout=60).raise_for_status()
+        url = f"{self.engine.url}/inference/v1/generate"
+        answer = httpx.post(url, json=body, headers=self.engine.headers, timeout=60).raise_for_status()
         return [
             TrainRow(
                 sample_index=number,
@@ -122,7 +123,7 @@ class Pair:
 
 
 def run(ranks: Ranks, model: Path, url: str) -> dict[str, Any]:
-    pair = Pair(ranks, model, EngineAddress(name="engine-0", url=url), ranks.directory)
+    pair = Pair(ranks, model, EngineAddress(name="engine-0", url=url, key=KEYS.control), ranks.directory)
     pair.push()
     answers = {"sound": pair.verdict(pair.sampled(PROMPT))}
     pair.push(noise=0.02)

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import tiny_models
+from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.config.parse import Config
+from vime.types import KEY_HEADER
 
 ENGINE_DEADLINE_S = 200.0
 CONTEXT = 512
+KEYS = EngineKeys(control="control-key-of-the-tests", generate="generate-key-of-the-tests")
+HEADERS = {KEY_HEADER: KEYS.control}
 
 
 def engine_config(model_dir: Path, **changes: object) -> Config:
@@ -44,7 +48,7 @@ def vllm_engine(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def started(config: Config, run_dir: Path) -> Iterator[EngineProcess]:
-    engine = EngineProcess(config, index=0, run_dir=run_dir)
+    engine = EngineProcess(config, index=0, run_dir=run_dir, keys=KEYS)
     engine.start()
     try:
         engine.wait_ready(ENGINE_DEADLINE_S)

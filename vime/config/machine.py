@@ -43,6 +43,11 @@ class ClusterConfig:
         minimum=1,
     )
     ray_address: str | None = flag(None, "Ray cluster to join (`auto` or host:port); empty: start a local one")
+    network_interface: str | None = flag(
+        None,
+        "with --ray-address, the network interface on which engines and trainer ranks of every node listen, for "
+        "example eth1; empty: the one that Ray uses",
+    )
     separate_roles: tuple[str, ...] = flag(
         (),
         "models of the trainer that get ranks (processes, GPUs) of their own, as many as the policy and in its layout; "

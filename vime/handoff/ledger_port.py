@@ -11,6 +11,22 @@ import threading
 from typing import Any, Protocol
 
 from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_types import TransitionError
+
+CALLS = {
+    "prompts": frozenset({"issue", "admit", "commit", "drop", "retry", "heartbeat", "abandon"}),
+    "rounds": frozenset({"lease", "ready", "heartbeat", "trained", "release", "durable"}),
+    "": frozenset({"status", "sync", "commit_each", "needed_payloads"}),
+}
+"""Desk -> what another process may call there. Not `restore`: the owner of the ledger brings the spool."""
+
+
+def call_ledger(ledger: Ledger, desk: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """One call of CALLS by its name; any other name is refused, whoever asks."""
+    if name not in CALLS.get(desk, ()):
+        known = ", ".join(f"{at}.{call}".lstrip(".") for at in CALLS for call in sorted(CALLS[at]))
+        raise TransitionError(f"the ledger has no call {desk}.{name}; expected one of {known}.")
+    return getattr(getattr(ledger, desk) if desk else ledger, name)(*arguments, **options)
 
 
 class LedgerPort(Protocol):
@@ -45,7 +61,7 @@ class LocalLedgerPort:
     def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
         with self._changed:
             try:
-                return getattr(getattr(self._ledger, desk) if desk else self._ledger, name)(*arguments, **options)
+                return call_ledger(self._ledger, desk, name, arguments, options)
             finally:
                 self._changed.notify_all()
                 for woken, loop in self._wakers.items():

@@ -1,5 +1,5 @@
-"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. The only file that imports it, and
-only inside functions, so that mode `off` never loads it.
+"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. This file, `queue_actors.py` and
+`queue_keys.py` are the only ones that import it, and only when a queue is used, so that mode `off` never loads it.
 
 A row has one column, and its cell is bytes: TransferQueue costs time by the cell, and a tensor's cell more than bytes
 (decision 0015). What it does not promise is checked here: every call has a deadline (a client of a dead controller
@@ -18,10 +18,11 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vime.handoff.queue_keys import QueueKeys, secure_sockets
 from vime.types import HandoffLostError, VimeError, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -48,33 +49,42 @@ class QueueAddress:
     """How to reach the queue of this run, picklable into actors. The queue lives while anyone holds its handles."""
 
     run_id: str
+    keys: QueueKeys
     controller: Any  # actor handle
     storage_units: tuple[Any, ...]  # actor handles
 
 
-def start_queue(queue: QueueConfig, *, num_cpus: float = 0.1, run_id: str | None = None) -> QueueAddress:
-    """Ask Ray for the controller and the storage units; does not wait for them, `connect` does.
+def start_queue(
+    queue: QueueConfig, *, remote: Callable[[type], Any], num_cpus: float = 0.1, run_id: str | None = None
+) -> QueueAddress:
+    """Ask Ray (`remote` is `ray.remote`) for the controller and the storage units; does not wait for them, `connect`
+    does. The keys of the queue are made here.
 
     The stock `transfer_queue.init` is not used: one fixed actor name per cluster, one CPU per actor, and it waits
     without a word when CPUs are short.
     """
     os.environ.update(QUEUE_ENVIRONMENT | os.environ)
-    from transfer_queue.controller import TransferQueueController
-    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+    from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController
 
-    run_id = run_id or uuid.uuid4().hex[:8]
+    run_id, keys = run_id or uuid.uuid4().hex[:8], QueueKeys.make()
     num_units = queue.num_data_storage_units
     options = {"num_cpus": num_cpus, "runtime_env": {"env_vars": QUEUE_ENVIRONMENT}}
-    controller = TransferQueueController.options(name=f"vime-{run_id}-queue-controller", **options).remote(
-        polling_mode=True  # without it one hungry reader stops every writer for 5 s
+    controller = (
+        remote(TransferQueueController)
+        .options(name=f"vime-{run_id}-queue-controller", **options)
+        .remote(
+            keys,
+            polling_mode=True,  # without it one hungry reader stops every writer for 5 s
+        )
     )
+    unit = remote(SimpleStorageUnit)
     units = [
-        SimpleStorageUnit.options(name=f"vime-{run_id}-queue-storage-{index}", **options).remote(
-            config={"total_storage_size": None, "num_data_storage_units": num_units}
+        unit.options(name=f"vime-{run_id}-queue-storage-{index}", **options).remote(
+            keys, config={"total_storage_size": None, "num_data_storage_units": num_units}
         )
         for index in range(num_units)
     ]
-    return QueueAddress(run_id=run_id, controller=controller, storage_units=tuple(units))
+    return QueueAddress(run_id=run_id, keys=keys, controller=controller, storage_units=tuple(units))
 
 
 def stop_queue(address: QueueAddress) -> None:
@@ -90,6 +100,7 @@ class QueueClient:
         os.environ.update(QUEUE_ENVIRONMENT | os.environ)
         from transfer_queue.client import AsyncTransferQueueClient
 
+        secure_sockets(address.keys)
         self._timeout_s = timeout_s
         self._actors: dict[str, Any] = {"TransferQueue controller": address.controller}
         self._actors |= {f"TransferQueue storage unit {i}": unit for i, unit in enumerate(address.storage_units)}

@@ -148,9 +148,15 @@ def _start_parts(
         trainers.start(num_rollout * steps_of_round(config), starter.poll)
     if engines is not None:
         with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about half a minute"):
-            connected = engines.wait_ready(starter.poll)
+            [node_id] = wait_for(
+                [manager.__ray_call__.remote(_node_of)], name="its node", owner="RolloutManager", deadline_s=30
+            )
+            connected = engines.wait_ready(node_id, starter.poll)
         wait_for(
-            [manager.connect.remote(connected)], name="the router's address", owner="RolloutManager", deadline_s=30
+            [manager.connect.remote(connected, engines.generate_key)],
+            name="the router's address",
+            owner="RolloutManager",
+            deadline_s=30,
         )
     if trainers is not None:
         with starter.part("trainers", f"building the model on {len(trainers)} trainer rank(s)"):
@@ -158,6 +164,11 @@ def _start_parts(
     carrier = connect_carrier(config, queue_address)
     stack.callback(carrier.close)
     return Parts(manager, trainers, engines, carrier, num_rollout)
+
+
+def _node_of(_actor: Any) -> str:
+    """Runs in the actor's process."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> Stream:

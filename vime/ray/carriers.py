@@ -22,7 +22,7 @@ def start_queue(config: Config) -> Any:
         return None
     from vime.handoff import queue_client
 
-    return queue_client.start_queue(config.queue, num_cpus=QUEUE_CPUS)
+    return queue_client.start_queue(config.queue, remote=ray.remote, num_cpus=QUEUE_CPUS)
 
 
 def stop_queue(address: Any) -> None:

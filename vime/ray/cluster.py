@@ -19,14 +19,17 @@ from dataclasses import dataclass
 
 import psutil
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 from ray._raylet import AuthenticationTokenLoader
 from ray._raylet import Config as RayletConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.config.parse import Config
 from vime.config.paths import path_flags
 from vime.config.queue_checks import STREAMING
-from vime.types import ClusterError, describe
+from vime.ray.waits import wait_for
+from vime.types import ClusterError, ConfigError, describe
+from vime.utils.network import LOOPBACK, address_of_interface, loopback_interface
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -110,6 +113,32 @@ def yield_to_trainers(config: Config) -> None:
             os.setpriority(os.PRIO_PROCESS, thread.id, max(mine, GENERATION_NICENESS))
 
 
+def listen_host(config: Config) -> str:
+    """Loopback on one machine. On a cluster the address of --network-interface, or the one of this node in Ray."""
+    if config.cluster.ray_address is None:
+        return LOOPBACK
+    if config.cluster.network_interface is None:
+        return str(ray.util.get_node_ip_address())
+    try:
+        return address_of_interface(config.cluster.network_interface)
+    except ValueError as error:
+        raise ConfigError(
+            f"--network-interface {config.cluster.network_interface}: {error} Name one that every node of the cluster "
+            "has."
+        ) from error
+
+
+def keep_collectives_on_interface(config: Config) -> None:
+    """Have gloo and NCCL listen on `listen_host` in this process and all that it starts; said before torch is asked for
+    a process group. On a cluster without --network-interface they choose, or the environment says."""
+    if config.cluster.ray_address is None:
+        name: str | None = loopback_interface()
+    else:
+        name = config.cluster.network_interface
+    if name is not None:
+        os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
 def num_trainer_ranks(config: Config) -> int:
     return config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
 
@@ -141,8 +170,7 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
         for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
             os.environ.setdefault(name, value)
-    # Ray asks everybody for a token, and would leave its own in the user's home, where each `ray start` finds it.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    _keep_ray_to_itself()
     limit_s = config.cluster.start_timeout_secs
     ends = time.monotonic() + limit_s
     for attempt in itertools.count(1):
@@ -171,7 +199,26 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
             logger.warning("a local Ray did not start in the time that it gives itself: trying again")
             on_retry()
         else:
-            return
+            break
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        raise ClusterError(
+            f"the local Ray listens on {ray.util.get_node_ip_address()}, expected {LOOPBACK}: other machines could "
+            "reach it. Install the release of Ray that setup.py names."
+        )
+
+
+def _keep_ray_to_itself() -> None:
+    """Have a local Ray listen on loopback only, and take commands only from who knows a token of this run.
+
+    Ray has no option for the first: it turns a loopback address that it is given into the host's own, except where it
+    supports no clusters, which this variable says. Its Python part has read the variable at import; all that it starts
+    reads it anew. The token is Ray's, here fresh instead of the one that all local Rays of a user share in a file of
+    the user's home, where each `ray start` would find it and ask for it too.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _is_timeout(error: Exception) -> bool:
@@ -204,6 +251,13 @@ def _join_ray(config: Config) -> None:
     except Exception as error:  # boundary: what Ray raises for other versions, lost nodes and slow answers differs
         logger.info("--ray-address %s cannot be joined", asked, exc_info=True)
         raise ClusterError(f"--ray-address {asked}: cannot be joined: {describe(error)}. {START_ONE}") from error
+    _check_interface(config)
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        logger.warning(
+            "--ray-address %s: this cluster takes commands from everyone who reaches its ports. Start its nodes with "
+            "RAY_AUTH_MODE=token and a shared token (docs/security.md).",
+            asked,
+        )
 
 
 def _agree_on_token(named: str, address: str) -> None:
@@ -267,6 +321,25 @@ def _token_source() -> str:
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+
+
+def _check_interface(config: Config) -> None:
+    """--network-interface: every node of the cluster has it, said before anything listens."""
+    if config.cluster.network_interface is None:
+        return
+    look = ray.remote(num_cpus=0)(listen_host)
+    looks = {
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+            config
+        ): node
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    found = wait_for(
+        list(looks), name="every node to look at its network interfaces", owner="Ray", deadline_s=START_S, parties=()
+    )
+    hosts = [node["NodeManagerHostname"] for node in looks.values()]
+    logger.info("--network-interface: %s", ", ".join(f"{a} {b}" for a, b in zip(hosts, found, strict=True)))
 
 
 def stop_ray() -> None:

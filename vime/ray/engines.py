@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.router import RouterProcess
 from vime.config.parse import Config
 from vime.observability.logs import setup_logging
-from vime.ray.cluster import ENGINE_CPUS, yield_to_trainers
+from vime.ray.cluster import ENGINE_CPUS, keep_collectives_on_interface, listen_host, yield_to_trainers
 from vime.ray.waits import wait_for
 from vime.types import EngineAddress, WaitTimeoutError
 from vime.utils.waits import waiting
@@ -24,19 +26,15 @@ STOP_S = 30.0
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 
 
-def listen_host(config: Config) -> str:
-    """Loopback on one machine; this node's address when other nodes must reach the server."""
-    return "127.0.0.1" if config.cluster.ray_address is None else ray.util.get_node_ip_address()
-
-
 @ray.remote(max_concurrency=4)
 class EngineActor:
     """Owns one `vllm serve` child. The child dies with this actor."""
 
-    def __init__(self, config: Config, index: int, run_dir: str) -> None:
+    def __init__(self, config: Config, index: int, run_dir: str, keys: EngineKeys) -> None:
         yield_to_trainers(config)
+        keep_collectives_on_interface(config)
         setup_logging(Path(run_dir), f"engine-{index}")
-        self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config))
+        self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config), keys=keys)
 
     def start(self, deadline_s: float) -> EngineAddress:
         self._process.start()
@@ -53,7 +51,8 @@ class EngineActor:
 
 @ray.remote(max_concurrency=4)
 class RouterActor:
-    """Owns the router child: one address for N engines, data only."""
+    """Owns the router child: one address for N engines, data only. It listens on loopback, beside the RolloutManager,
+    which alone talks to it: the router has no way to know its callers."""
 
     def __init__(self, config: Config, run_dir: str) -> None:
         yield_to_trainers(config)
@@ -62,7 +61,7 @@ class RouterActor:
         self._process: RouterProcess | None = None
 
     def start(self, engines: list[EngineAddress], deadline_s: float) -> tuple[str, int]:
-        self._process = RouterProcess(self._config, engines, run_dir=self._run_dir, host=listen_host(self._config))
+        self._process = RouterProcess(self._config, engines, run_dir=self._run_dir)
         self._process.start()
         self._process.wait_ready(deadline_s)
         return self._process.host, self._process.port
@@ -77,15 +76,17 @@ class RouterActor:
 
 
 class Engines:
-    """The driver's handle: start all, watch all, stop all."""
+    """The driver's handle: start all, watch all, stop all. Makes the engines' keys."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config = config
+        self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
         gpus = config.cluster.rollout_num_gpus_per_engine if config.cluster.device == "cuda" else 0
         options: dict[str, Any] = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus}
         count = config.cluster.rollout_num_engines or 1
-        self._actors = [EngineActor.options(**options).remote(config, index, str(run_dir)) for index in range(count)]
-        self._router = RouterActor.options(num_cpus=0).remote(config, str(run_dir))
+        self._actors = [
+            EngineActor.options(**options).remote(config, index, str(run_dir), self._keys) for index in range(count)
+        ]
+        self._router: Any = None
         self._deadline_s = config.cluster.start_timeout_secs
         self._starting = [actor.start.remote(self._deadline_s) for actor in self._actors]
         self._watched = {f"engine-{index}": actor for index, actor in enumerate(self._actors)}  # and the started router
@@ -96,8 +97,18 @@ class Engines:
     def __len__(self) -> int:
         return len(self._actors)
 
-    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> Config:
-        """Wait for engines and router. Answers the configuration with the router's address filled in."""
+    @property
+    def generate_key(self) -> str:
+        """What whoever asks for answers has to show."""
+        return self._keys.generate
+
+    def wait_ready(self, node_id: str, on_poll: Callable[[], None] | None = None) -> Config:
+        """Wait for engines and router, which starts on the node `node_id`. Answers the configuration with the router's
+        address filled in."""
+        beside = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        self._router = RouterActor.options(num_cpus=0, scheduling_strategy=beside).remote(
+            self._config, str(self._run_dir)
+        )
         self.addresses = wait_for(
             self._starting,
             name="engines to start",
@@ -147,9 +158,12 @@ class Engines:
 
     def stop(self) -> None:
         """Router first, then engines; an actor that is gone took its child with it."""
-        for actors in ([self._router], self._actors):
+        routers = [] if self._router is None else [self._router]
+        for actors in (routers, self._actors):
+            if not actors:
+                continue
             refs = [actor.stop.remote() for actor in actors]
             with waiting("servers to stop", "router", "engine", deadline_s=STOP_S):
                 ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
-        for actor in [self._router, *self._actors]:
+        for actor in [*routers, *self._actors]:
             ray.kill(actor)

@@ -19,6 +19,7 @@ import ray
 
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_before import lasting_file
+from vime.handoff.ledger_port import CALLS, call_ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, LedgerRules, RestoreReport, Task
 from vime.handoff.spool import SpoolReader
 from vime.handoff.spool_check import check_spool
@@ -45,12 +46,11 @@ class LedgerActor:
         self._told = self._ledger.sequence  # up to which line of the history waiters were told
 
     async def call(self, desk: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """One call of `ledger.<desk>.<name>`; a refusal comes back as the error that it is."""
+        """One of `ledger_port.CALLS`; a refusal comes back as the error that it is."""
         if self._expiring is None:
             self._expiring = asyncio.create_task(self._expire())
         try:
-            target = getattr(self._ledger, desk) if desk else self._ledger
-            answer = getattr(target, name)(*arguments, **options)
+            answer = call_ledger(self._ledger, desk, name, arguments, options)
             if name.startswith("commit"):
                 failpoint(Point.LEDGER_COMMIT)
             return answer
@@ -153,7 +153,7 @@ class LedgerClient:
         return int(self._wait(self._handle.pid.remote(), "the ledger to start"))
 
     def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
-        """`ledger.<desk>.<name>(...)`; desk "" for the ledger itself (`status`, `sync`, `needed_payloads`)."""
+        """`ledger.<desk>.<name>(...)`; desk "" for the ledger itself. One of `ledger_port.CALLS`."""
         return self._wait(self._handle.call.remote(desk, name, arguments, options), f"the ledger's answer to {name}")
 
     async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
@@ -180,12 +180,13 @@ class LedgerClient:
 
 
 class RemoteDesk:
-    """`client.prompts` or `client.rounds`: every public call of the desk, in the ledger's process."""
+    """`client.prompts` or `client.rounds`: the desk's calls of `ledger_port.CALLS`, in the ledger's process."""
 
     def __init__(self, client: LedgerClient, desk: str) -> None:
         self._client, self._desk = client, desk
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
+        # Names with an underscore first: pickle asks for some before there is a `_desk`.
+        if name.startswith("_") or name not in CALLS[self._desk]:
             raise AttributeError(name)
         return lambda *arguments, **options: self._client.call(self._desk, name, *arguments, **options)

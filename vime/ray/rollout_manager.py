@@ -22,6 +22,7 @@ from vime.ray.checkpoint import LEDGER_RUN
 from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
 from vime.rollout.evaluate import eval_data_sets
+from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.portions import Portions
@@ -106,9 +107,10 @@ class RolloutManager:
             )
         return ManagerInfo(num_prompts=len(self._source))
 
-    def connect(self, config: Config) -> None:
-        """Take the configuration that knows the router's address."""
+    def connect(self, config: Config, engine_key: str) -> None:
+        """Take the configuration that knows the router's address, and what its engines ask for."""
         self._config = config
+        use_engine_key(engine_key)
 
     def open_stream(self, ledger: LedgerClient) -> None:
         """Mode streaming: connect to the ledger, the queue and the spool. Called after `connect`."""

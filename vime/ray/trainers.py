@@ -23,7 +23,13 @@ from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
 from vime.ray.carriers import connect_carrier
-from vime.ray.cluster import TRAINER_CPUS, limit_threads, num_trainer_ranks
+from vime.ray.cluster import (
+    TRAINER_CPUS,
+    keep_collectives_on_interface,
+    limit_threads,
+    listen_host,
+    num_trainer_ranks,
+)
 from vime.ray.damage import refuse_any_damage
 from vime.ray.ranks_save import RanksSave
 from vime.ray.waits import all_answers, wait_for
@@ -78,6 +84,7 @@ class TrainerActor:
 
     def __init__(self, config: Config, rank: int, run_dir: str, queue_address: Any, roles: tuple[Role, ...]) -> None:
         limit_threads(config)
+        keep_collectives_on_interface(config)
         name = f"{'trainer' if Role.ACTOR in roles else roles[0]}-{rank}"
         setup_logging(Path(run_dir), name)
         self._config, self._rank, self._run_dir, self._roles = config, rank, Path(run_dir), roles
@@ -256,9 +263,10 @@ def _compare_share(actor: TrainerActor, directory: Path, files: dict[str, Entry]
         return compare_hashes(directory, {name: files[name] for name in share_of(files, actor._rank, num_ranks)})
 
 
-def _meeting_place(_rank_0: Any) -> tuple[str, int]:
+def _meeting_place(_rank_0: Any, config: Config) -> tuple[str, int]:
     """Where rank 0, in whose process this runs, lets the others meet."""
-    return ray.util.get_node_ip_address(), free_port()
+    host = listen_host(config)
+    return host, free_port(host)
 
 
 def _fetch(
@@ -302,7 +310,7 @@ class Ranks:
     def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
         """Begin start-up on every rank; `wait_ready` waits for the answers."""
         deadline_s = self._config.cluster.start_timeout_secs
-        self._running = [self._actors[0].__ray_call__.remote(_meeting_place)]
+        self._running = [self._actors[0].__ray_call__.remote(_meeting_place, self._config)]
         [master] = self._wait(f"{self._name} rank 0 to be placed", deadline_s, on_poll)
         self._running = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from vime.rollout.halt import current_halt, is_halted
 from vime.rollout.turns import Slots
-from vime.types import EngineError, EngineLostError, VersionSpan, WaitTimeoutError
+from vime.types import KEY_HEADER, EngineError, EngineLostError, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,12 @@ class EngineClient:
 
     At most `max_in_flight` requests are open, those of the lowest group first (turns.py). Each has `timeout_s` from the
     moment it may start. Cancelling the caller closes the connection, which aborts the request in the engine; `abort`
-    ends it with the tokens so far.
+    ends it with the tokens so far. `key` opens the engines' generation (docs/security.md).
     """
 
-    def __init__(self, url: str, *, max_in_flight: int, timeout_s: float, first_backoff_s: float = 0.25) -> None:
+    def __init__(
+        self, url: str, *, max_in_flight: int, timeout_s: float, first_backoff_s: float = 0.25, key: str = ""
+    ) -> None:
         self.url = url
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
         self._slots = Slots(max_in_flight)
@@ -79,6 +81,7 @@ class EngineClient:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),  # the slots are the limit
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s)),
+            headers={KEY_HEADER: key} if key else None,
         )
 
     async def generate(

@@ -17,7 +17,7 @@ from vime.rollout.partial import may_mix
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.rollout.routed_experts import join_routed_experts
 from vime.rollout.seeds import request_seed
-from vime.types import ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
+from vime.types import KEY_HEADER, ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
 
 _STATUS = {
     "stop": SampleStatus.COMPLETED,
@@ -25,6 +25,7 @@ _STATUS = {
     "abort": SampleStatus.ABORTED,
 }
 _CLIENTS: dict[str, EngineClient] = {}
+_engine_key = ""  # see `use_engine_key`
 """One client per router address. Owner: the rollout loop; only its thread touches the dict."""
 
 
@@ -92,6 +93,18 @@ def _budget(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> in
     return min(int(sampling_params["max_tokens"]) - done, context_limit(args) - len(sample.tokens))
 
 
+def use_engine_key(key: str) -> None:
+    """What this process shows the engines of its run from now on. Kept here and not in the configuration, which is
+    written to files, nor in the environment, which programs that a reward starts would inherit."""
+    global _engine_key
+    _engine_key = key
+
+
+def engine_headers() -> dict[str, str]:
+    """What a plug-in's own HTTP request to the router needs; `engine_client` sends it by itself."""
+    return {KEY_HEADER: _engine_key} if _engine_key else {}
+
+
 def engine_client(args: Any) -> EngineClient:
     """The client of this run's router; call it on the rollout loop."""
     if args.vllm_router_ip is None or args.vllm_router_port is None:
@@ -102,7 +115,10 @@ def engine_client(args: Any) -> EngineClient:
     if url not in _CLIENTS:
         per_engine = 1 if args.reference_mode else args.vllm_server_concurrency
         _CLIENTS[url] = EngineClient(
-            url, max_in_flight=per_engine * (args.rollout_num_engines or 1), timeout_s=args.generate_timeout_secs
+            url,
+            max_in_flight=per_engine * (args.rollout_num_engines or 1),
+            timeout_s=args.generate_timeout_secs,
+            key=_engine_key,
         )
     return _CLIENTS[url]
 

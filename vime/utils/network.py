@@ -1,4 +1,4 @@
-"""Ports of this machine."""
+"""Ports and interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,37 @@ import random
 import socket
 from pathlib import Path
 
+import psutil
+
+LOOPBACK = "127.0.0.1"
 FIRST = 20_000  # Ray gives its workers the ports from 10,002 to 19,999
 TRIES = 100
 _answered: set[int] = set()
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface; ValueError, with those that there are, when it has none."""
+    found: dict[str, str] = {
+        interface: entry.address
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family is socket.AF_INET
+    }
+    if name not in found:
+        there = ", ".join(f"{interface} ({address})" for interface, address in sorted(found.items()))
+        raise ValueError(f"{socket.gethostname()} has no interface {name} with an IPv4 address. It has {there}.")
+    return found[name]
+
+
+def loopback_interface() -> str:
+    """The name of the interface that only this machine reaches: `lo` on Linux."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == LOOPBACK for entry in entries):
+            return str(name)
+    raise OSError(f"no network interface of this machine has the address {LOOPBACK}")
+
+
+def free_port(host: str = LOOPBACK) -> int:
     """A port where nobody listens, another one at each call of this process.
 
     It lies below those that the kernel gives to outgoing connections. A server may take half a minute to begin to

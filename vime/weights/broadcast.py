@@ -22,6 +22,7 @@ import torch.distributed as dist
 from vime.seams import EngineControl
 from vime.types import WaitTimeoutError
 from vime.utils.waits import waiting
+from vime.weights.meeting import join_store, open_store
 from vime.weights.plan import Bucket
 from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
 
@@ -47,7 +48,7 @@ class BroadcastSender(BucketSender):
         world_size = 1 + sum(worlds)
         timeout = timedelta(seconds=self._timeout_s)
         address = local_address(fleet.addresses[0].url)
-        self._store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._store = open_store(address, 0, world_size, timeout=timeout)
         infos = [
             {
                 "transport": self._backend,
@@ -107,9 +108,9 @@ class BroadcastReceiver(BucketReceiver):
     def connect(self, init_info: Mapping[str, Any], worker_rank: int) -> None:
         timeout = timedelta(seconds=init_info["timeout_s"])
         address, world_size = init_info["master_address"], init_info["world_size"]
-        store = dist.TCPStore(address, init_info["master_port"], world_size, is_master=False, timeout=timeout)
-        rank = init_info["rank_offset"] + worker_rank
-        self._group = _make_group(self.backend, store, rank, world_size, address, timeout)
+        store = join_store(address, init_info["master_port"], world_size, timeout=timeout)
+        rank, own = init_info["rank_offset"] + worker_rank, local_address(f"http://{address}")
+        self._group = _make_group(self.backend, store, rank, world_size, own, timeout)
 
     def close(self) -> None:
         self._group = None
@@ -137,7 +138,8 @@ def local_address(url: str) -> str:
 
 
 def _make_group(backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    """A process group of its own. A plain constructor, because `init_process_group` would make it the default one."""
+    """A process group of its own. A plain constructor, because `init_process_group` would make it the default one.
+    gloo listens on `address`, by which the others reach this process; the host's own name may not resolve to it."""
     store = dist.PrefixStore("vime-weights", store)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -145,11 +147,7 @@ def _make_group(backend: str, store: dist.Store, rank: int, world_size: int, add
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    device = dist.ProcessGroupGloo.create_device
-    # On one host the loopback interface: the host's own name need not resolve to an address that works.
-    options._devices = [
-        device(hostname=address) if address in LOOPBACK else dist.ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._threads = 2
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 

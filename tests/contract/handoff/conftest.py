@@ -48,9 +48,11 @@ def _object_refs(extra: tuple[str, ...]) -> Case:
 
 @pytest.fixture(scope="session")
 def queue_address(ray_cluster: None) -> Iterator[Any]:  # noqa: F811
+    import ray
+
     from vime.handoff.queue_client import start_queue, stop_queue
 
-    address = start_queue(QueueConfig(num_data_storage_units=2))
+    address = start_queue(QueueConfig(num_data_storage_units=2), remote=ray.remote)
     yield address
     stop_queue(address)
 

@@ -25,10 +25,12 @@ def _kill(actor) -> None:
 
 @pytest.mark.parametrize("victim", ["controller", "storage unit 0"])
 def test_a_dead_part_of_the_queue_is_named_long_before_the_deadline(ray_cluster, victim):
+    import ray
+
     from vime.handoff.bridge import TransferQueueBridge
     from vime.handoff.queue_client import start_queue, stop_queue
 
-    address = start_queue(CONFIG)
+    address = start_queue(CONFIG, remote=ray.remote)
     bridge = TransferQueueBridge.connect(address, CONFIG)
     groups = make_groups(2, 2)
     ticket = bridge.put(plan_for(groups), groups)
@@ -42,10 +44,12 @@ def test_a_dead_part_of_the_queue_is_named_long_before_the_deadline(ray_cluster,
 
 
 def test_a_queue_that_ray_cannot_place_is_a_named_wait_with_a_deadline(ray_cluster):
+    import ray
+
     from vime.handoff.bridge import TransferQueueBridge
     from vime.handoff.queue_client import start_queue
 
-    address = start_queue(CONFIG, num_cpus=64)
+    address = start_queue(CONFIG, remote=ray.remote, num_cpus=64)
     short = QueueConfig(transferqueue_timeout_secs=1.0)
     with pytest.raises(WaitTimeoutError, match=r"start of the TransferQueue controller \(owner: Ray\).*Free CPUs"):
         TransferQueueBridge.connect(address, short)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 class Stub:
     """Both an engine's and the router's actor. The index says what is wrong with it."""
 
-    def __init__(self, _config, index_or_dir, _run_dir=None) -> None:
+    def __init__(self, _config, index_or_dir, *_) -> None:
         self._index = index_or_dir
 
     def start(self, _deadline_s) -> None:
@@ -68,7 +68,7 @@ def test_an_engine_that_ends_before_the_router_is_ready_is_named_instead_of_the_
     engines = started(monkeypatch, tmp_path, count=2, router=RouterThatWaits)
     engines._deadline_s = 30
     with pytest.raises(EngineError, match=r"engine-1 asked with 0.5 s"):
-        engines.wait_ready()
+        engines.wait_ready(ray.get_runtime_context().get_node_id())
 
 
 def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(monkeypatch, tmp_path) -> None:

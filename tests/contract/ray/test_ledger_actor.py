@@ -6,7 +6,14 @@ import signal
 import pytest
 
 from tests.helpers.ledger_cases import RULES, checked, groups_of, issue, lease, make_ready, open_ledger, payload, train
-from vime.handoff.ledger_types import CommitOutcome, LateAttemptError, LeaseLostError, LedgerFileError, Task
+from vime.handoff.ledger_types import (
+    CommitOutcome,
+    LateAttemptError,
+    LeaseLostError,
+    LedgerFileError,
+    Task,
+    TransitionError,
+)
 from vime.ray.ledger_actor import LedgerClient
 
 DEADLINE_S = 60.0
@@ -76,3 +83,26 @@ def test_a_restore_asks_the_spool_of_the_run(client, tmp_path):
     report = client.restore(None)  # no spool: every payload counts as lost
     assert report.regenerated == (Task("train", 0, 1), Task("train", 1, 1))
     assert report.replayed_rounds == ()
+
+
+@pytest.mark.parametrize(
+    ("desk", "name"),
+    [("", "close"), ("", "expire"), ("rounds", "restore"), ("rounds", "_book"), ("_connection", "execute"),
+     ("", "__init__"), ("prompts", "__class__"), ("elsewhere", "issue")],
+)  # fmt: skip
+def test_the_ledger_s_process_runs_no_method_that_is_not_on_its_list(client, desk, name):
+    with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of prompts\.abandon, "):
+        client.call(desk, name)
+    assert client.call("", "status").active == 0  # and it goes on
+
+
+def test_a_client_that_travels_to_another_process_is_a_client_there(client):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def status(travelled):
+        return travelled.rounds.ready(version=0, count=1), travelled.call("", "status").active
+
+    assert ray.get(status.remote(client), timeout=DEADLINE_S) == ((), 0)
+    with pytest.raises(AttributeError):
+        client.rounds.restore(0)

@@ -85,7 +85,9 @@ def test_the_answer_after_an_update_carries_its_version(pause_mode, fleet, model
     shm.connect(fleet)
     send(model, fleet, shm, 8, pause_mode=pause_mode)
     body = {"token_ids": [5, 6, 7], "sampling_params": {"n": 2, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}}
-    answer = httpx.post(fleet.addresses[0].url + "/inference/v1/generate", json=body, timeout=60).json()
+    address = fleet.addresses[0]
+    url = address.url + "/inference/v1/generate"
+    answer = httpx.post(url, json=body, headers=address.headers, timeout=60).json()
     for choice in answer["choices"]:
         assert choice["weight_versions"] == [{"version": "8", "start": 0, "end": 3}]
         assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 3

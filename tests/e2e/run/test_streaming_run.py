@@ -2,11 +2,15 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.helpers.metrics_page import documented_spans, undocumented
+from tests.helpers.ports import LOOPBACK, Port, listening_ports, no_keys, send_pickle
 from tests.helpers.training import Finished, TinyTask, Training, train
 from vime.handoff.audit import audit_run
 
@@ -23,6 +27,61 @@ def assert_every_round_trained_once(finished: Finished, num_rounds: int, *, last
     assert undocumented(name for line in finished.metrics().values() for name in line) == []
 
 
+ENGINE_ROUTES = ("/collective_rpc", "/pause", "/start_weight_update", "/update_weights", "/inference/v1/generate")
+JOIN_RAY = "import ray, sys; ray.init(address=sys.argv[1]); print('joined', ray.cluster_resources())"
+
+
+def assert_a_stranger_gets_nothing(training: Training, touched: Path) -> None:
+    """Each listening port of the run is on loopback and has a known owner; a process that knows no secret of the run,
+    also one of this machine, is turned away; and the secrets are where nobody reads them."""
+    ports = listening_ports(training)
+    assert [port for port in ports if port.host not in LOOPBACK or not port.owner] == []
+    owners = {port.owner for port in ports}
+    assert owners >= {"driver", "Ray", "TransferQueue controller", "TransferQueue storage unit", "ledger", "router"}
+    assert owners >= {"RolloutManager", "trainer rank", "vLLM server"}
+    let_in = [
+        port for port in ports if send_pickle(f"tcp://127.0.0.1:{port.number}", no_keys, touched, deadline_ms=500)
+    ]
+    assert (let_in, touched.exists()) == ([], False)
+    refused = {route: {401} for route in ENGINE_ROUTES}
+    assert answers_of(ports, "vLLM server") == refused
+    assert answers_of(ports, "router") == refused  # which the engine behind it says
+    assert_secrets_are_kept(training)
+    [gcs] = [port for port in ports if "gcs_server" in port.command]
+    asked = [sys.executable, "-c", JOIN_RAY, f"127.0.0.1:{gcs.number}"]
+    foreign = {**environment_of(training), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    stranger = subprocess.run(asked, env=foreign, capture_output=True, text=True, timeout=120, check=False)
+    assert (stranger.returncode != 0, "joined" in stranger.stdout) == (True, False)
+    assert "uthenticat" in stranger.stderr or "token" in stranger.stderr, stranger.stderr[-2000:]
+
+
+def environment_of(training: Training) -> dict[str, str]:
+    return dict(training.member("RolloutManager").environ())
+
+
+def answers_of(ports: list[Port], owner: str) -> dict[str, set[int]]:
+    """The status of each control route and of generation at every port of `owner`, without a key; a port that serves
+    something else (metrics) says 404 or 405."""
+    urls = [f"http://127.0.0.1:{port.number}" for port in ports if port.owner == owner]
+    with httpx.Client(timeout=30, trust_env=False) as client:
+        body = {"method": "vime_weight_report", "token_ids": [1], "sampling_params": {}}
+        answers = {route: {client.post(url + route, json=body).status_code for url in urls} for route in ENGINE_ROUTES}
+    return {route: statuses - {404, 405} for route, statuses in answers.items()}
+
+
+def assert_secrets_are_kept(training: Training) -> None:
+    """On no command line and in no file of the run."""
+    server = training.member("api_server.entry").environ()
+    names = ("VIME_ENGINE_CONTROL_KEY", "VIME_ENGINE_GENERATE_KEY", "RAY_AUTH_TOKEN")
+    secrets = [server[name] for name in names]
+    written = [
+        path for path in training.run_dir.rglob("*") if path.is_file() and not path.is_relative_to("checkpoints")
+    ]
+    commands = [command for _, command in training._members()]
+    assert [secret for secret in secrets if any(secret in command for command in commands)] == []
+    assert [path for path in written if any(secret.encode() in path.read_bytes() for secret in secrets)] == []
+
+
 def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
     tiny_task: TinyTask, tmp_path: Path
 ) -> None:
@@ -31,6 +90,7 @@ def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
     training.wait_for_event("round_trained", count=3)
     assert training.member("EngineCore").nice() > training.member("TrainerActor").nice()  # they share the cores
     assert training.member("TrainerActor").environ().get("MALLOC_ARENA_MAX") == "1"  # freed memory is kept
+    assert_a_stranger_gets_nothing(training, tmp_path / "touched")
     training.kill_member("EngineCore")
     training.wait_for_event("run_restarted")
     training.wait_for_event("round_trained", count=7)

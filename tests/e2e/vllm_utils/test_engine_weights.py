@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny_models
-from tests.helpers.engines import ENGINE_DEADLINE_S, engine_config
+from tests.helpers.engines import ENGINE_DEADLINE_S, HEADERS, KEYS, engine_config
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
@@ -77,9 +77,8 @@ def model(qwen3_dir):
 
 def sample(url: str, prompt: list[int], num_tokens: int, **params: object) -> dict:
     sampling = {"max_tokens": num_tokens, "logprobs": 0, "ignore_eos": True, "detokenize": False, "seed": 3, **params}
-    answer = httpx.post(
-        f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": sampling}, timeout=60
-    )
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers=HEADERS, timeout=60)
     answer.raise_for_status()
     return answer.json()["choices"][0]
 
@@ -130,7 +129,8 @@ def test_an_update_in_the_middle_of_an_answer_shows_in_its_version_spans(vllm_en
         "sampling_params": {"max_tokens": 400, "logprobs": 0, "ignore_eos": True, "detokenize": False},
     }
     spans: list[dict] = []
-    with httpx.stream("POST", f"{vllm_engine.url}/inference/v1/generate", json=body, timeout=60) as answer:
+    url = f"{vllm_engine.url}/inference/v1/generate"
+    with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=60) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {"))
         next(lines)  # the first tokens have come: it is running
         pusher.push(model)
@@ -149,10 +149,11 @@ async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
     """Two answers of 400 tokens, halted when the engine has sampled some of them."""
 
     def num_sampled() -> float:
-        lines = httpx.get(f"{engine_url}/metrics").text.splitlines()
+        lines = httpx.get(f"{engine_url}/metrics", headers=HEADERS).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
-    client, halt, before = EngineClient(router_url, max_in_flight=1, timeout_s=60), Halt(), num_sampled()
+    client = EngineClient(router_url, max_in_flight=1, timeout_s=60, key=KEYS.generate)
+    halt, before = Halt(), num_sampled()
     halt.govern()
     asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": 400, "ignore_eos": True}, n=2))
     while num_sampled() < before + 20:
@@ -201,10 +202,10 @@ def test_the_installed_vllm_is_asked_for_its_flags_once(tmp_path, monkeypatch):
 OWNER = """
 import sys
 from pathlib import Path
-from tests.helpers.engines import engine_config
+from tests.helpers.engines import KEYS, engine_config
 from vime.backends.vllm_utils.engine import EngineProcess
 config = engine_config(Path(sys.argv[1]), rollout_temperature=0.7)
-engine = EngineProcess(config, index=1, run_dir=Path(sys.argv[2]))
+engine = EngineProcess(config, index=1, run_dir=Path(sys.argv[2]), keys=KEYS)
 engine.start()
 engine.wait_ready(200)
 print(engine.url, engine.pid, flush=True)
@@ -234,7 +235,7 @@ def llama_engine(llama_dir, tmp_path_factory):
         env={**os.environ, "PYTHONPATH": str(root)},
     )
     url, session = owner.stdout.readline().split()
-    yield Owned(owner, EngineAddress(name="llama", url=url), int(session))
+    yield Owned(owner, EngineAddress(name="llama", url=url, key=KEYS.control), int(session))
     owner.kill()
     owner.wait(10)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.helpers import tiny_models
-from tests.helpers.engines import CONTEXT, engine_config, started
+from tests.helpers.engines import CONTEXT, KEYS, engine_config, started
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.rollout.engine_client import Answer, EngineClient
 from vime.rollout.loops import rollout_loop
@@ -60,7 +60,7 @@ def test_an_answer_depends_on_its_prompt_its_seed_and_the_weights_alone(referenc
     order = random.Random(0).sample(ASKED, len(ASKED))
 
     async def run() -> list[dict[tuple[int, int], Bits]]:
-        client = EngineClient(reference_engine.url, max_in_flight=len(ASKED), timeout_s=60)
+        client = EngineClient(reference_engine.url, max_in_flight=len(ASKED), timeout_s=60, key=KEYS.generate)
         try:
             answers = [await one_by_one(client, ASKED), await all_at_once(client, order)]
             await abandoned(client, order)

@@ -333,6 +333,7 @@ READ = {
     "eval_max_response_len": (["9"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "skip_eval_before_train": ([], ["--eval-prompt-data", "own", "{model}/train.jsonl", "--eval-interval", "2"]),
     "eval_prompt_data": (["own", "{model}/train.jsonl"], []),
+    "network_interface": (["eth1"], ["--ray-address", "10.0.0.1:6379"]),
     "vllm_kv_cache_memory_bytes": (["2000000"], []),
     "vllm_server_concurrency": (["8"], []),
     "eps_clip_high": (["0.3"], []),

@@ -3,8 +3,11 @@
 import asyncio
 import threading
 
+import pytest
+
 from tests.helpers.ledger_cases import issue
-from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.ledger_port import CALLS, LocalLedgerPort
+from vime.handoff.ledger_types import TransitionError
 
 
 def test_a_coroutine_that_waits_is_woken_by_a_change_from_another_thread(ledger):
@@ -40,3 +43,19 @@ def test_a_wait_that_is_cancelled_leaves_no_thread_that_would_hold_the_process_u
     before = set(threading.enumerate())
     assert asyncio.run(run()) <= before
     port.call("", "sync")  # wakes nobody who is gone
+
+
+@pytest.mark.parametrize(
+    ("desk", "name"),
+    [("", "close"), ("", "expire"), ("rounds", "restore"), ("rounds", "_book"), ("prompts", "__class__"),
+     ("_connection", "execute"), ("elsewhere", "issue")],
+)  # fmt: skip
+def test_a_call_that_is_not_on_the_list_is_refused(ledger, desk, name):
+    with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of prompts\.abandon, "):
+        LocalLedgerPort(ledger).call(desk, name)
+
+
+def test_every_call_on_the_list_is_one_of_the_ledger(ledger):
+    for desk, names in CALLS.items():
+        owner = getattr(ledger, desk) if desk else ledger
+        assert [name for name in names if not callable(getattr(owner, name, None))] == []

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vime.config.parse import Config
 from vime.types import ClusterError, ConfigError, EngineSpec, RankInfo, RankPlace
 from vime.utils.waits import peer, waiting
+from vime.weights.meeting import meet
 
 if TYPE_CHECKING:
     from vime.backends.fsdp_utils.engine import FsdpEngine
@@ -75,7 +76,13 @@ def _meet(rank: RankInfo, config: Config, *, backend: str) -> None:
     try:
         with waiting("the other trainer ranks to meet", peer(), deadline_s=timeout.total_seconds()):
             dist.init_process_group(
-                backend, init_method=f"tcp://{address}", rank=rank.rank, world_size=rank.world_size, timeout=timeout
+                backend,
+                store=meet(
+                    rank.master_address, rank.master_port, rank=rank.rank, world_size=rank.world_size, timeout=timeout
+                ),
+                rank=rank.rank,
+                world_size=rank.world_size,
+                timeout=timeout,
             )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise ClusterError(

@@ -22,6 +22,7 @@ from vime.backends.megatron_utils import cpu_device
 from vime.config.machine import ClusterConfig, ParallelConfig
 from vime.types import ClusterError, ConfigError, RankInfo, RankPlace
 from vime.utils.waits import peer, waiting
+from vime.weights.meeting import meet
 
 NOT_USED = ("wandb", "tensorboard")
 """Megatron imports them where they are installed, for loops of its own: 0.9 of a CPU rank's 2.4 CPU s of imports."""
@@ -82,7 +83,9 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
         with waiting("the other trainer ranks to meet", peer(), deadline_s=timeout.total_seconds()):
             dist.init_process_group(
                 cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
-                init_method=f"tcp://{rank.master_address}:{rank.master_port}",
+                store=meet(
+                    rank.master_address, rank.master_port, rank=rank.rank, world_size=rank.world_size, timeout=timeout
+                ),
                 rank=rank.rank,
                 world_size=rank.world_size,
                 timeout=timeout,

@@ -41,7 +41,7 @@ class Fanout:
         self._pool = ThreadPoolExecutor(max_workers=CALLS_AT_ONCE * len(addresses), thread_name_prefix="fleet-control")
 
     def get(self, route: str) -> list[dict[str, Any]]:
-        return self._on_each(route, lambda index: self._client.get(self.addresses[index].url + route))
+        return self._on_each(route, lambda index: self._send("GET", index, route))
 
     def post(self, route: str, body: Any = None, *, params: dict[str, str] | None = None) -> list[dict[str, Any]]:
         """The same body to every engine."""
@@ -53,10 +53,7 @@ class Fanout:
         """Its own body to each engine."""
         if len(bodies) != len(self.addresses):
             raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
-        return self._on_each(
-            route,
-            lambda index: self._client.post(self.addresses[index].url + route, json=bodies[index], params=params),
-        )
+        return self._on_each(route, lambda index: self._send("POST", index, route, json=bodies[index], params=params))
 
     def post_all(self, route: str, bodies: Sequence[Any]) -> list[list[dict[str, Any]]]:
         """Every body to every engine, all at once: [engine][body]."""
@@ -67,6 +64,10 @@ class Fanout:
     def close(self) -> None:
         self._client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, method: str, index: int, route: str, **content: Any) -> httpx.Response:
+        address = self.addresses[index]
+        return self._client.request(method, address.url + route, headers=address.headers, **content)
 
     def _on_each(self, route: str, send: Callable[[int], httpx.Response]) -> list[dict[str, Any]]:
         """Answers in the order of the engines. One failure ends the wait: the others may be waiting for that engine."""

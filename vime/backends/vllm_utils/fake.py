@@ -20,7 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from vime.types import EngineAddress, VimeError
+from vime.backends.vllm_utils.access import REFUSED, EngineKeys
+from vime.types import KEY_HEADER, EngineAddress, VimeError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and an engine answers before it has weights
     import torch
@@ -66,7 +67,8 @@ class Faults:
 class FakeEngine:
     """One engine. The state is owned by one lock; each request runs in a thread of its own.
 
-    `token_s`: seconds that each token takes, whatever else runs; 0 answers at once.
+    `token_s`: seconds that each token takes, whatever else runs; 0 answers at once. `keys`: what it asks callers for;
+    None answers everyone.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class FakeEngine:
         host: str = "127.0.0.1",
         port: int = 0,
         token_s: float = 0.0,
+        keys: EngineKeys | None = None,
     ) -> None:
+        self.keys = keys
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
         self._answer, self._token_s = answer, token_s
@@ -96,7 +100,8 @@ class FakeEngine:
         handler = type("Handler", (_Handler,), {"engine": self})
         self._server = _Server((host, port), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name=name, daemon=True)
-        self.address = EngineAddress(name=name, url=f"http://{host}:{self._server.server_port}")
+        url = f"http://{host}:{self._server.server_port}"
+        self.address = EngineAddress(name=name, url=url, key="" if keys is None else keys.control)
 
     def __enter__(self) -> FakeEngine:
         self._thread.start()
@@ -320,10 +325,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = urlsplit(self.path)
-        if self.command == "POST" and parts.path != "/inference/v1/generate":
-            self.engine.calls.append(self.path)
-        status, answer = self.engine.handle(parts.path, parse_qs(parts.query), json.loads(raw) if raw else {})
+        parts, keys = urlsplit(self.path), self.engine.keys
+        if keys is not None and not keys.admit(self.command, parts.path, self.headers.get(KEY_HEADER, "")):
+            status, answer = 401, REFUSED
+        else:
+            if self.command == "POST" and parts.path != "/inference/v1/generate":
+                self.engine.calls.append(self.path)
+            status, answer = self.engine.handle(parts.path, parse_qs(parts.query), json.loads(raw) if raw else {})
         content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

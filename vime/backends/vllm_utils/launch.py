@@ -25,6 +25,7 @@ from vime.types import ConfigError
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 CPU_SERVER_MODULE = "vime.backends.vllm_utils.cpu_server"  # the same, started in half the time
 PLUGIN = "vime_weight_transfer"  # the entry point's name in setup.py
+MIDDLEWARE = "vime.backends.vllm_utils.access.RequireKey"
 WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.WorkerReport"
 SERVED_MODEL = "policy"
 LIST_FLAGS_TIMEOUT_S = 180
@@ -88,7 +89,7 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     command += ["--served-model-name", SERVED_MODEL, "--dtype", "bfloat16" if config.parallel.bf16 else "float32"]
     # Engines with one seed would sample alike; each request may still bring its own.
     command += ["--seed", str(config.data.rollout_seed + index)]
-    command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    command += ["--enable-scale-out", "--disable-uvicorn-access-log", "--middleware", MIDDLEWARE]
     command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     if rollout.rollout_max_context_len is not None:

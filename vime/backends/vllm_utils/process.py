@@ -102,13 +102,14 @@ class ServerProcess:
                 f"({self.log_path}):\n{self.log_tail()}"
             )
 
-    def probe(self, url: str, deadline_s: float) -> None:
+    def probe(self, url: str, deadline_s: float, headers: Mapping[str, str] | None = None) -> None:
         """EngineLostError when the child has ended, or lives and does not answer `url` within `deadline_s`."""
         self.check()
         try:
             # verify: nothing is encrypted on the way to an own child, and reading certificates costs 20 ms a time
             with waiting(f"the server of {self.name} to say how it is", deadline_s=deadline_s):
-                got = f"status {httpx.get(url, timeout=deadline_s, trust_env=False, verify=False).status_code}"
+                answer = httpx.get(url, headers=headers, timeout=deadline_s, trust_env=False, verify=False)
+                got = f"status {answer.status_code}"
         except httpx.TimeoutException:
             got = f"no answer within {deadline_s:g} s (--engine-health-timeout-secs)"
         except httpx.TransportError as error:

@@ -27,6 +27,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.fake import FakeEngine, Question
 from vime.config.hf_config import num_tokenizer_ids, read_model_shape
 from vime.types import ConfigError
@@ -82,7 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"refused: {error}\n")
         return error.exit_code
-    engine = FakeEngine(name="scripted", answer=answer, host=arguments.host, port=arguments.port, token_s=token_s)
+    engine = FakeEngine(
+        name="scripted",
+        answer=answer,
+        host=arguments.host,
+        port=arguments.port,
+        token_s=token_s,
+        keys=EngineKeys.from_environment(os.environ),
+    )
     with engine:
         # what the first weights need, while the trainer builds its model
         threading.Thread(target=importlib.import_module, args=("vime.weights.transports",), daemon=True).start()

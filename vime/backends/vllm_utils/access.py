@@ -1,0 +1,91 @@
+"""Who may ask an engine for what. vLLM's --api-key leaves its control routes (/pause, /collective_rpc, weights) open.
+
+A run has two keys. The one for control never passes through the router, whose own routes nobody can close: whoever
+reaches the router can have it send requests, with their headers, to a server of his. What he would learn there is the
+other key, which opens generation alone.
+
+`RequireKey` is given to vLLM with --middleware and reads the keys from the environment, so that they are on no command
+line. Imported by engines: standard library only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vime.types import KEY_HEADER
+
+CONTROL_VARIABLE, GENERATE_VARIABLE = "VIME_ENGINE_CONTROL_KEY", "VIME_ENGINE_GENERATE_KEY"
+OPEN_ROUTES = frozenset({("GET", "/health")})
+"""Without a key: what the router asks to see whether an engine lives."""
+GENERATE_PREFIXES = ("/inference/v1/", "/v1/")
+GENERATE_ROUTES = frozenset({"/abort_requests"})
+REFUSED = {"error": f"this engine belongs to a run of Vime and wants its key in the header {KEY_HEADER}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKeys:
+    """The two keys of a run, made by the driver."""
+
+    control: str = field(repr=False)
+    generate: str = field(repr=False)
+
+    @classmethod
+    def make(cls) -> EngineKeys:
+        return cls(control=secrets.token_hex(32), generate=secrets.token_hex(32))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> EngineKeys | None:
+        """None when there are none."""
+        if CONTROL_VARIABLE not in environment:
+            return None
+        return cls(control=environment[CONTROL_VARIABLE], generate=environment[GENERATE_VARIABLE])
+
+    def environment(self) -> dict[str, str]:
+        return {CONTROL_VARIABLE: self.control, GENERATE_VARIABLE: self.generate}
+
+    def admit(self, method: str, path: str, key: str) -> bool:
+        """Whether a request with this key (empty: without one) may pass."""
+        if (method, path) in OPEN_ROUTES or _same(key, self.control):
+            return True
+        return (path in GENERATE_ROUTES or path.startswith(GENERATE_PREFIXES)) and _same(key, self.generate)
+
+
+def _same(key: str, expected: str) -> bool:
+    """Compared in constant time; an empty key is nobody's."""
+    return bool(key) and hmac.compare_digest(key.encode(), expected.encode())
+
+
+Message = MutableMapping[str, Any]
+Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
+
+
+class RequireKey:
+    """ASGI middleware in front of every route of vLLM's server."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        keys = EngineKeys.from_environment(os.environ)
+        if keys is None:
+            raise RuntimeError(f"{CONTROL_VARIABLE} is not set: this server would answer everyone.")
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._admits(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = json.dumps(REFUSED).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _admits(self, scope: Message) -> bool:
+        name = KEY_HEADER.lower().encode()
+        key = next((value.decode("latin-1") for header, value in scope["headers"] if header.lower() == name), "")
+        return self._keys.admit(scope.get("method", ""), scope["path"], key)

@@ -1,0 +1,41 @@
+"""Where processes of torch.distributed meet: a store that listens on one address. torch's own listens on all.
+
+Who reaches a store may write to it, and torch asks nobody who they are: its address must be one that only hosts of the
+run reach (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def open_store(
+    host: str, port: int, world_size: int, *, timeout: timedelta, wait_for_workers: bool = False
+) -> dist.TCPStore:
+    """The store of the process that lets the others meet; port 0 takes a free one. OSError when the port is taken."""
+    listener = socket.create_server((host, port), backlog=max(128, world_size))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=wait_for_workers,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def join_store(host: str, port: int, world_size: int, *, timeout: timedelta) -> dist.TCPStore:
+    """The same store as the other processes see it. Waits until its host listens, at most `timeout`."""
+    return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+
+
+def meet(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Rank 0 opens the store, the others join it; returns when all are there. Each rank calls it once."""
+    if rank == 0:
+        return open_store(host, port, world_size, timeout=timeout, wait_for_workers=True)
+    return join_store(host, port, world_size, timeout=timeout)
