@@ -43,7 +43,7 @@ HEAVY = {
     "transformers": {"ray", "rollout"} | BACKENDS,
     "torch": {"algo", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
 }
-MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_METHODS, MAX_BRANCHES = 500, 80, 300, 15, 15
+MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_METHODS, MAX_BRANCHES = 600, 80, 300, 15, 15
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCH = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.AsyncFor)
 
