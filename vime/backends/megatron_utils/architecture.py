@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.types import ConfigError
+from vime.utils.imports import MODELS_OF_TRANSFORMERS, without
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -63,9 +64,10 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
             f"{flag} {directory}: model_type {model_type!r} is not supported by the trainer. "
             f"Expected one of {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
-    from transformers import AutoConfig
+    with without(MODELS_OF_TRANSFORMERS):
+        from transformers import AutoConfig
 
-    hf = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        hf = AutoConfig.from_pretrained(str(path), local_files_only=True)
     _refuse_unsupported(hf, f"{flag} {directory}")
     rope_theta, llama3_factor = _rope(hf, f"{flag} {directory}")
     return Architecture(

@@ -7,12 +7,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import random
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
 
 import numpy
 import torch
@@ -21,6 +18,7 @@ import torch.distributed as dist
 from vime.backends.megatron_utils import cpu_device
 from vime.config.machine import ClusterConfig, ParallelConfig
 from vime.types import ClusterError, ConfigError, RankInfo, RankPlace
+from vime.utils.imports import without
 from vime.utils.waits import peer, waiting
 from vime.weights.meeting import meet
 
@@ -47,25 +45,13 @@ def prepare_process(device: str) -> list[str]:
         warnings.filterwarnings(
             "ignore", message=r"(?s).*(Transformer Engine|Apex).*not installed", category=UserWarning
         )
-        with _without(NOT_USED):
+        with without(*NOT_USED):
             from megatron.core import jit
 
         # megatron's fused element-wise functions go through torch.compile, which needs a C++ compiler on the CPU and
         # gains nothing there; `model.transformer_config` turns off the callers that were decorated at import.
         jit.disable_jit_fuser()
     return cpu_device.install()
-
-
-@contextlib.contextmanager
-def _without(packages: Sequence[str]) -> Iterator[None]:
-    """Let imports find that `packages` are not installed."""
-    hidden = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # None: importing it raises ImportError
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: ParallelConfig, seed: int) -> None:

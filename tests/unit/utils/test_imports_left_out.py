@@ -1,0 +1,38 @@
+"""What is left out of an import is not loaded, and can be imported again afterwards."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vime.utils.imports import MODELS_OF_TRANSFORMERS, without
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_module_is_not_found_inside_and_is_there_again_outside() -> None:
+    sys.modules.pop("colorsys", None)
+    with without("colorsys"), pytest.raises(ImportError):
+        import colorsys
+    import colorsys
+
+    assert colorsys.rgb_to_hls
+
+
+def test_a_module_that_is_loaded_already_stays() -> None:
+    with without("json"):
+        import json
+    assert json.loads("1") == 1
+
+
+def test_reading_a_model_s_shape_loads_no_model_class_and_does_not_keep_one_from_being_loaded() -> None:
+    code = (
+        "import sys\n"
+        "from vime.backends.megatron_utils.architecture import read_architecture\n"
+        "assert read_architecture('examples/quickstart/model').num_layers == 2\n"
+        f"assert {MODELS_OF_TRANSFORMERS!r} not in sys.modules\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "AutoModelForCausalLM.from_pretrained('examples/quickstart/model')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=ROOT)
