@@ -21,7 +21,8 @@ OWNERS = {  # what the command line or title has in it -> the row of docs/securi
     "ray::TransferQueueController": "TransferQueue controller", "ray::SimpleStorageUnit": "TransferQueue storage unit",
     "ray::LedgerActor": "ledger", "ray::RolloutManager": "RolloutManager", "ray::EngineActor": "engine actor",
     "ray::RouterActor": "router actor", "ray::TrainerActor": "trainer rank", "train.py": "driver",
-    "api_server.entry": "vLLM server", "vllm::router": "router", "scripted_server": "vLLM server",
+    "VLLM::EngineCore": "vLLM's model", "cpu_server": "vLLM server", "api_server.entry": "vLLM server", "scripted_server": "vLLM server",
+    "vllm::router": "router",
 }  # fmt: skip
 PICKLE_FALLBACK = b"\xc1\xfe\xed"  # TransferQueue 0.1.11: the next frame is a pickle of the whole message
 IDENTITY = b"TQ_STORAGE_stranger"  # a storage unit passes on what claims to be one of its clients
@@ -56,7 +57,7 @@ def _ports(training: Training) -> Iterator[Port]:
         with contextlib.suppress(psutil.NoSuchProcess):
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
-                    yield Port(owner, connection.laddr.ip, connection.laddr.port, process.pid, command[:120])
+                    yield Port(owner, connection.laddr.ip, connection.laddr.port, process.pid, command.strip()[:80])
 
 
 class Touch:
