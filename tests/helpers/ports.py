@@ -21,7 +21,7 @@ OWNERS = {  # what the command line or title has in it -> the row of docs/securi
     "ray::TransferQueueController": "TransferQueue controller", "ray::SimpleStorageUnit": "TransferQueue storage unit",
     "ray::LedgerActor": "ledger", "ray::RolloutManager": "RolloutManager", "ray::EngineActor": "engine actor",
     "ray::RouterActor": "router actor", "ray::TrainerActor": "trainer rank", "train.py": "driver",
-    "VLLM::EngineCore": "vLLM's model", "cpu_server": "vLLM server", "api_server.entry": "vLLM server", "scripted_server": "vLLM server",
+    "VLLM::EngineCore": "vLLM's model", "cpu_server": "vLLM server", "scripted_server": "vLLM server",
     "vllm::router": "router",
 }  # fmt: skip
 PICKLE_FALLBACK = b"\xc1\xfe\xed"  # TransferQueue 0.1.11: the next frame is a pickle of the whole message
