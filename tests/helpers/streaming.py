@@ -46,7 +46,7 @@ class Streaming:
         self.spool = spool
         self.store = GroupStore(self.rows, spool, partition="train")
         has_payload = spool.has if spool is not None else lambda *_: False
-        self.report = self.port.call("rounds", "restore", None, has_payload)
+        self.report = self.ledger.rounds.restore(None, has_payload)
         prompts = RolloutDataSourceWithBuffer(self.args)
         self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
         self.ahead = ReadAhead(self.port, self.store, limit=self.args.transferqueue_prefetch_groups)

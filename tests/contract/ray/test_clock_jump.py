@@ -31,7 +31,7 @@ async def main():
     grant = await ask("prompts", "issue", "p", 2, request="x")
     early, late = (prompt.task for prompt in grant.prompts)
     jump(+3600)
-    await ask("", "expire")
+    await ask("", "status")  # which takes back what is overdue
     print("after +1 h:", len(await ask("prompts", "heartbeat", "p")), flush=True)
     await ask("prompts", "commit", early, payload(early.group))
     jump(-3600)
@@ -39,7 +39,7 @@ async def main():
     ends = time.monotonic() + 2 * LEASE_S
     while time.monotonic() < ends:  # the ledger looks at its clock: one step counts half a lease at most
         await asyncio.sleep(LEASE_S / 8)
-        await ask("", "expire")
+        await ask("", "status")  # which takes back what is overdue
     try:
         await ask("prompts", "commit", late, payload(late.group))
     except LateAttemptError:
