@@ -97,6 +97,7 @@ def assert_secrets_are_kept(training: Training) -> None:
     assert [path for path in written if any(secret.encode() in path.read_bytes() for secret in secrets)] == []
 
 
+@pytest.mark.timeout(600)  # three starts of vLLM
 def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
     tiny_task: TinyTask, tmp_path: Path
 ) -> None:
