@@ -107,6 +107,7 @@ class Sample:
     # expert numbers [tokens, layers, top_k] of prompt + response, nested or a numpy array; the last may be missing
     rollout_routed_experts: Sequence[Sequence[Sequence[int]]] | None = None
     teacher_log_probs: list[float] | None = None
+    attempt: int = 0  # at this prompt, in mode streaming; given when the group is stored
 
     @property
     def prompt_length(self) -> int:
@@ -206,6 +207,7 @@ class TrainRow:
     status: str
     truncated: bool
     extra: Mapping[str, Any] = field(default_factory=dict)  # optional columns by name
+    attempt: int = 0  # at the prompt, which the ledger of mode streaming counts from 1
 
     @property
     def total_length(self) -> int:
@@ -331,6 +333,16 @@ class RankPlace:
     @property
     def is_source(self) -> bool:
         return self.rank == self.source_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunClaims:
+    """What metrics and events of a run say, for its audit: by round the receipts that were named and (samples,
+    trainable tokens) of its steps, by version the content hashes that engines confirmed."""
+
+    receipts: Mapping[int, set[str]]
+    sizes: Mapping[int, tuple[int, int]]
+    hashes: Mapping[Version, set[str]]
 
 
 KEY_HEADER = "X-Vime-Key"

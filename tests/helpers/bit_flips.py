@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tests.helpers.ledger_cases import issue, lease, open_ledger
-from vime.handoff.audit import audit_run
+from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.ledger_types import LedgerMark, Payload
 from vime.handoff.payload import payload_size, samples_to_bytes
 from vime.handoff.spool import Fsync, Spool, SpoolReader
@@ -76,7 +76,7 @@ def resume(run: Path) -> None:
 
 
 def look(run: Path, mark: LedgerMark) -> None:
-    report = audit_run(run, checkpoint_round=SAVED, mark=mark)
+    report = audit_run(run, saved=SavedFacts(round_id=SAVED, mark=mark, receipt=None))
     if report.findings:
         raise VimeError(report.summary(run))
 

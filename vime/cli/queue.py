@@ -6,17 +6,20 @@ import argparse
 import contextlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vime.handoff.audit import MAX_SHOWN, AuditReport, audit_run
+from vime.config.queue_checks import STREAMING
+from vime.handoff.audit import MAX_SHOWN, AuditReport, SavedFacts, audit_run
 from vime.handoff.audit_checkpoints import audit_checkpoints
-from vime.handoff.ledger_types import SPOOL_NAME, LedgerMark, Task
+from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, Task
 from vime.handoff.payload import payload_size
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
 from vime.handoff.spool import SpoolReader
+from vime.observability.claims import read_claims
 from vime.types import HandoffError, VimeError
 
 
@@ -50,16 +53,18 @@ def add_parsers(commands: Any) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
     run: Path = arguments.run
-    checkpoint, report = look_twice(run)
+    saved, report = look_twice(run)
     files = audit_checkpoints(checkpoint_root(run))
     report = replace(report, findings=(*report.findings, *files.findings))
-    for state, total in sorted(report.groups.items()):
-        say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
-    say(
-        f"{report.num_rounds:,} rounds, {report.num_lines:,} lines of history, "
-        f"{'no checkpoint' if checkpoint is None else f'checkpoint of round {checkpoint}'}, "
-        f"{'spool read' if (run / SPOOL_NAME).is_dir() else 'no spool'}"
-    )
+    checkpoint = "no checkpoint" if saved is None else f"checkpoint of round {saved.round_id}"
+    if has_ledger(run):
+        for state, total in sorted(report.groups.items()):
+            say(f"{total:>10,} groups {state}, {report.tokens[state]:,} tokens")
+        spool = "spool read" if (run / SPOOL_NAME).is_dir() else "no spool"
+        say(f"{report.num_rounds:,} rounds, {report.num_lines:,} lines of history, {checkpoint}, {spool}")
+    else:
+        say(f"not of mode streaming: there is no ledger; {checkpoint}")
+    say(f"compared with {report.shown()}, the metrics and the events")
     if files.read:
         say(f"checkpoints read to the last byte: {', '.join(files.read)}")
     if files.unknown:
@@ -69,29 +74,31 @@ def run_audit(arguments: argparse.Namespace) -> None:
     say("every promise kept")
 
 
-def look_twice(run: Path) -> tuple[int | None, AuditReport]:
-    """Round of the newest checkpoint, and the audit.
+def look_twice(run: Path) -> tuple[SavedFacts | None, AuditReport]:
+    """What the newest checkpoint says, and the audit.
 
     Ledger, checkpoint and spool of a run that is alive are not of one moment: what a first look misses, a second one
     finds somewhere else. A breach is what two looks see, or one look at a run in which nothing moved.
     """
-    newest, report = _first_look(run)
+    saved, report = _first_look(run)
     if not report.findings:
-        return newest[0], report
-    again = newest_checkpoint(run)
-    second = audit_run(run, checkpoint_round=again[0], mark=again[1])
-    if (again, second.num_lines) != (newest, report.num_lines):
+        return saved, report
+    again, second = _look(run)
+    if (again, second.num_lines, second.receipts) != (saved, report.num_lines, report.receipts):
         second = replace(second, findings=tuple(found for found in second.findings if found in report.findings))
-    return again[0], second
+    return again, second
 
 
-def _first_look(run: Path) -> tuple[tuple[int | None, LedgerMark | None], AuditReport]:
+def _first_look(run: Path) -> tuple[SavedFacts | None, AuditReport]:
     """A file may go between its name and its bytes, once; what is really gone is gone the second time too."""
     with contextlib.suppress(HandoffError):
-        newest = newest_checkpoint(run)
-        return newest, audit_run(run, checkpoint_round=newest[0], mark=newest[1])
-    newest = newest_checkpoint(run)
-    return newest, audit_run(run, checkpoint_round=newest[0], mark=newest[1])
+        return _look(run)
+    return _look(run)
+
+
+def _look(run: Path) -> tuple[SavedFacts | None, AuditReport]:
+    saved = newest_checkpoint(run)
+    return saved, audit_run(run, saved=saved, claims=partial(read_claims, run), has_ledger=has_ledger(run))
 
 
 def run_ls(arguments: argparse.Namespace) -> None:
@@ -144,25 +151,40 @@ def say(text: str) -> None:
     Console(highlight=False, markup=False, soft_wrap=True).print(text)
 
 
+def has_ledger(run: Path) -> bool:
+    """Whether a ledger belongs to the run: it is of mode streaming."""
+    mode = _config(run).get("queue", {}).get("transferqueue_mode", STREAMING)
+    return bool(mode == STREAMING) or (run / LEDGER_NAME).exists()
+
+
 def checkpoint_root(run: Path) -> Path:
     """Where a run saves: --save, or RUN/checkpoints, also when the run directory moved since."""
-    record = run / "config.json"
-    try:
-        save = json.loads(record.read_text()).get("model", {}).get("save") if record.is_file() else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise HandoffError(f"{record}: where the run saves cannot be read: {error}") from error
+    save = _config(run).get("model", {}).get("save")
     return Path(save) if save and Path(save).is_dir() else run / "checkpoints"
 
 
-def newest_checkpoint(run: Path) -> tuple[int | None, LedgerMark | None]:
-    """Round of the checkpoint that the marker names, and what it keeps of its ledger; None without."""
+def newest_checkpoint(run: Path) -> SavedFacts | None:
+    """What the checkpoint says that the marker names; None without."""
     root = checkpoint_root(run)
     try:
         marker = root / "latest_checkpointed_iteration.txt"
         if not marker.is_file() or (text := marker.read_text().strip()) == "none":
-            return None, None
+            return None
         name = f"iter_{int(text):07d}" if text.isdigit() else text
         state = json.loads((root / name / "run_state.json").read_text())
-        return int(state["rollout_id"]), LedgerMark(**state["ledger"]) if state.get("ledger") else None
+        mark = LedgerMark(**state["ledger"]) if state.get("ledger") else None
+        return SavedFacts(round_id=int(state["rollout_id"]), mark=mark, receipt=state.get("receipt"))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise HandoffError(f"{root}: which checkpoint is the newest cannot be read: {error}") from error
+
+
+def _config(run: Path) -> dict[str, Any]:
+    """What the run was started with; empty when it says nothing."""
+    record = run / "config.json"
+    try:
+        config = json.loads(record.read_text()) if record.is_file() else {}
+        if not all(isinstance(part, dict) for part in (config, config.get("model", {}), config.get("queue", {}))):
+            raise ValueError("it is no configuration")
+    except (OSError, ValueError, AttributeError) as error:
+        raise HandoffError(f"{record}: where the run saves cannot be read: {error}") from error
+    return dict(config)

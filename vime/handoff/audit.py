@@ -1,4 +1,5 @@
-"""The audit of a run: from the ledger's file, the spool and the newest checkpoint, is every promise kept?
+"""The audit of a run: from the ledger's file, the spool, the trainer's receipts and the newest checkpoint, is every
+promise kept?
 
 Checks, by the name that a finding carries:
     cursor      every group from 0 to the cursor was issued, none twice
@@ -14,6 +15,9 @@ Checks, by the name that a finding carries:
     eval        no group of an evaluation was ever in a round
     file        the ledger's file is whole: its structure, the checksum of each row, the chain of the history
     history     the history tells of the same states as the tables
+    receipts    what the trainer says it stepped on is what was committed and leased, and what the checkpoint, the
+                metrics and the events name (audit_receipts.py)
+    weights     no version was confirmed with two contents
 
 It reads and never writes, so it may look at a run that is alive.
 """
@@ -22,22 +26,24 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vime.handoff.audit_history import Finding, History, Line
+from vime.handoff.audit_receipts import CommittedGroup, LedgerRound, SavedReceipt, audit_receipts
 from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_file import OLD_COPY
 from vime.handoff.ledger_identity import find_difference
 from vime.handoff.ledger_schema import expected_schema, open_for_reading
 from vime.handoff.ledger_seals import find_faults
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
-from vime.handoff.payload import payload_size
+from vime.handoff.payload import bytes_to_samples, payload_size
+from vime.handoff.receipts import group_content
 from vime.handoff.spool import SpoolReader
 from vime.handoff.spool_check import find_known_tail
-from vime.types import HandoffError
+from vime.types import HandoffError, RunClaims
 
 MAX_SHOWN = 50
 
@@ -45,7 +51,7 @@ _LINES = """select h.sequence, h.event, coalesce(p.name, ''), coalesce(h.grp, -1
     coalesce(h.round, 0), coalesce(h.num_tokens, 0), coalesce(h.num_bytes, 0), coalesce(h.note, '')
     from history h left join partition p on p.id = h.partition order by h.sequence"""
 _GROUPS = """select p.name, g.grp, g.attempt, g.state, g.round, g.position, g.checksum, g.num_bytes, g.num_tokens,
-    g.min_version, g.max_version, g.partial_attempt, g.partial_checksum from prompt_group g
+    g.num_rows, g.min_version, g.max_version, g.partial_attempt, g.partial_checksum from prompt_group g
     join partition p on p.id = g.partition order by g.partition, g.grp"""
 SIZED = (State.READY, State.LEASED, State.TRAINED, State.DURABLE)
 IN_ROUND = (State.LEASED, State.TRAINED, State.DURABLE)
@@ -63,6 +69,7 @@ class GroupFacts:
     checksum: int
     num_bytes: int
     num_tokens: int
+    num_rows: int
     min_version: int
     max_version: int
     partial_attempt: int | None
@@ -74,6 +81,16 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFacts:
+    """What a checkpoint says: its round, its place in the ledger (None: from before ledgers had ids, or of a run
+    without one), and the link of its receipt (None: from before there were any)."""
+
+    round_id: int
+    mark: LedgerMark | None
+    receipt: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
     """`findings` is empty when every promise is kept. `groups` and `tokens` count by partition kind and state."""
 
@@ -82,6 +99,14 @@ class AuditReport:
     tokens: dict[str, int]
     num_rounds: int
     num_lines: int
+    receipts: tuple[int, int] | None = None  # the first and the last round that the trainer's receipts show
+    trained: Mapping[int, LedgerRound] = field(default_factory=dict, repr=False)  # as the ledger tells it
+
+    def shown(self) -> str:
+        """One phrase: how far the trainer's own evidence goes."""
+        if self.receipts is None:
+            return "no receipts of the trainer"
+        return f"the trainer's receipts of rounds {self.receipts[0]} to {self.receipts[1]}"
 
     def counts(self) -> str:
         """One line: groups by state."""
@@ -96,23 +121,35 @@ class AuditReport:
         return "\n".join(lines)
 
 
-def audit_run(run: Path, *, checkpoint_round: int | None, mark: LedgerMark | None = None) -> AuditReport:
-    """`audit` of a run directory; -1 and None both say that there is no checkpoint."""
-    spool = run / SPOOL_NAME
-    checkpoint_round = None if checkpoint_round == -1 else checkpoint_round
-    return audit(
-        lasting_file(run / LEDGER_NAME, checkpoint_round),
-        checkpoint_round=checkpoint_round,
-        mark=mark,
+def audit_run(
+    run: Path, *, saved: SavedFacts | None, claims: Callable[[], RunClaims] | None = None, has_ledger: bool = True
+) -> AuditReport:
+    """Of a run directory; `saved`: what the newest complete checkpoint says, `claims` what metrics and events say.
+    `has_ledger`: whether it is of mode streaming."""
+    receipt = None if saved is None else SavedReceipt(saved.round_id, saved.receipt)
+    if not has_ledger:
+        shown = audit_receipts(run, None, receipt, claims)
+        return AuditReport(
+            findings=shown.findings, groups={}, tokens={}, num_rounds=0, num_lines=0, receipts=shown.rounds
+        )
+    spool, round_id = run / SPOOL_NAME, None if saved is None else saved.round_id
+    report = audit(
+        lasting_file(run / LEDGER_NAME, round_id),
+        checkpoint_round=round_id,
+        mark=None if saved is None else saved.mark,
         spool=spool if spool.is_dir() else None,
     )
+    if report.num_lines == 0:  # the ledger is damaged beyond reading
+        return report
+    shown = audit_receipts(run, report.trained, receipt, claims)
+    return replace(report, findings=(*report.findings, *shown.findings), receipts=shown.rounds)
 
 
 def audit(
     ledger: Path, *, checkpoint_round: int | None, spool: Path | None, mark: LedgerMark | None = None
 ) -> AuditReport:
-    """Check everything. `checkpoint_round`: round of the newest complete checkpoint, None without one; `mark`: what it
-    keeps of its ledger, None for one from before ledgers had ids.
+    """Check everything but receipts. `checkpoint_round`: round of the newest complete checkpoint, None without one;
+    `mark`: what it keeps of its ledger, None for one from before ledgers had ids.
 
     `spool` None: the run keeps none, and nothing is said about payloads. It is read behind the ledger: what the ledger
     knows is in it by then, also in a run that is alive.
@@ -154,7 +191,7 @@ def _audit_content(
     findings += _check_checkpoint(rounds, checkpoint_round)
     findings += _check_partitions(facts, history.train)
     if spool is not None:
-        findings += _check_spool(facts, spool, connection, history.train)
+        findings += _check_spool(facts, spool, connection, history)
     groups: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for fact in facts:
@@ -167,7 +204,24 @@ def _audit_content(
         tokens=dict(tokens),
         num_rounds=len(rounds),
         num_lines=num_lines,
+        trained=_trained_rounds(facts, rounds, history),
     )
+
+
+def _trained_rounds(
+    facts: list[GroupFacts], rounds: dict[int, tuple[str, int, int]], history: History
+) -> dict[int, LedgerRound]:
+    groups: dict[int, dict[tuple[int, int], CommittedGroup]] = {}
+    for fact in facts:
+        if fact.round_id is not None and fact.partition == history.train:
+            content = history.groups[fact.partition, fact.group].content
+            member = CommittedGroup(fact.num_rows, fact.num_tokens, content)
+            groups.setdefault(fact.round_id, {})[fact.group, fact.attempt] = member
+    return {
+        round_id: LedgerRound(history.receipts.get(round_id, ""), version, groups.get(round_id, {}))
+        for round_id, (state, version, _) in rounds.items()
+        if state in ("trained", "durable")
+    }
 
 
 def _lines(connection: sqlite3.Connection) -> Iterator[Line]:
@@ -266,20 +320,20 @@ def _check_partitions(facts: list[GroupFacts], train: str) -> Iterator[Finding]:
 
 
 def _check_spool(
-    facts: list[GroupFacts], directory: Path, connection: sqlite3.Connection, train: str
+    facts: list[GroupFacts], directory: Path, connection: sqlite3.Connection, history: History
 ) -> Iterator[Finding]:
     try:
         spool = SpoolReader(directory)
     except HandoffError as error:
         yield Finding("spool", directory.name, str(error))
         return
-    tail = find_known_tail(spool, connection, train=train)
+    tail = find_known_tail(spool, connection, train=history.train)
     if tail is not None:
         yield Finding("spool", tail.name, str(tail))
-    yield from _check_payloads(facts, spool)
+    yield from _check_payloads(facts, spool, history)
 
 
-def _check_payloads(facts: list[GroupFacts], spool: SpoolReader) -> Iterator[Finding]:
+def _check_payloads(facts: list[GroupFacts], spool: SpoolReader, history: History) -> Iterator[Finding]:
     for fact in facts:
         if fact.partial_attempt is not None and fact.state in (State.ISSUED, State.RETRY):
             task = Task(fact.partition, fact.group, fact.partial_attempt)
@@ -292,9 +346,18 @@ def _check_payloads(facts: list[GroupFacts], spool: SpoolReader) -> Iterator[Fin
         try:
             data = spool.read(fact.task, fact.checksum)
             size = len(data), payload_size(data)[1]
+            story = history.groups.get((fact.partition, fact.group))
+            content = story.content if story is not None else ""
+            found = _content(data) if content else ""
         except HandoffError as error:
             yield Finding("spool", str(fact.task), f"{fact.state}, but its payload cannot be read: {error}")
             continue
         if size != (fact.num_bytes, fact.num_tokens):
             wanted = f"{fact.num_bytes} bytes, {fact.num_tokens} tokens"
             yield Finding("spool", str(fact.task), f"payload of {size[0]} bytes, {size[1]} tokens; committed: {wanted}")
+        elif found != content:
+            yield Finding("spool", str(fact.task), f"tokens with the hash {found}; committed: {content}")
+
+
+def _content(data: bytes) -> str:
+    return group_content((sample.index, sample.tokens, sample.response_length) for sample in bytes_to_samples(data))

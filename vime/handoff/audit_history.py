@@ -37,6 +37,7 @@ class GroupStory:
     num_bytes: int = 0
     is_held: bool = False  # its size counts against the capacity
     round_id: int | None = None
+    content: str = ""  # of its tokens, as they were committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class History:
     groups: dict[tuple[str, int], GroupStory] = field(default_factory=dict)
     rounds: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # in the order of training
     versions: dict[int, int] = field(default_factory=dict)  # round -> weights that it trains
+    receipts: dict[int, str] = field(default_factory=dict)  # trained round -> link of what the trainer stepped on
     cursors: dict[str, int] = field(default_factory=dict)
     num_active: int = 0
     num_retry: int = 0
@@ -88,6 +90,7 @@ class History:
     def undo(self, line: Line) -> list[tuple[str, int]]:
         """A round goes back to ready: allowed for trained ones only in a restart from a checkpoint before it."""
         keys = self.rounds.get(line.round_id, [])
+        self.receipts.pop(line.round_id, None)
         is_restored = self.restored_to is not None and line.round_id > self.restored_to
         for key in keys:
             story = self.groups[key]
@@ -182,7 +185,7 @@ def on_ready(history: History, line: Line) -> None:
     story = history.story(line, (State.ISSUED,))
     history.unhold(story)
     history.hold(line, story)
-    story.state = State.READY
+    story.state, story.content = State.READY, line.note
 
 
 def on_dropped(history: History, line: Line) -> None:
@@ -223,6 +226,7 @@ def on_trained(history: History, line: Line) -> None:
         tokens += story.tokens
         history.unhold(story)
         story.state = State.TRAINED
+    history.receipts[line.round_id] = line.note
     if tokens != line.tokens:
         history.find("tokens", f"round {line.round_id}", f"trained {line.tokens} tokens, its groups hold {tokens}")
     if history.versions.get(line.round_id, 0) < history.serving:

@@ -177,6 +177,7 @@ def _decode_row(index: int, cells: Mapping[str, Any]) -> TrainRow:
         status=status,
         truncated=bool(cells.get("truncated", status == SampleStatus.TRUNCATED)),
         extra={name: cell for name, cell in cells.items() if BY_NAME[name].is_optional},
+        attempt=cells.get("attempts", 0),
     )
 
 

@@ -71,10 +71,11 @@ COLUMNS: tuple[Column, ...] = (
     _row("rollout_ids", "int64", Shape.ROW, "rollout_id", ("handoff",)),
     _row("span_counts", "int32", Shape.ROW, "num_spans", ("handoff",)),
     _row("token_policy_versions", "int64", Shape.SPAN, "token_policy_versions", ("handoff",)),
-    # Filled by the codec when absent: the row's place in its group, the reward, and what the status says.
+    # Filled by the codec when absent: the row's place in its group, the reward, what the status says, and 0.
     _row("sample_indices", "int64", Shape.ROW, "sample_index", ("handoff",), required=False),
     _row("raw_reward", "float64", Shape.ROW, "raw_reward", ("observability",), required=False),
     _row("truncated", "uint8", Shape.ROW, "truncated", ("observability",), required=False),
+    _row("attempts", "int64", Shape.ROW, "attempt", ("handoff",), required=False),
     # Carried only when --transfer-queue-extra-data-fields names them.
     _optional("teacher_log_probs", "float32", Shape.RESPONSE, writer="rollout", readers=("training",)),
     # layers x top-k expert numbers; -1 where the engine did not say

@@ -151,7 +151,7 @@ class PromptDesk:
         if is_train and book.rules.has_capacity:
             check_room(book, task, row, payload)
         with book.transaction():
-            sequence = self._note("ready", row, task, payload.num_tokens, payload.num_bytes)
+            sequence = self._note("ready", row, task, payload.num_tokens, payload.num_bytes, payload.content or None)
             size = (payload.checksum, payload.num_bytes, payload.num_tokens, payload.num_rows)
             book.change(_COMMIT, sequence, *size, payload.min_version, payload.max_version, row.partition, task.group)
             if is_train:

@@ -52,7 +52,8 @@ def leased_group(partition: str, line: tuple[int, ...]) -> LeasedGroup:
     """From the columns of PAYLOAD."""
     group, attempt, *numbers = line
     names = ("checksum", "num_bytes", "num_tokens", "num_rows", "min_version", "max_version")
-    return LeasedGroup(task=Task(partition, group, attempt), payload=Payload(**dict(zip(names, numbers, strict=True))))
+    payload = Payload(**dict(zip(names, numbers, strict=True)))  # type: ignore[arg-type]  # `content` is not leased
+    return LeasedGroup(task=Task(partition, group, attempt), payload=payload)
 
 
 def settle(book: Book, checkpoint_round: int) -> None:

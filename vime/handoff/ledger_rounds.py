@@ -146,8 +146,9 @@ class RoundDesk:
         elif not _was_trained(find_round(self._book, round_id), fence):
             raise self._lost(round_id, fence)
 
-    def trained(self, round_id: int, fence: int) -> bool:
-        """The optimizer has stepped on the round. Answers False when the same lease said so before."""
+    def trained(self, round_id: int, fence: int, receipt: str | None = None) -> bool:
+        """The optimizer has stepped on the round; `receipt`: the link of what it stepped on (receipts.py). Answers
+        False when the same lease said so before."""
         book, row = self._book, find_round(self._book, round_id)
         if _was_trained(row, fence):
             return False
@@ -162,7 +163,8 @@ class RoundDesk:
             )
             book.change("update prompt_group set state = 'trained', admitted = 0 where round = ?", round_id)
             book.change("update round set state = 'trained', is_final = 1 where id = ?", round_id)
-            book.write("trained", partition=book.train_id, round_id=round_id, tokens=tokens, num_bytes=num_bytes)
+            size = {"tokens": tokens, "num_bytes": num_bytes}
+            book.write("trained", partition=book.train_id, round_id=round_id, **size, note=receipt)
             is_first = is_going_back(book)
             if is_first:
                 note_gone_on(book)

@@ -93,6 +93,7 @@ class Payload:
     num_rows: int
     min_version: Version  # oldest among trainable tokens of the group
     max_version: Version
+    content: str = ""  # `receipts.group_content` of its rows; the history keeps it, what is leased does not know it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

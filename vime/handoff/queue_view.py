@@ -21,6 +21,7 @@ from vime.handoff.ledger import needed_payloads
 from vime.handoff.ledger_file import lock_path, wal_path
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerFileError, Task
+from vime.handoff.receipts import RECEIPTS_NAME
 from vime.handoff.spool import Spool, SpoolReader
 from vime.types import HandoffError
 from vime.utils.files import sync, sync_tree
@@ -118,6 +119,8 @@ def export_queue(run: Path, target: Path) -> int:
             archive.add(directory / LEDGER_NAME, LEDGER_NAME)
             if stored:
                 archive.add(directory / SPOOL_NAME / SEGMENT, SEGMENT)
+            if (run / RECEIPTS_NAME).is_file():  # read behind the ledger: it has the receipt of each trained round
+                archive.add(run / RECEIPTS_NAME, RECEIPTS_NAME)
         sync(partial)
         os.replace(partial, target)
         sync(target.parent)
@@ -135,7 +138,8 @@ def import_queue(run: Path, source: Path) -> int:
             if archive.getnames()[:2] != [MARK, LEDGER_NAME]:
                 raise HandoffError(f"{source}: is no exported queue of this format ({MARK}).")
             directory = Path(name)
-            for member, place in ((LEDGER_NAME, directory / LEDGER_NAME), (SEGMENT, directory / SPOOL_NAME / SEGMENT)):
+            for member in (LEDGER_NAME, SEGMENT, RECEIPTS_NAME):
+                place = directory / (SPOOL_NAME if member == SEGMENT else "") / member
                 if member in archive.getnames():
                     place.parent.mkdir(exist_ok=True)
                     file = archive.extractfile(member)
@@ -148,6 +152,8 @@ def import_queue(run: Path, source: Path) -> int:
                 (run / SPOOL_NAME).mkdir(exist_ok=True)
                 os.replace(path, run / SPOOL_NAME / path.name)
                 sync(run / SPOOL_NAME)
+            if (directory / RECEIPTS_NAME).is_file():
+                os.replace(directory / RECEIPTS_NAME, run / RECEIPTS_NAME)
             _forget_lost_ledger(run / LEDGER_NAME)
             os.replace(directory / LEDGER_NAME, run / LEDGER_NAME)  # last: from here on the run has a queue
             sync(run)

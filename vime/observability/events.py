@@ -44,7 +44,7 @@ class EventKind(StrEnum):
     BATCH_PUT = "batch_put"  # rollout_id, num_groups, num_bytes
     BATCH_CLEARED = "batch_cleared"  # rollout_id
     DISAGREEMENT = "disagreement"  # rollout_id, cause, difference, threshold, path
-    ROUND_TRAINED = "round_trained"  # rollout_id, version
+    ROUND_TRAINED = "round_trained"  # rollout_id, version, receipt
     WEIGHTS_PUBLISHED = "weights_published"  # version, num_bytes
     WEIGHTS_CONFIRMED = "weights_confirmed"  # version, content_hash, engines
     CHECKPOINT_SAVED = "checkpoint_saved"  # rollout_id, path

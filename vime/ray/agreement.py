@@ -28,7 +28,7 @@ from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.observability.screen import Screen
 from vime.ray.rollout_manager import GeneratedRound, SampleText
-from vime.ray.trainers import Trainers
+from vime.ray.trainers import TrainedRound, Trainers
 from vime.ray.waits import wait_for
 from vime.ray.witnesses import RunWitnesses
 from vime.training.evidence import COMPARED, Agreement, Suspect, merge, of_rows
@@ -79,18 +79,18 @@ class AgreementGuard:
         self._unconfirmed: GeneratedRound | None = None  # trained, but none of its tokens could be compared
         self._rescored: dict[int, dict[str, float]] = {}  # by round, until it is trained
 
-    def train(self, generated: GeneratedRound, version: Version) -> dict[str, float]:
+    def train(self, generated: GeneratedRound, version: Version) -> TrainedRound:
         """One round on every rank. A disagreement is examined before any weight moves; with `warn` the round is then
         trained as it is (its first step is computed again)."""
         rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
-        answers = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
-        if not isinstance(answers, dict):
+        trained = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
+        if not isinstance(trained, TrainedRound):
             with contextlib.closing(self._witnesses(rollout_id, version)) as witnesses:
-                self._examine(rollout_id, merge(answers), witnesses, Stage.BEFORE_TRAINING)
-            answers = self._ranks.train(rollout_id, ticket, version, is_judged=False, num_begun=num_begun)
-        assert isinstance(answers, dict), "a round that is not judged is trained"
-        self._unconfirmed = generated if answers.get(COMPARED) == 0 else None
-        return answers | self._rescored.pop(rollout_id, {})
+                self._examine(rollout_id, merge(trained), witnesses, Stage.BEFORE_TRAINING)
+            trained = self._ranks.train(rollout_id, ticket, version, is_judged=False, num_begun=num_begun)
+        assert isinstance(trained, TrainedRound), "a round that is not judged is trained"
+        self._unconfirmed = generated if trained.metrics.get(COMPARED) == 0 else None
+        return dataclasses.replace(trained, metrics=trained.metrics | self._rescored.pop(rollout_id, {}))
 
     def after_generation(self, generated: GeneratedRound, versions: VersionLedger) -> None:
         """Compare what was recorded with a fresh score, when no rank will be able to: the rows are older than the

@@ -97,6 +97,7 @@ def open_machine(
                 _restore(parts, start.checkpoint, versions)
         watchers = Watchers(screen=screen, interrupts=interrupts, events=events, books=books)
         machine = Machine(config, run_dir, parts, watchers, versions, start)
+        stack.callback(machine.receipts.close)
         with starter.part("first_weights", "bringing the weights to the engines"):
             machine.publish()
         if parts.stream is not None:

@@ -48,23 +48,26 @@ class RunState:
     """What a run needs besides the model to go on: the last trained round, the version and the data cursor.
 
     `ledger`: the line of the ledger's history behind which it was written; None in modes off and buffer, and from
-    before ledgers had ids. `written_with`: facts about the run that wrote it (`ray/misfits.py`); None: from before
-    there were any.
+    before ledgers had ids. `receipt`: the link of what the trainer stepped on (`handoff/receipts.py`), `written_with`:
+    facts about the run that wrote it (`ray/misfits.py`); both None: from before there were any.
     """
 
     rollout_id: int
     version: Version
     data_source: dict[str, Any]
     ledger: LedgerMark | None = None
+    receipt: str | None = None
     written_with: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins: its first round, and the checkpoint before that round (None: from --hf-checkpoint)."""
+    """Where a run begins: its first round, the checkpoint before that round (None: from --hf-checkpoint), and the link
+    of the receipt that it keeps."""
 
     rollout_id: int
     checkpoint: Path | None
+    receipt: str | None = None
 
 
 def checkpoint_root(config: Config, run_dir: Path) -> Path:
@@ -86,8 +89,10 @@ def newest_checkpoint(*roots: Path | None) -> str:
 def find_start(load: str | None) -> Start:
     """What `--load` means now. Later saves may move the marker; what the run was started from stays this one."""
     checkpoint = find_latest(Path(load)) if load else None
-    rollout_id = read_run_state(checkpoint).rollout_id + 1 if checkpoint is not None else 0
-    return Start(rollout_id=rollout_id, checkpoint=checkpoint)
+    if checkpoint is None:
+        return Start(rollout_id=0, checkpoint=None)
+    state = read_run_state(checkpoint)
+    return Start(rollout_id=state.rollout_id + 1, checkpoint=checkpoint, receipt=state.receipt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

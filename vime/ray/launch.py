@@ -12,13 +12,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from vime.config.parse import Config, dump, parse_command_line
 from vime.config.queue_checks import STREAMING
-from vime.handoff.audit import audit_run
+from vime.handoff.audit import SavedFacts, audit_run
+from vime.observability.claims import read_claims
 from vime.observability.events import EventKind, EventLog, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir, claimed_checkpoints
@@ -81,7 +83,7 @@ def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
             config = again
             events.emit(EventKind.RUN_RESTARTED, error=end.message, load=config.model.load)
             screen.warn(f"{end.message}\nstarting again: {restarts}")
-    if end.code == 0 and config.queue.transferqueue_mode == STREAMING:
+    if end.code == 0 and not config.debug.debug_rollout_only:
         end = _audited(config, path, screen)
     if end.code:
         events.emit(EventKind.RUN_FAILED, error=end.message)
@@ -182,18 +184,19 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
 
 
 def _audited(config: Config, path: Path, screen: Screen) -> End:
-    """Every run of mode streaming ends with its audit."""
+    """Every run that trained ends with its audit."""
     try:
         newest = find_latest(checkpoint_root(config, path))
         state = None if newest is None else read_run_state(newest)
-        report = audit_run(
-            path, checkpoint_round=state and state.rollout_id, mark=state.ledger if state is not None else None
-        )
+        saved = state and SavedFacts(round_id=state.rollout_id, mark=state.ledger, receipt=state.receipt)
+        has_ledger = config.queue.transferqueue_mode == STREAMING
+        report = audit_run(path, saved=saved, claims=partial(read_claims, path), has_ledger=has_ledger)
     except VimeError as error:
         return End(code=error.exit_code, message=f"the audit of this run could not be made: {error}")
     if report.findings:
         return End(code=VimeError.exit_code, message=f"the audit found {report.summary(path)}")
-    screen.note(f"audit: every promise kept, {report.counts()}")
+    counts = f"{report.counts()}, " if has_ledger else ""
+    screen.note(f"audit: every promise kept, {counts}{report.shown()}")
     return End(code=0)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.config.parse import Config
+from vime.handoff.receipts import ReceiptBook
 from vime.observability.events import EventKind, EventLog, span
 from vime.observability.screen import Screen
 from vime.ray.agreement import AgreementGuard
@@ -81,6 +82,7 @@ class Machine:
         self._cursor: dict[str, Any] = {}  # the data cursor after the last trained round
         self.open_round: int | None = None  # its line is not written yet
         self.doing: Doing | None = None
+        self.receipts = ReceiptBook(run_dir, start_round=start.rollout_id, link=start.receipt)
         self.saver = Saver(
             self.checkpoint_root,
             is_async=config.model.async_save,
@@ -160,10 +162,11 @@ class Machine:
         trainers, started = self.parts.trainers, time.monotonic()
         with self.watchers.books.timed("perf/train_time"):
             try:
-                metrics = self._agreement.train(generated, self.versions.trained)
+                trained = self._agreement.train(generated, self.versions.trained)
             except AgreementError:
                 self.doing = None  # no weight has moved: what was trained before can be saved
                 raise
+        metrics = dict(trained.metrics)
         if generated.work is not None:
             metrics |= generated.work.rates(
                 time.monotonic() - started + self.watchers.books.spent("perf/early_train_time"),
@@ -171,17 +174,21 @@ class Machine:
                 device_name=trainers.device_name,
                 bf16=self.config.parallel.bf16,
             )
+        receipt = self.receipts.note(generated.rollout_id, self.versions.trained, trained.stepped)
         self.versions.advance()
         failpoint(Point.TRAINED)
         if self.parts.stream is not None:
-            self.parts.stream.trained(generated.rollout_id)
+            self.parts.stream.trained(generated.rollout_id, receipt)
         self.trained_round, self._cursor = generated.rollout_id, generated.cursor
         self.doing = None
         failpoint(Point.CLEAR)
         with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
             self.parts.carrier.clear(generated.ticket)
         self.watchers.events.emit(
-            EventKind.ROUND_TRAINED, rollout_id=generated.rollout_id, version=self.versions.trained
+            EventKind.ROUND_TRAINED,
+            rollout_id=generated.rollout_id,
+            version=self.versions.trained,
+            receipt=receipt,
         )
         self.watchers.books.add(metrics)
 
@@ -246,11 +253,13 @@ class Machine:
         self.watchers.screen.activity("saving a checkpoint")
         with self.watchers.books.timed("perf/save_time"):
             self.saver.finish()  # a failure of the save before does not keep this round from being saved
+            self.receipts.sync()
             state = RunState(
                 rollout_id=rollout_id,
                 version=self.versions.trained,
                 data_source=self._cursor,
                 ledger=self.parts.stream.saving() if self.parts.stream is not None else None,
+                receipt=self.receipts.link,
                 written_with=facts_of(self.config),
             )
             self.doing = Doing.SAVING

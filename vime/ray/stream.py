@@ -108,11 +108,12 @@ class Stream:
         """The round is in the driver's hands until `trained`."""
         self._leases[lease.round_id] = lease
 
-    def trained(self, round_id: int) -> None:
-        """The optimizer has stepped on the round. Raises LeaseLostError when the lease ended meanwhile."""
+    def trained(self, round_id: int, receipt: str) -> None:
+        """The optimizer has stepped on the round; `receipt`: the link of what it stepped on. Raises LeaseLostError when
+        the lease ended meanwhile."""
         lease = self._leases[round_id]
         with span("note_trained", rollout_id=round_id):
-            self.ledger.rounds.trained(round_id, lease.fence)
+            self.ledger.rounds.trained(round_id, lease.fence, receipt)
         del self._leases[round_id]
         if not self._config.queue.transferqueue_ack_on_train_data:
             self._ask(self._manager.forget.remote(lease), "the trained round to leave the queue")

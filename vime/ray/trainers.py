@@ -18,6 +18,7 @@ import ray
 
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
+from vime.handoff.receipts import SteppedGroup, add_up, stepped_groups
 from vime.handoff.staleness import check_staleness, staleness_metrics
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
@@ -76,6 +77,15 @@ class RankRound:
     staleness: list[int]  # of each row that trained here
     fetch_s: float  # until the rows were here
     taught: ArrayColumns  # what a critic on other ranks learns from
+    stepped: list[SteppedGroup]  # on a rank that reads the rows of a replica: what its optimizer steps named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRound:
+    """What all ranks say about a round that they trained."""
+
+    metrics: dict[str, float]
+    stepped: list[SteppedGroup]
 
 
 @ray.remote(max_concurrency=3)  # a round, a checkpoint being written, and `close`
@@ -170,6 +180,7 @@ class TrainerActor:
                 if begun is not None and not begun.is_spent:
                     assert len(begun) == num_begun, "the driver waits for each portion before the round"
                     metrics = begun.finish(plan, rows, judge)
+                    plan, rows = begun.joined()
                 else:
                     columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
                     metrics = worker.update(plan, rows, columns, judge)
@@ -182,6 +193,7 @@ class TrainerActor:
             staleness=staleness,
             fetch_s=fetch_s,
             taught=to_arrays(taught) if worker.place.speaks else {},
+            stepped=stepped_groups(plan, rows, worker.place.dp_rank) if worker.place.is_source else [],
         )
 
     def learn(self, rollout_id: int, ticket: Any, given: ArrayColumns) -> dict[str, float]:
@@ -424,9 +436,9 @@ class Trainers:
 
     def train(
         self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool, num_begun: int = 0
-    ) -> dict[str, float] | list[Agreement]:
-        """Metrics of the round, or every rank's Agreement when trainer and engine are too far apart. `num_begun`: the
-        portions that `begin` had of it.
+    ) -> TrainedRound | list[Agreement]:
+        """The round as it was trained, or every rank's Agreement when trainer and engine are too far apart.
+        `num_begun`: the portions that `begin` had of it.
 
         Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give
         the mean of the round.
@@ -441,13 +453,14 @@ class Trainers:
         if Role.CRITIC in self._separate:
             taught = ray.put(given | _merged([answer.taught for answer in answers]))
             learned = self._separate[Role.CRITIC].call("learn", rollout_id, ticket, taught)[0]
-        return {
+        metrics = {
             **learned,
             **answers[0].metrics,
             **staleness_metrics([staleness for answer in answers for staleness in answer.staleness]),
             PEAK_MEMORY: max(answer.metrics[PEAK_MEMORY] for answer in answers),
             **({GET_LATENCY: max(answer.fetch_s for answer in answers)} if self._is_buffered else {}),
         }
+        return TrainedRound(metrics=metrics, stepped=add_up(group for answer in answers for group in answer.stepped))
 
     def publish(
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None

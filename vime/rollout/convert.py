@@ -70,6 +70,7 @@ def _row(args: Any, sample: Sample, reward: float, rollout_id: int) -> TrainRow:
         status=str(sample.status),
         truncated=sample.status is SampleStatus.TRUNCATED,
         extra=_extra_columns(args, sample),
+        attempt=sample.attempt,
     )
 
 

@@ -16,6 +16,7 @@ from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, RoundOrder, Task, TransitionError
 from vime.handoff.payload import bytes_to_samples, samples_to_bytes
+from vime.handoff.receipts import group_content
 from vime.observability.events import span
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.group_writer import GroupWriter
@@ -145,6 +146,8 @@ class GroupWork:
 
     async def _commit(self, task: Task, samples: list[Sample]) -> None:
         stats = self.stats
+        for sample in samples:
+            sample.attempt = task.attempt
         data = samples_to_bytes(samples)
         num_tokens = sum(len(sample.tokens) for sample in samples)
         if self._has_capacity:
@@ -159,6 +162,7 @@ class GroupWork:
             num_rows=len(samples),
             min_version=oldest,
             max_version=newest,
+            content=group_content((sample.index, sample.tokens, sample.response_length) for sample in samples),
         )
         with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
             stats.put_times_s.append(await self._writer.put(task, data, payload))

@@ -21,6 +21,7 @@ from vime.observability.events import EventLog, read_events
 from vime.observability.screen import Screen
 from vime.ray.agreement import RESCORED, AgreementGuard
 from vime.ray.rollout_manager import GeneratedRound, SampleText
+from vime.ray.trainers import TrainedRound
 from vime.training.evidence import COMPARED, DIFFERENCE, Agreement, Suspect
 from vime.types import AgreementError, EngineReport, SamplingRule, TrainRow, VersionSpan
 from vime.weights.versions import VersionLedger
@@ -37,7 +38,8 @@ class Ranks:
 
     def train(self, *_: Any, is_judged: bool, num_begun: int) -> Any:
         self.judged.append(is_judged)
-        return self.answers.pop(0)
+        answer = self.answers.pop(0)
+        return TrainedRound(metrics=answer, stepped=[]) if isinstance(answer, dict) else answer
 
     def log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule) -> list[list[float]]:
         del rule
@@ -102,7 +104,7 @@ def generated(**kind: Any) -> GeneratedRound:
 def test_a_sound_round_is_trained_once(tmp_path: Path, engine: FakeEngine) -> None:
     ranks = Ranks({COMPARED: 8.0, DIFFERENCE: 1e-7})
     setup = Setup(tmp_path, engine, ranks)
-    assert setup.guard.train(generated(), TRAINED) == {COMPARED: 8.0, DIFFERENCE: 1e-7}
+    assert setup.guard.train(generated(), TRAINED).metrics == {COMPARED: 8.0, DIFFERENCE: 1e-7}
     assert setup.guard.after_publish(TRAINED + 1) == {}  # the ranks have compared: no engine is asked
     assert (ranks.judged, setup.causes, engine.calls) == ([True], [], [])
 
@@ -110,7 +112,7 @@ def test_a_sound_round_is_trained_once(tmp_path: Path, engine: FakeEngine) -> No
 def test_warn_writes_a_report_and_trains_the_round_unjudged(tmp_path: Path, engine: FakeEngine) -> None:
     ranks = Ranks([disagreement()], {COMPARED: 8.0, DIFFERENCE: 1.0})
     setup = Setup(tmp_path, engine, ranks)
-    assert setup.guard.train(generated(), TRAINED)[DIFFERENCE] == 1.0
+    assert setup.guard.train(generated(), TRAINED).metrics[DIFFERENCE] == 1.0
     assert ranks.judged == [True, False]
     [cause] = setup.causes
     report = json.loads((tmp_path / "agreement" / f"round_{TRAINED}.json").read_text())
@@ -133,7 +135,7 @@ def test_ignore_measures_only(tmp_path: Path, engine: FakeEngine) -> None:
     ranks = Ranks({COMPARED: 0.0})
     setup = Setup(tmp_path, engine, ranks, on_train_rollout_diff="ignore")
     setup.guard.after_generation(generated(recorded=-2.0), versions())
-    assert setup.guard.train(generated(), TRAINED) == {COMPARED: 0.0}
+    assert setup.guard.train(generated(), TRAINED).metrics == {COMPARED: 0.0}
     assert setup.guard.after_publish(TRAINED + 1) == {}
     assert (ranks.judged, setup.causes, engine.calls) == ([False], [], [])
 
@@ -143,10 +145,10 @@ def test_a_prefetched_round_is_compared_with_a_fresh_score_while_its_version_sti
 ) -> None:
     setup = Setup(tmp_path, engine, Ranks({COMPARED: 0.0}, {COMPARED: 0.0}))
     setup.guard.after_generation(generated(), versions())
-    assert setup.guard.train(generated(), TRAINED)[RESCORED] == 0.0
+    assert setup.guard.train(generated(), TRAINED).metrics[RESCORED] == 0.0
     assert setup.causes == []
     setup.guard.after_generation(generated(recorded=-1.5), versions())
-    assert setup.guard.train(generated(), TRAINED)[RESCORED] == 0.5
+    assert setup.guard.train(generated(), TRAINED).metrics[RESCORED] == 0.5
     assert len(setup.causes) == 1
     assert f"round {TRAINED}, when it had been generated: trainer and engine differ by 0.5" in setup.stream.getvalue()
 

@@ -43,7 +43,7 @@ def test_a_run_that_stops_keeps_the_tokens_under_way_and_the_next_one_goes_on_wi
     with ScriptedEngine(script) as engine:
         stats = stop_with_one_held(tmp_path, engine, model_dir, PARTIAL)
         assert (stats.partial.partial_groups, stats.partial.partial_tokens, stats.retried_groups) == (1, 2, 1)
-        assert audit_run(tmp_path, checkpoint_round=None).findings == ()
+        assert audit_run(tmp_path, saved=None).findings == ()
         asked = len(engine.requests)
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as again:
             output = again.lease(0)
@@ -51,7 +51,7 @@ def test_a_run_that_stops_keeps_the_tokens_under_way_and_the_next_one_goes_on_wi
             assert [request["token_ids"] for request in engine.requests[asked:]] == [[1, LETTER["b"], KEPT]]
             assert engine.requests[asked]["sampling_params"]["max_tokens"] == 7
             again.train(0)
-            assert audit_run(tmp_path, checkpoint_round=None).findings == ()
+            assert audit_run(tmp_path, saved=None).findings == ()
     for sample in output.samples[1]:
         assert sample.tokens == [1, LETTER["b"], KEPT, EOS]
         assert sample.rollout_log_probs == [-0.5, -0.25]

@@ -3,6 +3,7 @@
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -12,15 +13,20 @@ import pytest
 from tests.helpers.metrics_page import documented_spans, undocumented
 from tests.helpers.ports import LOOPBACK, Port, listening_ports, no_keys, send_pickle
 from tests.helpers.training import Finished, TinyTask, Training, train
+from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
+from vime.observability.claims import read_claims
 
 STREAMING = ["--transferqueue-mode", "streaming"]
 
 
 def assert_every_round_trained_once(finished: Finished, num_rounds: int, *, last_checkpoint: int | None) -> None:
     """4 groups a round, by the ledger's own history; the audit re-derives it with rules of its own."""
-    report = audit_run(finished.run_dir, checkpoint_round=last_checkpoint)
+    saved = newest_checkpoint(finished.run_dir)
+    assert (None if saved is None else saved.round_id) == last_checkpoint
+    report = audit_run(finished.run_dir, saved=saved, claims=partial(read_claims, finished.run_dir))
     assert report.findings == ()
+    assert report.receipts == (0, num_rounds - 1)
     state = "trained" if last_checkpoint is None else "durable"
     assert report.groups == {state: 4 * num_rounds}
     assert sorted(finished.metrics()) == list(range(num_rounds))

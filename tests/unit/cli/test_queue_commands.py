@@ -84,12 +84,12 @@ def test_a_run_that_moved_between_two_looks_is_looked_at_again(run, capsys, monk
 
     def late(directory):
         seen.append(None)
-        return (None, None) if len(seen) == 1 else read(directory)
+        return None if len(seen) == 1 else read(directory)
 
     monkeypatch.setattr(queue, "newest_checkpoint", late)
     assert main(["audit", str(run)]) == 0
     assert len(seen) == 2
-    monkeypatch.setattr(queue, "newest_checkpoint", lambda directory: (None, None))
+    monkeypatch.setattr(queue, "newest_checkpoint", lambda directory: None)
     assert main(["audit", str(run)]) == 3  # seen by both looks
     assert "the newest checkpoint is of round -1" in capsys.readouterr().err
 

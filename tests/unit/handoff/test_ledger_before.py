@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ledger_cases import checked, groups_of, has_all, issue, lease, make_ready, open_ledger, train
-from vime.handoff.audit import audit_run
+from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_before import before_path, lasting_file
 from vime.handoff.ledger_types import LedgerFileError, LedgerMark
@@ -32,6 +32,10 @@ def marks(tmp_path: Path) -> list[LedgerMark]:
     return marks
 
 
+def facts(round_id: int, marks: list[LedgerMark]) -> SavedFacts:
+    return SavedFacts(round_id=round_id, mark=marks[round_id], receipt=None)
+
+
 def tables(ledger: Ledger) -> list[object]:
     query = ledger._book.query
     return [query(f"select * from {name}") for name in ("prompt_group", "round", "history", "partition")]
@@ -53,7 +57,7 @@ def test_a_resume_from_an_older_checkpoint_that_trained_nothing_leaves_the_newer
     whole = tables(ledger)
     ledger.close()
     look(tmp_path, marks[1], 1).close()
-    assert audit_run(tmp_path, checkpoint_round=NEWEST, mark=marks[NEWEST]).findings == ()
+    assert audit_run(tmp_path, saved=facts(NEWEST, marks)).findings == ()
     look(tmp_path, marks[0], 0).close()  # and from one that is older still
     assert lasting_file(tmp_path / "ledger.db", NEWEST) == before_path(tmp_path / "ledger.db")
     assert lasting_file(tmp_path / "ledger.db", 0) == tmp_path / "ledger.db"
@@ -134,7 +138,7 @@ def test_a_kill_in_the_middle_leaves_one_of_both_ledgers(tmp_path: Path, marks: 
     ledger.close()
     ledger = open_ledger(tmp_path)
     last = 1 if at == "trained" else NEWEST
-    assert audit_run(tmp_path, checkpoint_round=last, mark=marks[last]).findings == ()
+    assert audit_run(tmp_path, saved=facts(last, marks)).findings == ()
     ledger.rounds.restore(last, has_all, marks[last])
     assert not before.exists() or at == "trained"
     ledger.close()

@@ -17,6 +17,7 @@ from vime.ray import machine as machine_module
 from vime.ray.checkpoint import RunState, find_start, save_checkpoint
 from vime.ray.cluster import demand_of, start_ray
 from vime.ray.machine import Machine, Parts, Watchers, is_due
+from vime.ray.trainers import TrainedRound
 from vime.types import ClusterError
 from vime.weights.versions import VersionLedger
 
@@ -90,7 +91,7 @@ def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from
     flags = ["--save", str(tmp_path), "--load", str(tmp_path), "--keep-checkpoints", "2", "--save-interval", "1"]
     config = parse(["--hf-checkpoint", "models/m", "--device", "cpu", *flags])
     monkeypatch.setattr(machine_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
-    trainers = Mock(train=Mock(return_value={}))
+    trainers = Mock(train=Mock(return_value=TrainedRound(metrics={}, stepped=[])))
     trainers.save.return_value.wait.return_value = {}
     parts = Parts(Mock(), trainers, None, Mock(), num_rollout=6)
     watchers = Watchers(

@@ -23,6 +23,7 @@ from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_st
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import GeneratedRound
+from vime.ray.trainers import TrainedRound
 from vime.ray.waits import Interrupted
 from vime.types import (
     CheckpointError,
@@ -47,9 +48,9 @@ class FakeTrainers:
         self.published: list[int] = []
         self.faults: dict[str, Exception] = {}
 
-    def train(self, rollout_id: int, *_: Any, **__: Any) -> dict[str, float]:
+    def train(self, rollout_id: int, *_: Any, **__: Any) -> TrainedRound:
         self._fail("train")
-        return {"train/loss": float(rollout_id)}
+        return TrainedRound(metrics={"train/loss": float(rollout_id)}, stepped=[])
 
     def save(self, directory: Path) -> Any:
         self._fail("save")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from vime.config.parse import parse
+from vime.handoff.receipts import SteppedGroup
 from vime.ray import trainers as trainers_module
-from vime.ray.trainers import RankRound, Trainers
+from vime.ray.trainers import RankRound, TrainedRound, Trainers
 from vime.types import ClusterError, Role
 
 FLAGS = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--use-opd", "--opd-teacher-load", "x"]
@@ -44,7 +45,13 @@ def test_every_world_computes_before_one_is_waited_for(
             # two replicas that hold three rows and one row: peaks are compared, staleness is pooled
             rounds = ((1.0, [0, 1, 1], 0.5), (2.5, [2], 0.25))
             return [
-                RankRound(metrics={trainers_module.PEAK_MEMORY: peak}, staleness=staleness, fetch_s=fetch_s, taught={})
+                RankRound(
+                    metrics={trainers_module.PEAK_MEMORY: peak},
+                    staleness=staleness,
+                    fetch_s=fetch_s,
+                    taught={},
+                    stepped=[SteppedGroup(7, 1, rows=len(staleness), tokens=10, trainable=4, content=2**64 - 1)],
+                )
                 for peak, staleness, fetch_s in rounds
             ]
 
@@ -55,7 +62,11 @@ def test_every_world_computes_before_one_is_waited_for(
         with pytest.raises(ClusterError, match="reference ranks to compute: died"):
             trainers.train(0, None, 0, is_judged=False)
     else:
-        assert trainers.train(0, None, 0, is_judged=False) == {
+        trained = trainers.train(0, None, 0, is_judged=False)
+        assert isinstance(trained, TrainedRound)
+        # one group, of which each replica has rows: 3 + 1, and twice 2**64 - 1 is 2**64 - 2 modulo 2**64
+        assert trained.stepped == [SteppedGroup(7, 1, rows=4, tokens=20, trainable=8, content=2**64 - 2)]
+        assert trained.metrics == {
             "transferqueue/sample_staleness/mean": 1.0,  # (0 + 1 + 1 + 2) / 4
             "transferqueue/sample_staleness/max": 2.0,
             "perf/peak_memory": 2.5,

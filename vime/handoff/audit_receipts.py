@@ -1,0 +1,204 @@
+"""The part of an audit whose evidence comes from the trainer: do its receipts, the ledger, the checkpoint, the metrics
+and the events tell the same story?
+
+A producer wrote down the hash of a group's tokens when it committed the group (in the ledger's history), a rank of the
+trainer hashed the tokens again when an optimizer step named them (`receipts.py`). Neither knows of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.handoff.audit_history import Finding
+from vime.handoff.receipts import RECEIPTS_NAME, Receipts, RoundReceipt, read_receipts
+from vime.types import RunClaims
+
+CHECK = "receipts"
+_MAX_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedGroup:
+    """A group of a round as the ledger knows it. `content`: as its producer committed it; "" when it was not kept."""
+
+    rows: int
+    tokens: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRound:
+    """A round that the ledger calls trained. `receipt`: the link that came with the word; "" without one."""
+
+    receipt: str
+    version: int
+    groups: Mapping[tuple[int, int], CommittedGroup]  # by (group, attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReceipt:
+    """What the newest checkpoint says: its round, and the link of that round."""
+
+    round_id: int
+    link: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptsAudit:
+    """What was found. `rounds`: the first and the last that the trainer's receipts show; None when they show none."""
+
+    findings: tuple[Finding, ...]
+    rounds: tuple[int, int] | None = None
+
+
+def audit_receipts(
+    run: Path,
+    rounds: Mapping[int, LedgerRound] | None,
+    saved: SavedReceipt | None,
+    read_claims: Callable[[], RunClaims] | None,
+) -> ReceiptsAudit:
+    """Compare everything. `rounds`: those that the ledger calls trained, None in a run without a ledger. They are read
+    before this is called, so that each has its receipt by now; claims are read last."""
+    told = {} if rounds is None else {round_id: row.receipt for round_id, row in rounds.items() if row.receipt}
+    receipts = read_receipts(run / RECEIPTS_NAME)
+    claims = None if read_claims is None else read_claims()
+    if receipts is None:
+        findings = list(_find_versions(claims))
+        if told or (saved is not None and saved.link is not None):
+            findings.append(_breach(RECEIPTS_NAME, "is not there: nobody can say what the trainer stepped on"))
+        return ReceiptsAudit(tuple(findings))
+    findings = [_breach(RECEIPTS_NAME, fault) for fault in receipts.faults]
+    last = receipts.newest if rounds is None else (told[max(told)] if told else None)
+    walk = _Walk(receipts, last)
+    findings += walk.findings
+    if rounds is not None:
+        findings += _compare_ledger(rounds, walk)
+    findings += _compare_checkpoint(saved, walk, has_ledger=rounds is not None)
+    findings += _compare_claims(claims, walk, saved)
+    findings += _find_versions(claims)
+    return ReceiptsAudit(tuple(findings), (min(walk.rounds), max(walk.rounds)) if walk.rounds else None)
+
+
+class _Walk:
+    """From the newest link back to where the links begin: the rounds that made the weights of now."""
+
+    def __init__(self, receipts: Receipts, link: str | None) -> None:
+        self.receipts = receipts
+        self.rounds: dict[int, RoundReceipt] = {}
+        self.findings: list[Finding] = []
+        while link is not None and link not in receipts.beginnings:
+            line = receipts.lines.get(link)
+            after = min(self.rounds, default=None)
+            if line is None:
+                what = "the newest one" if after is None else f"the one before round {after}"
+                self.findings.append(_breach(RECEIPTS_NAME, f"lacks the line {link}, {what}"))
+                return
+            if after is not None and line.round_id != after - 1:
+                self.findings.append(_breach(f"round {line.round_id}", f"is linked to as the one before {after}"))
+                return
+            self.rounds[line.round_id] = line
+            link = line.previous
+        if link is not None and self.rounds and receipts.beginnings[link].round_id != min(self.rounds):
+            begun = receipts.beginnings[link].round_id
+            self.findings.append(_breach(f"round {min(self.rounds)}", f"is the first, but the run began at {begun}"))
+
+
+def _compare_ledger(rounds: Mapping[int, LedgerRound], walk: _Walk) -> Iterator[Finding]:
+    seen: dict[int, int] = {}
+    for round_id, row in sorted(rounds.items()):
+        line = walk.rounds.get(round_id)
+        if line is None:
+            if row.receipt and not walk.findings:
+                yield _breach(f"round {round_id}", "is trained in the ledger, and the trainer has no receipt of it")
+            continue
+        if line.link != row.receipt:
+            yield _breach(f"round {round_id}", f"the ledger names the receipt {row.receipt or 'none'}, not {line.link}")
+        if line.version != row.version:
+            yield _breach(
+                f"round {round_id}", f"the trainer stepped on weights {line.version}, leased for {row.version}"
+            )
+        yield from _compare_groups(round_id, row, line)
+        for group in line.groups:
+            if group.group in seen:
+                yield _breach(
+                    f"round {round_id}", f"the trainer stepped on group {group.group}, as in round {seen[group.group]}"
+                )
+            seen[group.group] = round_id
+    extra = [round_id for round_id in walk.rounds if round_id not in rounds]
+    if extra:
+        yield _breach(f"rounds {sorted(extra)[:_MAX_SHOWN]}", "the trainer stepped on them; the ledger knows nothing")
+
+
+def _compare_groups(round_id: int, row: LedgerRound, line: RoundReceipt) -> Iterator[Finding]:
+    stepped = {(group.group, group.attempt): group for group in line.groups}
+    missing, added = sorted(row.groups.keys() - stepped.keys()), sorted(stepped.keys() - row.groups.keys())
+    if missing:
+        yield _breach(
+            f"round {round_id}", f"leased, but not stepped on: (group, attempt) {missing[:_MAX_SHOWN]}, {len(missing)}"
+        )
+    if added:
+        yield _breach(
+            f"round {round_id}", f"stepped on, but not leased: (group, attempt) {added[:_MAX_SHOWN]}, {len(added)}"
+        )
+    for key in sorted(row.groups.keys() & stepped.keys()):
+        committed, found = row.groups[key], stepped[key]
+        sizes = (committed.rows, committed.tokens), (found.rows, found.tokens)
+        if sizes[0] != sizes[1]:
+            yield _breach(
+                f"group {key[0]}#{key[1]}", f"(rows, tokens) {sizes[0]} committed, {sizes[1]} stepped on in {round_id}"
+            )
+        elif committed.content and committed.content != f"{found.content:016x}":
+            yield _breach(
+                f"group {key[0]}#{key[1]}",
+                f"the tokens that round {round_id} stepped on are not those that were committed: "
+                f"{found.content:016x}, committed {committed.content}",
+            )
+
+
+def _compare_checkpoint(saved: SavedReceipt | None, walk: _Walk, *, has_ledger: bool) -> Iterator[Finding]:
+    if saved is None or saved.link is None:
+        return
+    line = walk.rounds.get(saved.round_id)
+    known = walk.receipts.lines.get(saved.link)
+    if known is None:
+        if not any(begun.after == saved.link for begun in walk.receipts.beginnings.values()):
+            yield _breach(
+                f"round {saved.round_id}", f"the checkpoint names the receipt {saved.link}, which is not there"
+            )
+    elif known.round_id != saved.round_id:
+        yield _breach(
+            f"round {saved.round_id}", f"the checkpoint names the receipt {saved.link}, of round {known.round_id}"
+        )
+    elif has_ledger and line is not None and line.link != saved.link:
+        yield _breach(
+            f"round {saved.round_id}", f"the checkpoint names the receipt {saved.link}, the ledger {line.link}"
+        )
+
+
+def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt | None) -> Iterator[Finding]:
+    """Metrics and events of rounds behind which the run went on: their lines are written by then."""
+    if claims is None:
+        return
+    for round_id, line in sorted(walk.rounds.items()):
+        totals = (sum(group.rows for group in line.groups), sum(group.trainable for group in line.groups))
+        sizes = claims.sizes.get(round_id)
+        if sizes is not None and sizes != totals:
+            yield _breach(
+                f"round {round_id}", f"(samples, trainable tokens) {totals} stepped on, the metrics say {sizes}"
+            )
+        is_over = round_id + 1 in walk.rounds or (saved is not None and round_id <= saved.round_id)
+        links = claims.receipts.get(round_id)
+        if is_over and links and line.link not in links:
+            yield _breach(f"round {round_id}", f"the events name the receipts {sorted(links)}, not {line.link}")
+
+
+def _find_versions(claims: RunClaims | None) -> Iterator[Finding]:
+    for version, hashes in sorted({} if claims is None else claims.hashes.items()):
+        if len(hashes) > 1:
+            yield Finding("weights", f"version {version}", f"was confirmed with two contents: {sorted(hashes)}")
+
+
+def _breach(subject: str, message: str) -> Finding:
+    return Finding(CHECK, subject, message)

@@ -1,0 +1,239 @@
+"""Receipts: what the trainer stepped on, as its ranks say it themselves; `receipts.jsonl` of a run, a line a round.
+
+Each rank that reads rows for a replica hashes the tokens of the rows that its optimizer steps name (`stepped_groups`).
+The driver adds up what the ranks answer, group by group, and links the round to the one before. The newest link goes
+into the ledger (its line `trained`) and into the checkpoint, so that `vime audit` can compare three tellings of one
+round: what a producer committed, what the queue leased, and what reached the optimizer.
+
+A line is `{"round", "version", "previous", "groups": [[group, attempt, rows, tokens, trainable, content], ...],
+"link"}`; `link` is the BLAKE2b (8 bytes) of all that is before it. `{"begins": round, "after", "link"}` stands where a
+run begins, or goes on from a checkpoint of another directory. A round that a restart trains again gets a second line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vime.types import HandoffError, RoundPlan, TrainRow, Version
+from vime.utils.files import sync
+from vime.utils.hashing import new_hash
+
+RECEIPTS_NAME = "receipts.jsonl"
+_BITS = (1 << 64) - 1
+
+
+class SteppedGroup(NamedTuple):
+    """The rows of one group that a round stepped on. `content`: the sum, modulo 2**64, of the hashes of its rows, so
+    that ranks which have a part of the group each can be added up, and a row that is there twice shows."""
+
+    group: int
+    attempt: int  # 0 outside mode streaming
+    rows: int
+    tokens: int  # prompt and response
+    trainable: int
+    content: int
+
+
+def row_content(sample_index: int, tokens: Sequence[int], response_length: int) -> int:
+    """64 bits of the XXH3 hash of one row's tokens, and of where its response begins."""
+    content = new_hash()
+    content.update(np.asarray([sample_index, response_length], dtype="<i8").tobytes())
+    content.update(np.asarray(tokens, dtype="<i8").tobytes())
+    return content.intdigest() & _BITS
+
+
+def group_content(rows: Iterable[tuple[int, Sequence[int], int]]) -> str:
+    """`SteppedGroup.content` of a whole group, as 16 digits: (sample index, tokens, response length) of each row."""
+    return f"{sum(row_content(*row) for row in rows) & _BITS:016x}"
+
+
+def stepped_groups(plan: RoundPlan, rows: Mapping[int, TrainRow], dp_rank: int) -> list[SteppedGroup]:
+    """What the optimizer steps of a round name on one data-parallel rank."""
+    mine = [
+        rows[number] for step in plan.steps for micro_batch in step.micro_batches[dp_rank] for number in micro_batch
+    ]
+    return add_up(
+        SteppedGroup(
+            group=row.group_index,
+            attempt=row.attempt,
+            rows=1,
+            tokens=row.total_length,
+            trainable=row.num_trainable,
+            content=row_content(row.sample_index, row.tokens, row.response_length),
+        )
+        for row in mine
+    )
+
+
+def add_up(parts: Iterable[SteppedGroup]) -> list[SteppedGroup]:
+    """Parts of groups, of any ranks, joined group by group."""
+    found: dict[tuple[int, int], SteppedGroup] = {}
+    for part in parts:
+        key = (part.group, part.attempt)
+        other = found.get(key)
+        if other is not None:
+            part = SteppedGroup(
+                *key,
+                part.rows + other.rows,
+                part.tokens + other.tokens,
+                part.trainable + other.trainable,
+                (part.content + other.content) & _BITS,
+            )
+        found[key] = part
+    return [found[key] for key in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReceipt:
+    """One round as the trainer stepped on it."""
+
+    round_id: int
+    version: Version  # of the weights before the round
+    previous: str
+    groups: tuple[SteppedGroup, ...]
+    link: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where the links of a file begin: before round `round_id`. `after`: the link that the loaded checkpoint keeps,
+    whose line is in another directory; None without one."""
+
+    round_id: int
+    after: str | None
+
+
+class ReceiptBook:
+    """Writes the lines of one life of a run. Owned by the driver; `link` is the newest."""
+
+    def __init__(self, run_dir: Path, *, start_round: int, link: str | None) -> None:
+        """`link`: what the checkpoint keeps; None at the beginning, and for a checkpoint from before there was any."""
+        self.path = run_dir / RECEIPTS_NAME
+        with self._explained():
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            _cut_torn_line(self._file)
+            known = read_receipts(self.path)
+            assert known is not None, "it has just been opened"
+            if link is not None and link in known.lines:
+                self.link = link
+            else:
+                record = {"begins": start_round, "after": link}
+                self.link = _link(record)
+                if self.link not in known.beginnings:
+                    self._write({**record, "link": self.link})
+
+    def note(self, round_id: int, version: Version, groups: Iterable[SteppedGroup]) -> str:
+        """The optimizer has stepped on these groups; answers the link of the line."""
+        cells = [[*group[:5], f"{group.content:016x}"] for group in groups]
+        record = {"round": round_id, "version": version, "previous": self.link, "groups": cells}
+        link = _link(record)
+        with self._explained():
+            self._write({**record, "link": link})
+        self.link = link
+        return link
+
+    def sync(self) -> None:
+        """Every line is on the disk when this returns: before a checkpoint with its link can be seen."""
+        with self._explained():
+            os.fsync(self._file)
+            sync(self.path.parent)
+
+    def close(self) -> None:
+        """Calling it again does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """A whole line or, on a full disk, nothing of it."""
+        data, end = _encode(record) + b"\n", os.fstat(self._file).st_size
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            os.ftruncate(self._file, end)
+            raise
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise HandoffError(
+                f"{self.path}: what the trainer stepped on cannot be written down: {error}. Free disk space or fix "
+                "permissions, then resume with --load."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipts:
+    """A file as it was read: lines and beginnings by their links, and what is wrong with it."""
+
+    lines: Mapping[str, RoundReceipt]
+    beginnings: Mapping[str, Beginning]
+    faults: tuple[str, ...]
+
+    @property
+    def newest(self) -> str | None:
+        """The link of the line that was written last."""
+        return next(reversed(list(self.lines)), None)
+
+
+def read_receipts(path: Path) -> Receipts | None:
+    """None when there is no such file. Half a line at the end is no fault: it is being written, or a power cut tore
+    it, and neither the ledger nor a checkpoint knows its link."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Receipts(lines={}, beginnings={}, faults=(f"cannot be read: {error}",))
+    lines: dict[str, RoundReceipt] = {}
+    beginnings: dict[str, Beginning] = {}
+    faults = []
+    for number, text in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(text)
+            link = record.pop("link")
+            if _encode({**record, "link": link}) != text or _link(record) != link:
+                raise ValueError("it does not fit its link")
+            if "begins" in record:
+                beginnings[link] = Beginning(round_id=record["begins"], after=record["after"])
+                continue
+            lines.pop(link, None)  # of a round that was trained again: the order is that of writing
+            lines[link] = RoundReceipt(
+                round_id=record["round"],
+                version=record["version"],
+                previous=record["previous"],
+                groups=tuple(SteppedGroup(*cells[:5], int(cells[5], 16)) for cells in record["groups"]),
+                link=link,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            faults.append(f"line {number} is damaged: {type(error).__name__}: {error}")
+    return Receipts(lines=lines, beginnings=beginnings, faults=tuple(faults))
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode()
+
+
+def _link(record: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(_encode(record), digest_size=8).hexdigest()
+
+
+def _cut_torn_line(file: int) -> None:
+    """Remove the half of a line that a power cut left at the end: nothing refers to it."""
+    size = os.fstat(file).st_size
+    whole = os.pread(file, size, 0).rfind(b"\n") + 1
+    if whole < size:
+        os.ftruncate(file, whole)
