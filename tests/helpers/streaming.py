@@ -9,12 +9,16 @@ from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
 from vime.handoff.ledger_types import LedgerRules, RoundOrder
 from vime.handoff.memory import MemoryRows
+from vime.handoff.payload import bytes_to_rows, rows_to_bytes
+from vime.handoff.receipts import ReceiptBook, stepped_groups
 from vime.handoff.spool import SEGMENT_BYTES, Spool
+from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.portions import Portions
 from vime.rollout.producer import GroupProducer
 from vime.rollout.read_ahead import ReadAhead
 from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
+from vime.types import RoundPlan, StepPlan
 
 LETTER = {letter: number for number, letter in enumerate("abcdefghij", start=5)}
 
@@ -44,6 +48,7 @@ class Streaming:
         self.port, self.rows = LocalLedgerPort(self.ledger), MemoryRows()
         spool = Spool(directory / "spool", segment_bytes=segment_bytes) if is_durable else None
         self.spool = spool
+        self.receipts = ReceiptBook(directory, start_round=0, link=None)
         self.store = GroupStore(self.rows, spool, partition="train")
         has_payload = spool.has if spool is not None else lambda *_: False
         self.report = self.ledger.rounds.restore(None, has_payload)
@@ -65,13 +70,20 @@ class Streaming:
         self.ahead.close()
         self.store.close()
         self.ledger.close()
+        self.receipts.close()
 
     def lease(self, round_id):
-        return generate_rollout(self.args, round_id, self.source)
+        self.leased = generate_rollout(self.args, round_id, self.source)
+        return self.leased
 
     def train(self, round_id):
-        """The optimizer steps on the round, and the engines confirm what it made."""
-        self.port.call("rounds", "trained", round_id, self.source.lease.fence)
+        """The optimizer steps on the round as one rank gets it, and the engines confirm what it made."""
+        groups = to_train_groups(self.args, self.leased.samples, round_id)
+        rows = dict(enumerate(bytes_to_rows(rows_to_bytes([row for group in groups for row in group.rows]))))
+        step = StepPlan(micro_batches=((tuple(rows),),), num_samples=len(rows), num_tokens=1)
+        stepped = stepped_groups(RoundPlan(rollout_id=round_id, steps=(step,)), rows, 0)
+        receipt = self.receipts.note(round_id, round_id, stepped)
+        self.port.call("rounds", "trained", round_id, self.source.lease.fence, receipt)
         self.port.call("rounds", "release", round_id + 1)
 
     def play(self, round_id):
