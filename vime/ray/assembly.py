@@ -7,11 +7,8 @@ plug-ins) are waited for first, and no prompt is sent before every engine has co
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, start_queue, stop_queue
-from vime.ray.checkpoint import Start, checkpoint_root, find_start, newest_checkpoint, read_run_state
+from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray, watched_ray
 from vime.ray.damage import doubts
 from vime.ray.engines import Engines
@@ -36,7 +33,6 @@ from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
-from vime.types import VimeError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 from vime.weights.versions import VersionLedger
@@ -63,9 +59,14 @@ class Starter:
 
 @contextlib.contextmanager
 def open_machine(
-    config: Config, run_dir: Path, screen: Screen, interrupts: Interrupts, events: EventLog
+    config: Config,
+    run_dir: Path,
+    screen: Screen,
+    interrupts: Interrupts,
+    events: EventLog,
+    on_ray_lost: Callable[[str], None],
 ) -> Iterator[Machine]:
-    """Every part running and confirmed; on exit every part stopped."""
+    """Every part running and confirmed; on exit every part stopped. `on_ray_lost`: as in `watched_ray`."""
     start = find_start(config.model.load)
     starter = Starter(screen, events, interrupts)
     with contextlib.ExitStack() as stack:
@@ -76,7 +77,7 @@ def open_machine(
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config, starter.poll)
-        stack.enter_context(watched_ray(partial(_end_without_ray, config, run_dir, screen, events)))
+        stack.enter_context(watched_ray(on_ray_lost))
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
@@ -108,19 +109,6 @@ def open_machine(
         yield machine
         failpoint(Point.STOP)
         screen.stage("stopping")
-
-
-def _end_without_ray(config: Config, run_dir: Path, screen: Screen, events: EventLog, server: str) -> None:
-    """The last words of this process, and its exit code: Ray would end it with 1 and none."""
-    loaded = None if config.model.load is None else Path(config.model.load)
-    message = (
-        f"Ray's {server} died. Without it nothing of this run works, so nothing could be saved. "
-        f"{newest_checkpoint(checkpoint_root(config, run_dir), loaded)}\nLogs: {run_dir / 'logs'}"
-    )
-    events.emit(EventKind.RUN_FAILED, error=message)
-    screen.failed(message)
-    sys.stderr.flush()
-    os._exit(VimeError.exit_code)
 
 
 def _start_parts(

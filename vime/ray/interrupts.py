@@ -24,7 +24,7 @@ class Interrupts:
     """Context manager around a run; restores the former handlers."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self.is_asked = False
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -38,17 +38,17 @@ class Interrupts:
             signal.signal(number, handler)
 
     def raise_if_asked(self, name: str) -> None:
-        if self._asked:
+        if self.is_asked:
             raise Interrupted(name)
 
     def _on_signal(self, number: int, _frame: types.FrameType | None) -> None:
         if number == signal.SIGHUP:
             _leave_terminal()
-        if self._asked:
+        if self.is_asked:
             if number == signal.SIGHUP:  # a shell and the kernel may both say that the terminal is gone
                 return
             raise KeyboardInterrupt
-        self._asked = True
+        self.is_asked = True
         # Not through the screen: a signal may come in the middle of its drawing.
         with contextlib.suppress(OSError):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, NOTICE)

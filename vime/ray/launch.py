@@ -26,14 +26,15 @@ from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
-from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, read_run_state
+from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, newest_checkpoint, read_run_state
 from vime.ray.damage import refuse_damage
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
 from vime.ray.preflight import preflight
 from vime.ray.rescue import rescue
+from vime.ray.successor import Loss, Program
 from vime.ray.waits import Interrupted
-from vime.types import VimeError, may_pass
+from vime.types import ClusterError, VimeError, may_pass
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +44,27 @@ Rhythm = Callable[[Machine], None]
 
 def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
     """Run `rhythm` on the machine that the command line describes."""
+    program = Program()
+    loss = program.loss
     with contextlib.ExitStack() as claims:
         try:
+            program.end_what_is_left()
             config = parse_command_line()
-            preflight(config, is_async=is_async)
+            if loss is None:
+                preflight(config, is_async=is_async)
             sign = claims.enter_context(claimed_checkpoints(config.model.save))
             run_dir = claims.enter_context(
-                RunDir.create(config.tracking.run_dir, dump(config), resume=config.model.load is not None)
+                RunDir.create(
+                    config.tracking.run_dir if loss is None else loss.run_dir,
+                    dump(config),
+                    resume=config.model.load is not None or loss is not None,
+                )
             )
             sign(run_dir.path)
         except VimeError as error:
             sys.stderr.write(f"refused: {error}\n")
             return error.exit_code
-        return _run(config, run_dir.path, rhythm)
+        return _run(config, run_dir.path, rhythm, program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +77,43 @@ class End:
     trained_round: int = -1
 
 
-def _run(config: Config, path: Path, rhythm: Rhythm) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lives:
+    """What all lives of a run share."""
+
+    path: Path
+    rhythm: Rhythm
+    program: Program
+    restarts: Restarts
+    screen: Screen
+    events: EventLog
+    interrupts: Interrupts
+
+
+def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
     setup_logging(path, "driver")
     events = open_events(path, "driver")
-    events.emit(EventKind.RUN_STARTED)
     screen = Screen(run_dir=path)
     with Interrupts() as interrupts:
-        restarts = Restarts(config, path)
-        while True:
-            end = _live(config, path, rhythm, (screen, events, interrupts), is_later=restarts.num > 0)
-            again = restarts.after(end)
-            if again is None:
-                break
-            config = again
-            events.emit(EventKind.RUN_RESTARTED, error=end.message, load=config.model.load)
+        restarts = Restarts(config, path, program.loss)
+        lives = Lives(
+            path=path,
+            rhythm=rhythm,
+            program=program,
+            restarts=restarts,
+            screen=screen,
+            events=events,
+            interrupts=interrupts,
+        )
+        if program.loss is None:
+            events.emit(EventKind.RUN_STARTED)
+            end = _live(config, lives)
+        else:
+            end = _end_of_ray(config, path, program.loss)
+        while (again := restarts.after(end)) is not None:
+            events.emit(EventKind.RUN_RESTARTED, error=end.message, load=again.model.load)
             screen.warn(f"{end.message}\nstarting again: {restarts}")
+            end = _live(again, lives)
     if end.code == 0 and not config.debug.debug_rollout_only:
         end = _audited(config, path, screen)
     if end.code:
@@ -100,13 +131,18 @@ class Restarts:
     From the newest checkpoint that it wrote itself, or else from where it was started: that may be an older one.
     """
 
-    def __init__(self, config: Config, path: Path) -> None:
+    def __init__(self, config: Config, path: Path, loss: Loss | None = None) -> None:
+        """`loss`: goes on counting where the program before ended."""
         self._config, self._limit = config, config.cluster.max_restarts
         self._root = checkpoint_root(config, path)
         self._found: Path | None = None  # the newest checkpoint before this run saved one
+        self.num, self._trained = 0, -1
+        if loss is not None:
+            self.num, self._trained = loss.num_restarts, loss.newest_round
+            self._found = None if loss.found is None else Path(loss.found)
+            return
         with contextlib.suppress(VimeError):  # said where it is needed
             self._found = find_latest(self._root)
-        self.num, self._trained = 0, -1
 
     def after(self, end: End) -> Config | None:
         """The configuration of the next life, which goes on from the newest checkpoint; None when there is none."""
@@ -118,26 +154,47 @@ class Restarts:
         is_saved = find_latest(self._root) != self._found
         return self._config.replace(load=str(self._root)) if is_saved else self._config
 
+    def loss(self, server: str, *, path: Path, is_alone: bool, may_restart: bool, trained_round: int) -> Loss:
+        """What the program that comes after the death of `server` is to know."""
+        return Loss(
+            server=server,
+            run_dir=str(path),
+            is_alone=is_alone,
+            may_restart=is_alone and may_restart,
+            trained_round=trained_round,
+            num_restarts=self.num,
+            newest_round=self._trained,
+            found=None if self._found is None else str(self._found),
+        )
+
     def __str__(self) -> str:
         return f"restart {self.num} of {self._limit} without a trained round (--max-restarts)"
 
 
-def _live(
-    config: Config,
-    path: Path,
-    rhythm: Rhythm,
-    watchers: tuple[Screen, EventLog, Interrupts],
-    *,
-    is_later: bool,
-) -> End:
+def _live(config: Config, lives: Lives) -> End:
     """One life: every part is started, driven, and stopped again. What dies in the start-up of the first one is a
     mistake to be seen at once."""
-    screen, events, interrupts = watchers
+    is_later, machine = lives.restarts.num > 0, None
+
+    def go_on_without_ray(server: str) -> None:
+        """Called by the thread that watches Ray's servers. There is hardly time for more: the library is about to end
+        this process."""
+        loss = lives.restarts.loss(
+            server,
+            path=lives.path,
+            is_alone=lives.program.is_alone,
+            may_restart=(is_later or machine is not None) and not lives.interrupts.is_asked,
+            trained_round=-1 if machine is None else machine.trained_round,
+        )
+        lives.program.replace(loss)
+
     try:
         if is_later and (checkpoint := find_start(config.model.load).checkpoint) is not None:
             refuse_damage(checkpoint)  # of the first life `preflight` did
-        with open_machine(config, path, screen, interrupts, events) as machine:
-            return _drive(machine, rhythm)
+        with open_machine(
+            config, lives.path, lives.screen, lives.interrupts, lives.events, go_on_without_ray
+        ) as machine:
+            return _drive(machine, lives.rhythm)
     except VimeError as error:
         return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
     except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
@@ -149,7 +206,7 @@ def _live(
         return End(
             code=INTERRUPTED,
             message="stopped at once by a second signal: rounds trained since the last checkpoint are not saved. "
-            f"--load goes on from the last one, if there is one: {checkpoint_root(config, path)}",
+            f"--load goes on from the last one, if there is one: {checkpoint_root(config, lives.path)}",
         )
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
         return End(
@@ -180,6 +237,22 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
         message=f"{message}\n{outcome}",
         is_worth_a_restart=is_worth_a_restart,
         trained_round=machine.trained_round,
+    )
+
+
+def _end_of_ray(config: Config, path: Path, loss: Loss) -> End:
+    """The life that the program before this one had, as the loss that it is."""
+    loaded = None if config.model.load is None else Path(config.model.load)
+    error = ClusterError(
+        f"Ray's {loss.server} died. Without it nothing of this run works, so nothing could be saved. "
+        f"{newest_checkpoint(checkpoint_root(config, path), loaded)}"
+    )
+    is_ours = config.cluster.ray_address is None  # a cluster that was joined is for its owner to start again
+    return End(
+        code=error.exit_code,
+        message=str(error),
+        is_worth_a_restart=is_ours and loss.may_restart and may_pass(error),
+        trained_round=loss.trained_round,
     )
 
 

@@ -144,20 +144,47 @@ def test_a_ray_that_is_stopped_did_not_die() -> None:
     assert "stopped []" in ended.stdout, ended.stderr
 
 
+SCRIPTED = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server", "--save-interval", "1"]
+
+
+def kill_server(training: Training, name: str) -> list[psutil.Process]:
+    """Kill a server of the run's Ray; answers all processes that the driver had started, also through others."""
+    members = psutil.Process(training.process.pid).children(recursive=True)
+    [server] = [member for member in members if member.name() == name]
+    server.kill()
+    return members
+
+
+def test_a_run_whose_ray_died_starts_again_in_a_fresh_one_and_leaves_nothing_of_the_old(
+    tiny_task: TinyTask, tmp_path: Path
+) -> None:
+    flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", "40", "--transferqueue-mode", "streaming"]
+    training = Training("train.py", [*flags, "--max-restarts", "1"], tmp_path / "run")
+    training.wait_for_event("checkpoint_saved")
+    old = kill_server(training, "raylet")
+    training.wait_for_event("run_restarted")
+    assert not [process for process in old if process.is_running()]
+    num_saved = len(training.so_far().events("checkpoint_saved"))
+    training.wait_for_event("checkpoint_saved", count=num_saved + 1)
+    kill_server(training, "gcs_server")  # rounds were trained since: it may start again
+    finished = training.finish()
+    assert finished.code == 0, finished.output
+    restarts = [(event["error"].split(" (")[0], event["load"]) for event in finished.events("run_restarted")]
+    assert restarts == [(f"Ray's {name}", str(tmp_path / "run/checkpoints")) for name in ("raylet", "gcs_server")]
+    assert sorted(finished.metrics()) == list(range(40))
+    assert "every promise kept" in finished.output
+
+
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])
-def test_a_run_whose_ray_died_ends_by_name_and_says_where_to_go_on(
+def test_a_run_that_may_not_start_again_ends_by_name_when_its_ray_dies(
     tiny_task: TinyTask, tmp_path: Path, server: str
 ) -> None:
-    flags = [*tiny_task.flags(), "--num-rollout", "500", "--save-interval", "1"]
-    flags += ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", "500", "--max-restarts", "0"]
     training = Training("train.py", flags, tmp_path / "run")
     training.wait_for_event("checkpoint_saved")
-    [process] = [child for child in psutil.Process(training.process.pid).children() if child.name() == server]
-    process.kill()
-    code = training.process.wait(60)
-    told = training.so_far()
-    training.kill()  # Ray's two agents take a minute to end
-    assert code == 3, told.output
+    kill_server(training, server)
+    told = training.finish(60)
+    assert told.code == 3, told.output
     assert f"Ray's {server} (pid " in told.output
     assert f"go on with --load {tmp_path / 'run' / 'checkpoints'}" in told.output
     assert [event["error"] for event in told.events("run_failed")]

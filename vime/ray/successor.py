@@ -1,0 +1,87 @@
+"""A run whose Ray died goes on in a new program under the same pid.
+
+Ray's library ends the process that uses it when a server of Ray is gone (`ray/cluster.py::watched_ray`), past every
+`except`, and cannot be taken out of it. So the process replaces its program before that: execve keeps the pid, the
+terminal and the children. All that the old program had started are then descendants of this process, orphans
+included, and are ended by their numbers; `ray/launch.py` judges the loss as that of any other part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+from vime.types import ClusterError
+from vime.utils.processes import read_processes, title, tree
+
+HANDED_ON = "VIME_AFTER_RAY"
+"""In the environment of the new program: a `Loss`."""
+PR_SET_CHILD_SUBREAPER = 36
+END_S, POLL_S = 30.0, 0.02
+NUM_STREAMS = 3  # stdin, stdout, stderr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What the old program knew when a server of Ray died: about its life, and what `Restarts` had counted."""
+
+    server: str
+    run_dir: str
+    is_alone: bool
+    may_restart: bool
+    trained_round: int
+    num_restarts: int
+    newest_round: int
+    found: str | None
+
+
+class Program:
+    """What this process runs now. Made before it starts anything. `loss`: why it replaced another one, None if none.
+
+    `is_alone`: every descendant of this process will be its own. Not so where somebody started some before, as a shell
+    does that becomes this process: then nothing is ended, and a loss of Ray ends the run.
+    """
+
+    def __init__(self) -> None:
+        told = os.environ.pop(HANDED_ON, None)
+        self.loss = None if told is None else Loss(**json.loads(told))
+        self._environment = dict(os.environ)  # without what the run adds, as the token of a Ray that is gone
+        self.is_alone = len(tree(os.getpid(), read_processes())) == 1 if self.loss is None else self.loss.is_alone
+        if self.is_alone:  # whatever loses its parent gets this process as its new one
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def end_what_is_left(self) -> None:
+        """End all that the old program had started. Raises ClusterError for what does not end."""
+        ends = time.monotonic() + END_S
+        while self.loss is not None and self.is_alone:
+            try:
+                while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                    pass
+            except ChildProcessError:  # there is none, and every orphan would be one
+                return
+            _, *left = tree(os.getpid(), read_processes())
+            if time.monotonic() > ends:
+                names = ", ".join(f"{title(process.pid)} (pid {process.pid})" for process in left)
+                raise ClusterError(
+                    f"Ray's {self.loss.server} died, and what it left does not end within {END_S:g} s: {names}. "
+                    "End it, then go on with --load."
+                )
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+
+    def replace(self, loss: Loss) -> NoReturn:
+        """Run the same command line anew, with `loss`. From any thread."""
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) >= NUM_STREAMS:
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    os.set_inheritable(int(name), False)  # as Ray's sockets and shared memory are not
+        os.execve(sys.executable, sys.orig_argv, {**self._environment, HANDED_ON: json.dumps(asdict(loss))})
