@@ -44,6 +44,7 @@ class Tracker:
         *,
         start_round: int = 0,
     ) -> None:
+        self._run_dir, self._is_resumed = run_dir, (run_dir / METRICS_FILE).is_file()
         self._sinks: list[_Sink] = [_JsonLines(run_dir, start_round)]
         if tracking.use_tensorboard:
             self._sinks.append(_TensorBoard(run_dir, start_round))
@@ -55,6 +56,12 @@ class Tracker:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         for sink in self._sinks:
             sink.log(step, numbers)
+
+    def lacks(self, step: int, prefix: str) -> bool:
+        """Whether an earlier start of this run ended before it logged any metric of that name for `step`."""
+        return self._is_resumed and not any(
+            name.startswith(prefix) for name in read_metrics(self._run_dir).get(step, {})
+        )
 
     def close(self) -> None:
         """Flush and close every sink; a second call does nothing."""

@@ -64,7 +64,7 @@ def summarise(run_dir: Path) -> RunSummary:
         outcome=outcome(events),
         rewards=rewards,
         response_lengths=series(rounds, RESPONSE_LENGTH),
-        num_rounds=len(series(rounds, "perf/step_time")) or len(rewards),
+        num_rounds=len(series(rounds, "weights/version")) or len(rewards),
         num_samples=int(_total(rounds, "rollout/num_samples", "train/num_samples")),
         num_tokens=int(_total(rounds, "rollout/num_tokens", "train/num_tokens")),
         wall_s=_wall_s(events),

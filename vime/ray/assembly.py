@@ -74,6 +74,8 @@ def open_machine(
             tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start.rollout_id)
         books = RoundBooks(tracker, screen)
         stack.callback(books.close)
+        if start.checkpoint is not None and (saved := read_run_state(start.checkpoint)).metrics is not None:
+            books.retell(saved.rollout_id, saved.version, saved.metrics)
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config, starter.poll)
@@ -105,6 +107,8 @@ def open_machine(
             parts.stream.begin()
         if start.rollout_id == 0 and not config.eval.skip_eval_before_train:
             machine.evaluate(0)
+        elif start.rollout_id > 0 and tracker.lacks(start.rollout_id - 1, "eval/"):
+            machine.evaluate_if_due(start.rollout_id - 1)  # the run before ended with the checkpoint and ahead of it
         screen.begin(start.rollout_id, parts.num_rollout)
         yield machine
         failpoint(Point.STOP)

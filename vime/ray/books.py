@@ -11,6 +11,8 @@ from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.types import Version
 
+VERSION = "weights/version"
+
 
 class RoundBooks:
     """Owned by the driver. Durations are wall seconds."""
@@ -39,6 +41,10 @@ class RoundBooks:
         """Seconds under `metric` in this round so far."""
         return self._metrics.get(metric, 0.0)
 
+    def so_far(self) -> dict[str, float]:
+        """What is known of the round that is open."""
+        return {name: float(value) for name, value in self._metrics.items()}
+
     def finish(self, rollout_id: int, version: Version) -> None:
         """Write the round's line to tracking and screen, and open the next one."""
         now = time.monotonic()
@@ -47,11 +53,17 @@ class RoundBooks:
         self._metrics |= {
             "perf/step_time": elapsed,
             "perf/tokens_per_sec": tokens / max(1e-9, elapsed),
-            "weights/version": float(version),
+            VERSION: float(version),
         }
         self._tracker.log(rollout_id, self._metrics)
         self._screen.round_done(rollout_id, self._metrics)
         self._metrics, self._started = {}, now
+
+    def retell(self, rollout_id: int, version: Version, metrics: Mapping[str, float]) -> None:
+        """Write the line of a round whose checkpoint is there and whose process ended before its line: what the
+        checkpoint knows of it, without the times of the stations behind."""
+        if self._tracker.lacks(rollout_id, VERSION):
+            self._tracker.log(rollout_id, {**metrics, VERSION: float(version)})
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """`rollout_id` names the round before which it ran; the numbers join the round that made the weights, because

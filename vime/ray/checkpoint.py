@@ -49,7 +49,8 @@ class RunState:
 
     `ledger`: the line of the ledger's history behind which it was written; None in modes off and buffer, and from
     before ledgers had ids. `receipt`: the link of what the trainer stepped on (`handoff/receipts.py`), `written_with`:
-    facts about the run that wrote it (`ray/misfits.py`); both None: from before there were any.
+    facts about the run that wrote it (`ray/misfits.py`); both None: from before there were any. `metrics`: of the
+    round, as far as they were known, because its line is written later; None when the line was there.
     """
 
     rollout_id: int
@@ -58,6 +59,7 @@ class RunState:
     ledger: LedgerMark | None = None
     receipt: str | None = None
     written_with: dict[str, Any] | None = None
+    metrics: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,6 +261,7 @@ class Machine:
                 ledger=self.parts.stream.saving() if self.parts.stream is not None else None,
                 receipt=self.receipts.link,
                 written_with=facts_of(self.config),
+                metrics=self.watchers.books.so_far() if self.open_round == rollout_id else None,
             )
             self.doing = Doing.SAVING
             self.saver.save(state, trainers)
