@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vime.cli.chaos_faults import FAULTS
-from vime.cli.chaos_members import ANY, TARGETS
-from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan, published
+from vime.cli.chaos_faults import FAULTS, How
+from vime.cli.chaos_members import TARGETS
+from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan, Strike, published
 from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OF_GROUPS = (Point.GENERATE, Point.REWARD, Point.SPOOL, Point.SPOOLED, Point.COMMIT, Point.COMMITTED)
 """Passed by every group, the last three by every write of groups; the others once a round or more seldom."""
 PASSES = dict.fromkeys(OF_GROUPS, 6) | {Point.STOP: 1}
@@ -34,6 +35,7 @@ PHASES = tuple(point for point in Point if point is not Point.KEEP)
 """Points that a case can wait for. KEEP is passed when the parts are stopped, and the next case is armed after that."""
 OWN = tuple(f"{point.partition('.')[0]}@{point}:{PASSES.get(point, 2)}" for point in PHASES)
 """Each point with the process that passes it."""
+RAY = ("raylet", "gcs")
 OTHERS = (
     *(f"{target}@manager.generate:6" for target in ("driver", "trainer", "engine", "engine-actor", "router", "ledger")),
     *(f"{target}@manager.commit:6" for target in ("driver", "storage", "controller", "ledger", "engine")),
@@ -50,9 +52,19 @@ OTHERS = (
     *("manager@manager.commit:6/stop", "manager@manager.leased:2/stop", "engine@trainer.publish.send:2/stop"),
     *("trainer@trainer.optimizer:2/stop", "driver@trainer.optimizer:2/stop"),
     *(f"{target}@driver.stop:1" for target in ("trainer", "manager", "engine", "ledger", "controller")),
+    *(f"{target}@manager.generate:6" for target in RAY),
+    *(f"{target}@trainer.optimizer:2" for target in RAY),
+    *(f"{target}@driver.checkpoint.written:2" for target in RAY),
+    *("trainer+manager@trainer.optimizer:2", "driver+ledger@manager.commit:6", "engine+raylet@trainer.publish.send:2"),
+    *("manager@manager.commit:6/stop-kill", "trainer@trainer.optimizer:2/stop-kill", "move@driver.clear:2"),
 )
 MATRIX = (*OWN, *OTHERS)
 EVERY = tuple(f"{target}@{point}:{PASSES.get(point, 2)}" for point in PHASES for target in TARGETS)
+ANY = "any"
+AT_RANDOM = {ANY: 6, f"{ANY}+{ANY}": 2, f"{ANY}/{How.STOP_KILL}": 1, "move": 1}
+"""Of random faults: how often each of them comes, beside the others."""
+SAVE_INTERVALS = (1, 3, 5)
+"""One of them for each run of random faults."""
 AT_WORK, WORK_S, START_S = 1 / 2, 4.0, 22.0
 """Of random kills: the share that waits until rounds are trained, and up to how many seconds after that or the start.
 A tiny model trains two to three rounds a second and starts in 20 s, so a run of 60 rounds takes ten kills."""
@@ -66,12 +78,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "chaos",
         help="kill processes of a run in every phase; exit 3 when anything was lost",
-        description="Cases: TARGET@POINT[:PASS][/stop], for example trainer@trainer.optimizer:2. "
+        description="Cases: TARGET[+TARGET]@POINT[:PASS][/stop|/stop-kill], for example trainer@trainer.optimizer:2. "
         f"Targets: {', '.join([*TARGETS, *FAULTS])}. Points: {', '.join(Point)}.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for all runs and the table; must be new")
     parser.add_argument("--case", nargs="+", default=[], metavar="CASE", help="these instead of the matrix")
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="N kills at random times instead")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N faults at random times instead")
     parser.add_argument("--kills-per-run", type=int, default=10, help="one after the other (default: 10)")
     parser.add_argument("--every", action="store_true", help="every target at every point, hours")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
@@ -109,8 +121,9 @@ def run_chaos(arguments: argparse.Namespace) -> None:
     cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else MATRIX)]
     if arguments.random:
         cases = list(random_cases(arguments.random, arguments.seed))
+    intervals = random.Random(arguments.seed).choices(SAVE_INTERVALS if arguments.random else (1,), k=len(cases))
     with _told_to_stop():
-        outcomes = _complete(plan, cases, arguments, say)
+        outcomes = _complete(plan, cases, intervals, arguments, say)
     failed = [number for number, outcome in enumerate(outcomes) if not outcome.is_good]
     kills = sum(outcome.num_kills for outcome in outcomes)
     say(f"{len(outcomes)} runs, {kills} kills, {len(failed)} failed")
@@ -132,18 +145,25 @@ def _told_to_stop() -> Iterator[None]:
 
 
 def _complete(
-    plan: Plan, cases: Sequence[Case], arguments: argparse.Namespace, say: Callable[[str], None]
+    plan: Plan,
+    cases: Sequence[Case],
+    intervals: Sequence[int],
+    arguments: argparse.Namespace,
+    say: Callable[[str], None],
 ) -> list[Outcome]:
-    """The undisturbed run, then each batch of cases; a table line and a line on the screen as each is done."""
+    """The undisturbed run, then each batch of cases; a table line and a line on the screen as each is done.
+    `intervals`: --save-interval of each run."""
     expected = _undisturbed(plan, arguments.undisturbed, say)
     out, outcomes = plan.out, []
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(HEAD)
-    for number, batch in enumerate(in_runs(cases, arguments.kills_per_run)):
-        outcome = ChaosRun(plan, f"run-{number:03d}", expected=expected).complete(batch)
+    for number, (batch, interval) in enumerate(zip(in_runs(cases, arguments.kills_per_run), intervals, strict=False)):
+        run = ChaosRun(plan, f"run-{number:03d}", expected=expected, save_interval=interval)
+        outcome = run.complete(batch)
         outcomes.append(outcome)
         with (out / "table.md").open("a") as table:
             table.writelines(f"{line}\n" for line in table_lines(number, outcome))
+        (out / "summary.md").write_text("".join(f"{line}\n" for line in summary_lines(outcomes)))
         say(run_line(number, outcome))
     return outcomes
 
@@ -166,28 +186,37 @@ def _undisturbed(plan: Plan, earlier: Path | None, say: Callable[[str], None]) -
 
 
 def parse_case(text: str) -> Case:
-    """TARGET@POINT[:PASS][/stop]"""
+    """TARGET[+TARGET]@POINT[:PASS][/stop|/stop-kill]"""
     target, _, rest = text.partition("@")
     rest, _, how = rest.partition("/")
     name, _, count = rest.partition(":")
     points = {str(point): point for point in Point}
     if (
-        target not in {*TARGETS, *FAULTS}
+        not (target in FAULTS or set(target.split("+")) <= set(TARGETS))
         or name not in points
-        or how not in ("", *SIGNALS)
+        or how not in ("", *How)
         or not (count or "1").isdigit()
     ):
-        raise ConfigError(f"--case {text}: expected TARGET@POINT[:PASS][/stop]. See `vime chaos --help`.")
-    return Case(target=target, point=points[name], count=int(count or 1), signal=SIGNALS[how or "kill"])
+        raise ConfigError(
+            f"--case {text}: expected TARGET[+TARGET]@POINT[:PASS][/stop|/stop-kill]. See `vime chaos --help`."
+        )
+    return Case(target=target, point=points[name], count=int(count or 1), how=How(how or "kill"))
 
 
 def random_cases(total: int, seed: int) -> Iterator[Case]:
-    """Kills of any process, half of them while rounds are trained, the others in the start before."""
+    """Faults of AT_RANDOM, half of them while rounds are trained, the others in the start before."""
     chance = random.Random(seed)
-    for _ in range(total):
+    for fault in chance.choices(list(AT_RANDOM), list(AT_RANDOM.values()), k=total):
+        names, _, how = fault.partition("/")
+        drawn = iter(chance.sample(list(TARGETS), 2))
         is_at_work = chance.random() < AT_WORK
-        after_s = chance.uniform(0, WORK_S if is_at_work else START_S)
-        yield Case(target=ANY, draw=chance.random(), is_at_work=is_at_work, after_s=after_s)
+        yield Case(
+            target="+".join(next(drawn) if name == ANY else name for name in names.split("+")),
+            how=How(how or "kill"),
+            draw=chance.random(),
+            is_at_work=is_at_work,
+            after_s=chance.uniform(0, WORK_S if is_at_work else START_S),
+        )
 
 
 def in_runs(cases: Sequence[Case], most: int) -> Iterator[list[Case]]:
@@ -202,7 +231,7 @@ def in_runs(cases: Sequence[Case], most: int) -> Iterator[list[Case]]:
         yield batch
 
 
-COLUMNS = ("run", "killed", "how the run went on", "audit", "weights", "left", "verdict")
+COLUMNS = ("run", "killed", "how the run went on", "audit", "weights", "metrics", "left", "verdict")
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 
@@ -216,14 +245,43 @@ def table_lines(number: int, outcome: Outcome) -> Iterator[str]:
             strike.then,
             outcome.audit,
             outcome.weights,
+            outcome.metrics,
             ", ".join(outcome.left) or "none",
         )
         yield "| " + " | ".join(str(cell).replace("|", "/") for cell in (*cells, verdict)) + " |"
+
+
+def summary_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Each run, then how often each victim was hit in which way."""
+    yield "| run | saves every | hits | lives | exit codes | audit | weights | metrics | verdict |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for number, outcome in enumerate(outcomes):
+        cells = (outcome.save_interval, outcome.num_kills, outcome.num_restarts + 1, outcome.codes)
+        cells += (outcome.audit, outcome.weights, outcome.metrics, "good" if outcome.is_good else "FAILED")
+        yield f"| {number:03d} | {' | '.join(map(str, cells))} |"
+    yield ""
+    yield f"| victim | {' | '.join(WAYS)} |"
+    yield f"|---{'|---' * len(WAYS)}|"
+    strikes = [strike for outcome in outcomes for strike in outcome.strikes if strike.is_hit]
+    hits = Counter((name, _way(strike)) for strike in strikes for name in strike.hit.split("+"))
+    for name in itertools.chain(TARGETS, FAULTS):
+        if any(hits[name, way] for way in WAYS):
+            yield f"| {name} | {' | '.join(str(hits[name, way]) for way in WAYS)} |"
+
+
+WAYS = ("killed alone", "with another", "stopped 20 s", "stopped, then killed")
+
+
+def _way(strike: Strike) -> str:
+    alone, together, stopped, hung = WAYS
+    if strike.case.how is not How.KILL:
+        return stopped if strike.case.how is How.STOP else hung
+    return together if "+" in strike.hit else alone
 
 
 def run_line(number: int, outcome: Outcome) -> str:
     return (
         f"run {number:03d}: {'good' if outcome.is_good else 'FAILED'}, {outcome.num_kills} kills in "
         f"{outcome.seconds:.0f} s, {outcome.num_restarts} restarts, exit codes {outcome.codes}, audit {outcome.audit}, "
-        f"weights {outcome.weights}, left {outcome.left or 'nothing'}"
+        f"weights {outcome.weights}, metrics {outcome.metrics}, left {outcome.left or 'nothing'}"
     )

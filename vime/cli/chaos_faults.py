@@ -1,10 +1,12 @@
-"""Faults of a chaos run that are no signal: a full disk, a torn spool. Each answers how it is undone."""
+"""What a chaos run does to a run: signals to its processes, and faults that are no signal: a full disk, a torn spool, a
+directory that moves."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from pathlib import Path
 
 from vime.handoff.ledger_types import SPOOL_NAME
@@ -36,16 +38,34 @@ def fill_disk(out: Path) -> Callable[[], None]:
     return lambda: ballast.unlink(missing_ok=True)
 
 
-def tear_spool(run_dir: Path) -> bool:
-    """Cut into the last record of a run's spool, which was acknowledged; False when there is none."""
+def tear_spool(run_dir: Path) -> Path | None:
+    """Cut into the last record of a run's spool, which was acknowledged; None when there is none."""
     segments = sorted((run_dir / SPOOL_NAME).glob(f"segment-*{SUFFIX}"))
     if not segments or segments[-1].stat().st_size < 4 * TORN_BYTES:
-        return False
+        return None
     os.truncate(segments[-1], segments[-1].stat().st_size - TORN_BYTES)
-    return True
+    return run_dir
 
 
+def move(run_dir: Path) -> Path:
+    """Give a run's directory another name."""
+    return run_dir.rename(run_dir.with_name(f"{run_dir.name}.moved"))
+
+
+class How(StrEnum):
+    """What is done to a victim."""
+
+    KILL = "kill"
+    STOP = "stop"  # SIGSTOP, and SIGCONT after STOPPED_S: longer than a lease, shorter than most deadlines
+    STOP_KILL = "stop-kill"  # SIGSTOP, and SIGKILL after HUNG_S: long enough to be missed
+
+
+STOPPED_S, HUNG_S = 20.0, 5.0
+BETWEEN_LIVES: Mapping[str, Callable[[Path], Path | None]] = {"spool": tear_spool, "move": move}
+"""Targets for which the driver is killed, and what is done to the run's directory before the next life. Answers where
+that goes on; None to do it after a later one."""
 FAULTS: Mapping[str, str] = {
     "disk": "full for some seconds; a disk of its own is needed",
     "spool": "the driver is killed and the spool loses its end",
+    "move": "the driver is killed and the run's directory gets another name",
 }

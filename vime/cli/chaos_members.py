@@ -26,10 +26,10 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "storage": ("ray::SimpleStorageUnit",),
     "controller": ("ray::TransferQueueController",),
     "ledger": ("ray::LedgerActor",),
+    "raylet": ("raylet/raylet ",),
+    "gcs": ("gcs/gcs_server ",),
 }
 """What the command line of each target contains; Ray gives its workers the name of their actor, the router its own."""
-ANY = "any"
-"""Whichever of them is there."""
 
 
 class Members:
@@ -45,15 +45,15 @@ class Members:
         """What makes a process a member, and all that it starts."""
         return {MARK: self._mark}
 
-    def find(self, target: str, driver: int) -> list[tuple[str, psutil.Process]]:
-        """The processes of `target` with its name, oldest first; `driver` is the number of the driver's."""
-        found = []
+    def find(self, driver: int) -> dict[str, list[psutil.Process]]:
+        """The processes of each target, oldest first, of those that are there; `driver` is the driver's number."""
+        found: dict[str, list[psutil.Process]] = {}
         for member in sorted(self.all(), key=lambda process: process.pid):
             command = _command(member)
             for name, wanted in TARGETS.items():
                 is_named = all(part in " ".join(command) for part in wanted) and not any(map(_is_guard, command))
-                if target in (name, ANY) and (is_named if wanted else member.pid == driver):
-                    found.append((name, member))
+                if is_named if wanted else member.pid == driver:
+                    found.setdefault(name, []).append(member)
         return found
 
     def all(self) -> list[psutil.Process]:

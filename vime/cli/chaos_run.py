@@ -16,10 +16,11 @@ from pathlib import Path
 
 import psutil
 
-from vime.cli.chaos_faults import FAULTS, fill_disk, tear_spool
-from vime.cli.chaos_members import ANY, POLL_S, TARGETS, Members
+from vime.cli.chaos_faults import BETWEEN_LIVES, FAULTS, HUNG_S, STOPPED_S, How, fill_disk
+from vime.cli.chaos_members import POLL_S, Members
 from vime.handoff.ledger_types import LEDGER_NAME
 from vime.observability.events import Event, EventKind, read_events
+from vime.observability.metrics import METRICS_FILE, VERSION, read_metrics
 from vime.types import WaitTimeoutError
 from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
@@ -28,9 +29,8 @@ END_GRACE_S = 75.0
 which is gone too, why they end (ray/_private/utils.py, publish_error_to_driver); Ray has no setting for it."""
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
-KEPT, EQUAL = "kept", "equal"
+KEPT, EQUAL, WHOLE = "kept", "equal", "whole"
 NOT_REACHED = "(not reached)"
-STOPPED_S = 20.0  # then SIGCONT, or room on the disk: longer than a lease, shorter than most deadlines
 PATIENCE_S, LOOK_S = 15.0, 0.3
 SAID = 90  # characters of an error
 LIVES_ON = 2  # rounds trained after a kill: then it ended nothing
@@ -49,10 +49,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Kill `target` in the phase of `point` at its pass number `count`; or `after_s` seconds after the start or the
-    kill before; or, with `is_at_work`, after the engines next have their first weights: a start takes longer than any
-    round, and most kills would hit it. `draw`, from 0 to 1, says which of several, and with target ANY which target: a
-    kill waits PATIENCE_S for one that is still being started, and then takes one that is there."""
+    """Hit `target`, or several at once that `+` joins, in the phase of `point` at its pass number `count`; or `after_s`
+    seconds after the start or the hit before; or, with `is_at_work`, after the engines next have their first weights: a
+    start takes longer than any round, and most hits would be there. `draw`, from 0 to 1, says which of several
+    processes. Without a point a target that is not there yet is waited for PATIENCE_S, and then another is hit."""
 
     target: str
     draw: float = 0.0
@@ -60,10 +60,15 @@ class Case:
     count: int = 1
     after_s: float = 0.0
     is_at_work: bool = False
-    signal: signal.Signals = signal.SIGKILL
+    how: How = How.KILL
+
+    @property
+    def victims(self) -> list[str]:
+        """Names of the processes that it is meant for."""
+        return ["driver" if name in BETWEEN_LIVES else name for name in self.target.split("+")]
 
     def __str__(self) -> str:
-        how = "" if self.signal is signal.SIGKILL else "/stop"
+        how = "" if self.how is How.KILL else f"/{self.how}"
         where = f"{'work' if self.is_at_work else 'start'}+{self.after_s:.1f}s"
         return f"{self.target}@{where if self.point is None else f'{self.point}:{self.count}'}{how}"
 
@@ -73,7 +78,7 @@ class Strike:
     """One case: what was hit, and how the run went on."""
 
     case: Case
-    hit: str = NOT_REACHED  # name of the process; in brackets why there was none
+    hit: str = NOT_REACHED  # names of the processes; in brackets why there was none
     then: str = "-"
     told: int = 0  # bytes of the driver's event log at that moment
 
@@ -82,8 +87,7 @@ class Strike:
         return not self.hit.startswith("(")
 
     def __str__(self) -> str:
-        is_said = self.is_hit and self.case.target != ANY
-        return f"{self.case}{'' if is_said else ' ' + self.hit}"
+        return f"{self.case}{'' if self.hit == self.case.target else ' ' + self.hit}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +99,8 @@ class Outcome:
     left: list[str] = field(default_factory=list)  # what did not end by itself
     audit: str = "-"  # of the ledger, where there is one
     weights: str = "-"  # of every published version, beside the undisturbed run's
+    metrics: str = "-"  # whether each round has its line
+    save_interval: int = 1  # rounds
     num_restarts: int = 0  # by the run itself, and by a new command
     seconds: float = 0.0
 
@@ -104,27 +110,32 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        return self.codes[-1:] == [0] and not self.left and self.audit in ("-", KEPT) and self.weights == EQUAL
+        is_told = self.audit in ("-", KEPT) and self.metrics in ("-", WHOLE)
+        return self.codes[-1:] == [0] and not self.left and is_told and self.weights == EQUAL
 
 
 class ChaosRun:
     """A run directory and every attempt to complete it. `expected`: content hash by version; None learns them."""
 
-    def __init__(self, plan: Plan, name: str, *, expected: Mapping[int, str] | None) -> None:
-        self._plan, self._expected = plan, expected
+    def __init__(self, plan: Plan, name: str, *, expected: Mapping[int, str] | None, save_interval: int = 1) -> None:
+        self._plan, self._expected, self._save_interval = plan, expected, save_interval
         self.directory = plan.out / name
         self.log = plan.out / f"{name}.out"
         self._notes = plan.out / f"{name}.failpoints"
-        self._driver_events = self.directory / "events" / "driver.jsonl"
         self._members = Members()
         self._process: subprocess.Popen[bytes]
         self._undo: list[tuple[float, Callable[[], object]]] = []  # from when on, and what
-        self._is_to_be_torn = False
+        self._between_lives: list[str] = []  # what is still to be done
         self.hashes: dict[int, str] = {}
+
+    @property
+    def _driver_events(self) -> Path:
+        return self.directory / "events" / "driver.jsonl"
 
     def complete(self, cases: Sequence[Case] = ()) -> Outcome:
         """Start it, kill it as `cases` say, one after the other, start it again when it ended, until it is complete."""
-        started, outcome, waiting = time.monotonic(), Outcome(), list(cases)
+        started, waiting = time.monotonic(), list(cases)
+        outcome = Outcome(save_interval=self._save_interval)
         self._plan.out.mkdir(parents=True, exist_ok=True)
         while outcome.codes[-1:] != [0] and len(outcome.codes) <= len(cases) + MORE_RESTARTS and not outcome.left:
             first_of_attempt = len(outcome.strikes)
@@ -141,14 +152,18 @@ class ChaosRun:
                 self._members.kill()
                 self._mend(float("inf"))
                 self._process.wait(END_GRACE_S)
-            if self._is_to_be_torn:
-                self._is_to_be_torn = not tear_spool(self.directory)
+            self._between_lives = [name for name in self._between_lives if not self._is_done(name)]
             self._explain(outcome.strikes[first_of_attempt:], outcome.codes[-1] if outcome.codes else 0)
         outcome.strikes += [Strike(case=case) for case in waiting]
         outcome.seconds = time.monotonic() - started
-        outcome.weights, outcome.audit = self._compare(), self._audit()
+        outcome.weights, outcome.audit, outcome.metrics = self._compare(), self._audit(), self._count_lines()
         outcome.num_restarts = len(outcome.codes) - 1 + len(_events(self.directory, EventKind.RUN_RESTARTED))
         return outcome
+
+    def _is_done(self, fault: str) -> bool:
+        directory = BETWEEN_LIVES[fault](self.directory)
+        self.directory = directory or self.directory
+        return directory is not None
 
     def _explain(self, strikes: Sequence[Strike], code: int) -> None:
         """How the run went on after each of an attempt's strikes; the attempt ended with `code`."""
@@ -166,9 +181,10 @@ class ChaosRun:
 
     def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
-        is_torn = self._is_to_be_torn or any(case.target == "spool" for case in waiting)
+        is_torn = "spool" in [*self._between_lives, *(case.target for case in waiting)]
         own = [] if not is_torn else ["--transferqueue-fsync", "never"]  # else what was stored may not be lost
-        own += ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints, "--save-interval", "1"]
+        own += ["--run-dir", str(self.directory), "--load", checkpoints, "--save", checkpoints]
+        own += ["--save-interval", str(self._save_interval)]
         environment = {**os.environ, **self._members.environment, "PYTHONUNBUFFERED": "1", DIRECTORY: str(self._notes)}
         environment.pop(ARMED, None)
         self._armed: Case | None = None
@@ -194,8 +210,6 @@ class ChaosRun:
         strike = Strike(case=case, told=_size(self._driver_events))
         try:
             strike.hit = self._hit(case)
-        except psutil.NoSuchProcess:
-            strike.hit = "(had just ended)"
         finally:
             self._note_time()
             if case.point is not None:
@@ -207,18 +221,29 @@ class ChaosRun:
         if case.target == "disk":
             self._undo.append((time.monotonic() + STOPPED_S, fill_disk(self._plan.out)))
             return case.target
-        self._is_to_be_torn = self._is_to_be_torn or case.target == "spool"
-        target = _drawn_target(case.draw) if case.target == ANY else "driver" if case.target in FAULTS else case.target
-        victims = self._members.find(target, self._process.pid)
-        if case.target == ANY and not victims:
-            victims = self._members.find(ANY, self._process.pid)
-        if not victims:
+        if case.target in BETWEEN_LIVES:
+            self._between_lives.append(case.target)
+        there = self._members.find(self._process.pid)
+        names = [name for name in case.victims if name in there]
+        if not names and case.point is None:
+            names = list(there)[int(case.draw * len(there)) :][:1]
+        if not names:
             return "(was not there)"
-        name, victim = victims[int(case.draw * len(victims))]
-        victim.send_signal(case.signal)
-        if case.signal is signal.SIGSTOP:
-            self._undo.append((time.monotonic() + STOPPED_S, victim.resume))
-        return name
+        hit = [name for name in names if self._send(there[name][int(case.draw * len(there[name]))], case.how)]
+        if not hit:
+            return "(had just ended)"
+        return case.target if case.target in FAULTS else "+".join(hit)
+
+    def _send(self, victim: psutil.Process, how: How) -> bool:
+        """Whether it was still there."""
+        try:
+            victim.send_signal(signal.SIGKILL if how is How.KILL else signal.SIGSTOP)
+        except psutil.NoSuchProcess:
+            return False
+        if how is not How.KILL:
+            after_s, action = (STOPPED_S, victim.resume) if how is How.STOP else (HUNG_S, victim.kill)
+            self._undo.append((time.monotonic() + after_s, action))
+        return True
 
     def _mend(self, now: float) -> None:
         """Undo what was to last until `now`."""
@@ -241,10 +266,10 @@ class ChaosRun:
         begin, now = self._at_work if case.is_at_work else self._since, time.monotonic()
         if begin is None or now < begin + case.after_s:
             return False
-        if case.target != ANY or case.is_at_work or now > begin + case.after_s + PATIENCE_S:
+        if case.victims == ["driver"] or case.is_at_work or now > begin + case.after_s + PATIENCE_S:
             return True
         time.sleep(LOOK_S)  # to look at every process of the machine takes a while
-        return bool(self._members.find(_drawn_target(case.draw), self._process.pid))
+        return set(case.victims) <= set(self._members.find(self._process.pid))
 
     def _hear(self) -> None:
         """Whether the run is at work since the last strike: its engines have had their first weights, or it trained
@@ -297,16 +322,20 @@ class ChaosRun:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
         return KEPT if done.returncode == 0 else "BROKEN"
 
+    def _count_lines(self) -> str:
+        """Each round that made a version has its line of metrics."""
+        if not (self.directory / METRICS_FILE).exists():
+            return "-"
+        told = read_metrics(self.directory)
+        missing = [number for number in range(max(self.hashes, default=0)) if VERSION not in told.get(number, {})]
+        return f"without rounds {missing}" if missing else WHOLE
+
 
 def _error(line: bytes) -> str:
     """The first line of an event's error, also when a full disk cut the event off."""
     with contextlib.suppress(ValueError):
         return str(json.loads(line)["error"]).splitlines()[0][:SAID]
     return "(its event was cut off)"
-
-
-def _drawn_target(draw: float) -> str:
-    return list(TARGETS)[int(draw * len(TARGETS))]
 
 
 def published(run_dir: Path) -> dict[int, str]:

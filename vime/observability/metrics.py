@@ -23,6 +23,8 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+VERSION = "weights/version"
+"""The metric that every round has, and nothing but a round's own line."""
 WANDB_DEADLINE_S = 60
 WANDB_FINISH_S = 300
 WANDB_ID_FILE = "wandb_id"

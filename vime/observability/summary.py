@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vime.observability.curve import RESPONSE_LENGTH, REWARD
 from vime.observability.events import Event, EventKind, outcome, read_events
-from vime.observability.metrics import read_metrics, series
+from vime.observability.metrics import VERSION, read_metrics, series
 from vime.types import Sample
 
 _EVAL_FILE = re.compile(r"(?P<name>.+)_(?P<rollout_id>\d+)\.jsonl")
@@ -64,7 +64,7 @@ def summarise(run_dir: Path) -> RunSummary:
         outcome=outcome(events),
         rewards=rewards,
         response_lengths=series(rounds, RESPONSE_LENGTH),
-        num_rounds=len(series(rounds, "weights/version")) or len(rewards),
+        num_rounds=len(series(rounds, VERSION)) or len(rewards),
         num_samples=int(_total(rounds, "rollout/num_samples", "train/num_samples")),
         num_tokens=int(_total(rounds, "rollout/num_tokens", "train/num_tokens")),
         wall_s=_wall_s(events),

@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 
 from vime.observability.events import span
-from vime.observability.metrics import Tracker
+from vime.observability.metrics import VERSION, Tracker
 from vime.observability.screen import Screen
 from vime.types import Version
-
-VERSION = "weights/version"
 
 
 class RoundBooks:

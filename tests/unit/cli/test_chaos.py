@@ -13,6 +13,7 @@ import pytest
 
 from vime.cli import chaos_run
 from vime.cli.chaos import EVERY, MATRIX, PHASES, in_runs, parse_case, random_cases
+from vime.cli.chaos_faults import How
 from vime.cli.chaos_members import TARGETS
 from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan
 from vime.cli.main import main
@@ -88,7 +89,7 @@ def test_the_command_writes_a_table_and_fails_with_its_worst_row(tmp_path: Path)
     assert main(["chaos", str(tmp_path / "good"), *case, "--", "--fault", "none"]) == 0
     table = (tmp_path / "good" / "table.md").read_text().splitlines()
     went_on = "ended with -9, was started again"
-    assert table[-1] == f"| 000 | driver@trainer.optimizer:2 | {went_on} | - | equal | none | good |"
+    assert table[-1] == f"| 000 | driver@trainer.optimizer:2 | {went_on} | - | equal | - | none | good |"
     known = ["--undisturbed", str(tmp_path / "good" / "undisturbed")]
     assert main(["chaos", str(tmp_path / "again"), *case, *known, "--", "--fault", "none"]) == 0
     assert not (tmp_path / "again" / "undisturbed").exists()
@@ -134,23 +135,31 @@ def test_a_disk_that_was_filled_has_room_again_when_the_command_is_stopped(
     assert emptied == ["disk"]
 
 
-@pytest.mark.parametrize("text", ["driver", "nobody@driver.clear", "driver@nowhere", "driver@driver.clear:x"])
+@pytest.mark.parametrize(
+    "text", ["driver", "nobody@driver.clear", "driver+move@driver.clear", "driver@nowhere", "driver@driver.clear:x"]
+)
 def test_a_case_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected TARGET@POINT"):
+    with pytest.raises(ConfigError, match=r"expected TARGET\[\+TARGET\]@POINT"):
         parse_case(text)
 
 
 def test_a_case_is_read_as_it_is_written() -> None:
     assert parse_case("engine@trainer.publish.send:3/stop") == Case(
-        target="engine", point=Point.SEND, count=3, signal=signal.SIGSTOP
+        target="engine", point=Point.SEND, count=3, how=How.STOP
     )
+
+
+def test_a_case_may_name_two_victims_and_a_stop_that_ends_with_a_kill() -> None:
+    case = parse_case("trainer+engine@trainer.optimizer:2/stop-kill")
+    assert (case.victims, case.how) == (["trainer", "engine"], How.STOP_KILL)
+    assert parse_case("move@driver.clear").victims == ["driver"]
 
 
 def test_the_matrix_meets_every_point_and_every_target_and_each_case_can_be_read() -> None:
     assert len({str(parse_case(text)) for text in EVERY}) == len(TARGETS) * len(PHASES)
     cases = [parse_case(text) for text in MATRIX]
     assert {case.point for case in cases} == set(PHASES) == set(Point) - {Point.KEEP}
-    assert {case.target for case in cases} == set(TARGETS) - {"engine-core"}
+    assert {name for case in cases for name in case.victims} == set(TARGETS) - {"engine-core"}
     assert len({str(case) for case in cases}) == len(cases)
 
 
@@ -165,6 +174,10 @@ def test_random_kills_depend_on_the_seed_alone() -> None:
     assert cases == list(random_cases(20, seed=1)) != list(random_cases(20, seed=2))
     assert {case.is_at_work for case in cases} == {True, False}
     assert [len(run) for run in in_runs(cases, 6)] == [6, 6, 6, 2]
+    many = list(random_cases(300, seed=1))
+    assert {name for case in many for name in case.target.split("+")} == {*TARGETS, "move"}
+    assert {len(case.victims) for case in many} == {1, 2}
+    assert {case.how for case in many} == {How.KILL, How.STOP_KILL}
 
 
 def test_a_kill_at_work_waits_for_the_weights_of_the_life_that_it_hits(tmp_path: Path) -> None:
@@ -172,3 +185,22 @@ def test_a_kill_at_work_waits_for_the_weights_of_the_life_that_it_hits(tmp_path:
     outcome = complete(tmp_path, at_once, at_once, fault="works")
     assert killed(outcome) == ["driver@work+0.0s"] * 2
     assert outcome.codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
+
+
+def test_a_directory_that_moved_between_two_lives_is_gone_on_with(tmp_path: Path) -> None:
+    outcome = complete(tmp_path, Case(target="move", point=Point.OPTIMIZER, count=2))
+    assert killed(outcome) == ["move@trainer.optimizer:2"]
+    assert outcome.codes == [-signal.SIGKILL, 0]
+    assert outcome.is_good  # the versions of both lives, and the second went on from the first
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir() and "run" in path.name] == [
+        "run.failpoints",
+        "run.moved",
+    ]
+
+
+def test_a_victim_that_was_stopped_is_killed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos_run, "HUNG_S", 0.5)
+    outcome = complete(tmp_path, Case(target="driver", point=Point.OPTIMIZER, count=2, how=How.STOP_KILL))
+    assert killed(outcome) == ["driver@trainer.optimizer:2/stop-kill"]
+    assert outcome.codes == [-signal.SIGKILL, 0]
+    assert outcome.is_good

@@ -105,9 +105,9 @@ def test_a_large_disk_is_not_filled(tmp_path: Path) -> None:
 
 
 def test_a_torn_spool_has_lost_its_last_record_and_no_other(tmp_path: Path) -> None:
-    assert not tear_spool(tmp_path)  # there is none
+    assert tear_spool(tmp_path) is None  # there is no spool
     spool = Spool(tmp_path / "spool")
     spool.append([(Task("train", group, 1), b"x" * 100) for group in range(3)])
     spool.close()
-    assert tear_spool(tmp_path)
+    assert tear_spool(tmp_path) == tmp_path
     assert [task.group for task, _, _ in Spool(tmp_path / "spool").entries()] == [0, 1]

@@ -38,6 +38,7 @@ def test_totals_are_sums_over_the_rounds(tmp_path: Path) -> None:
                 "perf/train_time": 2.0,
                 "perf/wait_time": 1.0,
                 "perf/step_time": 3.5,  # the whole round: not a phase
+                "weights/version": step + 1.0,
                 "perf/pause_time": 0.5,  # inside another phase
             },
         )

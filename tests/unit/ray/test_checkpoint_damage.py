@@ -172,10 +172,10 @@ def test_a_run_that_starts_again_reads_its_checkpoint_before_it_starts_a_part(
         raise EngineError("the parts were started")
 
     monkeypatch.setattr(launch, "open_machine", open_machine)
-    config, watchers = parse(["--hf-checkpoint", "models/m", "--load", str(tmp_path)]), (Mock(), Mock(), Mock())
+    config = parse(["--hf-checkpoint", "models/m", "--load", str(tmp_path)])
 
     def life() -> launch.End:
-        return launch._live(config, tmp_path, Mock(), watchers, is_later=True)
+        return launch._live(config, Mock(path=tmp_path, restarts=Mock(num=1)))
 
     assert life().message == "the parts were started"  # there is no checkpoint yet
     checkpoint = saved(tmp_path, 0)

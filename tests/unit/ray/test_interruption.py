@@ -38,6 +38,7 @@ from vime.types import (
 )
 from vime.weights.versions import VersionLedger
 
+FIRST_PROGRAM: Any = SimpleNamespace(loss=None, is_alone=True)
 WRITTEN = SimpleNamespace(wait=lambda _name, _deadline_s: {})
 
 
@@ -230,7 +231,7 @@ def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
 
     monkeypatch.setattr(launch, "open_machine", open_machine)
     monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
-    end = launch._run(parse(["--max-restarts", "3"]), machine.run_dir, rhythm)
+    end = launch._run(parse(["--max-restarts", "3"]), machine.run_dir, rhythm, FIRST_PROGRAM)
     assert end == 0
     assert len(lives) == 4
     said = capsys.readouterr()
@@ -371,7 +372,7 @@ def test_a_second_signal_does_not_claim_that_nothing_was_lost(
     monkeypatch.setattr(launch, "open_machine", killed)
     monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
     (tmp_path / "logs").mkdir()
-    assert launch._run(parse([]), tmp_path, lambda _machine: None) == 130
+    assert launch._run(parse([]), tmp_path, lambda _machine: None, FIRST_PROGRAM) == 130
     assert "since the last checkpoint are not saved" in capfd.readouterr().err
 
 

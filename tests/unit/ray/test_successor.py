@@ -1,0 +1,111 @@
+"""A process that replaces its program ends what the program before had started, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.training import ROOT
+from vime.config.parse import parse
+from vime.ray import launch
+from vime.ray.checkpoint import RunState, save_checkpoint
+from vime.ray.successor import Loss
+
+LOSS = Loss(
+    server="raylet (pid 7)",
+    run_dir="/runs/one",
+    is_alone=True,
+    may_restart=True,
+    trained_round=4,
+    num_restarts=1,
+    newest_round=3,
+    found=None,
+)
+PROGRAM = """
+import dataclasses, json, os, subprocess, sys, threading
+import psutil
+from tests.unit.ray.test_successor import LOSS
+from vime.ray.successor import HANDED_ON, Program
+program = Program()
+if program.loss is None:
+    os.environ["ADDED_BY_THE_RUN"] = "1"
+    subprocess.run(["sh", "-c", "setsid sleep 600 & sleep 600 & exit 0"], check=True)  # two orphans, one far off
+    subprocess.Popen(["sleep", "600"])
+    started = [child.pid for child in psutil.Process().children()] if program.is_alone else []
+    print(json.dumps([os.getpid(), started]), flush=True)
+    loss = dataclasses.replace(LOSS, is_alone=program.is_alone)
+    threading.Thread(target=program.replace, args=[loss]).start()
+    threading.Event().wait()
+program.end_what_is_left()
+left = sorted({"ADDED_BY_THE_RUN", HANDED_ON} & set(os.environ))
+print(json.dumps([os.getpid(), dataclasses.asdict(program.loss), left, len(psutil.Process().children())]))
+"""
+
+
+def run(*command: str) -> list[list[object]]:
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_all_that_the_old_program_started_is_ended_orphans_too() -> None:
+    (pid, started), (new_pid, loss, left_in_environment, num_children) = run(sys.executable, "-c", PROGRAM)
+    assert isinstance(started, list)
+    assert len(started) == 3
+    assert not any(map(psutil.pid_exists, started))
+    assert new_pid == pid
+    assert loss == {**{name: getattr(LOSS, name) for name in Loss.__slots__}}
+    assert (left_in_environment, num_children) == ([], 0)
+
+
+def test_where_somebody_else_started_children_nothing_is_ended(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/pid; exec {sys.executable} -c '{PROGRAM}'"
+    try:
+        _, (_, loss, _, num_children) = run("sh", "-c", script)
+        assert isinstance(loss, dict)
+        assert (loss["is_alone"], num_children) == (False, 2)  # the shell's and the direct one
+        assert psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    finally:
+        for process in psutil.process_iter():
+            if process.name() == "sleep" and os.environ["VIME_TEST_SESSION"] in process.environ().get(
+                "VIME_TEST_SESSION", ""
+            ):
+                process.kill()
+
+
+def test_a_successor_goes_on_counting_restarts(tmp_path: Path) -> None:
+    """Round 4 is newer than any before (3), so that this is the first restart again; with 3 it is the last of two."""
+    config = parse(["--max-restarts", "2"])
+    restarts = launch.Restarts(config, tmp_path, LOSS)
+    assert restarts.after(launch._end_of_ray(config, tmp_path, LOSS)) is not None
+    assert restarts.num == 1
+    old_round = launch.Restarts(config, tmp_path, LOSS)
+    assert old_round.after(launch.End(code=3, is_worth_a_restart=True, trained_round=3)) is not None
+    assert old_round.num == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "may_restart", "is_worth_it"),
+    [([], True, True), ([], False, False), (["--ray-address", "127.0.0.1:6379"], True, False)],
+)
+def test_a_lost_ray_starts_again_unless_it_is_somebody_elses(
+    tmp_path: Path, flags: list[str], may_restart: bool, is_worth_it: bool
+) -> None:
+    root = tmp_path / "checkpoints"
+    save_checkpoint(root, RunState(rollout_id=4, version=5, data_source={}), lambda _directory: None)
+    config = parse(["--device", "cpu", *flags])
+    loss = launch.Restarts(config, tmp_path).loss(
+        "raylet (pid 7)", path=tmp_path, is_alone=True, may_restart=may_restart, trained_round=4
+    )
+    end = launch._end_of_ray(config, tmp_path, loss)
+    assert (end.code, end.is_worth_a_restart, end.trained_round) == (3, is_worth_it, 4)
+    assert (
+        "Ray's raylet (pid 7) died. Without it nothing of this run works, so nothing could be saved. The newest"
+        in (end.message)
+    )
+    assert f"go on with --load {root}" in end.message
