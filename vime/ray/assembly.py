@@ -23,13 +23,14 @@ from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, start_queue, stop_queue
 from vime.ray.checkpoint import Start, find_start, read_run_state
-from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray, watched_ray
+from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.damage import doubts
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
 from vime.ray.ledger_choice import choose_ledger
 from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
+from vime.ray.servers import watched_ray
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for

@@ -11,10 +11,8 @@ import itertools
 import logging
 import os
 import secrets
-import select
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -61,8 +59,6 @@ NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 1.6 CPU s a process."""
 LOCAL_LOGS = "Ray's own logs are in /tmp/ray/session_latest/logs."
 END_S = 10.0
-SERVERS = ("gcs_server", "raylet")
-"""Ray's processes without which no other works."""
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
 
@@ -347,38 +343,6 @@ def _check_interface(config: Config) -> None:
 def stop_ray() -> None:
     """Leave the cluster; a local one is shut down."""
     ray.shutdown()
-
-
-@contextlib.contextmanager
-def watched_ray(on_lost: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_lost` from a thread as soon as a server of the local Ray ends, with its name and pid.
-
-    Ray ends the driver's process then, without a word and past every `except`: after its node server (raylet) by the
-    next call, after its cluster server (gcs_server) in a minute. So `on_lost` has to end the process itself. To be left
-    before Ray is stopped. Does nothing for a cluster that was joined: its servers are no children of this process.
-    """
-    servers = {
-        os.pidfd_open(child.pid): f"{child.name()} (pid {child.pid})"
-        for child in psutil.Process().children()
-        if child.name() in SERVERS
-    }
-    end, stop = os.pipe()
-
-    def watch() -> None:
-        """Waits for: the first of the servers to end, or the end of the block."""
-        ready, _, _ = select.select([end, *servers], [], [])
-        if end not in ready:
-            on_lost(servers[ready[0]])
-
-    watcher = threading.Thread(target=watch, name="vime-ray-watch", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        os.close(stop)  # the other end becomes readable
-        watcher.join(END_S)
-        for descriptor in (end, *servers):
-            os.close(descriptor)
 
 
 def _check_resources(demand: Demand) -> None:

@@ -1,6 +1,6 @@
 """A run whose Ray died goes on in a new program under the same pid.
 
-Ray's library ends the process that uses it when a server of Ray is gone (`ray/cluster.py::watched_ray`), past every
+Ray's library ends the process that uses it when a server of Ray is gone (`ray/servers.py::watched_ray`), past every
 `except`, and cannot be taken out of it. So the process replaces its program before that: execve keeps the pid, the
 terminal and the children. All that the old program had started are then descendants of this process, orphans
 included, and are ended by their numbers; `ray/launch.py` judges the loss as that of any other part.

@@ -109,7 +109,8 @@ def test_a_real_ray_that_never_starts_in_time_ends_the_run_by_name(
 WATCH = """
 import os, psutil, sys, threading, time
 from vime.config.parse import parse
-from vime.ray.cluster import start_ray, stop_ray, watched_ray
+from vime.ray.cluster import start_ray, stop_ray
+from vime.ray.servers import watched_ray
 start_ray(parse(["--device", "cpu"]))
 said, heard = [], threading.Event()
 def on_lost(what):

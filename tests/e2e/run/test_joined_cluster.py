@@ -38,6 +38,11 @@ class Head:
     address: str
     dashboard: str
     home: Path
+    pid: int
+
+    def server(self, name: str) -> psutil.Process:
+        [found] = [child for child in psutil.Process(self.pid).children(recursive=True) if child.name() == name]
+        return found
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
@@ -63,7 +68,7 @@ def running_head(home: Path, *, with_dashboard: bool) -> Iterator[Head]:
         )
     try:
         wait_for_line(log, head, "Ray runtime started")
-        yield Head(address=f"127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard}", home=home)
+        yield Head(address=f"127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard}", home=home, pid=head.pid)
     finally:
         members = [head_process := psutil.Process(head.pid), *head_process.children(recursive=True)]
         head.send_signal(signal.SIGTERM)
@@ -160,6 +165,27 @@ def test_a_token_that_is_missing_or_wrong_is_named_at_once(
     # Ray's own tries, each of which warns, would have come first
     assert "Failed to" not in refused.stderr
     assert "_private/" not in refused.stderr
+
+
+def test_a_run_whose_cluster_died_ends_by_name_and_says_where_to_go_on(
+    tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster is for its owner to start again."""
+    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    with running_head(home, with_dashboard=False) as doomed:
+        flags = [*tiny_task.flags(), *SCRIPTED[:2], "--num-rollout", "500", "--save-interval", "1"]
+        training = Training("train.py", [*flags, "--ray-address", doomed.address], tmp_path / "run")
+        training.wait_for_event("checkpoint_saved")
+        doomed.server("raylet").kill()
+        ended = training.finish(60)
+    assert ended.code == 3, ended.output
+    assert "Ray's raylet (127.0.0.1:" in ended.output
+    assert f"go on with --load {tmp_path / 'run' / 'checkpoints'}" in ended.output
+    assert ended.events("run_restarted") == []
 
 
 def test_a_submitted_job_runs_on_its_cluster(head: Head, tiny_task: TinyTask, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The driver's process: nothing of the trainer's device layer in it, demands added up, rounds due when they are due."""
 
 import contextlib
-import queue
 import socket
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from vime.config.parse import parse
-from vime.ray import cluster
 from vime.ray import machine as machine_module
 from vime.ray.checkpoint import RunState, find_start, save_checkpoint
 from vime.ray.cluster import demand_of, start_ray
@@ -106,22 +104,3 @@ def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from
     assert rounds == [2, 3, 4, 5]
     kept = sorted(path.name for path in tmp_path.glob("iter_*"))
     assert kept == ["iter_0000001", "iter_0000004", "iter_0000005"]
-
-
-def test_a_server_of_ray_that_ends_is_named_and_one_that_lives_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "SERVERS", ("sleep",))
-    server = subprocess.Popen(["sleep", "600"])
-    said: queue.Queue[str] = queue.Queue()
-    try:
-        with cluster.watched_ray(said.put):
-            pass
-        assert said.empty()
-        with cluster.watched_ray(said.put):
-            server.kill()
-            assert said.get(timeout=30) == f"sleep (pid {server.pid})"
-    finally:
-        server.kill()
-        server.wait()
-    with cluster.watched_ray(said.put):  # a cluster that was joined: no server is a child of this process
-        pass
-    assert said.empty()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,16 +35,18 @@ from vime.ray.successor import HANDED_ON, Program
 program = Program()
 if program.loss is None:
     os.environ["ADDED_BY_THE_RUN"] = "1"
-    subprocess.run(["sh", "-c", "setsid sleep 600 & sleep 600 & exit 0"], check=True)  # two orphans, one far off
-    subprocess.Popen(["sleep", "600"])
-    started = [child.pid for child in psutil.Process().children()] if program.is_alone else []
+    if program.is_alone:  # two orphans, one of them in a session of its own
+        subprocess.run(["sh", "-c", "setsid sleep 600 & sleep 600 &"], stdout=subprocess.DEVNULL, check=True)
+    subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+    started = [child.pid for child in psutil.Process().children()]
     print(json.dumps([os.getpid(), started]), flush=True)
     loss = dataclasses.replace(LOSS, is_alone=program.is_alone)
     threading.Thread(target=program.replace, args=[loss]).start()
     threading.Event().wait()
 program.end_what_is_left()
-left = sorted({"ADDED_BY_THE_RUN", HANDED_ON} & set(os.environ))
-print(json.dumps([os.getpid(), dataclasses.asdict(program.loss), left, len(psutil.Process().children())]))
+names = sorted({"ADDED_BY_THE_RUN", HANDED_ON} & set(os.environ))
+left = [child.pid for child in psutil.Process().children()]
+print(json.dumps([os.getpid(), dataclasses.asdict(program.loss), names, left]))
 """
 
 
@@ -54,28 +56,25 @@ def run(*command: str) -> list[list[object]]:
 
 
 def test_all_that_the_old_program_started_is_ended_orphans_too() -> None:
-    (pid, started), (new_pid, loss, left_in_environment, num_children) = run(sys.executable, "-c", PROGRAM)
+    (pid, started), (new_pid, loss, names, left) = run(sys.executable, "-c", PROGRAM)
     assert isinstance(started, list)
     assert len(started) == 3
     assert not any(map(psutil.pid_exists, started))
     assert new_pid == pid
-    assert loss == {**{name: getattr(LOSS, name) for name in Loss.__slots__}}
-    assert (left_in_environment, num_children) == ([], 0)
+    assert loss == dataclasses.asdict(LOSS)
+    assert (names, left) == ([], [])
 
 
-def test_where_somebody_else_started_children_nothing_is_ended(tmp_path: Path) -> None:
-    script = f"sleep 600 & echo $! > {tmp_path}/pid; exec {sys.executable} -c '{PROGRAM}'"
-    try:
-        _, (_, loss, _, num_children) = run("sh", "-c", script)
-        assert isinstance(loss, dict)
-        assert (loss["is_alone"], num_children) == (False, 2)  # the shell's and the direct one
-        assert psutil.pid_exists(int((tmp_path / "pid").read_text()))
-    finally:
-        for process in psutil.process_iter():
-            if process.name() == "sleep" and os.environ["VIME_TEST_SESSION"] in process.environ().get(
-                "VIME_TEST_SESSION", ""
-            ):
-                process.kill()
+def test_where_somebody_else_started_children_nothing_is_ended() -> None:
+    """As a shell does that becomes the run: `server & exec python train.py`."""
+    (_, started), (_, loss, _, left) = run("sh", "-c", f"sleep 600 >&- & exec {sys.executable} -c '{PROGRAM}'")
+    assert isinstance(started, list)
+    for pid in started:  # the shell's and the run's own
+        psutil.Process(pid).kill()
+    assert isinstance(loss, dict)
+    assert not loss["is_alone"]
+    assert len(started) == 2
+    assert left == started
 
 
 def test_a_successor_goes_on_counting_restarts(tmp_path: Path) -> None:
@@ -104,8 +103,7 @@ def test_a_lost_ray_starts_again_unless_it_is_somebody_elses(
     )
     end = launch._end_of_ray(config, tmp_path, loss)
     assert (end.code, end.is_worth_a_restart, end.trained_round) == (3, is_worth_it, 4)
-    assert (
-        "Ray's raylet (pid 7) died. Without it nothing of this run works, so nothing could be saved. The newest"
-        in (end.message)
+    assert "Ray's raylet (pid 7) died. Without it nothing of this run works, so nothing could be saved. The newest" in (
+        end.message
     )
     assert f"go on with --load {root}" in end.message

@@ -1,0 +1,125 @@
+"""The servers of Ray without which nothing of a run works, watched: whose end this process must know before Ray does.
+
+Ray ends the driver's process when they are gone, without a word and past every `except`: after its node server (raylet)
+by the next call, after its cluster server (GCS) in a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import ray
+
+GCS, RAYLET = "gcs_server", "raylet"
+CONNECT_S, RETRY_S, JOIN_S = 10.0, 1.0, 10.0
+GCS_PATIENCE_S = 45.0
+"""Whoever owns a cluster may start its GCS again. Ray waits for it for 60 s."""
+GREETING_BYTES = 1 << 16
+
+
+class _OwnServer:
+    """Of a local Ray: a child of this process. The kernel says at once when it ends."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self.name = f"{process.name()} (pid {process.pid})"
+        self._descriptor = os.pidfd_open(process.pid)
+        self.is_away = False
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def is_lost(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _JoinedServer:
+    """Of a cluster: seen through a connection on which nothing is asked. It ends with the server, or because it is
+    silent; then a new one says which. A server that is away for `patience_s` is lost."""
+
+    def __init__(self, name: str, address: tuple[str, int], *, patience_s: float) -> None:
+        self.name = f"{name} ({address[0]}:{address[1]})"
+        self._address, self._patience_s = address, patience_s
+        self._connection = socket.create_connection(address, CONNECT_S)
+        self.is_away, self._since = False, 0.0
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def is_lost(self) -> bool:
+        """Asked when there is something to read, and again and again while it is away."""
+        if not self.is_away:
+            with contextlib.suppress(OSError):
+                if self._connection.recv(GREETING_BYTES):
+                    return False
+            self.is_away, self._since = True, time.monotonic()
+        self._connection.close()
+        try:
+            self._connection = socket.create_connection(self._address, RETRY_S)
+        except ConnectionRefusedError:
+            return time.monotonic() - self._since >= self._patience_s
+        except OSError:  # its machine is busy, or gone: Ray's own time-outs say which
+            return False
+        self.is_away = False
+        return False
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def watched_ray(on_lost: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_lost` from a thread with the name of the first server of Ray that is lost. Ray is about to end this
+    process then, so `on_lost` has to end or replace it first. To be left before Ray is stopped."""
+    servers = _own_servers() or _joined_servers()
+    end, stop = os.pipe()
+
+    def watch() -> None:
+        """Waits for: the first of the servers to be lost, or the end of the block."""
+        while True:
+            away = [server for server in servers if server.is_away]
+            here = [server for server in servers if not server.is_away]
+            ready, _, _ = select.select([end, *here], [], [], RETRY_S if away else None)
+            if end in ready:
+                return
+            for server in [*(server for server in here if server in ready), *away]:
+                if server.is_lost():
+                    on_lost(server.name)
+                    return
+
+    watcher = threading.Thread(target=watch, name="vime-ray-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.close(stop)  # the other end becomes readable
+        watcher.join(JOIN_S)
+        os.close(end)
+        for server in servers:
+            server.close()
+
+
+def _own_servers() -> list[_OwnServer | _JoinedServer]:
+    return [_OwnServer(child) for child in psutil.Process().children() if child.name() in (GCS, RAYLET)]
+
+
+def _joined_servers() -> list[_OwnServer | _JoinedServer]:
+    """The cluster's GCS, and the raylet of this node."""
+    if not ray.is_initialized():
+        return []
+    context = ray.get_runtime_context()
+    host, _, port = context.gcs_address.rpartition(":")
+    [node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+    return [
+        _JoinedServer(GCS, (host.strip("[]"), int(port)), patience_s=GCS_PATIENCE_S),
+        _JoinedServer(RAYLET, (node["NodeManagerAddress"], node["NodeManagerPort"]), patience_s=0),
+    ]
