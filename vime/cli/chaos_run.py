@@ -152,18 +152,17 @@ class ChaosRun:
                 self._members.kill()
                 self._mend(float("inf"))
                 self._process.wait(END_GRACE_S)
-            self._between_lives = [name for name in self._between_lives if not self._is_done(name)]
+            for fault in self._between_lives[:]:
+                if (directory := BETWEEN_LIVES[fault](self.directory)) is not None:
+                    self.directory = directory
+                    self._between_lives.remove(fault)
             self._explain(outcome.strikes[first_of_attempt:], outcome.codes[-1] if outcome.codes else 0)
         outcome.strikes += [Strike(case=case) for case in waiting]
         outcome.seconds = time.monotonic() - started
-        outcome.weights, outcome.audit, outcome.metrics = self._compare(), self._audit(), self._count_lines()
+        outcome.weights, outcome.audit = self._compare(), _audit(self.directory, self.log)
+        outcome.metrics = _count_lines(self.directory, max(self.hashes, default=0))
         outcome.num_restarts = len(outcome.codes) - 1 + len(_events(self.directory, EventKind.RUN_RESTARTED))
         return outcome
-
-    def _is_done(self, fault: str) -> bool:
-        directory = BETWEEN_LIVES[fault](self.directory)
-        self.directory = directory or self.directory
-        return directory is not None
 
     def _explain(self, strikes: Sequence[Strike], code: int) -> None:
         """How the run went on after each of an attempt's strikes; the attempt ended with `code`."""
@@ -229,21 +228,18 @@ class ChaosRun:
             names = list(there)[int(case.draw * len(there)) :][:1]
         if not names:
             return "(was not there)"
-        hit = [name for name in names if self._send(there[name][int(case.draw * len(there[name]))], case.how)]
+        hit = []
+        for name in names:
+            victim = there[name][int(case.draw * len(there[name]))]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGKILL if case.how is How.KILL else signal.SIGSTOP)
+                hit.append(name)
+            if case.how is not How.KILL:
+                after_s, action = (STOPPED_S, victim.resume) if case.how is How.STOP else (HUNG_S, victim.kill)
+                self._undo.append((time.monotonic() + after_s, action))
         if not hit:
             return "(had just ended)"
         return case.target if case.target in FAULTS else "+".join(hit)
-
-    def _send(self, victim: psutil.Process, how: How) -> bool:
-        """Whether it was still there."""
-        try:
-            victim.send_signal(signal.SIGKILL if how is How.KILL else signal.SIGSTOP)
-        except psutil.NoSuchProcess:
-            return False
-        if how is not How.KILL:
-            after_s, action = (STOPPED_S, victim.resume) if how is How.STOP else (HUNG_S, victim.kill)
-            self._undo.append((time.monotonic() + after_s, action))
-        return True
 
     def _mend(self, now: float) -> None:
         """Undo what was to last until `now`."""
@@ -314,21 +310,23 @@ class ChaosRun:
             return f"version {max(self._expected)} is missing"
         return EQUAL
 
-    def _audit(self) -> str:
-        if not (self.directory / LEDGER_NAME).exists():
-            return "-"
-        command = [sys.executable, "-m", "vime", "audit", str(self.directory)]
-        with self.log.open("ab") as log:
-            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
-        return KEPT if done.returncode == 0 else "BROKEN"
 
-    def _count_lines(self) -> str:
-        """Each round that made a version has its line of metrics."""
-        if not (self.directory / METRICS_FILE).exists():
-            return "-"
-        told = read_metrics(self.directory)
-        missing = [number for number in range(max(self.hashes, default=0)) if VERSION not in told.get(number, {})]
-        return f"without rounds {missing}" if missing else WHOLE
+def _audit(run_dir: Path, output: Path) -> str:
+    if not (run_dir / LEDGER_NAME).exists():
+        return "-"
+    command = [sys.executable, "-m", "vime", "audit", str(run_dir)]
+    with output.open("ab") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=AUDIT_S, check=False)
+    return KEPT if done.returncode == 0 else "BROKEN"
+
+
+def _count_lines(run_dir: Path, num_rounds: int) -> str:
+    """Whether each round has its line of metrics."""
+    if not (run_dir / METRICS_FILE).exists():
+        return "-"
+    told = read_metrics(run_dir)
+    missing = [number for number in range(num_rounds) if VERSION not in told.get(number, {})]
+    return f"without rounds {missing}" if missing else WHOLE
 
 
 def _error(line: bytes) -> str:
