@@ -18,7 +18,7 @@ import psutil
 
 from vime.cli.chaos_faults import BETWEEN_LIVES, FAULTS, HUNG_S, STOPPED_S, How, fill_disk
 from vime.cli.chaos_members import POLL_S, Members
-from vime.handoff.ledger_types import LEDGER_NAME
+from vime.handoff.receipts import RECEIPTS_NAME
 from vime.observability.events import Event, EventKind, read_events
 from vime.observability.metrics import METRICS_FILE, VERSION, read_metrics
 from vime.types import WaitTimeoutError
@@ -97,7 +97,7 @@ class Outcome:
     strikes: list[Strike] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)  # exit code of each attempt; negative: ended by that signal
     left: list[str] = field(default_factory=list)  # what did not end by itself
-    audit: str = "-"  # of the ledger, where there is one
+    audit: str = "-"
     weights: str = "-"  # of every published version, beside the undisturbed run's
     metrics: str = "-"  # whether each round has its line
     save_interval: int = 1  # rounds
@@ -312,7 +312,7 @@ class ChaosRun:
 
 
 def _audit(run_dir: Path, output: Path) -> str:
-    if not (run_dir / LEDGER_NAME).exists():
+    if not (run_dir / RECEIPTS_NAME).exists():
         return "-"
     command = [sys.executable, "-m", "vime", "audit", str(run_dir)]
     with output.open("ab") as log:
