@@ -7,6 +7,7 @@ by the next call, after its cluster server (GCS) in a minute.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import ray
+
+logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
 CONNECT_S, RETRY_S, JOIN_S = 10.0, 1.0, 10.0
@@ -113,13 +116,19 @@ def _own_servers() -> list[_OwnServer | _JoinedServer]:
 
 
 def _joined_servers() -> list[_OwnServer | _JoinedServer]:
-    """The cluster's GCS, and the raylet of this node."""
+    """The cluster's GCS, and the raylet of this node, as far as they let themselves be watched."""
     if not ray.is_initialized():
         return []
     context = ray.get_runtime_context()
     host, _, port = context.gcs_address.rpartition(":")
-    [node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
-    return [
-        _JoinedServer(GCS, (host.strip("[]"), int(port)), patience_s=GCS_PATIENCE_S),
-        _JoinedServer(RAYLET, (node["NodeManagerAddress"], node["NodeManagerPort"]), patience_s=0),
-    ]
+    addresses = [(GCS, host.strip("[]"), int(port), GCS_PATIENCE_S)]
+    for node in ray.nodes():
+        if node["NodeID"] == context.get_node_id():
+            addresses.append((RAYLET, node["NodeManagerAddress"], node["NodeManagerPort"], 0.0))
+    found: list[_OwnServer | _JoinedServer] = []
+    for name, host, number, patience_s in addresses:
+        try:
+            found.append(_JoinedServer(name, (host, number), patience_s=patience_s))
+        except OSError as error:
+            logger.warning("Ray's %s (%s:%d) cannot be watched: %s", name, host, number, error)
+    return found

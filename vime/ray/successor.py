@@ -24,7 +24,7 @@ from vime.utils.processes import read_processes, title, tree
 HANDED_ON = "VIME_AFTER_RAY"
 """In the environment of the new program: a `Loss`."""
 PR_SET_CHILD_SUBREAPER = 36
-END_S, POLL_S = 30.0, 0.02
+END_S, POLL_S = 60.0, 0.02
 NUM_STREAMS = 3  # stdin, stdout, stderr
 
 
