@@ -47,8 +47,10 @@ def tear_spool(run_dir: Path) -> Path | None:
     return run_dir
 
 
-def move(run_dir: Path) -> Path:
-    """Give a run's directory another name."""
+def move(run_dir: Path) -> Path | None:
+    """Give a run's directory another name; None when there is none yet."""
+    if not run_dir.exists():
+        return None
     return run_dir.rename(run_dir.with_name(f"{run_dir.name}.moved"))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ledger_cases import checked, issue, make_ready, open_ledger, train
-from vime.cli.chaos_faults import fill_disk, tear_spool
+from vime.cli.chaos_faults import fill_disk, move, tear_spool
 from vime.handoff.ledger_types import LedgerFileError, Task
 from vime.handoff.spool import Spool, SpoolFullError, SpoolReader
 from vime.observability.events import EventKind, EventLog, read_events
@@ -111,3 +111,10 @@ def test_a_torn_spool_has_lost_its_last_record_and_no_other(tmp_path: Path) -> N
     spool.close()
     assert tear_spool(tmp_path) == tmp_path
     assert [task.group for task, _, _ in Spool(tmp_path / "spool").entries()] == [0, 1]
+
+
+def test_a_directory_that_is_not_there_yet_moves_later(tmp_path: Path) -> None:
+    assert move(tmp_path / "run") is None
+    (tmp_path / "run").mkdir()
+    assert move(tmp_path / "run") == tmp_path / "run.moved"
+    assert (tmp_path / "run.moved").is_dir()
