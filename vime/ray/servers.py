@@ -7,10 +7,12 @@ by the next call, after its cluster server (GCS) in a minute.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ CONNECT_S, RETRY_S, JOIN_S = 10.0, 1.0, 10.0
 GCS_PATIENCE_S = 45.0
 """Whoever owns a cluster may start its GCS again. Ray waits for it for 60 s."""
 GREETING_BYTES = 1 << 16
+PIDFD_GETFD = 438  # the number of the system call, the same on every architecture
 
 
 class _OwnServer:
@@ -33,6 +36,7 @@ class _OwnServer:
     def __init__(self, process: psutil.Process) -> None:
         self.name = f"{process.name()} (pid {process.pid})"
         self._descriptor = os.pidfd_open(process.pid)
+        self._held = _hold_connections(process.pid, self._descriptor)
         self.is_away = False
 
     def fileno(self) -> int:
@@ -42,7 +46,38 @@ class _OwnServer:
         return True
 
     def close(self) -> None:
+        for connection in self._held:
+            connection.close()
         os.close(self._descriptor)
+
+
+def _hold_connections(pid: int, pidfd: int) -> list[socket.socket]:
+    """Hold the server's ends of its local connections with this process, so that they outlive the server: a call of
+    Ray on them then waits, where it would end this process before the thread that watches has heard of the death. (A
+    process that dies closes its files first, and is reported afterwards.) Empty where the kernel does not allow it."""
+    library = ctypes.CDLL(None, use_errno=True)
+    held = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        descriptor = library.syscall(PIDFD_GETFD, pidfd, int(name), 0)
+        if descriptor < 0:
+            logger.info("connections of Ray's servers cannot be held: %s", os.strerror(ctypes.get_errno()))
+            return held
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:  # another kind of file
+            os.close(descriptor)
+            continue
+        if connection.family == socket.AF_UNIX and _peer(connection) == os.getpid():
+            held.append(connection)
+        else:
+            connection.close()
+    return held
+
+
+def _peer(connection: socket.socket) -> int:
+    """The process that connected, 0 when none did."""
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
 
 
 class _JoinedServer:
