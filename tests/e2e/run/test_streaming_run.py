@@ -138,7 +138,7 @@ def assert_no_flipped_bit_is_silent(runs: list[Path], flags: list[str]) -> None:
     made = run_trial(subjects, tries=sum(len(subject.kinds()) for subject in subjects), seed=0)
     assert [str(one) for one in made if one.verdict == "SILENT"] == []
     named = {one.kind for one in made if one.verdict == "named"}
-    assert named >= {"checkpoints/iter_N/run_state.json", "ledger.db-wal", "spool/segment-N.vsp"}
+    assert named >= {"checkpoints/iter_N/run_state.json", "ledger.db.lock", "spool/segment-N.vsp"}
 
 
 def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: TinyTask, tmp_path: Path) -> None:
