@@ -13,9 +13,10 @@ copies of them, and prints what each kind of file had:
 
 A kind of file (a line of UNREAD, or the name without its numbers) gets as many tries as any other, whatever its size.
 The resume is the real one as far as it goes without processes: preflight, the claim of the directory, the choice of
-ledger and checkpoint, every byte of the checkpoint, the ledger's restore, the payloads that are to be trained. On top
-of it `--resumes` real runs go on from a flipped directory, and end with the weights of one that nobody touched or say
-what is wrong; the first ones have a flip in every harmless or unread file at once.
+ledger and checkpoint, every byte of the checkpoint, the ledger's restore, the payloads that are to be trained, the
+trainer's receipts, and the audit at the end. On top of it `--resumes` real runs go on from a flipped directory, and end
+with the weights of one that nobody touched or say what is wrong; the first ones have a flip in every harmless or unread
+file at once.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from vime.handoff.ledger import Ledger, needed_payloads
 from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME
+from vime.handoff.receipts import ReceiptBook
 from vime.handoff.spool import Fsync, Spool
 from vime.handoff.spool_check import check_spool
 from vime.observability.events import EventKind, read_events
@@ -67,11 +69,13 @@ UNREAD = {
     "checkpoints/run.lock": "the same, for the directory of checkpoints",
     "spool/spool.lock": "empty or never read: the lock is the kernel's",
     "ledger.db-shm": "sqlite's index of the log, in shared memory; made anew by the first that opens the file",
-    "events/*": "for people, `vime report` and the trace; a line that is no event is left out with a warning",
+    "events/*": "for people, `vime report`, the trace, and the audit, which compares what two tell of one round or "
+    "version; a line that is no event is left out with a warning",
     "logs/*": "for people",
     "waits/*": "for `vime why-stuck`; removed by each start",
     "eval/*": "for people and the end screen: answers to held-out prompts",
-    "metrics.jsonl": "for people and `vime report`; a start only looks whether the last line has an end",
+    "metrics.jsonl": "for people, `vime report`, and the audit, which compares a round's samples and tokens; a start "
+    "only looks whether the last line has an end",
     "trace.json": "drawn from events/ by each `vime report`",
     "reward_curve.png": "drawn from metrics.jsonl by each `vime report`",
 }
@@ -177,7 +181,8 @@ def audit(subject: Subject) -> object:
 
 
 def resume(subject: Subject) -> object:
-    """What a run does with the directory before its first prompt; answers all that it would go on from."""
+    """What a run does with the directory before its first prompt, and the audit with which it ends; answers all that it
+    would go on from."""
     run, config = subject.run, subject.config
     with contextlib.ExitStack() as claims:
         preflight(config, is_async=False)
@@ -192,7 +197,9 @@ def resume(subject: Subject) -> object:
         state = read_run_state(start.checkpoint)
         restored = restore(run, config, start.rollout_id - 1, start.checkpoint)
         refuse_any_damage(start.checkpoint, compare_hashes)
-        return start, state, restored
+        receipts = ReceiptBook(run, start_round=start.rollout_id, link=start.receipt)
+        receipts.close()
+        return start, state, restored, receipts.link, audit(subject)
 
 
 def restore(run: Path, config: Config, checkpoint_round: int, checkpoint: Path) -> object:
