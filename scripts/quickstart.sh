@@ -10,12 +10,12 @@ SEED=${SEED:-0}
 PYTHON=${VIME_VENV:-.venv}/bin/python
 MODEL=examples/quickstart/model
 DATA=data/quickstart-seed$SEED
-RUN=runs/$(date +%Y%m%d-%H%M%S)
 
 echo "[1/3] install"
 ./scripts/install.sh
 echo "[2/3] data (the model, which was taught to guess, is in $MODEL)"
 "$PYTHON" examples/quickstart/prepare.py --data-dir "$DATA" --seed "$SEED"
+RUN=runs/$(date +%Y%m%d-%H%M%S)
 echo "[3/3] train: it may guess, or write its steps first; only the answer is rewarded"
 
 MODEL_ARGS=(--hf-checkpoint "$MODEL" --seed "$((1234 + SEED))")

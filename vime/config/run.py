@@ -26,7 +26,7 @@ class AgreementConfig:
     train_rollout_diff_threshold: float | None = flag(
         None,
         "mean |trainer - engine| log-probability above which a cause is looked for, nats a token; empty: 1e-4, with "
-        "--bf16 3e-2",
+        "--bf16 6e-2",
         minimum=0,
     )
     on_train_rollout_diff: str | None = flag(

@@ -14,7 +14,8 @@ from contextlib import closing
 from pathlib import Path
 
 from vime.handoff.ledger_book import Book
-from vime.handoff.ledger_schema import open_for_reading
+from vime.handoff.ledger_file import OLD_COPY
+from vime.handoff.ledger_schema import UNREADABLE, open_for_reading
 from vime.handoff.ledger_types import LedgerFileError
 from vime.utils.files import sync
 
@@ -31,9 +32,13 @@ def lasting_file(path: Path, checkpoint_round: int | None) -> Path:
     another checkpoint that has not trained yet."""
     if before_path(path).is_file():
         with closing(open_for_reading(path)) as connection:
-            found = connection.execute("select value from meta where name = ?", (_FLAG,)).fetchone()
-            if found == (1,) and connection.execute(_TO_ROUND).fetchone() != (_number(checkpoint_round),):
-                return before_path(path)
+            try:
+                found = connection.execute("select value from meta where name = ?", (_FLAG,)).fetchone()
+                is_another = connection.execute(_TO_ROUND).fetchone() != (_number(checkpoint_round),)
+            except UNREADABLE as error:
+                raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}. {OLD_COPY}.") from error
+        if found == (1,) and is_another:
+            return before_path(path)
     return path
 
 

@@ -141,7 +141,7 @@ def _start_parts(
     if trainers is not None:
         trainers.start(num_rollout * steps_of_round(config), starter.poll)
     if engines is not None:
-        with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about half a minute"):
+        with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about 15 s"):
             [node_id] = wait_for(
                 [manager.__ray_call__.remote(_node_of)], name="its node", owner="RolloutManager", deadline_s=30
             )

@@ -100,9 +100,11 @@ def limit_threads(config: Config) -> None:
 
 
 def yield_to_trainers(config: Config) -> None:
-    """Lower the priority of this process and of all that it starts. Without a GPU, engines, rewards and trainers share
-    few cores: a trainer is one thread that computes, generation is many that come and go and would push it aside. What
-    the trainer leaves, generation has. (Figures: docs/log.md. What a guard starts is lowered as one: guard.py.)"""
+    """Lower the priority of this process and of all that it starts, a little: to GENERATION_NICENESS.
+
+    Without a GPU, engines, rewards and trainers share few cores: a trainer is one thread that computes, generation is
+    many that come and go and would push it aside. So generation has half of a trainer's weight on a core that both
+    want, and all that the trainer leaves (decisions 0014 and 0016; what a guard starts is lowered as one: guard.py)."""
     if config.cluster.device != "cpu":
         return
     for thread in psutil.Process().threads():  # Linux keeps a niceness for each thread; new ones inherit their maker's

@@ -43,8 +43,7 @@ def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice
     own = None if run_dir is None or not (run_dir / LEDGER_NAME).is_file() else run_dir
     if checkpoint is None:
         if own is not None:
-            with closing(open_for_reading(own / LEDGER_NAME)) as connection:
-                check_content(connection, own / LEDGER_NAME)
+            _check_whole(own / LEDGER_NAME)
         if run_dir is not None and own is None and _has_trained(run_dir):
             raise ConfigError(
                 f"--run-dir {run_dir}: holds a run of mode streaming that has trained (events/), but no {LEDGER_NAME}: "
@@ -63,8 +62,11 @@ def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice
         if not path.is_file():
             refusals.append(f"there is no {path}")
             continue
-        with closing(open_for_reading(lasting_file(path, state.rollout_id))) as connection:
-            check_content(connection, path)
+        _check_whole(path)
+        lasting = lasting_file(path, state.rollout_id)
+        if lasting != path:  # the run puts it in the place of `path`
+            _check_whole(lasting)
+        with closing(open_for_reading(lasting)) as connection:
             obstacle = find_obstacle(connection, state.ledger, state.rollout_id)
         if obstacle is None:
             return LedgerChoice(origin=None if directory == own else directory, mark=state.ledger)
@@ -93,6 +95,11 @@ def _by_path(run_dir: Path | None, own: Path | None, written: Path, checkpoint: 
             "knows which groups it trained. Load with the run directory in its place."
         )
     return LedgerChoice(origin=written, note=note)
+
+
+def _check_whole(ledger: Path) -> None:
+    with closing(open_for_reading(ledger)) as connection:
+        check_content(connection, ledger)
 
 
 def _has_trained(run_dir: Path) -> bool:

@@ -8,6 +8,7 @@ log-probabilities of the same tokens on both sides.
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Sequence
 
 from vime.backends.vllm_utils.control import FleetControl
@@ -18,14 +19,14 @@ from vime.types import EngineAddress, PublishError, TrainRow, Version, VersionSp
 logger = logging.getLogger(__name__)
 
 PROBE_LENGTH = 16
-FP32_BOUND = 1e-3
-BF16_BOUND = 0.2
+FP32_BOUND = 1e-3  # of the largest difference
+BF16_BOUND = 0.2  # of the median: rounding alone moves single tokens by 0.5, with experts by whole nats
 
 
 def check_engines_agree(
     config: Config, trainers: Trainers, engines: Sequence[EngineAddress], version: Version
 ) -> float:
-    """Largest difference between an engine's and the trainer's log-probabilities; PublishError above the bound."""
+    """How far an engine's log-probabilities are from the trainer's, at worst; PublishError above the bound."""
     tokens = [5 + (7 * position) % 23 for position in range(PROBE_LENGTH)]
     response = PROBE_LENGTH - 1
     row = TrainRow(
@@ -47,10 +48,12 @@ def check_engines_agree(
     bound = BF16_BOUND if config.parallel.bf16 else FP32_BOUND
     worst = 0.0
     for address, [got_R] in zip(engines, fleet.prompt_log_probs([tokens]), strict=True):
-        worst = max(abs(a - b) for a, b in zip(got_R, expected_R, strict=True))
-        if not worst <= bound:
+        differences = [abs(a - b) for a, b in zip(got_R, expected_R, strict=True)]
+        difference = statistics.median(differences) if config.parallel.bf16 else max(differences)
+        worst = max(worst, difference)
+        if not difference <= bound:
             raise PublishError(
-                f"engine {address.name}: log-probabilities differ from the trainer's by {worst:.3g} after version "
+                f"engine {address.name}: log-probabilities differ from the trainer's by {difference:.3g} after version "
                 f"{version} (bound {bound:g}), although the bytes were confirmed. The engine computes with other "
                 "weights: restart the run with --load, and report this with the model type."
             )

@@ -22,6 +22,7 @@ from vime.weights.plan import TensorMeta
 Answers = Callable[[str], list[Any]]
 LOGP = 1e-5  # absolute, packed over two ranks against one sequence at a time in transformers' own attention
 RELATIVE = 1e-5  # losses and gradient norms, fp32
+ABSOLUTE = 1e-6  # losses are sums of terms near 1 that cancel
 WEIGHT = 2e-6  # absolute; a step moves a weight by up to 1e-3, and adam_eps keeps rounding noise out of it
 
 
@@ -74,7 +75,8 @@ def test_two_grpo_steps_of_both_backends_are_the_same(fsdp: Answers, case: str) 
         [expected], [metrics] = megatron["metrics"], rank["metrics"]
         assert metrics.keys() == expected.keys()
         for name, value in metrics.items():
-            assert value == pytest.approx(expected[name], rel=RELATIVE, abs=1e-7), name
+            assert value == pytest.approx(expected[name], rel=RELATIVE, abs=ABSOLUTE), name
+        assert metrics["train/lr"] == expected["train/lr"]
         assert rank["weights"].keys() == megatron["weights"].keys()
         for name, tensor in rank["weights"].items():
             torch.testing.assert_close(tensor, megatron["weights"][name], rtol=0, atol=WEIGHT, msg=name)
@@ -84,7 +86,7 @@ def test_several_passes_over_a_round_are_the_same_in_both_backends(fsdp: Answers
     [megatron] = fsdp("passes-megatron")
     [expected] = megatron["metrics"]
     for rank in fsdp("passes-fsdp"):
-        assert rank["metrics"][0]["train/loss"] == pytest.approx(expected["train/loss"], rel=RELATIVE, abs=1e-7)
+        assert rank["metrics"][0]["train/loss"] == pytest.approx(expected["train/loss"], rel=RELATIVE, abs=ABSOLUTE)
         assert rank["metrics"][0]["train/lr"] == expected["train/lr"]
         assert rank["metrics"][0]["train/pg_clipfrac"] > 0
         for name, tensor in rank["weights"].items():

@@ -1,6 +1,7 @@
 """Mode streaming through train.py and train_async.py, with real parts and real SIGKILLs."""
 
 import json
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 
 from tests.helpers.metrics_page import documented_spans, undocumented
 from tests.helpers.ports import LOOPBACK, Port, listening_ports, no_keys, send_pickle
+from tests.helpers.run_flips import Subject, run_trial
 from tests.helpers.training import Finished, TinyTask, Training, train
 from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
@@ -120,12 +122,23 @@ def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
     training.wait_for_event("round_trained", count=7)
     training.process.send_signal(signal.SIGKILL)
     assert training.survivors(grace_s=30) == []  # nobody outlives the driver
+    killed = Path(shutil.copytree(tmp_path / "run", tmp_path / "killed"))
     trained_before = len({event["rollout_id"] for event in training.so_far().events("round_trained")})
     finished = train([*flags, "--load", str(tmp_path / "run" / "checkpoints")], tmp_path / "run")
     assert finished.code == 0, finished.output
     assert trained_before < 14
     assert "audit: every promise kept, 56 groups: 56 durable" in finished.output
     assert_every_round_trained_once(finished, 14, last_checkpoint=13)
+    assert_no_flipped_bit_is_silent([killed, finished.run_dir], [*flags, "--num-rollout", "15"])
+
+
+def assert_no_flipped_bit_is_silent(runs: list[Path], flags: list[str]) -> None:
+    """In any kind of file, one each; `python -m tests.helpers.run_flips DIR` makes 300, and resumes some for real."""
+    subjects = [Subject.of(run, flags) for run in runs]
+    made = run_trial(subjects, tries=sum(len(subject.kinds()) for subject in subjects), seed=0)
+    assert [str(one) for one in made if one.verdict == "SILENT"] == []
+    named = {one.kind for one in made if one.verdict == "named"}
+    assert named >= {"checkpoints/iter_N/run_state.json", "ledger.db.lock", "spool/segment-N.vsp"}
 
 
 def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: TinyTask, tmp_path: Path) -> None:

@@ -6,14 +6,18 @@ smaller token budget, which kills the engine, and to share cached blocks.
 """
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 
+import psutil
 import pytest
 
 from tests.helpers import tiny_models
 from tests.helpers.engines import CONTEXT, KEYS, engine_config, started
 from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.guard import session_members
 from vime.rollout.engine_client import Answer, EngineClient
 from vime.rollout.loops import rollout_loop
 from vime.rollout.seeds import request_seed
@@ -71,3 +75,17 @@ def test_an_answer_depends_on_its_prompt_its_seed_and_the_weights_alone(referenc
     alone, together, after_aborts = rollout_loop().run(run(), name="answers of the engine", timeout_s=120)
     assert alone == together == after_aborts
     assert all(alone[prompt, 0][0] != alone[prompt, 1][0] for prompt in range(len(PROMPTS)))  # other seeds, other draws
+
+
+def test_killed_guard_and_server_leave_no_engine_core_although_nobody_is_there_to_end_it(
+    reference_engine: EngineProcess,
+) -> None:
+    """Last use of this engine. SIGKILL of the guard makes the kernel send SIGKILL to the API server, whose child
+    EngineCore is; each asked the kernel for that when it began, and a forked process does not inherit the wish."""
+    guard = reference_engine.pid
+    members = [psutil.Process(pid) for pid in session_members(guard) if pid != guard]
+    [core] = [process for process in members if process.ppid() != guard]  # the API server's child
+    assert "EngineCore" in " ".join(core.cmdline())
+    os.kill(guard, signal.SIGKILL)
+    _, alive = psutil.wait_procs(members, timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,18 @@ def test_the_rules_of_the_run_are_those_it_was_opened_with_also_after_the_way_ba
     assert len(issue(ledger, 9)) == 5
     ledger.close()
     checked(tmp_path, checkpoint_round=NEWEST)
+
+
+def test_which_ledger_counts_is_refused_by_name_where_the_page_that_says_so_is_damaged(
+    tmp_path: Path, marks: list[LedgerMark]
+) -> None:
+    look(tmp_path, marks[1], 1).close()
+    path = tmp_path / "ledger.db"
+    with closing(sqlite3.connect(path)) as connection:
+        [page] = connection.execute("select rootpage from sqlite_master where name = 'meta'").fetchone()
+        [page_bytes] = connection.execute("pragma page_size").fetchone()
+    with path.open("r+b") as file:
+        file.seek((page - 1) * page_bytes)
+        file.write(b"\xff")  # no kind of page of sqlite's
+    with pytest.raises(LedgerFileError, match=r"ledger\.db: cannot be read as a ledger: .*malformed"):
+        lasting_file(path, NEWEST)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,20 @@ def test_a_new_run_at_the_old_path_refuses_the_old_runs_checkpoint(tmp_path: Pat
     for run in (tmp_path / "run", tmp_path / "new"):
         with pytest.raises(ConfigError, match=r"--load .*belongs to the ledger \w+ at line .*run/ledger.db: is ledger"):
             choose_ledger(run, checkpoint)
+
+
+def test_a_damaged_ledger_is_named_also_where_the_one_from_before_going_back_counts(tmp_path: Path) -> None:
+    """`ledger.db.before` counts and is whole, but the run opens `ledger.db` to put it back: a flipped bit in the
+    definition of an index made that a bare OperationalError after every part had started."""
+    newest = write_run(tmp_path, rounds=3)
+    ledger = open_ledger(tmp_path)
+    ledger.rounds.restore(0, lambda *_: False, None)
+    ledger.close()
+    assert choose_ledger(tmp_path, newest).origin is None
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as connection:
+        connection.execute("drop index retry_group")
+    with pytest.raises(LedgerFileError, match=r"ledger\.db: the ledger is damaged: the definitions of its tables"):
+        choose_ledger(tmp_path, newest)
 
 
 def test_an_imported_queue_is_the_ledger_of_the_checkpoint(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_correction_multiplies_the_policy_term_and_not_the_kl_term(
         kl_loss_coef=0.1,
         kl_loss_type="k1",
     )
-    assert found["loss"] == pytest.approx(expected + 0.1 * 0.75 * math.log(2))
+    assert found["loss"] == pytest.approx(expected + 0.1 * 0.75 * math.log(2), abs=1e-6)  # terms near 1 in fp32
     assert found["tis_clipfrac"] == pytest.approx(changed)
 
 
