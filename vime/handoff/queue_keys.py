@@ -20,6 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from vime.types import HandoffError
+from vime.utils.imports import without_collector, without_compiler
 
 HOOK = "create_zmq_socket"
 HOOKED = tuple(
@@ -57,7 +58,8 @@ def secure_sockets(keys: QueueKeys) -> None:
 
     HandoffError when TransferQueue is not built as expected: nothing may listen without the keys.
     """
-    modules = [importlib.import_module(name) for name in HOOKED]
+    with without_collector(), without_compiler():  # nearly all of the start of TransferQueue's actors
+        modules = [importlib.import_module(name) for name in HOOKED]
     found = {id(getattr(module, HOOK, None)) for module in modules}
     if len(found) != 1 or not hasattr(modules[0], HOOK):
         raise HandoffError(

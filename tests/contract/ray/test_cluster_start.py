@@ -111,6 +111,7 @@ import os, psutil, sys, threading, time
 from vime.config.parse import parse
 from vime.ray.cluster import start_ray, stop_ray, watched_ray
 start_ray(parse(["--device", "cpu"]))
+print("scripts", [word for child in psutil.Process().children(recursive=True) for word in child.cmdline() if ".py" in word])
 said, heard = [], threading.Event()
 def on_lost(what):
     said.append(what)
@@ -137,11 +138,14 @@ def test_the_death_of_a_server_of_ray_is_named_before_it_takes_the_driver_along(
     assert f"lost {server} (pid " in ended.stdout
 
 
-def test_a_ray_that_is_stopped_did_not_die() -> None:
+def test_a_ray_that_is_stopped_did_not_die_and_had_neither_dashboard_nor_autoscaler_nor_reader_of_logs() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", WATCH, "none"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert "stopped []" in ended.stdout, ended.stderr
+    [scripts] = [line for line in ended.stdout.splitlines() if line.startswith("scripts")]
+    assert "runtime_env/agent/main.py" in scripts  # what a script of Ray's looks like
+    assert [name for name in ("dashboard.py", "monitor.py") if name in scripts] == []
 
 
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])
