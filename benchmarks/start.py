@@ -1,4 +1,4 @@
-"""What a start costs: wall seconds from the command to the end of the first round, and CPU seconds by process until then.
+"""What a start costs: wall seconds until the end of the first round, and CPU seconds by process until then.
 
     .venv/bin/python benchmarks/start.py [--repeats 3] [--checkout DIR ...] [-- any train.py flag]
 

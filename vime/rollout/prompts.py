@@ -61,9 +61,7 @@ def is_plain_tokenizer(path: Path) -> bool:
     `AutoTokenizer` takes the same class then, but its import takes 2 CPU s more: it brings the code of generation.
     """
     try:
-        settings, model = (
-            json.loads((path / name).read_text()) for name in ("tokenizer_config.json", "config.json")
-        )
+        settings, model = (json.loads((path / name).read_text()) for name in ("tokenizer_config.json", "config.json"))
         return (
             settings["tokenizer_class"] == "TokenizersBackend"
             and "auto_map" not in settings

@@ -111,7 +111,8 @@ import os, psutil, sys, threading, time
 from vime.config.parse import parse
 from vime.ray.cluster import start_ray, stop_ray, watched_ray
 start_ray(parse(["--device", "cpu"]))
-print("scripts", [word for child in psutil.Process().children(recursive=True) for word in child.cmdline() if ".py" in word])
+words = [word for child in psutil.Process().children(recursive=True) for word in child.cmdline()]
+print("scripts", [word for word in words if ".py" in word])
 said, heard = [], threading.Event()
 def on_lost(what):
     said.append(what)
