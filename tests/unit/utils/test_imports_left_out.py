@@ -31,11 +31,16 @@ def test_a_module_that_is_loaded_already_stays() -> None:
     assert json.loads("1") == 1
 
 
-def test_reading_a_model_s_shape_loads_no_model_class_and_does_not_keep_one_from_being_loaded() -> None:
+def test_reading_a_model_s_shape_loads_no_model_class_and_does_not_keep_one_from_being_loaded(tmp_path: Path) -> None:
+    settings = json.loads((ROOT / "examples/quickstart/model/config.json").read_text())
+    del settings["transformers_version"]  # what it leaves out has to be asked for
+    (tmp_path / "config.json").write_text(json.dumps(settings))
     code = (
         "import sys\n"
         "from vime.backends.megatron_utils.architecture import read_architecture\n"
         "assert read_architecture('examples/quickstart/model').num_layers == 2\n"
+        "assert not {'transformers', 'torch'} & set(sys.modules)\n"
+        f"assert read_architecture({str(tmp_path)!r}).num_layers == 2\n"
         f"assert {MODELS_OF_TRANSFORMERS!r} not in sys.modules\n"
         "from transformers import AutoModelForCausalLM\n"
         "AutoModelForCausalLM.from_pretrained('examples/quickstart/model')\n"
