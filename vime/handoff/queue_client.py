@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController, set_environment
-from vime.handoff.queue_keys import QueueKeys, secure_sockets
+from vime.handoff.queue_keys import QueueKeys, import_hooked, secure_sockets
 from vime.types import HandoffLostError, VimeError, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -80,6 +80,13 @@ def stop_queue(address: QueueAddress) -> None:
     """End the queue's actors. For the driver, when every process has closed its bridge."""
     for actor in (*address.storage_units, address.controller):
         actor.__ray_terminate__.remote()
+
+
+def import_queue() -> None:
+    """Ahead of the first `QueueClient` of this process, which says what is wrong with it."""
+    set_environment()
+    with contextlib.suppress(ImportError):
+        import_hooked()
 
 
 class QueueClient:

@@ -14,6 +14,7 @@ import hmac
 import importlib
 import threading
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import zmq
@@ -53,13 +54,18 @@ class QueueKeys:
         )
 
 
+def import_hooked() -> list[ModuleType]:
+    """HOOKED, and with it all of TransferQueue, torch and tensordict: nearly all of the start of its actors."""
+    with without_collector(), without_compiler():
+        return [importlib.import_module(name) for name in HOOKED]
+
+
 def secure_sockets(keys: QueueKeys) -> None:
     """Make every socket that TransferQueue opens in this process from now on ask for, and show, these keys.
 
     HandoffError when TransferQueue is not built as expected: nothing may listen without the keys.
     """
-    with without_collector(), without_compiler():  # nearly all of the start of TransferQueue's actors
-        modules = [importlib.import_module(name) for name in HOOKED]
+    modules = import_hooked()
     found = {id(getattr(module, HOOK, None)) for module in modules}
     if len(found) != 1 or not hasattr(modules[0], HOOK):
         raise HandoffError(

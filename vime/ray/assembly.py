@@ -24,9 +24,9 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
-from vime.ray.carriers import connect_carrier, start_queue, stop_queue
+from vime.ray.carriers import connect_carrier, import_queue_meanwhile, start_queue, stop_queue
 from vime.ray.checkpoint import Start, checkpoint_root, find_start, newest_checkpoint, read_run_state
-from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray, watched_ray
+from vime.ray.cluster import MANAGER_CPUS, prepare_environment, start_ray, stop_ray, watched_ray
 from vime.ray.damage import doubts
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
@@ -75,6 +75,8 @@ def open_machine(
         stack.callback(books.close)
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
+            prepare_environment(config)
+            import_queue_meanwhile(config)
             start_ray(config, starter.poll)
         stack.enter_context(watched_ray(partial(_end_without_ray, config, run_dir, screen, events)))
         address = None

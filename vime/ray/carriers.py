@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from vime.handoff.object_refs import ObjectRefCarrier
 from vime.handoff.spool import Fsync, Spool
 from vime.ray.cluster import QUEUE_CPUS
 from vime.seams import Carrier
+
+
+def import_queue_meanwhile(config: Config) -> None:
+    """Begin to import what `connect_carrier` needs, in a thread: the driver has time while Ray starts."""
+    if config.queue.transferqueue_mode == "off":
+        return
+    from vime.handoff import queue_client
+
+    threading.Thread(target=queue_client.import_queue, name="vime-import-queue", daemon=True).start()
 
 
 def start_queue(config: Config) -> Any:

@@ -156,7 +156,7 @@ def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> No
 
     `on_retry` runs before a start that failed by a time-out is tried again, and may raise to end the tries.
     """
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    prepare_environment(config)
     # Ray announces on every start that its ports ask for a token, which is as it should be and nothing to act on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     demand = demand_of(config)
@@ -167,13 +167,20 @@ def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> No
     _check_resources(demand)
 
 
-def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
-    """On a busy machine Ray gives its own start up after 30 s: then it is tried again until --start-timeout-secs."""
+def prepare_environment(config: Config) -> None:
+    """Of this process and all that a local Ray starts; said before either imports torch. The user's counts."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if config.cluster.ray_address is not None:
+        return
     os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
     if config.cluster.device == "cpu":
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
         for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
             os.environ.setdefault(name, value)
+
+
+def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
+    """On a busy machine Ray gives its own start up after 30 s: then it is tried again until --start-timeout-secs."""
     _keep_ray_to_itself()
     limit_s = config.cluster.start_timeout_secs
     ends = time.monotonic() + limit_s

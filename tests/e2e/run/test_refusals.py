@@ -10,7 +10,6 @@ import ray
 from tests.helpers.training import TinyTask, train
 from vime.observability.run_dir import claimed_checkpoints
 
-
 SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
 
 

@@ -112,7 +112,7 @@ PPO = ("--advantage-estimator", "ppo")
 
 @pytest.fixture(scope="module")
 def whole(tiny_task: TinyTask, recorded: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """PPO over four rounds by one rank, with the critic on a rank of its own; exports `whole_<round>` beside its run."""
+    """PPO over four rounds by one rank, the critic on a rank of its own; exports `whole_<round>` beside its run."""
     directory = tmp_path_factory.mktemp("whole")
     more = ("--separate-roles", "critic", "--save-hf", f"{directory}/whole_{{rollout_id}}")
     return replayed(tiny_task, recorded, directory / "run", 4, *PPO, *more)
@@ -141,7 +141,7 @@ def test_resumed_run_equals_the_run_that_never_stopped(
 def test_four_trainer_actors_learn_what_one_learns(
     tiny_task: TinyTask, recorded: str, whole: Finished, tmp_path: Path
 ) -> None:
-    """TP2 x DP2, each rank with its part of policy and critic, against one rank of each, through Ray and the carrier."""
+    """TP2 x DP2, each with its part of policy and critic, against one rank of each, through Ray and the carrier."""
     layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]
     four = replayed(tiny_task, recorded, tmp_path / "four", 4, *PPO, *layout)
     for rollout_id in range(4):
