@@ -1,5 +1,5 @@
-"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. This file, `queue_actors.py` and
-`queue_keys.py` are the only ones that import it, and only when a queue is used, so that mode `off` never loads it.
+"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. The `queue_*.py` files are
+the only ones that import it, and only when a queue is used, so that mode `off` never loads it.
 
 A row has one column, and its cell is bytes: TransferQueue costs time by the cell, and a tensor's cell more than bytes
 (decision 0015). What it does not promise is checked here: every call has a deadline (a client of a dead controller
@@ -21,8 +21,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController, set_environment
-from vime.handoff.queue_keys import QueueKeys, import_hooked, secure_sockets
+from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController
+from vime.handoff.queue_keys import QueueKeys, secure_sockets
 from vime.types import HandoffLostError, VimeError, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -82,18 +82,10 @@ def stop_queue(address: QueueAddress) -> None:
         actor.__ray_terminate__.remote()
 
 
-def import_queue() -> None:
-    """Ahead of the first `QueueClient` of this process, which says what is wrong with it."""
-    set_environment()
-    with contextlib.suppress(ImportError):
-        import_hooked()
-
-
 class QueueClient:
     """TransferQueue's client on an event loop of its own; every call has a deadline and notices dead actors."""
 
     def __init__(self, address: QueueAddress, timeout_s: float) -> None:
-        set_environment()
         secure_sockets(address.keys)
         from transfer_queue.client import AsyncTransferQueueClient
 

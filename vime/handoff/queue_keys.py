@@ -11,17 +11,15 @@ a ROUTER listens and a DEALER connects.
 from __future__ import annotations
 
 import hmac
-import importlib
 import threading
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
+from vime.handoff.queue_modules import load_modules
 from vime.types import HandoffError
-from vime.utils.imports import without_collector, without_compiler
 
 HOOK = "create_zmq_socket"
 HOOKED = tuple(
@@ -54,18 +52,12 @@ class QueueKeys:
         )
 
 
-def import_hooked() -> list[ModuleType]:
-    """HOOKED, and with it all of TransferQueue, torch and tensordict: nearly all of the start of its actors."""
-    with without_collector(), without_compiler():
-        return [importlib.import_module(name) for name in HOOKED]
-
-
 def secure_sockets(keys: QueueKeys) -> None:
     """Make every socket that TransferQueue opens in this process from now on ask for, and show, these keys.
 
     HandoffError when TransferQueue is not built as expected: nothing may listen without the keys.
     """
-    modules = import_hooked()
+    modules = load_modules(*HOOKED)
     found = {id(getattr(module, HOOK, None)) for module in modules}
     if len(found) != 1 or not hasattr(modules[0], HOOK):
         raise HandoffError(

@@ -7,15 +7,10 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from typing import TypeVar
 
 MODELS_OF_TRANSFORMERS = "transformers.models.auto.modeling_auto"
 """A configuration or a tokenizer loads the code of all model classes, only to write a docstring (2 CPU s); where that
 fails, transformers goes on without."""
-
-MARKS_FOR_COMPILER = ("allow_in_graph", "assume_constant_result")
-"""Functions of `torch.compiler` that take a function, and load the compiler to note something about it."""
-Function = TypeVar("Function")
 
 
 @contextlib.contextmanager
@@ -48,31 +43,6 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
-    """Import in the block without torch's compiler (1.4 CPU s), where nothing is compiled anyway.
-
-    A library asks for it only to mark functions for it (tensordict does): here such a mark does nothing.
-    """
-    if not is_compiler_off():
-        yield
-        return
-    import torch.compiler
-
-    marks = {name: getattr(torch.compiler, name) for name in MARKS_FOR_COMPILER}
-    for name in marks:
-        setattr(torch.compiler, name, _leave_as_it_is)
-    try:
-        yield
-    finally:
-        for name, mark in marks.items():
-            setattr(torch.compiler, name, mark)
-
-
 def is_compiler_off() -> bool:
     """Whether the environment says to torch that nothing is compiled."""
     return "1" in (os.environ.get("TORCHDYNAMO_DISABLE"), os.environ.get("TORCH_COMPILE_DISABLE"))
-
-
-def _leave_as_it_is(function: Function) -> Function:
-    return function
