@@ -34,7 +34,6 @@ from vime.ray.preflight import preflight
 from vime.ray.rescue import rescue
 from vime.ray.waits import Interrupted
 from vime.types import VimeError, may_pass
-from vime.utils.imports import without_collector
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,7 @@ def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
     with contextlib.ExitStack() as claims:
         try:
             config = parse_command_line()
-            with without_collector():  # torch, to read the model's configuration
-                preflight(config, is_async=is_async)
+            preflight(config, is_async=is_async)
             sign = claims.enter_context(claimed_checkpoints(config.model.save))
             run_dir = claims.enter_context(
                 RunDir.create(config.tracking.run_dir, dump(config), resume=config.model.load is not None)

@@ -124,7 +124,7 @@ class TrainerActor:
             master_address=master[0],
             master_port=master[1],
         )
-        with doing("building the models"), without_collector():
+        with doing("building the models"):
             backend = make_backend(self._config, rank)
             self._worker = TrainWorker(self._config, backend, total_steps=total_steps, roles=self._roles)
         return device_name(backend.device)

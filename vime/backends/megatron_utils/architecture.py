@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.types import ConfigError
-from vime.utils.imports import MODELS_OF_TRANSFORMERS, without
+from vime.utils.imports import MODELS_OF_TRANSFORMERS, without, without_collector
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -138,7 +138,7 @@ def is_complete(entries: dict[str, Any]) -> bool:
 
 
 def _completed(path: Path) -> Any:
-    with without(MODELS_OF_TRANSFORMERS):
+    with without(MODELS_OF_TRANSFORMERS), without_collector():
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(str(path), local_files_only=True)
