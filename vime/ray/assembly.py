@@ -129,11 +129,12 @@ def _start_parts(
     config: Config, run_dir: Path, queue_address: Any, starter: Starter, stack: contextlib.ExitStack
 ) -> Parts:
     deadline_s = config.cluster.start_timeout_secs
-    manager = RolloutManager.options(num_cpus=MANAGER_CPUS).remote(config, str(run_dir), queue_address)
-    stack.callback(_stop_manager, manager)
     engines = trainers = None
     if not config.debug.debug_train_only:
-        engines = Engines(config, run_dir)
+        engines = Engines(config, run_dir)  # before the others, which are ready sooner
+    manager = RolloutManager.options(num_cpus=MANAGER_CPUS).remote(config, str(run_dir), queue_address)
+    stack.callback(_stop_manager, manager)
+    if engines is not None:
         stack.callback(engines.stop)
     if not config.debug.debug_rollout_only:
         trainers = Trainers(config, run_dir, queue_address)
