@@ -25,7 +25,7 @@ if __package__ in (None, ""):
 from benchmarks.spine import role
 
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLE_INTERVAL_S = 0.2
+SAMPLE_INTERVAL_S = 0.5
 DEADLINE_S = 300.0
 Start = tuple[dict[str, float], dict[str, float]]
 """Seconds until each mark on the way, CPU seconds by process until the last."""
