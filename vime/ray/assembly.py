@@ -1,6 +1,6 @@
 """Start every part of a run in the one order that works, and stop every part in reverse, whatever happens.
 
-The queue starts before any actor (actors connect to it), all processes start side by side, the cheap refusals (data,
+The queue starts before any actor that connects to it, all processes start side by side, the cheap refusals (data,
 plug-ins) are waited for first, and no prompt is sent before every engine has confirmed the trainer's weights.
 """
 
@@ -26,7 +26,7 @@ from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
 from vime.ray.carriers import connect_carrier, import_queue_meanwhile, start_queue, stop_queue
 from vime.ray.checkpoint import Start, checkpoint_root, find_start, newest_checkpoint, read_run_state
-from vime.ray.cluster import MANAGER_CPUS, prepare_environment, start_ray, stop_ray, watched_ray
+from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray, watched_ray
 from vime.ray.damage import doubts
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
@@ -75,17 +75,17 @@ def open_machine(
         stack.callback(books.close)
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
-            prepare_environment(config)
-            import_queue_meanwhile(config)
             start_ray(config, starter.poll)
         stack.enter_context(watched_ray(partial(_end_without_ray, config, run_dir, screen, events)))
+        # before the queue: theirs is the longest start, and Ray has few workers ready
+        engines = None if config.debug.debug_train_only else Engines(config, run_dir)
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends when every part has
-        parts = _start_parts(config, run_dir, address, starter, stack)
+        parts = _start_parts(config, run_dir, address, engines, starter, stack)
         if config.queue.transferqueue_mode == "streaming":
             with starter.part("ledger", "opening the ledger"):
                 parts.stream = _open_stream(config, run_dir, parts, start)
@@ -126,19 +126,23 @@ def _end_without_ray(config: Config, run_dir: Path, screen: Screen, events: Even
 
 
 def _start_parts(
-    config: Config, run_dir: Path, queue_address: Any, starter: Starter, stack: contextlib.ExitStack
+    config: Config,
+    run_dir: Path,
+    queue_address: Any,
+    engines: Engines | None,
+    starter: Starter,
+    stack: contextlib.ExitStack,
 ) -> Parts:
     deadline_s = config.cluster.start_timeout_secs
-    engines = trainers = None
-    if not config.debug.debug_train_only:
-        engines = Engines(config, run_dir)  # before the others, which are ready sooner
     manager = RolloutManager.options(num_cpus=MANAGER_CPUS).remote(config, str(run_dir), queue_address)
     stack.callback(_stop_manager, manager)
     if engines is not None:
         stack.callback(engines.stop)
+    trainers = None
     if not config.debug.debug_rollout_only:
         trainers = Trainers(config, run_dir, queue_address)
         stack.callback(trainers.stop)
+    import_queue_meanwhile(config)
     with starter.part("rollout_manager", "reading prompts and plug-ins"):
         [info] = wait_for(
             [manager.prepare.remote()],

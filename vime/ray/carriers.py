@@ -20,7 +20,7 @@ from vime.seams import Carrier
 
 
 def import_queue_meanwhile(config: Config) -> None:
-    """Begin to import what `connect_carrier` needs, in a thread: the driver has time while Ray starts."""
+    """Begin to import what `connect_carrier` needs, in a thread: the driver has time while other parts start."""
     if config.queue.transferqueue_mode == "off":
         return
     threading.Thread(target=_load_queue, name="vime-import-queue", daemon=True).start()

@@ -75,31 +75,26 @@ class Demand:
 
     cpus: float
     gpus: float
-    actors: int
 
 
 def demand_of(config: Config) -> Demand:
     """CPU shares and GPUs of all actors of this run."""
-    cpus, gpus, actors = MANAGER_CPUS, 0.0, 1
+    cpus, gpus = MANAGER_CPUS, 0.0
     on_cuda = config.cluster.device == "cuda"
     if not config.debug.debug_rollout_only:
         ranks = num_trainer_ranks(config)
         ranks *= 1 + len(config.cluster.separate_roles)
         cpus += TRAINER_CPUS * ranks
-        actors += ranks
         gpus += ranks if on_cuda else 0
     if not config.debug.debug_train_only:
         engines = config.cluster.rollout_num_engines or 1
         cpus += ENGINE_CPUS * engines
-        actors += engines + 1  # and the router
         gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
     if config.queue.transferqueue_mode in ("buffer", STREAMING):
         cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
-        actors += 1 + config.queue.num_data_storage_units
     if config.queue.transferqueue_mode == STREAMING:
         cpus += LEDGER_CPUS
-        actors += 1
-    return Demand(cpus=cpus, gpus=gpus, actors=actors)
+    return Demand(cpus=cpus, gpus=gpus)
 
 
 def limit_threads(config: Config) -> None:
@@ -159,36 +154,26 @@ def data_parallel_size(config: Config) -> int:
 def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> None:
     """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs. Raises ClusterError.
 
-    For each logical CPU Ray has a worker ready before the first actor is asked for: one for each actor, so that none
-    waits until another has begun.
-
     `on_retry` runs before a start that failed by a time-out is tried again, and may raise to end the tries.
     """
-    prepare_environment(config)
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     # Ray announces on every start that its ports ask for a token, which is as it should be and nothing to act on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     demand = demand_of(config)
     if config.cluster.ray_address is None:
-        _start_local_ray(config, max(os.cpu_count() or 1, int(demand.cpus + 1), demand.actors), on_retry)
+        _start_local_ray(config, max(os.cpu_count() or 1, int(demand.cpus + 1)), on_retry)
     else:
         _join_ray(config)
     _check_resources(demand)
 
 
-def prepare_environment(config: Config) -> None:
-    """Of this process and all that a local Ray starts; said before either imports torch. The user's counts."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    if config.cluster.ray_address is not None:
-        return
+def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
+    """On a busy machine Ray gives its own start up after 30 s: then it is tried again until --start-timeout-secs."""
     os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
     if config.cluster.device == "cpu":
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
         for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
             os.environ.setdefault(name, value)
-
-
-def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
-    """On a busy machine Ray gives its own start up after 30 s: then it is tried again until --start-timeout-secs."""
     _keep_ray_to_itself()
     limit_s = config.cluster.start_timeout_secs
     ends = time.monotonic() + limit_s
