@@ -1,5 +1,5 @@
-"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. This file, `queue_actors.py` and
-`queue_keys.py` are the only ones that import it, and only when a queue is used, so that mode `off` never loads it.
+"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. The `queue_*.py` files are
+the only ones that import it, and only when a queue is used, so that mode `off` never loads it.
 
 A row has one column, and its cell is bytes: TransferQueue costs time by the cell, and a tensor's cell more than bytes
 (decision 0015). What it does not promise is checked here: every call has a deadline (a client of a dead controller
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import os
 import struct
 import threading
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController
 from vime.handoff.queue_keys import QueueKeys, secure_sockets
 from vime.types import HandoffLostError, VimeError, WaitTimeoutError
 from vime.utils.waits import waiting
@@ -29,14 +29,6 @@ from vime.utils.waits import waiting
 if TYPE_CHECKING:
     from vime.config.training import QueueConfig
 
-QUEUE_ENVIRONMENT = {
-    "TQ_NUM_THREADS": "2",  # stock: 8 per process
-    "TQ_CLIENT_ZMQ_IO_THREADS": "1",  # stock: 8 per client
-    "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": "20",  # stock: 200 s, so a dead storage unit shows after ten minutes
-    "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "2",
-    "TQ_STORAGE_HANDSHAKE_MAX_RETRIES": "25",  # one a second; stock: 3, too few on a busy machine at start-up
-    "TQ_STORAGE_HANDSHAKE_TIMEOUT": "30",  # must outlast the retries, or a failed handshake passes for a success
-}
 LIVENESS_PROBE_S = 2.0
 CLOSE_S = 5.0
 _KEY_LENGTH = struct.Struct("<H")
@@ -63,12 +55,9 @@ def start_queue(
     The stock `transfer_queue.init` is not used: one fixed actor name per cluster, one CPU per actor, and it waits
     without a word when CPUs are short.
     """
-    os.environ.update(QUEUE_ENVIRONMENT | os.environ)
-    from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController
-
     run_id, keys = run_id or uuid.uuid4().hex[:8], QueueKeys.make()
     num_units = queue.num_data_storage_units
-    options = {"num_cpus": num_cpus, "runtime_env": {"env_vars": QUEUE_ENVIRONMENT}}
+    options = {"num_cpus": num_cpus}
     controller = (
         remote(TransferQueueController)
         .options(name=f"vime-{run_id}-queue-controller", **options)
@@ -97,10 +86,9 @@ class QueueClient:
     """TransferQueue's client on an event loop of its own; every call has a deadline and notices dead actors."""
 
     def __init__(self, address: QueueAddress, timeout_s: float) -> None:
-        os.environ.update(QUEUE_ENVIRONMENT | os.environ)
+        secure_sockets(address.keys)
         from transfer_queue.client import AsyncTransferQueueClient
 
-        secure_sockets(address.keys)
         self._timeout_s = timeout_s
         self._actors: dict[str, Any] = {"TransferQueue controller": address.controller}
         self._actors |= {f"TransferQueue storage unit {i}": unit for i, unit in enumerate(address.storage_units)}

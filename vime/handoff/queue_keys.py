@@ -11,7 +11,6 @@ a ROUTER listens and a DEALER connects.
 from __future__ import annotations
 
 import hmac
-import importlib
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from vime.handoff.queue_modules import load_modules
 from vime.types import HandoffError
 
 HOOK = "create_zmq_socket"
@@ -57,7 +57,7 @@ def secure_sockets(keys: QueueKeys) -> None:
 
     HandoffError when TransferQueue is not built as expected: nothing may listen without the keys.
     """
-    modules = [importlib.import_module(name) for name in HOOKED]
+    modules = load_modules(*HOOKED)
     found = {id(getattr(module, HOOK, None)) for module in modules}
     if len(found) != 1 or not hasattr(modules[0], HOOK):
         raise HandoffError(

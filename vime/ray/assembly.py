@@ -1,6 +1,6 @@
 """Start every part of a run in the one order that works, and stop every part in reverse, whatever happens.
 
-The queue starts before any actor (actors connect to it), all processes start side by side, the cheap refusals (data,
+The queue starts before any actor that connects to it, all processes start side by side, the cheap refusals (data,
 plug-ins) are waited for first, and no prompt is sent before every engine has confirmed the trainer's weights.
 """
 
@@ -21,7 +21,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
-from vime.ray.carriers import connect_carrier, start_queue, stop_queue
+from vime.ray.carriers import connect_carrier, import_queue_meanwhile, start_queue, stop_queue
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.damage import doubts
@@ -81,13 +81,15 @@ def open_machine(
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config, starter.poll)
         stack.enter_context(watched_ray(on_ray_lost))
+        # before the queue: theirs is the longest start, and Ray has few workers ready
+        engines = None if config.debug.debug_train_only else Engines(config, run_dir)
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends when every part has
-        parts = _start_parts(config, run_dir, address, starter, stack)
+        parts = _start_parts(config, run_dir, address, engines, starter, stack)
         if config.queue.transferqueue_mode == "streaming":
             with starter.part("ledger", "opening the ledger"):
                 parts.stream = _open_stream(config, run_dir, parts, start)
@@ -117,18 +119,23 @@ def open_machine(
 
 
 def _start_parts(
-    config: Config, run_dir: Path, queue_address: Any, starter: Starter, stack: contextlib.ExitStack
+    config: Config,
+    run_dir: Path,
+    queue_address: Any,
+    engines: Engines | None,
+    starter: Starter,
+    stack: contextlib.ExitStack,
 ) -> Parts:
     deadline_s = config.cluster.start_timeout_secs
     manager = RolloutManager.options(num_cpus=MANAGER_CPUS).remote(config, str(run_dir), queue_address)
     stack.callback(_stop_manager, manager)
-    engines = trainers = None
-    if not config.debug.debug_train_only:
-        engines = Engines(config, run_dir)
+    if engines is not None:
         stack.callback(engines.stop)
+    trainers = None
     if not config.debug.debug_rollout_only:
         trainers = Trainers(config, run_dir, queue_address)
         stack.callback(trainers.stop)
+    import_queue_meanwhile(config)
     with starter.part("rollout_manager", "reading prompts and plug-ins"):
         [info] = wait_for(
             [manager.prepare.remote()],

@@ -7,6 +7,7 @@ actor is made and compared with what the cluster has (https://github.com/verl-pr
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 import psutil
 import ray
-from ray._private import ray_constants, services
+from ray._private import parameter, ray_constants, services
+from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader
 from ray._raylet import Config as RayletConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -176,7 +178,7 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
     for attempt in itertools.count(1):
         others = set(psutil.Process().children(recursive=True))
         try:
-            with waiting("a local Ray to start", deadline_s=START_S):
+            with waiting("a local Ray to start", deadline_s=START_S), _servers_alone():
                 ray.init(
                     address="local",  # never the cluster that some `ray start` left a note about
                     num_cpus=num_cpus,
@@ -219,6 +221,24 @@ def _keep_ray_to_itself() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@contextlib.contextmanager
+def _servers_alone() -> Iterator[None]:
+    """Have `ray.init` in the block start what runs actors, and nothing that only shows or scales a cluster.
+
+    Ray's option for the dashboard leaves out its pages, not its process. Left out are that one, the autoscaler, the
+    reader of logs (which serves `log_to_driver`) and most of the agent's modules: 4 of Ray's 6 CPU seconds and half of
+    the time that its start takes. They are asked for in three places of Ray's Python part, by module.
+    """
+    stock = parameter.RayParams, services.start_api_server, ray_utils.get_dashboard_dependency_error
+    parameter.RayParams = functools.partial(stock[0], no_monitor=True, include_log_monitor=False)
+    services.start_api_server = lambda *_, **__: (None, None)  # what it answers for a dashboard that did not start
+    ray_utils.get_dashboard_dependency_error = lambda: "not wanted"  # as in an installation without the dashboard
+    try:
+        yield
+    finally:
+        parameter.RayParams, services.start_api_server, ray_utils.get_dashboard_dependency_error = stock
 
 
 def _is_timeout(error: Exception) -> bool:

@@ -46,6 +46,7 @@ from vime.types import (
     WaitTimeoutError,
 )
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.imports import without_collector
 from vime.utils.manifest import Entry, compare_hashes, share_of
 from vime.utils.network import free_port
 from vime.utils.waits import doing, waiting
@@ -109,8 +110,9 @@ class TrainerActor:
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
         """Collective over all ranks; answers the device's name. The backend is imported here, so that processes start
         side by side."""
-        from vime.training.device import device_name, make_deterministic
-        from vime.training.worker import TrainWorker
+        with without_collector():
+            from vime.training.device import device_name, make_deterministic
+            from vime.training.worker import TrainWorker
 
         if self._config.debug.reference_mode:
             make_deterministic()

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from vime.config.hf_config import read_model_shape
 from vime.types import DataError
+from vime.utils.imports import without_collector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe")
+"""Models whose directory is believed when it names a plain tokenizer. For qwen2 `AutoTokenizer` knows better."""
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -37,15 +40,35 @@ class Prompt:
 @lru_cache(maxsize=4)
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of --hf-checkpoint; one object per process and directory."""
-    from transformers import AutoTokenizer
-
+    path = Path(directory).expanduser()
+    with without_collector():
+        if is_plain_tokenizer(path):
+            from transformers import TokenizersBackend as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
     try:
-        return AutoTokenizer.from_pretrained(str(Path(directory).expanduser()))
+        return Loader.from_pretrained(str(path))
     except (OSError, ValueError) as error:
         raise DataError(
             f"--hf-checkpoint {directory}: no tokenizer can be loaded from there: {error}. Expected tokenizer.json or "
             "the files of a transformers tokenizer."
         ) from error
+
+
+def is_plain_tokenizer(path: Path) -> bool:
+    """Whether `path` says that its tokenizer is tokenizer.json and nothing else, as transformers writes it since 5.0.
+
+    `AutoTokenizer` takes the same class then, but its import takes 2 CPU s more: it brings the code of generation.
+    """
+    try:
+        settings, model = (json.loads((path / name).read_text()) for name in ("tokenizer_config.json", "config.json"))
+        return (
+            settings["tokenizer_class"] == "TokenizersBackend"
+            and "auto_map" not in settings
+            and model["model_type"] in PLAIN_TYPES
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def context_limit(args: Any) -> int:

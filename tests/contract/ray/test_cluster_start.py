@@ -112,6 +112,8 @@ from vime.config.parse import parse
 from vime.ray.cluster import start_ray, stop_ray
 from vime.ray.servers import watched_ray
 start_ray(parse(["--device", "cpu"]))
+words = [word for child in psutil.Process().children(recursive=True) for word in child.cmdline()]
+print("scripts", [word for word in words if ".py" in word])
 said = []
 def on_lost(what):
     said.append(what)
@@ -140,11 +142,14 @@ def test_the_death_of_a_server_of_ray_is_named_before_it_takes_a_busy_driver_alo
     assert f"lost {server} (pid " in ended.stdout
 
 
-def test_a_ray_that_is_stopped_did_not_die() -> None:
+def test_a_ray_that_is_stopped_did_not_die_and_had_neither_dashboard_nor_autoscaler_nor_reader_of_logs() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", WATCH, "none"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert "stopped []" in ended.stdout, ended.stderr
+    [scripts] = [line for line in ended.stdout.splitlines() if line.startswith("scripts")]
+    assert "runtime_env/agent/main.py" in scripts  # what a script of Ray's looks like
+    assert [name for name in ("dashboard.py", "monitor.py") if name in scripts] == []
 
 
 SCRIPTED = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server", "--save-interval", "1"]

@@ -10,6 +10,8 @@ import ray
 from tests.helpers.training import TinyTask, train
 from vime.observability.run_dir import claimed_checkpoints
 
+SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
+
 
 def refused(task: TinyTask, run_dir: Path, *extra: str, code: int, says: list[str]) -> None:
     finished = train([*task.flags(), "--num-rollout", "1", *extra], run_dir, deadline_s=120)
@@ -58,15 +60,14 @@ def test_an_unknown_engine_flag_is_refused_before_start(tiny_task: TinyTask, tmp
 def test_a_line_that_is_not_json_is_named_and_nothing_is_left(tiny_task: TinyTask, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"input": "1:ab=", "label": "b"}\n{"input": \n')
-    refused(tiny_task, tmp_path / "run", "--prompt-data", str(bad), code=3, says=["bad.jsonl:2", "JSON"])
+    refused(tiny_task, tmp_path / "run", "--prompt-data", str(bad), *SCRIPTED, code=3, says=["bad.jsonl:2", "JSON"])
 
 
 def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_path: Path) -> None:
     plugin = tmp_path / "broken.py"
     plugin.write_text("async def rm(args, sample, **kwargs):\n    raise KeyError('no such rubric')\n")
-    refused(
-        tiny_task, tmp_path / "run", "--custom-rm-path", f"{plugin}:rm", code=3, says=["no such rubric", "broken.py"]
-    )
+    flags = ["--custom-rm-path", f"{plugin}:rm", *SCRIPTED]
+    refused(tiny_task, tmp_path / "run", *flags, code=3, says=["no such rubric", "broken.py"])
 
 
 @pytest.mark.parametrize(
@@ -90,8 +91,7 @@ def test_a_plug_in_that_raises_ends_the_first_start_and_names_its_line(
     plugin = tmp_path / "plugin.py"
     plugin.write_text(code)
     loss = ["--loss-type", "custom_loss"] if flag == "--custom-loss-path" else []
-    flags = [*tiny_task.flags(), "--num-rollout", "2", flag, f"{plugin}:plugin", *loss]
-    flags += ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    flags = [*tiny_task.flags(), "--num-rollout", "2", flag, f"{plugin}:plugin", *loss, *SCRIPTED]
     finished = train(flags, tmp_path / "run")
     assert finished.code == 3, finished.output
     assert f"raised {says}" in finished.output

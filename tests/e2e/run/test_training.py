@@ -107,15 +107,26 @@ def replayed(tiny_task: TinyTask, recorded: str, run_dir: Path, num_rollout: int
     return finished
 
 
-def test_resumed_run_equals_the_run_that_never_stopped(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
-    """PPO, with the critic on ranks of its own: two worlds save, and load, one checkpoint."""
+PPO = ("--advantage-estimator", "ppo")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_task: TinyTask, recorded: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """PPO over four rounds by one rank, the critic on a rank of its own; exports `whole_<round>` beside its run."""
+    directory = tmp_path_factory.mktemp("whole")
+    more = ("--separate-roles", "critic", "--save-hf", f"{directory}/whole_{{rollout_id}}")
+    return replayed(tiny_task, recorded, directory / "run", 4, *PPO, *more)
+
+
+def test_resumed_run_equals_the_run_that_never_stopped(
+    tiny_task: TinyTask, recorded: str, whole: Finished, tmp_path: Path
+) -> None:
+    """Two worlds save, and load, one checkpoint."""
 
     def run(name: str, num_rollout: int, *more: str) -> Finished:
-        ppo = ("--advantage-estimator", "ppo", "--separate-roles", "critic")
-        return replayed(tiny_task, recorded, tmp_path / name, num_rollout, *ppo, *more)
+        return replayed(tiny_task, recorded, tmp_path / name, num_rollout, *PPO, "--separate-roles", "critic", *more)
 
     checkpoints = str(tmp_path / "checkpoints")
-    whole = run("whole", 4, "--save-hf", f"{tmp_path}/whole_{{rollout_id}}")
     # its one checkpoint is written in the background, and the end of the run waits for it
     run("first", 2, "--save", checkpoints, "--async-save")
     export = f"{tmp_path}/resumed_{{rollout_id}}"
@@ -123,19 +134,19 @@ def test_resumed_run_equals_the_run_that_never_stopped(tiny_task: TinyTask, reco
     assert sorted(second.metrics()) == [2, 3]  # continues at the next rollout id
     for name in ("train/loss", "train/lr", "train/value_loss", "train/critic_lr", "train/critic_grad_norm"):
         assert second.metrics()[3][name] == whole.metrics()[3][name]
-    assert (tmp_path / "whole_3/model.safetensors").read_bytes() == (
-        tmp_path / "resumed_3/model.safetensors"
-    ).read_bytes()
+    exported = whole.run_dir.parent / "whole_3/model.safetensors"
+    assert exported.read_bytes() == (tmp_path / "resumed_3/model.safetensors").read_bytes()
 
 
-def test_four_trainer_actors_learn_what_one_learns(tiny_task: TinyTask, recorded: str, tmp_path: Path) -> None:
-    """TP2 x DP2 against one rank, through Ray and the carrier."""
-    one = replayed(tiny_task, recorded, tmp_path / "one", 4)
+def test_four_trainer_actors_learn_what_one_learns(
+    tiny_task: TinyTask, recorded: str, whole: Finished, tmp_path: Path
+) -> None:
+    """TP2 x DP2, each with its part of policy and critic, against one rank of each, through Ray and the carrier."""
     layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]
-    four = replayed(tiny_task, recorded, tmp_path / "four", 4, *layout)
+    four = replayed(tiny_task, recorded, tmp_path / "four", 4, *PPO, *layout)
     for rollout_id in range(4):
-        for name in ("train/loss", "train/grad_norm", "train/entropy"):
-            expected = one.metrics()[rollout_id][name]
+        for name in ("train/loss", "train/grad_norm", "train/entropy", "train/value_loss", "train/critic_grad_norm"):
+            expected = whole.metrics()[rollout_id][name]
             assert four.metrics()[rollout_id][name] == pytest.approx(expected, rel=1e-4, abs=1e-6), (rollout_id, name)
 
 

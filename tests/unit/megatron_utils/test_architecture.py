@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-from vime.backends.megatron_utils.architecture import read_architecture
+from vime.backends.megatron_utils.architecture import is_complete, read_architecture
 from vime.types import ConfigError
 
 BASE: dict[str, Any] = {
@@ -35,6 +36,51 @@ def test_numbers_are_those_of_the_config(tmp_path: Path) -> None:
     assert (found.hidden_size, found.ffn_hidden_size, found.vocab_size) == (64, 128, 99)
     assert (found.is_tied, found.has_qkv_bias, found.has_qk_norm) == (True, False, False)
     assert (found.rope_theta, found.rope_llama3_factor) == (500_000.0, None)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_config_that_transformers_wrote_is_read_alike_with_and_without_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    numbers = {name: value for name, value in BASE.items() if name != "model_type"}
+    rope = {"rope_type": "default", "rope_theta": 250_000.0}
+    made = getattr(transformers, f"{kind}Config")(**numbers, rope_parameters=rope, tie_word_embeddings=True)
+    made.save_pretrained(tmp_path)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    assert is_complete(entries)
+    found = read_architecture(str(tmp_path))
+    del entries["transformers_version"]
+    assert not is_complete(entries)
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert read_architecture(str(tmp_path)) == found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": None},
+        {"hidden_size": "64"},
+        {"num_hidden_layers": True},
+        {"hidden_size": 63},
+        {"num_attention_heads": 0},
+        {"rope_parameters": None},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 8.0}},
+        {"transformers_version": "4.57.0"},
+        {"model_type": "qwen3_moe"},
+        {"head_dim": None},
+        {"tie_word_embeddings": None},
+    ],
+)
+def test_what_a_config_does_not_say_plainly_is_left_to_transformers(changes: dict[str, Any]) -> None:
+    rope = {"rope_type": "default", "rope_theta": 250_000.0}
+    said = {**BASE, "transformers_version": "5.19.0", "rope_parameters": rope, "head_dim": 8}
+    said["tie_word_embeddings"] = False
+    assert is_complete(said)
+    assert not is_complete({**said, **changes})
+    for name in ("vocab_size", "rms_norm_eps", "num_key_value_heads", "rope_parameters"):
+        assert not is_complete({key: value for key, value in said.items() if key != name})
 
 
 def test_theta_is_read_from_the_old_and_the_new_spelling(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from vime.backends.megatron_utils import cpu_device
 from vime.config.machine import ClusterConfig, ParallelConfig
 from vime.types import ClusterError, ConfigError, RankInfo, RankPlace
-from vime.utils.imports import without
+from vime.utils.imports import without, without_collector
 from vime.utils.waits import peer, waiting
 from vime.weights.meeting import meet
 
@@ -45,7 +45,7 @@ def prepare_process(device: str) -> list[str]:
         warnings.filterwarnings(
             "ignore", message=r"(?s).*(Transformer Engine|Apex).*not installed", category=UserWarning
         )
-        with without(*NOT_USED):
+        with without(*NOT_USED), without_collector():
             from megatron.core import jit
 
         # megatron's fused element-wise functions go through torch.compile, which needs a C++ compiler on the CPU and

@@ -15,16 +15,22 @@ import os
 import runpy
 
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT, die_with_parent
+from vime.utils.imports import is_compiler_off, without, without_collector
 
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 NEEDED_BY_ENGINE_CORE = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
 
+NEEDED_BY_SERVER = ("vllm.engine.arg_utils", "vllm.entrypoints.launchers.app")
+COMPILER = ("torch._inductor.lowering", "torch._inductor.graph")
+"""vLLM loads them to mend what compiles a model (1.5 CPU s), and goes on where they are not there."""
+
 
 def main() -> None:
-    from vllm.v1.engine import utils
-
-    for name in NEEDED_BY_ENGINE_CORE:
-        importlib.import_module(name)
+    with without_collector():
+        with without(*(COMPILER if is_compiler_off() else ())):
+            from vllm.v1.engine import utils
+        for name in (*NEEDED_BY_ENGINE_CORE, *NEEDED_BY_SERVER):
+            importlib.import_module(name)
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     if os.environ.get(DIE_WITH_PARENT):
         # vLLM's plug-ins are loaded once: the forked process does not call plugin.register, which asks for this
