@@ -18,6 +18,7 @@ import psutil
 
 from vime.cli.chaos_faults import BETWEEN_LIVES, FAULTS, HUNG_S, STOPPED_S, How, fill_disk
 from vime.cli.chaos_members import POLL_S, Members
+from vime.handoff.ledger_types import LEDGER_NAME
 from vime.handoff.receipts import RECEIPTS_NAME
 from vime.observability.events import Event, EventKind, read_events
 from vime.observability.metrics import METRICS_FILE, VERSION, read_metrics
@@ -312,7 +313,7 @@ class ChaosRun:
 
 
 def _audit(run_dir: Path, output: Path) -> str:
-    if not (run_dir / RECEIPTS_NAME).exists():
+    if not any((run_dir / name).exists() for name in (RECEIPTS_NAME, LEDGER_NAME)):
         return "-"
     command = [sys.executable, "-m", "vime", "audit", str(run_dir)]
     with output.open("ab") as log:
