@@ -100,13 +100,15 @@ class AuditReport:
     num_rounds: int
     num_lines: int
     receipts: tuple[int, int] | None = None  # the first and the last round that the trainer's receipts show
+    num_unhashed: int = 0  # groups of them whose tokens could not be compared with what was committed
     trained: Mapping[int, LedgerRound] = field(default_factory=dict, repr=False)  # as the ledger tells it
 
     def shown(self) -> str:
         """One phrase: how far the trainer's own evidence goes."""
         if self.receipts is None:
             return "no receipts of the trainer"
-        return f"the trainer's receipts of rounds {self.receipts[0]} to {self.receipts[1]}"
+        rounds = f"the trainer's receipts of rounds {self.receipts[0]} to {self.receipts[1]}"
+        return f"{rounds} ({self.num_unhashed:,} groups committed without a hash)" if self.num_unhashed else rounds
 
     def counts(self) -> str:
         """One line: groups by state."""
@@ -142,7 +144,8 @@ def audit_run(
     if report.num_lines == 0:  # the ledger is damaged beyond reading
         return report
     shown = audit_receipts(run, report.trained, receipt, claims)
-    return replace(report, findings=(*report.findings, *shown.findings), receipts=shown.rounds)
+    findings = (*report.findings, *shown.findings)
+    return replace(report, findings=findings, receipts=shown.rounds, num_unhashed=shown.num_unhashed)
 
 
 def audit(

@@ -47,10 +47,12 @@ class SavedReceipt:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptsAudit:
-    """What was found. `rounds`: the first and the last that the trainer's receipts show; None when they show none."""
+    """What was found. `rounds`: the first and the last that the trainer's receipts show, None when they show none;
+    `num_unhashed`: groups of them whose producer did not say what their tokens were."""
 
     findings: tuple[Finding, ...]
     rounds: tuple[int, int] | None = None
+    num_unhashed: int = 0
 
 
 def audit_receipts(
@@ -78,7 +80,10 @@ def audit_receipts(
     findings += _compare_checkpoint(saved, walk, has_ledger=rounds is not None)
     findings += _compare_claims(claims, walk, saved)
     findings += _find_versions(claims)
-    return ReceiptsAudit(tuple(findings), (min(walk.rounds), max(walk.rounds)) if walk.rounds else None)
+    shown = (min(walk.rounds), max(walk.rounds)) if walk.rounds else None
+    known = {} if rounds is None else {round_id: row for round_id, row in rounds.items() if round_id in walk.rounds}
+    num_unhashed = sum(not group.content for row in known.values() for group in row.groups.values())
+    return ReceiptsAudit(tuple(findings), shown, num_unhashed)
 
 
 class _Walk:

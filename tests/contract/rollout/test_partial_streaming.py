@@ -52,7 +52,8 @@ def test_a_run_that_stops_keeps_the_tokens_under_way_and_the_next_one_goes_on_wi
             assert engine.requests[asked]["sampling_params"]["max_tokens"] == 7
             again.train(0)
             report = audit_run(tmp_path, saved=None)
-            assert (report.findings, report.receipts) == ((), (0, 0))  # also the tokens of the second attempt
+            # also the tokens of the second attempt, which the producer has hashed
+            assert (report.findings, report.receipts, report.num_unhashed) == ((), (0, 0), 0)
     for sample in output.samples[1]:
         assert sample.tokens == [1, LETTER["b"], KEPT, EOS]
         assert sample.rollout_log_probs == [-0.5, -0.25]

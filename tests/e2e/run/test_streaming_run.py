@@ -28,7 +28,7 @@ def assert_every_round_trained_once(finished: Finished, num_rounds: int, *, last
     assert (None if saved is None else saved.round_id) == last_checkpoint
     report = audit_run(finished.run_dir, saved=saved, claims=partial(read_claims, finished.run_dir))
     assert report.findings == ()
-    assert report.receipts == (0, num_rounds - 1)
+    assert (report.receipts, report.num_unhashed) == ((0, num_rounds - 1), 0)
     state = "trained" if last_checkpoint is None else "durable"
     assert report.groups == {state: 4 * num_rounds}
     assert sorted(finished.metrics()) == list(range(num_rounds))

@@ -153,7 +153,7 @@ def rewrite(run: Path, change: Callable[[int, list[SteppedGroup]], list[SteppedG
 def test_what_all_say_alike_is_no_finding(run: Path) -> None:
     report = look(run)
     assert breaches(report) == []
-    assert report.receipts == (0, ROUNDS - 1)
+    assert (report.receipts, report.num_unhashed) == ((0, ROUNDS - 1), 0)
     assert rewrite(run, lambda _, groups: groups) == links_of(run)  # the same story has the same links
     assert breaches(look(run)) == []
 
@@ -263,3 +263,12 @@ def test_rounds_from_before_there_were_receipts_are_not_found_fault_with(run: Pa
         link_history(connection)
     report = audit_run(run, saved=SavedFacts(round_id=SAVED, mark=None, receipt=None), claims=None)
     assert (breaches(report), report.receipts) == ([], None)
+
+
+def test_groups_that_were_committed_without_a_hash_are_counted(run: Path) -> None:
+    with closing(sqlite3.connect(run / LEDGER_NAME)) as connection, connection:
+        connection.execute("update history set note = null where event = 'ready' and grp < 3")
+        link_history(connection)
+    report = look(run)
+    assert (breaches(report), report.num_unhashed) == ([], 3)
+    assert report.shown() == "the trainer's receipts of rounds 0 to 2 (3 groups committed without a hash)"
