@@ -135,12 +135,15 @@ def audit_run(
             findings=shown.findings, groups={}, tokens={}, num_rounds=0, num_lines=0, receipts=shown.rounds
         )
     spool, round_id = run / SPOOL_NAME, None if saved is None else saved.round_id
+    own, lasting = run / LEDGER_NAME, lasting_file(run / LEDGER_NAME, round_id)
     report = audit(
-        lasting_file(run / LEDGER_NAME, round_id),
+        lasting,
         checkpoint_round=round_id,
         mark=None if saved is None else saved.mark,
         spool=spool if spool.is_dir() else None,
     )
+    if lasting != own:  # a resume from another checkpoint goes on in this one
+        report = replace(report, findings=(*report.findings, *find_damage(own)))
     if report.num_lines == 0:  # the ledger is damaged beyond reading
         return report
     shown = audit_receipts(run, report.trained, receipt, claims)
@@ -157,8 +160,8 @@ def audit(
     `spool` None: the run keeps none, and nothing is said about payloads. It is read behind the ledger: what the ledger
     knows is in it by then, also in a run that is alive.
     """
+    faults = find_damage(ledger)
     with closing(open_for_reading(ledger)) as connection:
-        faults = tuple(Finding("file", ledger.name, fault) for fault in find_faults(connection, expected_schema()))
         try:
             report = _audit_content(connection, checkpoint_round, spool, mark)
         except Exception as error:  # boundary: a damaged file may hold anything, and what is damaged is said instead
@@ -168,6 +171,12 @@ def audit(
                 raise HandoffError(f"{ledger}: cannot be read: {error}. {OLD_COPY}.") from error
             raise
     return replace(report, findings=(*faults, *report.findings))
+
+
+def find_damage(ledger: Path) -> tuple[Finding, ...]:
+    """What in a ledger's file is not as it was written."""
+    with closing(open_for_reading(ledger)) as connection:
+        return tuple(Finding("file", ledger.name, fault) for fault in find_faults(connection, expected_schema()))
 
 
 def _audit_content(

@@ -171,3 +171,12 @@ def test_which_ledger_counts_is_refused_by_name_where_the_page_that_says_so_is_d
         file.write(b"\xff")  # no kind of page of sqlite's
     with pytest.raises(LedgerFileError, match=r"ledger\.db: cannot be read as a ledger: .*malformed"):
         lasting_file(path, NEWEST)
+
+
+def test_the_audit_looks_at_the_ledger_that_does_not_count_now_too(tmp_path: Path, marks: list[LedgerMark]) -> None:
+    """A resume from the older checkpoint goes on in it."""
+    look(tmp_path, marks[1], 1).close()
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as connection, connection:
+        connection.execute("update prompt_group set num_tokens = num_tokens + 1 where grp = 0")
+    [finding] = audit_run(tmp_path, saved=facts(NEWEST, marks)).findings
+    assert str(finding) == "file: ledger.db: table prompt_group, row 1/0: does not fit its checksum"
