@@ -6,6 +6,7 @@ Used by the end screen and by `vime report`, so both show the same for a live, f
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from vime.observability.events import Event, EventKind, outcome, read_events
 from vime.observability.metrics import VERSION, read_metrics, series
 from vime.types import Sample
 
+logger = logging.getLogger(__name__)
 _EVAL_FILE = re.compile(r"(?P<name>.+)_(?P<rollout_id>\d+)\.jsonl")
 _PHASE = re.compile(r"perf/(?P<phase>\w+)_time")
 # Not phases of the driver: the whole round, and stretches inside another phase.
@@ -114,10 +116,15 @@ def is_right(sample: Sample) -> bool:
 
 def _first_by_prompt(path: Path) -> dict[str, Sample]:
     found: dict[str, Sample] = {}
-    for line in path.read_text().splitlines():
-        if line.strip():
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
             sample = Sample.from_dict(json.loads(line))
             found.setdefault(_prompt_text(sample), sample)
+            is_right(sample)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            logger.warning("%s:%d: left out a line that is not an answer: the file is damaged", path, number)
     return found
 
 

@@ -117,3 +117,19 @@ def test_an_answer_is_right_when_it_earned_something(reward: float | None, expec
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         summarise(tmp_path)
+
+
+def test_a_damaged_answer_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the end of a run nothing may hang on it: a flipped bit in the name of a field was a traceback there."""
+    write_eval(tmp_path, "held_out", 0, [answer(f"p{index}", "one", 0.0) for index in range(5)])
+    write_eval(tmp_path, "held_out", 3, [answer(f"p{index}", "two", 1.0) for index in range(5)])
+    path = tmp_path / "eval" / "held_out_3.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[0] = lines[0].replace(b"response_length", b"response_lengtI")
+    lines[1] = lines[1].replace(b'"prompt": "p1"', b'"prompt": 7')
+    lines[2] = lines[2][:-1]
+    lines[3] = lines[3].replace(b"p3", b"\xff3")
+    path.write_bytes(b"\n".join(lines))
+    EventLog(tmp_path, "driver").close()
+    assert [pair.prompt for pair in summarise(tmp_path).answers] == ["p4"]
+    assert caplog.text.count("left out a line that is not an answer") == 4
