@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_LENGTH = 16
 FP32_BOUND = 1e-3  # of the largest difference
-BF16_BOUND = 0.2  # of the median: rounding alone moves single tokens by 0.5, with experts by whole nats
+BF16_BOUND = 0.1  # of the median, twice the largest mean of sound models; rounding moves single tokens by whole nats
 
 
 def check_engines_agree(
