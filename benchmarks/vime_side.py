@@ -15,17 +15,17 @@ def make_row(draw: random.Random, prompt: int, response: int, vocab_size: int) -
     }
 
 
-def make_model(directory: Path, *, dtype: str = "float32", **shape: Any) -> Path:
-    """A random tied Qwen2 of this shape (fields of its HF config), as a Hugging Face directory."""
+def make_model(directory: Path, *, family: str = "Qwen2", dtype: str = "float32", **shape: Any) -> Path:
+    """A random tied Qwen2 (or Qwen3) of this shape (fields of its HF config), as a Hugging Face directory."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = getattr(transformers, f"{family}Config")(
         **{"max_position_embeddings": 32_768, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, **shape},
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
-    Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    getattr(transformers, f"{family}ForCausalLM")(config).to(getattr(torch, dtype)).save_pretrained(directory)
     return directory
 
 

@@ -21,6 +21,10 @@ HEAD = """# Flags
 Written by `scripts/make_flags_doc.py` from the sections in `vime/config/`; do not edit. The same text is in
 `python train.py --help`. A switch also has a `--no-...` form. Flags of the installed vLLM are given as `--vllm-<flag>`,
 flags of vllm-router as `--router-<flag>`. Unknown and contradicting flags are refused before any process starts.
+
+`--config FILE` reads flags from a TOML file (`rollout_batch_size = 32`, `bf16 = true`, `rollout-stop = ["a", "b"]`;
+tables only group), or takes the `config.json` or the directory of an earlier run, whose configuration then comes out
+the same. Flags beside it win, and of several files the later one. Paths are relative to where the run is started.
 """
 
 

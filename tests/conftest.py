@@ -1,5 +1,9 @@
 """What holds for every test: one thread per process, quick tiers first, no process left behind, no endless session.
 
+Two workers of pytest-xdist share the tests, a file or a directory with common fixtures at a time (scripts/test.sh):
+most tests keep one core busy. A worker is a process of the session like any other; the controller alone looks for
+processes left behind, at the end.
+
 Each pytest session marks its environment with a fresh id. Whatever the tests start inherits it, also after it became an
 orphan, so the session's own processes are known exactly and no other process is ever touched.
 """
@@ -13,11 +17,12 @@ import sys
 import threading
 import uuid
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import hypothesis
 import psutil
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # Before any test module is imported: torch and OpenMP read these once.
 for name, value in {
@@ -49,10 +54,16 @@ hypothesis.settings.register_profile("vime", deadline=None)
 hypothesis.settings.load_profile("vime")
 
 TIERS = ("unit", "contract", "dist", "e2e", "gpu")
+# Of tier e2e, by the seconds that they take (pytest prints the longest tests at its end).
+LONGEST_FIRST = ("test_training", "test_streaming_run", "test_documented_commands", "test_equivalence_ladder")
+# Directories whose files share what is costly to make: ranks, Ray, engines. One worker takes all of one.
+TOGETHER = ("tests/dist/training", "tests/contract/handoff", "tests/contract/ray", "tests/e2e/vllm_utils")
 SESSION_VARIABLE = "VIME_TEST_SESSION"
 OUTER_SESSIONS = os.environ.get(SESSION_VARIABLE, "")
 SESSION = uuid.uuid4().hex
 DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "4800"))
+# The workers show their stacks first; the controller is over so many seconds later.
+CONTROLLER_MARGIN_S = 20
 # How long what the tests stopped may take to be gone.
 GRACE_S = float(os.environ.get("VIME_TEST_GRACE", "10"))
 EXIT_DEADLINE = 70
@@ -65,17 +76,19 @@ def pytest_configure(config: pytest.Config) -> None:
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         real_stderr = os.fdopen(os.dup(2), "w")
-    watchdog = threading.Timer(DEADLINE_S, _end_session, [real_stderr, f"over {DEADLINE_S:g} s (VIME_TEST_DEADLINE)"])
+    deadline_s = DEADLINE_S + (CONTROLLER_MARGIN_S if getattr(config.option, "numprocesses", None) else 0)
+    watchdog = threading.Timer(deadline_s, _end_session, [real_stderr, f"over {DEADLINE_S:g} s (VIME_TEST_DEADLINE)"])
     watchdog.daemon = True
     watchdog.start()
-    # When a call holds the interpreter lock no Python thread runs: this one is a C thread.
-    faulthandler.dump_traceback_later(DEADLINE_S + 30, exit=True, file=real_stderr)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background: runs would inherit it, deaf to Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: _end_session(real_stderr, "ended by SIGTERM"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tiers first; GPU tests are skipped on a machine without one."""
-    items.sort(key=lambda item: TIERS.index(tier) if (tier := _tier(item)) in TIERS else len(TIERS))
+    """Quick tiers first, and at last the files that take minutes, the longest of them first, so that no worker is left
+    alone with one. GPU tests are skipped on a machine without one."""
+    items.sort(key=_place)
     if Path("/dev/nvidiactl").exists():
         return
     for item in items:
@@ -83,8 +96,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+class Whole(LoadFileScheduling):
+    """A worker gets a file, or a directory of TOGETHER, as a whole."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next((directory for directory in TOGETHER if file.startswith(directory)), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return Whole(config, log)
+
+
+@pytest.hookimpl(trylast=True)  # behind the end of the workers
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that a test left behind fails the session, by name, and is ended."""
+    if hasattr(session.config, "workerinput"):
+        return
     left = session_processes()
     _, left = psutil.wait_procs(left, timeout=GRACE_S) if left else ([], [])
     for process in left:
@@ -160,6 +188,9 @@ def _end_session(stderr: TextIO, why: str) -> None:
     os._exit(EXIT_DEADLINE)
 
 
-def _tier(item: pytest.Item) -> str:
+def _place(item: pytest.Item) -> tuple[int, int]:
     parts = item.path.parts
-    return parts[parts.index("tests") + 1] if "tests" in parts else ""
+    tier = parts[parts.index("tests") + 1] if "tests" in parts else ""
+    is_long = item.path.stem in LONGEST_FIRST
+    place = LONGEST_FIRST.index(item.path.stem) if is_long else -1 if tier != "e2e" else len(LONGEST_FIRST)
+    return TIERS.index(tier) if tier in TIERS else len(TIERS), place

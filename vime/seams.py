@@ -270,15 +270,20 @@ def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[...
     """
     plugin: Callable[..., Any] = import_object(path, flag)
     if not callable(plugin):
-        raise ConfigError(f"{flag} {path}: expected a function, got {type(plugin).__name__}. Name a callable.")
+        raise ConfigError(
+            f"{flag} {path}: expected a function, got {type(plugin).__name__} {plugin!r:.60}. Name a callable."
+        )
     expected = list(parameters)
     try:
         signature = inspect.signature(plugin)
+    except ValueError:  # of C code that does not tell
+        return plugin
+    try:
         signature.bind(*expected)
     except TypeError as error:
         raise ConfigError(
-            f"{flag} {path}: cannot be called as ({', '.join(expected)}): {error}; its signature is "
-            f"{inspect.signature(plugin)}. Give it these parameters."
+            f"{flag} {path}: cannot be called as ({', '.join(expected)}): {error}; its signature is {signature} (at "
+            f"{_defined_at(plugin)}). Give it these parameters."
         ) from error
     return plugin
 
@@ -315,6 +320,14 @@ def _is_cancelled_by_us(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def _defined_at(plugin: Any) -> str:
+    try:
+        code = inspect.unwrap(plugin).__code__
+    except AttributeError:  # a class, or an object that can be called
+        return f"{getattr(plugin, '__module__', '?')}.{getattr(plugin, '__qualname__', type(plugin).__qualname__)}"
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
 def _raised_at(error: BaseException, plugin: Any) -> str:
     """The last line of the plug-in's own file that led to `error`, `file.py:12`; the last line of all without one."""
     while isinstance(plugin, functools.partial):
@@ -332,12 +345,7 @@ def import_object(path: str, flag: str) -> Any:
     module_name, separator, name = path.rpartition(":") if ".py:" in path else path.rpartition(".")
     if not separator or not name:
         raise ConfigError(f"{flag} {path}: expected package.module.name or path/to/file.py:name.")
-    try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except (ImportError, FileNotFoundError) as error:
-        raise ConfigError(
-            f"{flag} {path}: cannot import {module_name}: {error}. Check the path and PYTHONPATH."
-        ) from error
+    module = _import_module(module_name, f"{flag} {path}")
     if not hasattr(module, name):
         public = [entry for entry in dir(module) if not entry.startswith("_")]
         raise ConfigError(
@@ -346,14 +354,60 @@ def import_object(path: str, flag: str) -> Any:
     return getattr(module, name)
 
 
+def _import_module(name: str, where: str) -> Any:
+    """The module that a plug-in is in. Importing it runs a stranger's code, so anything may come out of it; the refusal
+    says where: file and line of the plug-in itself, not of the library that it called last."""
+    is_file = name.endswith(".py")
+    try:
+        return _import_file(name) if is_file else importlib.import_module(name)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where}: {error}. Expected path/to/file.py:name; check the path.") from error
+    except ModuleNotFoundError as error:
+        if not is_file and error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"{where}: cannot import {name}: there is no module {error.name!r}. Expected "
+                "package.module.name or path/to/file.py:name; check the spelling and PYTHONPATH."
+            ) from error
+        raise ConfigError(
+            f"{where}: it imports {error.name!r}, which is not installed (at {_imported_at(error, name)}). Install it "
+            "beside Vime, or remove the import."
+        ) from error
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise ConfigError(
+            f"{where}: is not Python: {error.msg} (at {error.filename}:{error.lineno}): {line!r:.80}. Correct "
+            "that line."
+        ) from error
+    except (Exception, SystemExit) as error:  # boundary: what a stranger's module does when it is imported
+        raise ConfigError(
+            f"{where}: importing it raised {type(error).__name__}: {error} (at {_imported_at(error, name)}). Correct "
+            "that line."
+        ) from error
+
+
+def _imported_at(error: BaseException, name: str) -> str:
+    """The last line of the plug-in's own file, or of the first file that is not the import machinery's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    frames = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
+    own = [frame for frame in frames if frame.filename == str(Path(name).expanduser().resolve())]
+    if not frames:
+        return name
+    last = (own or frames[:1])[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
 def _import_file(file: str) -> Any:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
+        raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"vime_plugin_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # boundary: half of a module is none; who imports it again shall see the same error
+        del sys.modules[spec.name]
+        raise
     return module

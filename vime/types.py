@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 Version = int
 """A policy version: the number of optimiser rounds behind the weights. 0 is the initial weights."""
@@ -36,6 +38,14 @@ class SampleStatus(StrEnum):
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     FAILED = "failed"
+
+
+FINISH_STATUS = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+"""How an engine says that an answer ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,23 @@ def oldest_trainable(spans: Sequence[VersionSpan], loss_mask: Sequence[int]) -> 
     return min(trainable or [span.version for span in spans], default=None)
 
 
+OWN = "own"
+"""Where `Sample.to_dict` keeps attributes that plug-ins set, as far as JSON can carry them."""
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _plain_list(values: Any) -> Any:
+    """A list of numbers from a list, a tuple, an array or a tensor; None stays None."""
+    return None if values is None else list(values.tolist() if hasattr(values, "tolist") else values)
+
+
 def _copied_numbers(values: Sequence[Any] | None) -> list[Any] | None:
     return None if values is None else list(values)
 
@@ -77,13 +104,15 @@ _COPIES: dict[str, Callable[[Any], Any]] = {
 which takes ten times as long for numbers."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Sample:
-    """One answer to one prompt, as plug-ins see it.
+    """One answer to one prompt, as plug-ins see it; they may set attributes of their own.
 
     `tokens` is prompt + response. `loss_mask`, `rollout_log_probs` and the version spans cover the response only and
-    always have `response_length` entries; `append_response_tokens` is the only way to grow them.
+    always have `response_length` entries; `append_response_tokens` is the way to grow them.
     """
+
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
 
     group_index: int = -1
     index: int = -1
@@ -125,26 +154,49 @@ class Sample:
 
     def append_response_tokens(
         self,
-        tokens: Sequence[int],
-        log_probs: Sequence[float],
-        *,
+        *given: Any,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
         trainable: bool = True,
-        versions: Sequence[VersionSpan],
+        versions: Sequence[VersionSpan] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
         """Grow the answer by tokens with their log-probabilities and version spans (spans relative to `tokens`).
 
-        `trainable=False` is for tokens the policy did not choose (tool output): they enter the context, not the loss.
+        `given`: tokens and log-probabilities; or as in slime `args`, and all else by name. `trainable=False` is for
+        tokens the policy did not choose (tool output): they enter the context, not the loss, and need neither
+        log-probabilities nor versions. Nor do those it chose in a generate function: what the engine said when it was
+        asked is filled in afterwards (`vime/rollout/exchanges.py`).
         """
-        if len(tokens) != len(log_probs):
-            raise ValueError(f"append_response_tokens: {len(tokens)} tokens but {len(log_probs)} log-probabilities")
-        fault = tiling_fault(versions, len(tokens))
+        words = [value for value in given if isinstance(value, Sequence)]
+        new = _plain_list(tokens if tokens is not None else words.pop(0) if words else ())
+        said = _plain_list(log_probs if log_probs is not None else words.pop(0) if words else None)
+        if said is None:
+            said = [math.nan if trainable else 0.0] * len(new)
+        if len(new) != len(said):
+            raise ValueError(f"append_response_tokens: {len(new)} tokens but {len(said)} log-probabilities")
+        fault = None if versions is None else tiling_fault(versions, len(new))
         if fault is not None:
             raise ValueError(f"append_response_tokens: {fault}")
         base = self.response_length
-        self.tokens.extend(tokens)
-        self.rollout_log_probs.extend(log_probs)
-        self.loss_mask.extend([int(trainable)] * len(tokens))
-        self.response_length += len(tokens)
+        self.loss_mask = [1] * base if self.loss_mask is None else self.loss_mask
+        self.rollout_log_probs = [math.nan] * base if self.rollout_log_probs is None else self.rollout_log_probs
+        self.tokens.extend(new)
+        self.rollout_log_probs.extend(said)
+        self.loss_mask.extend([int(trainable)] * len(new))
+        self.response_length += len(new)
+        spans = self.token_policy_versions
+        if versions is None and new and not trainable and spans and spans[-1].end == base:
+            versions = (VersionSpan(spans[-1].version, 0, len(new)),)  # context is as old as what it stands behind
+        self._extend_spans(versions or (), base)
+        self.response += text or ""
+        reason = (meta_info or {}).get("finish_reason")
+        if update_terminal_info and reason is not None:
+            self.status = FINISH_STATUS.get(reason["type"], self.status)
+
+    def _extend_spans(self, versions: Sequence[VersionSpan], base: int) -> None:
         for span in versions:
             last = self.token_policy_versions[-1] if self.token_policy_versions else None
             if last is not None and last.version == span.version and last.end == base + span.start:
@@ -153,6 +205,15 @@ class Sample:
                 self.token_policy_versions.append(VersionSpan(span.version, base + span.start, base + span.end))
         if self.token_policy_versions:
             self.policy_version = self.weight_versions[0]
+
+    def get_reward_value(self, args: Any) -> float:
+        """The reward to train on: what --reward-key names of a dict."""
+        return self.scalar_reward(args.reward_key)
+
+    @property
+    def effective_response_length(self) -> int:
+        """Tokens of the answer that may be trained."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def scalar_reward(self, key: str | None = None) -> float:
         """The reward as one number; `key` picks the entry when the reward function answered with a dict. RewardError
@@ -177,17 +238,22 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that shares nothing with the sample; `from_dict` is its inverse."""
-        return {
+        record = {
             entry.name: _COPIES.get(entry.name, copy.deepcopy)(getattr(self, entry.name))
             for entry in dataclasses.fields(self)
         }
+        own = {name: value for name, value in vars(self).items() if name not in record and _is_json(value)}
+        return {**record, OWN: copy.deepcopy(own)} if own else record
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Sample:
         fields = dict(record)
         fields["status"] = SampleStatus(fields["status"])
         fields["token_policy_versions"] = [VersionSpan(*span) for span in fields["token_policy_versions"]]
-        return cls(**fields)
+        own = fields.pop(OWN, {})
+        sample = cls(**fields)
+        vars(sample).update(own)
+        return sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

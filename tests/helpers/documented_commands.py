@@ -42,6 +42,12 @@ EXECUTED_BY = {
         "./scripts/quickstart.sh --num-rollout 5 --dynamic-sampling-filter-path "
         "examples/customization/filter.py:keep_mixed_groups --over-sampling-batch-size 32",
     ),
+    f"{HERE}::test_the_model_of_the_tool_page_learns_to_call": (
+        "./scripts/quickstart.sh --custom-generate-function-path examples/tools/sorter.py:generate_with_sorter "
+        "--run-dir runs/tools",
+        "vime samples runs/tools --best",
+        "vime report runs/tools",
+    ),
     f"{HERE}::streamed": (
         "python train.py --hf-checkpoint DIR --prompt-data train.jsonl --label-key label --rm-type math "
         "--num-rollout 100 --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-6 --transferqueue-mode buffer",
@@ -61,6 +67,18 @@ EXECUTED_BY = {
         "vime queue show RUN GROUP",
         "vime queue export RUN FILE",
         "vime queue import NEW_RUN FILE",
+        "vime ls DIR",
+        "vime compare RUN OTHER",
+        "vime samples RUN",
+        "vime samples RUN --round 0 --worst",
+        "vime samples RUN --best --tokens",
+        "vime samples RUN --group 0 --json",
+    ),
+    f"{HERE}::test_flags_come_from_files": (
+        "vime doctor",
+        "vime doctor --hf-checkpoint DIR",
+        "vime train --config run.toml --lr 2e-6",
+        "vime train --config RUN --run-dir runs/again",
     ),
     f"{HERE}::test_generated_tasks_are_prompts": (
         "python train.py --reasoning-gym chain_sum,gsm_symbolic --rm-type reasoning_gym --apply-chat-template ...",
@@ -70,6 +88,27 @@ EXECUTED_BY = {
         "./scripts/chaos.sh OUT",
         "./scripts/chaos.sh OUT --random 200 --seed 1",
         "ENGINE=vllm ./scripts/chaos.sh OUT --random 20",
+    ),
+    f"{HERE}::test_a_command_line_of_slime_trains": (
+        "python train.py --hf-checkpoint DIR --ref-load DIR --prompt-data train.jsonl --input-key prompt "
+        "--label-key label --rm-type deepscaler --num-rollout 100 --rollout-batch-size 32 "
+        "--n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 1024 "
+        "--rollout-temperature 1 --balance-data --tensor-model-parallel-size 1 --sequence-parallel "
+        "--expert-tensor-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
+        "--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --eps-clip "
+        "0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 "
+        "--adam-beta1 0.9 --adam-beta2 0.98 --attention-dropout 0.0 --hidden-dropout 0.0 "
+        "--accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash "
+        "--swiglu --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings "
+        "--group-query-attention --sglang-mem-fraction-static 0.7",
+    ),
+    f"{HERE}::test_verl_s_records_and_reward_train": (
+        "python train.py --hf-checkpoint DIR --prompt-data train.jsonl --input-key prompt "
+        "--apply-chat-template --label-key reward_model.ground_truth --metadata-key extra_info "
+        "--custom-rm-path examples/migrating/verl_reward.py:reward --rollout-batch-size 64 "
+        "--n-samples-per-prompt 8 --global-batch-size 128 --rollout-max-prompt-len 512 "
+        "--rollout-max-response-len 1024 --advantage-estimator grpo --calculate-per-token-loss "
+        "--use-kl-loss --kl-loss-coef 0.001 --lr 1e-6 --num-epoch 15",
     ),
     f"{HERE}::test_the_pretrained_model_s_script_trains": ("./scripts/run-smollm2-135m-cpu.sh",),
     "tests/e2e/run/test_streaming_run.py::test_async_streaming_trains_each_group_once_within_its_staleness": (

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp2-dp2-overlap": (4, {**VPP2, **OVERLAP}),
 }
 ONEDNN_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {}), "tp2": (2, TP2)}
+SHARED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {}), "tp2": (2, TP2), "dp2": (2, {})}
 TIED_LAYOUTS = {"tied-pp2": (2, PP2), "tied-tp2-pp2": (4, {**TP2, **PP2}), "tied-vpp2-cp2": (4, {**VPP2, **CP2})}
 MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -136,6 +137,13 @@ def layout_cases(models: Path) -> list[Case]:
             case(f"grpo-onednn-{name}", "trained_by_onednn", world, {**grpo, **flags}, num_steps=2)
             for name, (world, flags) in ONEDNN_LAYOUTS.items()
         ),
+        *(
+            case(f"groups-shared-{name}", "trained_in_groups", world, {**grpo, **flags}, is_shared=True, num_steps=2)
+            for name, (world, flags) in SHARED_LAYOUTS.items()
+        ),
+        case("groups-copied", "trained_in_groups", flags=grpo, is_shared=False, num_steps=2),
+        case("groups-shared-moe", "trained_in_groups", flags={**grpo, **moe}, is_shared=True, num_steps=2),
+        case("groups-copied-moe", "trained_in_groups", flags={**grpo, **moe}, is_shared=False, num_steps=2),
         *rounds("tied-", alone, kinds["tied"]),
         *rounds("", TIED_LAYOUTS, kinds["tied"]),
         *rounds("moe-", alone | MOE_LAYOUTS, moe),

@@ -159,9 +159,29 @@ def trained_by_onednn(bench: Bench, **plan: Any) -> dict[str, Any]:
         cpu_linear.MIN_FLOPS = usual
 
 
-def trained(bench: Bench, rounds: int = 1, experts: str | None = None, **plan: Any) -> dict[str, Any]:
+def trained_in_groups(bench: Bench, is_shared: bool, **plan: Any) -> dict[str, Any]:
+    """`trained`, on rows of which those of a group have one prompt. `is_shared`: it is computed once, however many
+    calls of attention that takes; else for each row."""
+    from vime.backends.megatron_utils import step
+
+    rows = make_rows()
+    for number, row in enumerate(rows):
+        first = rows[number - number % 4]
+        prompt = first.tokens[: len(first.tokens) - first.response_length]
+        answer = row.tokens[len(row.tokens) - row.response_length :]
+        rows[number] = dataclasses.replace(row, tokens=[*prompt, *answer])
+    usual, step._tokens_per_call = step._tokens_per_call, lambda _chunks: 0.0 if is_shared else None
+    try:
+        return trained(bench, rows=rows, **plan)
+    finally:
+        step._tokens_per_call = usual
+
+
+def trained(
+    bench: Bench, rounds: int = 1, experts: str | None = None, rows: list[TrainRow] | None = None, **plan: Any
+) -> dict[str, Any]:
     """Metrics of each round, and the weights after the last. `experts`: what the rows say of routing, see `routed`."""
-    rows = make_rows() if experts is None else routed(experts, bench.case.flags["hf_checkpoint"])
+    rows = rows or (make_rows() if experts is None else routed(experts, bench.case.flags["hf_checkpoint"]))
     trainer = bench.trainer()
     metrics = [
         trainer.train_round(make_plan(rows, dp_size=trainer.place.dp_size, **plan), dict(enumerate(rows)))

@@ -25,6 +25,7 @@ def ray_cluster() -> Iterator[None]:
     starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray-start")
     starting = starter.submit(
         ray.init,
+        address="local",  # or Ray joins one that `ray start` has left running, also that of another test
         num_cpus=CPUS,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,

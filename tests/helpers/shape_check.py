@@ -29,7 +29,7 @@ FLOOR = {
     "backends.fsdp_utils": 4,
     "backends.vllm_utils": 4,
     "ray": 5,
-    "cli": 5,
+    "cli": 6,
 }
 BACKENDS = {"backends.megatron_utils", "backends.fsdp_utils", "backends.vllm_utils"}
 # Packages too heavy, or too bound to a machine, to be loaded everywhere; and the rooms that may load them.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+
 from tests.helpers.ledger_cases import Clock
 from tests.helpers.rollout_setup import make_args, write_jsonl
 from vime.handoff.group_store import GroupStore
@@ -39,19 +42,19 @@ class Streaming:
             "--over-sampling-batch-size", 2, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 8,
             "--rollout-timeout-secs", 30, "--transferqueue-mode", "streaming", "--max-staleness", staleness, *flags,
         )  # fmt: skip
-        self.clock = Clock()
+        self.clock, self._file = Clock(), directory / "ledger.db"
         bounds = LedgerRules(
             max_slots=2 * (staleness + 1), max_staleness=staleness, lease_timeout_s=10.0, round_order=round_order,
             num_rounds=rounds, groups_per_round=2, **rules,
         )  # fmt: skip
-        self.ledger = Ledger(directory / "ledger.db", bounds, clock=self.clock)
-        self.port, self.rows = LocalLedgerPort(self.ledger), MemoryRows()
+        self._ledger = Ledger(self._file, bounds, clock=self.clock)
+        self.port, self.rows = LocalLedgerPort(self._ledger), MemoryRows()
         spool = Spool(directory / "spool", segment_bytes=segment_bytes) if is_durable else None
         self.spool = spool
         self.receipts = ReceiptBook(directory, start_round=0, link=None)
         self.store = GroupStore(self.rows, spool, partition="train")
         has_payload = spool.has if spool is not None else lambda *_: False
-        self.report = self.ledger.rounds.restore(None, has_payload)
+        self.report = self._ledger.rounds.restore(None, has_payload)
         prompts = RolloutDataSourceWithBuffer(self.args)
         self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
         self.ahead = ReadAhead(self.port, self.store, limit=self.args.transferqueue_prefetch_groups)
@@ -69,8 +72,18 @@ class Streaming:
         self.producer.stop()
         self.ahead.close()
         self.store.close()
-        self.ledger.close()
+        self._ledger.close()
         self.receipts.close()
+
+    def status(self):
+        """Asked through the port like every call: the producer's thread calls the ledger too, and two threads on its
+        connection can wait for each other for ever (SQLite calls Python for the checksum of a row)."""
+        return self.port.call("", "status")
+
+    def look(self, sql, *values):
+        """What stands in the ledger's file, read by a connection of its own."""
+        with contextlib.closing(sqlite3.connect(self._file)) as connection:
+            return connection.execute(sql, values).fetchall()
 
     def lease(self, round_id):
         self.leased = generate_rollout(self.args, round_id, self.source)
@@ -98,6 +111,7 @@ def groups_of(output):
 
 def wait_until(run, is_so):
     """Return when it is so; the ledger's news and the test's own deadline bound it."""
+    seen = -1
     while not is_so():
         run.producer.raise_if_failed()
-        run.port.wait_for_news(run.ledger.sequence, 0.05)
+        seen = run.port.wait_for_news(seen, 0.05)

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from vime.config.machine import OptimizerConfig
+from vime.config.problems import Problems
 from vime.config.training import PLAIN_CLIP, AlgoConfig, CriticConfig
 from vime.types import ConfigError
 
@@ -68,14 +69,19 @@ def needs_teacher(algo: AlgoConfig) -> bool:
 
 
 def check_algo(algo: AlgoConfig, *, max_staleness: int, group_size: int) -> None:
-    """Called after `resolve_algo`."""
-    _check_loss_type(algo)
-    _check_kl(algo)
-    if algo.loss_type == "sft_loss":
-        return
-    _check_estimator(algo, group_size)
+    """Called after `resolve_algo`. ConfigError names everything that is wrong."""
+    problems = Problems()
+    with problems.gathering():
+        _check_loss_type(algo)
+    with problems.gathering():
+        _check_kl(algo)
+    if algo.loss_type != "sft_loss":
+        with problems.gathering():
+            _check_estimator(algo, group_size)
     if algo.loss_type == "policy_loss":
-        _check_correction(algo, max_staleness)
+        with problems.gathering():
+            _check_correction(algo, max_staleness)
+    problems.raise_all()
 
 
 def _check_loss_type(algo: AlgoConfig) -> None:
@@ -99,13 +105,11 @@ def _check_loss_type(algo: AlgoConfig) -> None:
 
 
 def _check_kl(algo: AlgoConfig) -> None:
-    if algo.use_kl_loss and algo.kl_loss_coef == 0:
-        raise ConfigError("--use-kl-loss has no effect with --kl-loss-coef 0. Set a coefficient or remove the flag.")
     if algo.kl_loss_coef > 0 and not algo.use_kl_loss:
         raise ConfigError(
             f"--kl-loss-coef {algo.kl_loss_coef} has no effect without --use-kl-loss. Add the flag or remove this."
         )
-    if algo.use_kl_loss and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
+    if algo.kl_loss_coef > 0 and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
         raise ConfigError(
             "--use-kl-loss --kl-loss-type k1 without --use-unbiased-kl: the expected gradient is 0: that of logp - ref "
             "is the gradient of logp, whose mean over tokens of the policy is 0, so the term only adds noise. Add "

@@ -6,8 +6,9 @@ what happened. `check` raises ConfigError naming the flags, what was got, what i
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from pathlib import Path
+from collections.abc import Callable
 
 from vime.config.algo_checks import (
     check_algo,
@@ -17,10 +18,14 @@ from vime.config.algo_checks import (
     needs_teacher,
     resolve_algo,
 )
+from vime.config.eval_sets import eval_sets
+from vime.config.flags import knobs
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
-from vime.config.parse import Config
-from vime.config.paths import absolute_paths
+from vime.config.model_files import what_is_there
+from vime.config.parse import SECTIONS, Config
+from vime.config.paths import EXPECTED_PROMPTS, absolute_paths, prompt_files
+from vime.config.problems import Problems
 from vime.config.queue_checks import check_queue, default_round_order, resolve_rollout_function
 from vime.config.reference_checks import check_reference_mode
 from vime.config.schedule import steps_of_round
@@ -31,40 +36,91 @@ TEACHER_COLUMN, ROUTING_COLUMN = "teacher_log_probs", "rollout_routed_experts"
 FP32_THRESHOLD, BF16_THRESHOLD = 1e-4, 6e-2  # of --train-rollout-diff-threshold
 
 
-def resolve(given: Config) -> Config:
-    """Derived defaults, absolute paths. Contradictions that make a default impossible are refused here."""
+def resolve(given: Config, problems: Problems | None = None) -> Config:
+    """Derived defaults, absolute paths. Contradictions that make a default impossible are added to `problems`, and
+    something is put in its place so that the rest can be looked at; without `problems` they are raised."""
+    found = Problems() if problems is None else problems
     config = absolute_paths(given)
+    resolved = _derive(config, found)
+    if problems is None:
+        found.raise_all()
+    derived = tuple(
+        (spec.name, value)
+        for name, section in SECTIONS.items()
+        for _, spec in knobs(section)
+        if (value := getattr(getattr(resolved, name), spec.name)) != getattr(getattr(config, name), spec.name)
+    )
+    return dataclasses.replace(resolved, derived=derived)
+
+
+def _derive(config: Config, found: Problems) -> Config:
     cluster, rollout, batch, queue = config.cluster, config.rollout, config.batch, config.queue
     device = cluster.device if cluster.device != "auto" else ("cuda" if has_cuda() else "cpu")
     on_cuda = device == "cuda"
+    config = config.replace(device=device, **_resolve_precision(config, on_cuda=on_cuda))
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     num_engines = cluster.rollout_num_engines
     if num_engines is None:
         gpus = cluster.rollout_num_gpus or cluster.rollout_num_gpus_per_engine
         num_engines = max(1, gpus // cluster.rollout_num_gpus_per_engine) if on_cuda else 1
     staleness = queue.transferqueue_max_staleness
-    ranks = cluster.actor_num_gpus_per_node or (8 if on_cuda else 1)
+    mode = found.attempt(_resolve_mode, config, otherwise="off")
+    untold: dict[str, float | str] = {}
+    one_step = {"global_batch_size": samples, "num_steps_per_rollout": 1}
     return config.replace(
-        device=device,
         distributed_backend=cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
-        actor_num_gpus_per_node=ranks,
+        actor_num_gpus_per_node=cluster.actor_num_gpus_per_node or (8 if on_cuda else 1),
         rollout_num_engines=num_engines,
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
-        transferqueue_mode=_resolve_mode(config),
+        transferqueue_mode=mode,
         transferqueue_round_order=queue.transferqueue_round_order or default_round_order(queue),
         mixed_version_policy=queue.mixed_version_policy
         or ("mask" if rollout.mask_offpolicy_in_partial_rollout else "correct"),
-        rollout_function_path=resolve_rollout_function(rollout, _resolve_mode(config)),
+        rollout_function_path=found.attempt(
+            resolve_rollout_function, rollout, mode, otherwise=rollout.rollout_function_path
+        ),
         transfer_queue_extra_data_fields=_resolve_columns(config),
         **resolve_algo(config.algo, max_staleness=staleness),
         critic_lr=_resolve_critic_lr(config),
-        **_resolve_agreement(config),
-        virtual_pipeline_model_parallel_size=_resolve_chunks(config),
+        **found.attempt(_resolve_agreement, config, otherwise=untold),
+        virtual_pipeline_model_parallel_size=found.attempt(_resolve_chunks, config, otherwise=None),
         pause_mode=config.weights.pause_mode or ("keep" if staleness > 0 else "wait"),
-        update_weight_transport=_resolve_transport(config, device),
-        **_resolve_batch(batch.global_batch_size, batch.num_steps_per_rollout, samples),
+        update_weight_transport=found.attempt(_resolve_transport, config, device, otherwise="shm"),
+        **found.attempt(
+            _resolve_batch, batch.global_batch_size, batch.num_steps_per_rollout, samples, otherwise=one_step
+        ),
     )
+
+
+def _resolve_precision(config: Config, *, on_cuda: bool) -> dict[str, bool]:
+    """On GPUs bf16 and a sharded optimizer, as slime and verl have it: in fp32 neither the models nor the attention
+    kernels of a GPU would fit. What cannot have an effect is off."""
+    parallel, is_megatron = config.parallel, config.cluster.train_backend == "megatron"
+    sharded = parallel.use_distributed_optimizer
+    return {
+        "bf16": on_cuda if parallel.bf16 is None else parallel.bf16,
+        "use_distributed_optimizer": (on_cuda and is_megatron) if sharded is None else sharded,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+    }
+
+
+def differences(given: Config, config: Config) -> list[str]:
+    """What a run does otherwise than its flags, read as those of slime or megatron, would say."""
+    was, now = given.parallel, config.parallel
+    lines = []
+    if config.cluster.device == "cuda" and was.bf16 is None:
+        lines.append("--bf16 is the default on cuda: parameters and activations in bf16. --no-bf16 computes in fp32.")
+    if now.use_distributed_optimizer and was.use_distributed_optimizer is None:
+        lines.append("--use-distributed-optimizer is the default on cuda; --no-use-distributed-optimizer is the other.")
+    if was.sequence_parallel and not now.sequence_parallel:
+        lines.append("--sequence-parallel changes nothing at --tensor-model-parallel-size 1.")
+    if config.algo.use_kl_loss and config.algo.kl_loss_coef == 0:
+        lines.append(
+            "--use-kl-loss with --kl-loss-coef 0 only measures train/kl_loss, and costs a pass of the reference model "
+            "a round. Remove --use-kl-loss if you do not look at it."
+        )
+    return lines
 
 
 def _resolve_chunks(config: Config) -> int | None:
@@ -157,34 +213,40 @@ def _resolve_batch(global_batch: int | None, num_steps: int | None, samples: int
     return {"global_batch_size": global_batch, "num_steps_per_rollout": steps}
 
 
-def check(config: Config) -> None:
-    """Every refusal that needs no process. Called once, after `resolve`."""
+def check(config: Config, problems: Problems | None = None) -> None:
+    """Every refusal that needs no process. Called once, after `resolve`. All are made, whatever the first one says."""
+    found = Problems() if problems is None else problems
+    for one in _CHECKS:
+        with found.gathering():
+            one(config)
+    with found.gathering():
+        shape = _check_model(config)
+        for of_model in (check_layout, _check_routing_replay, _check_lengths):
+            with found.gathering():
+                of_model(config, shape)
+    if problems is None:
+        found.raise_all()
+
+
+def _check_devices(config: Config) -> None:
     if config.rollout.rollout_backend != "vllm":
         raise ConfigError(
             f"--rollout-backend {config.rollout.rollout_backend}: only vllm is supported. Remove the flag."
         )
     if config.cluster.device == "cuda" and not has_cuda():
         raise ConfigError("--device cuda: this machine shows no CUDA device. Use --device cpu.")
-    shape = _check_model(config)
-    check_layout(config, shape)
-    _check_routing_replay(config, shape)
-    _check_lengths(config, shape)
-    _check_rounds(config)
-    check_queue(config)
-    _check_schedule(config)
-    _check_rewards(config)
+
+
+def _check_algorithm(config: Config) -> None:
     check_algo(
         config.algo,
         max_staleness=config.queue.transferqueue_max_staleness,
         group_size=config.rollout.n_samples_per_prompt,
     )
-    _check_processes(config)
+
+
+def _check_critic(config: Config) -> None:
     check_critic(config.critic, algo=config.algo, optimizer=config.optimizer, num_rollout=config.rollout.num_rollout)
-    _check_eval(config)
-    _check_idle(config)
-    _check_debug(config)
-    check_reference_mode(config)
-    _check_templates(config)
 
 
 def _check_model(config: Config) -> ModelShape:
@@ -200,7 +262,8 @@ def _check_model(config: Config) -> ModelShape:
     ):
         if directory and not has_weights(directory):
             raise ConfigError(
-                f"{flag} {directory}: no *.safetensors there. Expected Hugging Face weights; check the path."
+                f"{flag} {directory}: no *.safetensors there. {what_is_there(directory)}Expected Hugging Face weights; "
+                "check the path."
             )
     if config.parallel.transformer_impl == "transformer_engine" and config.cluster.device != "cuda":
         raise ConfigError("--transformer-impl transformer_engine needs --device cuda. Use --transformer-impl local.")
@@ -329,6 +392,11 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError("no reward: give --rm-type or --custom-rm-path.")
     if reward.rm_type and reward.custom_rm_path:
         raise ConfigError("--rm-type and --custom-rm-path are both given. Keep one of the two.")
+    if reward.rm_type == "dapo" and reward.reward_key not in ("score", "acc"):
+        raise ConfigError(
+            f"--rm-type dapo answers score (1 or -1) and acc (1 or 0), and --reward-key is {reward.reward_key}. Add "
+            "--reward-key score."
+        )
     if reward.rm_type == "remote_rm" and not reward.rm_url:
         raise ConfigError("--rm-type remote_rm needs --rm-url, the address of the service. Add it.")
 
@@ -337,18 +405,15 @@ def _check_eval(config: Config) -> None:
     pairs = config.eval.eval_prompt_data
     if len(pairs) % 2:
         raise ConfigError(f"--eval-prompt-data {' '.join(pairs)}: expected NAME PATH pairs. Give each file a name.")
-    names = pairs[::2]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"--eval-prompt-data: names must differ, got {', '.join(names)}.")
-    for path in pairs[1::2]:
-        if not Path(path.split("@[")[0]).expanduser().is_file():
-            raise ConfigError(f"--eval-prompt-data: no such file: {path}. Expected jsonl or parquet; check the path.")
+    for one in eval_sets(config):
+        if not prompt_files(one.path.split("@[")[0]):
+            raise ConfigError(f"{one.flag}: no such file: {one.path} (set {one.name}). {EXPECTED_PROMPTS}")
     data = config.data
     replayed = config.debug.load_debug_rollout_data is not None
     if data.prompt_data is None and data.reasoning_gym is None and not replayed and _default_source(config):
         raise ConfigError("no prompts: give --prompt-data FILE or --reasoning-gym TASKS.")
-    if data.prompt_data is not None and not Path(data.prompt_data.split("@[")[0]).expanduser().is_file():
-        raise ConfigError(f"--prompt-data {data.prompt_data}: no such file. Expected jsonl or parquet; check the path.")
+    if data.prompt_data is not None and not prompt_files(data.prompt_data.split("@[")[0]):
+        raise ConfigError(f"--prompt-data {data.prompt_data}: no such file. {EXPECTED_PROMPTS}")
 
 
 def _check_idle(config: Config) -> None:
@@ -397,9 +462,10 @@ def _check_debug(config: Config) -> None:
         raise ConfigError(
             "--num-epoch with --load-debug-rollout-data: recorded rounds have no epochs. Give --num-rollout instead."
         )
-    if debug.debug_train_only and config.eval.eval_prompt_data:
+    if debug.debug_train_only and config.eval.has_sets:
         raise ConfigError(
-            "--eval-prompt-data with --debug-train-only: without engines nothing can be evaluated. Remove one."
+            "--eval-prompt-data or --eval-config with --debug-train-only: without engines nothing can be evaluated. "
+            "Remove one."
         )
     if debug.load_debug_rollout_data and config.queue.transferqueue_mode != "off":
         raise ConfigError(
@@ -435,3 +501,20 @@ def _check_templates(config: Config) -> None:
             raise ConfigError(f"--apply-chat-template-kwargs: not JSON: {error}.") from error
         if not isinstance(parsed, dict):
             raise ConfigError(f"--apply-chat-template-kwargs: expected a JSON object, got {type(parsed).__name__}.")
+
+
+_CHECKS: tuple[Callable[[Config], None], ...] = (
+    _check_devices,
+    _check_rounds,
+    check_queue,
+    _check_schedule,
+    _check_rewards,
+    _check_algorithm,
+    _check_processes,
+    _check_critic,
+    _check_eval,
+    _check_idle,
+    _check_debug,
+    check_reference_mode,
+    _check_templates,
+)

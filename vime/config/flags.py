@@ -16,9 +16,14 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any, TypeVar
 
+from vime.config.problems import Problems
 from vime.types import ConfigError
 
 Section = TypeVar("Section")
+
+
+BOUNDS = ("clip", "delta", "threshold")
+"""What a flag is called that bounds something: an infinite bound is none, which may be meant."""
 
 
 class PathKind(Enum):
@@ -89,13 +94,29 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
 
 
 def read_section(section: type[Section], parsed: argparse.Namespace) -> Section:
-    """Build the section from parsed arguments; out-of-range values raise ConfigError naming the flag."""
+    """Build the section from parsed arguments; out-of-range values raise ConfigError naming every such flag."""
     values: dict[str, Any] = {}
+    problems = Problems()
     for _, spec in knobs(section):
         value = getattr(parsed, spec.name)
         values[spec.name] = tuple(value) if isinstance(value, list) else value
-        _check_range(spec, value)
+        with problems.gathering():
+            _check_range(spec, value)
+    problems.raise_all()
     return section(**values)
+
+
+def check_value(section: type, name: str, value: Any) -> Any:
+    """`value`, which a file gives to the knob `name`; ConfigError unless the flag could say it."""
+    (kind, spec), *_ = ((kind, spec) for kind, spec in knobs(section) if spec.name == name)
+    is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
+    if type(value) is not kind and not is_number:
+        raise ConfigError(f"got {value!r}, expected {kind.__name__}.")
+    choices = spec.metadata["choices"]
+    if choices is not None and value not in choices:
+        raise ConfigError(f"got {value!r}, expected one of {', '.join(choices)}.")
+    _check_range(spec, value)
+    return value
 
 
 def knobs(section: type) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
@@ -110,8 +131,8 @@ def _check_range(spec: dataclasses.Field[Any], value: Any) -> None:
     low, high = spec.metadata["minimum"], spec.metadata["maximum"]
     if value is None or isinstance(value, list | tuple | str):
         return
-    if math.isnan(value):
-        raise ConfigError(f"{flag_name(spec)}: got nan, expected a number. Change the flag.")
+    if math.isnan(value) or (math.isinf(value) and not any(word in spec.name for word in BOUNDS)):
+        raise ConfigError(f"{flag_name(spec)}: got {value}, expected a number. Change the flag.")
     if (low is not None and value < low) or (high is not None and value > high):
         expected = (
             f"at least {low:g}" if high is None else f"at most {high:g}" if low is None else f"{low:g} to {high:g}"

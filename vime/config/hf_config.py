@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vime.config.model_files import what_is_there
 from vime.types import ConfigError
 
 SPELLINGS = {
@@ -55,8 +56,8 @@ def read_model_shape(directory: str) -> ModelShape:
     path = Path(directory).expanduser() / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"--hf-checkpoint {directory}: no config.json there. Expected a Hugging Face model directory with "
-            "config.json, *.safetensors and tokenizer files. Check the path."
+            f"--hf-checkpoint {directory}: no config.json there. {what_is_there(directory)}Expected a Hugging Face "
+            "model directory with config.json, *.safetensors and tokenizer files. Check the path."
         )
     try:
         record = json.loads(path.read_text())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 from vime.config.flags import flag_name, knobs
 from vime.config.hf_config import ModelShape
 from vime.config.machine import ParallelConfig
 from vime.config.parse import Config
+from vime.config.problems import Problems
 from vime.types import ConfigError
 
-FSDP_KNOBS = ("bf16", "recompute_granularity")
-"""The knobs of `ParallelConfig` that --train-backend fsdp reads."""
+FSDP_KNOBS = ("bf16", "recompute_granularity", "use_distributed_optimizer")
+"""The knobs of `ParallelConfig` that --train-backend fsdp reads; the last is always so there."""
 
 
 def virtual_pipeline_size(parallel: ParallelConfig, num_layers: int) -> int | None:
@@ -38,14 +40,20 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     """Every refusal about the layout. Called after the empty knobs were derived."""
     parallel, batch = config.parallel, config.batch
     world = config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
+    problems = Problems()
     if config.cluster.train_backend == "fsdp":
         _check_fsdp(parallel)
     else:
         _check_said(shape)
-        _check_ranks(parallel, world)
-        _check_divisors(parallel, shape)
-        _check_experts(parallel, shape, world)
-        _check_switches(parallel)
+        for one in (
+            partial(_check_ranks, parallel, world),
+            partial(_check_divisors, parallel, shape),
+            partial(_check_experts, parallel, shape, world),
+            partial(_check_switches, parallel),
+        ):
+            with problems.gathering():
+                one()
+        problems.raise_all()
     dp, samples = world // parallel.ranks_per_replica, batch.global_batch_size or 1
     if samples % dp:
         raise ConfigError(
@@ -57,19 +65,28 @@ def check_layout(config: Config, shape: ModelShape) -> None:
 
 def _check_fsdp(parallel: ParallelConfig) -> None:
     """FSDP cuts parameters, gradients and optimizer state over all ranks, and nothing else."""
-    defaults = ParallelConfig()
-    for _, spec in knobs(ParallelConfig):
-        got = operator.attrgetter(spec.name)(parallel)
-        if spec.name not in FSDP_KNOBS and got != operator.attrgetter(spec.name)(defaults):
-            raise ConfigError(
-                f"{flag_name(spec)} {got} with --train-backend fsdp has no effect: every rank trains on rows of its "
-                "own and holds a part of each tensor. Remove it, or use --train-backend megatron."
-            )
+    idle = idle_under_fsdp(parallel)
+    if idle:
+        raise ConfigError(
+            f"{', '.join(idle)} with --train-backend fsdp: no effect. Every rank trains on rows of its own and holds a "
+            f"part of each tensor. Remove {'it' if len(idle) == 1 else 'them'}, or use --train-backend megatron."
+        )
     if parallel.recompute_granularity == "selective":
         raise ConfigError(
             "--recompute-granularity selective with --train-backend fsdp: only full is there, which recomputes each "
             "decoder layer. Use full, or --train-backend megatron."
         )
+
+
+def idle_under_fsdp(parallel: ParallelConfig) -> list[str]:
+    """The flags, with their values, that say something and that --train-backend fsdp does not read."""
+    defaults, idle = ParallelConfig(), []
+    for _, spec in knobs(ParallelConfig):
+        got, default = operator.attrgetter(spec.name)(parallel), operator.attrgetter(spec.name)(defaults)
+        is_one = spec.name == "expert_tensor_parallel_size" and got == 1
+        if spec.name not in FSDP_KNOBS and not is_one and (got or None) != (default or None):
+            idle.append(f"{flag_name(spec)} {got}")
+    return idle
 
 
 def _check_said(shape: ModelShape) -> None:
@@ -126,7 +143,7 @@ def _check_divisors(parallel: ParallelConfig, shape: ModelShape) -> None:
 def _check_experts(parallel: ParallelConfig, shape: ModelShape, world: int) -> None:
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     if not shape.num_experts:
-        if ep > 1 or parallel.expert_tensor_parallel_size is not None:
+        if ep > 1 or (parallel.expert_tensor_parallel_size or 1) > 1:
             raise ConfigError(
                 "--expert-model-parallel-size and --expert-tensor-parallel-size are for a model with experts; "
                 f"model_type {shape.model_type} has none. Remove them."
@@ -158,8 +175,6 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape, world: int) -> N
 
 
 def _check_switches(parallel: ParallelConfig) -> None:
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size > 1. Remove it or raise TP.")
     if parallel.recompute_granularity == "full" and not (parallel.recompute_method and parallel.recompute_num_layers):
         raise ConfigError("--recompute-granularity full needs --recompute-method and --recompute-num-layers. Add them.")
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):

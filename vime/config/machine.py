@@ -89,7 +89,10 @@ class ParallelConfig:
         None, "tensor-parallel ranks inside an expert; empty: --tensor-model-parallel-size", minimum=1
     )
     sequence_parallel: bool = flag(False, "split activations along the sequence inside the TP group (needs TP > 1)")
-    use_distributed_optimizer: bool = flag(False, "shard optimizer state over the data-parallel ranks")
+    use_distributed_optimizer: bool | None = flag(
+        None,
+        "shard optimizer state over the data-parallel ranks; empty: on with --device cuda and --train-backend megatron",
+    )
     overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
     overlap_param_gather: bool = flag(
         False,
@@ -103,7 +106,10 @@ class ParallelConfig:
     recompute_num_layers: int | None = flag(
         None, "layers per recompute unit, with --recompute-granularity full", minimum=1
     )
-    bf16: bool = flag(False, "parameters and activations in bfloat16, main weights and gradients in fp32")
+    bf16: bool | None = flag(
+        None,
+        "parameters and activations in bfloat16, main weights and gradients in fp32; empty: on with --device cuda",
+    )
     transformer_impl: str = flag(
         "local", "layer implementation; transformer_engine needs a GPU", choices=("local", "transformer_engine")
     )
@@ -135,7 +141,9 @@ class ModelConfig:
     """Model and checkpoints."""
 
     hf_checkpoint: str = flag(
-        "", "Hugging Face directory with config.json, safetensors and tokenizer (required)", path=PathKind.FILE
+        "",
+        "Hugging Face directory with config.json, safetensors and tokenizer, or its name on the hub (required)",
+        path=PathKind.FILE,
     )
     ref_load: str | None = flag(
         None, "HF directory of the reference model for KL; empty: --hf-checkpoint", path=PathKind.FILE

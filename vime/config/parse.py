@@ -11,16 +11,18 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from vime.config import config_file
 from vime.config.flags import add_section, flag_name, knobs, read_section
 from vime.config.machine import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from vime.config.problems import Problems
 from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.run import AgreementConfig, DebugConfig, TrackingConfig
 from vime.config.training import AlgoConfig, BatchConfig, CriticConfig, QueueConfig, WeightsConfig
+from vime.config.translate import PASSTHROUGH, Reading, read
 from vime.types import ConfigError
-
-PASSTHROUGH = ("--vllm-", "--router-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
     vllm_flags: tuple[str, ...] = ()  # engine flags as vLLM spells them, from --vllm-*
     router_flags: tuple[str, ...] = ()  # router flags as vllm-router spells them, from --router-*
+    derived: tuple[tuple[str, Any], ...] = ()  # knobs that `resolve` filled in, with their values
 
     @property
     def flat(self) -> Args:
@@ -70,7 +73,9 @@ class Config:
             name: kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in record[name].items()})
             for name, kind in SECTIONS.items()
         }
-        return cls(vllm_flags=tuple(record["vllm_flags"]), router_flags=tuple(record["router_flags"]), **sections)
+        derived = tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in record.get("derived", ()))
+        vllm_flags, router_flags = tuple(record["vllm_flags"]), tuple(record["router_flags"])
+        return cls(vllm_flags=vllm_flags, router_flags=router_flags, derived=derived, **sections)
 
 
 SECTIONS: dict[str, type] = {
@@ -109,54 +114,55 @@ def section_of(knob: str) -> str:
     return _HOME[knob]
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(program: str = "train.py") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train.py",
+        prog=program,
         allow_abbrev=False,
         description="Train a language model with reinforcement learning: megatron-core trains, vLLM generates.",
         epilog="Flags of the installed vLLM: --vllm-<flag>; of vllm-router: --router-<flag>.",
     )
+    parser.add_argument(config_file.FLAG, metavar="FILE", help=config_file.HELP)
     for section in SECTIONS.values():
         add_section(parser, section)
     return parser
 
 
-def parse(argv: Sequence[str]) -> Config:
-    """Parse without cross checks. Unknown flags raise ConfigError and suggest the nearest name."""
-    parser = build_parser()
+def parse(argv: Sequence[str], *, program: str = "train.py") -> Config:
+    """Parse without cross checks. ConfigError names every flag that is unknown or has a bad value."""
+    problems = Problems()
+    config, _ = _parse(argv, problems, program=program)
+    problems.raise_all()
+    return config
+
+
+def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
+    """What could be read; a flag with a problem has its default."""
+    files, own = config_file.split_config_files(argv)
+    argv = [*(word for path in files for word in _read_file(path)), *own]
+    parser = build_parser(program)
     parser.error = _refuse  # type: ignore[method-assign,assignment]
-    parsed, unknown = parser.parse_known_args(list(argv))
-    vllm_flags, router_flags = _split_passthrough(unknown, parser)
-    sections: dict[str, Any] = {name: read_section(section, parsed) for name, section in SECTIONS.items()}
-    return Config(vllm_flags=vllm_flags, router_flags=router_flags, **sections)
+    reading = read(argv, parser, problems)
+    sections: dict[str, Any] = {}
+    for name, section in SECTIONS.items():
+        sections[name] = section()
+        with problems.gathering():
+            sections[name] = read_section(section, reading.namespace)
+    vllm_flags, router_flags = (tuple(reading.passthrough[prefix]) for prefix in PASSTHROUGH)
+    return Config(vllm_flags=vllm_flags, router_flags=router_flags, **sections), reading
+
+
+def _read_file(path: Path) -> list[str]:
+    """The command line that --config names; what is wrong with it alone is said with its name."""
+    words = config_file.read_config_file(path, SECTIONS)
+    try:
+        parse(words)
+    except ConfigError as error:
+        raise ConfigError(f"{config_file.FLAG} {path}: {error}") from error
+    return words
 
 
 def _refuse(message: str) -> None:
     raise ConfigError(f"{message.removeprefix('argument ').rstrip('.')}. See train.py --help.")
-
-
-def _split_passthrough(unknown: list[str], parser: argparse.ArgumentParser) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Sort leftover arguments into vLLM's and the router's; anything else is refused."""
-    taken: dict[str, list[str]] = {prefix: [] for prefix in PASSTHROUGH}
-    current: list[str] | None = None
-    for argument in unknown:
-        prefix = next((p for p in PASSTHROUGH if argument.startswith(p)), None)
-        if prefix is not None:
-            current = taken[prefix]
-            current.append("--" + argument.removeprefix(prefix))
-        elif argument.startswith("--") or current is None:
-            raise ConfigError(f"unknown flag {argument}. {_nearest(argument, parser)}See train.py --help.")
-        else:
-            current.append(argument)
-    return tuple(taken["--vllm-"]), tuple(taken["--router-"])
-
-
-def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
-    import difflib
-
-    known = [option for action in parser._actions for option in action.option_strings]
-    close = difflib.get_close_matches(argument.split("=")[0], known, n=1)
-    return f"Did you mean {close[0]}? " if close else ""
 
 
 def iter_flags() -> Iterator[tuple[str, str, Any]]:
@@ -171,13 +177,23 @@ def dump(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2)
 
 
-def parse_command_line(argv: Sequence[str] | None = None) -> Config:
-    """`parse` + every check + derived defaults: what train.py calls."""
-    from vime.config.checks import check, resolve
+def parse_command_line(argv: Sequence[str] | None = None, *, program: str = "train.py") -> Config:
+    """`parse` + every check + derived defaults: what train.py calls. All that is wrong is one ConfigError; what is
+    taken otherwise than it was written is said on stderr. `program` is the name that --help shows."""
+    from vime.config.checks import check, differences, resolve
+    from vime.config.hub import with_local_copies
     from vime.config.readers import check_given
 
-    given = parse(sys.argv[1:] if argv is None else argv)
-    config = resolve(given)
-    check(config)
-    check_given(given, config)
+    problems, of_flags = Problems(), Problems()
+    given, reading = _parse(sys.argv[1:] if argv is None else argv, of_flags, program=program)
+    with of_flags.gathering():
+        given = with_local_copies(given)
+    config = resolve(given, problems)
+    check(config, problems)
+    check_given(given, config, problems)
+    # without its flag a default may be wrong too: that follows from the first, and would only distract
+    of_flags.add(*problems.not_about(reading.refused_flags))
+    of_flags.raise_all()
+    for line in [*reading.notes, *differences(given, config)]:
+        sys.stderr.write(f"note: {line}\n")
     return config

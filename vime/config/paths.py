@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from vime.config.flags import PathKind, knobs
@@ -18,6 +19,19 @@ def absolute_paths(config: Config) -> Config:
             if value and spec.metadata["path"] is not None:
                 changes[spec.name] = _absolute(value, spec.metadata["path"])
     return config.replace(**changes)
+
+
+EXPECTED_PROMPTS = (
+    "Expected jsonl or parquet, a pattern of such files, or a directory that `datasets` saved; check the path."
+)
+
+
+def prompt_files(value: str) -> list[Path]:
+    """What a path of prompts names, without its slice: a file, the files of a pattern in order, or a directory."""
+    path = Path(value).expanduser()
+    if path.exists():
+        return [path]
+    return sorted(path.parent.glob(path.name)) if "*" in path.name else []
 
 
 def path_flags(config: Config) -> dict[str, Any]:

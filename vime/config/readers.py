@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vime.config.algo_checks import needs_reference
 from vime.config.flags import flag_name, knobs
 from vime.config.parse import SECTIONS, Config, section_of
-from vime.types import ConfigError
+from vime.config.problems import Problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Condition:
 
 def _has_records(config: Config) -> bool:
     is_own_source = not config.data.data_source_path.startswith("vime.")
-    return bool(config.data.prompt_data or config.eval.eval_prompt_data or is_own_source)
+    return bool(config.data.prompt_data or config.eval.has_sets or is_own_source)
 
 
 def _uses_engines_to_train(config: Config) -> bool:
@@ -71,7 +71,7 @@ READ_WHEN = (
     Condition(
         ("input_key", "label_key", "metadata_key", "tool_key"),
         _has_records,
-        "with --prompt-data, --eval-prompt-data or a --data-source-path of your own",
+        "with --prompt-data, --eval-prompt-data, --eval-config or a --data-source-path of your own",
     ),
     Condition(
         ("apply_chat_template_kwargs",), lambda config: config.data.apply_chat_template, "with --apply-chat-template"
@@ -97,6 +97,16 @@ READ_WHEN = (
         _may_mix_versions,
         "with --partial-rollout in mode off or buffer, or --transferqueue-mode streaming and a --max-staleness above 0",
     ),
+    Condition(
+        ("max_reward_error_share",),
+        lambda config: config.reward.on_reward_error == "drop",
+        "with --on-reward-error drop",
+    ),
+    Condition(
+        ("max_dropped_in_a_row", "on_reward_error"),
+        _uses_engines_to_train,
+        "with a --rollout-function-path that generates answers and scores them",
+    ),
     Condition(("rm_url",), lambda config: config.reward.rm_type == "remote_rm", "with --rm-type remote_rm"),
     Condition(
         ("custom_reward_post_process_path", "get_mismatch_metrics"),
@@ -113,11 +123,11 @@ READ_WHEN = (
             *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k"),
             *("eval_max_response_len", "skip_eval_before_train"),
         ),
-        lambda config: bool(config.eval.eval_prompt_data),
-        "with --eval-prompt-data NAME PATH",
+        lambda config: config.eval.has_sets,
+        "with --eval-prompt-data NAME PATH or --eval-config FILE",
     ),
     Condition(
-        ("eval_prompt_data",),
+        ("eval_prompt_data", "eval_config"),
         lambda config: config.eval.eval_interval is not None or not config.eval.skip_eval_before_train,
         "with --eval-interval, or without --skip-eval-before-train",
     ),
@@ -171,16 +181,20 @@ READ_WHEN = (
 )
 
 
-def check_given(given: Config, config: Config) -> None:
-    """`given` is what the command line says, `config` the same after `checks.resolve`."""
+def check_given(given: Config, config: Config, problems: Problems | None = None) -> None:
+    """`given` is what the command line says, `config` the same after `checks.resolve`. What is wrong is added to
+    `problems`, or raised where there are none."""
+    found = Problems() if problems is None else problems
     for condition in READ_WHEN:
         idle = [name for name in condition.knobs if is_given(given, name)]
         if idle and not condition.holds(config):
             flags = ", ".join(_as_given(given, name) for name in idle)
-            raise ConfigError(
+            found.add(
                 f"{flags}: no effect here. Read only {condition.says}. Remove {'it' if len(idle) == 1 else 'them'}, or "
                 "change that."
             )
+    if problems is None:
+        found.raise_all()
 
 
 def is_given(config: Config, name: str) -> bool:

@@ -12,11 +12,18 @@ class DataConfig:
     """Prompts: where they come from and how a record is read."""
 
     prompt_data: str | None = flag(
-        None, "jsonl or parquet file of prompts; `path@[a:b]` takes a slice", path=PathKind.FILE
+        None,
+        "prompts: a jsonl or parquet file, a pattern such as `dir/train-*.parquet`, a directory that `datasets` saved, "
+        "or `owner/name[:split]` of the hub; `@[a:b]` behind it takes a slice (docs/data.md)",
+        path=PathKind.FILE,
     )
     input_key: str = flag("input", "record key of the prompt")
     label_key: str | None = flag(None, "record key of the answer the reward compares with")
     metadata_key: str = flag("metadata", "record key of a dict handed to plug-ins")
+    source_key: str = flag(
+        "data_source",
+        "key that names a record's data source, in the record or in its metadata: metrics by source",
+    )
     tool_key: str | None = flag(None, "record key of tool definitions for the chat template")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: str | None = flag(None, "JSON object of extra arguments for the chat template")
@@ -64,8 +71,17 @@ class RolloutConfig:
         "keeps or drops a finished group, for example vime.rollout.filter_hub.check_reward_nonzero_std",
         path=PathKind.PLUGIN,
     )
+    max_dropped_in_a_row: int | None = flag(
+        None,
+        "end the run when so many groups were dropped one after the other and none was kept; empty: 10 x "
+        "--rollout-batch-size, at least 64",
+        minimum=1,
+    )
     rollout_max_prompt_len: int | None = flag(
-        None, "longest prompt, tokens; a longer one is refused at start", minimum=1
+        None, "longest prompt, tokens; a longer one is left out, and counted at start", minimum=1
+    )
+    refuse_long_prompts: bool = flag(
+        False, "a prompt over --rollout-max-prompt-len, or without room for an answer, ends the start"
     )
     rollout_max_response_len: int = flag(1024, "longest answer, tokens", minimum=1)
     rollout_max_context_len: int | None = flag(
@@ -91,7 +107,11 @@ class RolloutConfig:
 class RewardConfig:
     """Reward: who scores an answer."""
 
-    rm_type: str | None = flag(None, "built-in reward", choices=("exact_match", "math", "remote_rm", "reasoning_gym"))
+    rm_type: str | None = flag(
+        None,
+        "built-in reward (docs/customization.md); dapo answers a dict, of which --reward-key score is trained on",
+        choices=("exact_match", "math", "remote_rm", "reasoning_gym", "deepscaler", "dapo", "f1", "gpqa"),
+    )
     rm_url: str | None = flag(None, "address that --rm-type remote_rm posts samples to")
     reward_key: str | None = flag(None, "entry to train on when the reward is a dict")
     group_rm: bool = flag(False, "call the reward function once per group (a list in, a list out)")
@@ -104,6 +124,18 @@ class RewardConfig:
         path=PathKind.PLUGIN,
     )
     rm_timeout_secs: float = flag(60.0, "deadline of one reward call, seconds", minimum=0.01)
+    on_reward_error: str = flag(
+        "stop",
+        "a reward that raises, answers no number or is late ends the run (stop), or its group is left out and counted "
+        "as rollout/dropped_reward_error (drop); no answer ever gets a reward that nobody gave",
+        choices=("stop", "drop"),
+    )
+    max_reward_error_share: float = flag(
+        0.1,
+        "with --on-reward-error drop: largest share of the last 100 groups that may be left out; above it the run ends",
+        minimum=0,
+        maximum=1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +146,25 @@ class EvalConfig:
     eval_prompt_data: tuple[str, ...] = flag(
         (), "NAME PATH [NAME PATH ...] of evaluation files", nargs="+", path=PathKind.PAIRS
     )
+    eval_config: str | None = flag(
+        None,
+        "YAML or TOML file of evaluation sets, each with keys, reward, number of answers and sampling of its own "
+        "(docs/customization.md)",
+        path=PathKind.FILE,
+    )
     n_samples_per_eval_prompt: int = flag(1, "answers per evaluation prompt", minimum=1)
     eval_temperature: float | None = flag(None, "empty: --rollout-temperature", minimum=0)
     eval_top_p: float | None = flag(None, "empty: --rollout-top-p", minimum=0, maximum=1)
     eval_top_k: int | None = flag(None, "empty: --rollout-top-k", minimum=-1)
+    pass_reward: float = flag(
+        1.0, "pass@k: an evaluation's answer is right when its reward is at least this (of a dict, --reward-key)"
+    )
     eval_max_response_len: int | None = flag(None, "tokens; empty: --rollout-max-response-len", minimum=1)
     skip_eval_before_train: bool = flag(False, "no evaluation of the initial weights")
+
+    @property
+    def has_sets(self) -> bool:
+        return bool(self.eval_prompt_data or self.eval_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,18 @@ class TrackingConfig:
     """Tracking."""
 
     run_dir: str | None = flag(None, "directory of this run; empty: runs/<date>-<time>", path=PathKind.FILE)
+    keep_samples_mib: int = flag(
+        256,
+        "answers of every round are kept in RUN_DIR/samples for `vime samples`, up to so many MiB; beyond it rounds "
+        "are removed evenly over the run, of a round over a sixteenth of it groups are left out; 0: keep none",
+        minimum=0,
+    )
+    log_interval: int = flag(
+        10,
+        "on a terminal: rounds from one line that stays to the next; a pipe and "
+        "RUN_DIR/logs/progress.log get every one",
+        minimum=1,
+    )
     use_wandb: bool = flag(False, "log metrics to Weights & Biases (works offline with --wandb-mode offline)")
     wandb_project: str = flag("vime", "wandb project")
     wandb_group: str | None = flag(None, "wandb group")

@@ -277,7 +277,11 @@ class WeightsConfig:
     update_weight_transport: str = flag(
         "auto", "auto: shm on one CPU host, nccl on GPUs", choices=("auto", "nccl", "gloo", "shm", "disk")
     )
-    update_weight_buffer_size: int = flag(512 << 20, "bytes of one transfer bucket", minimum=1 << 10)
+    update_weight_buffer_size: int | None = flag(
+        None,
+        "bytes of one transfer bucket, which either side holds; empty: 512 MiB, and 64 MiB by transport shm",
+        minimum=1 << 10,
+    )
     update_weight_disk_dir: str | None = flag(
         None, "directory of transport disk; empty: RUN_DIR/weights", path=PathKind.FILE
     )

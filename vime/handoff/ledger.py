@@ -54,7 +54,9 @@ class LedgerStatus:
 
 
 class Ledger:
-    """Open it once per run, in one process; a second writer is refused."""
+    """Open it once per run, in one process; a second writer is refused. One call at a time: two threads that call it
+    at once can wait for each other for ever, because SQLite holds its lock while it asks Python for the checksum of
+    a row (ledger_seals.py). Threads share it through a `LedgerPort`."""
 
     def __init__(
         self, path: Path, rules: LedgerRules, *, clock: Callable[[], float], synchronous: str = "NORMAL"

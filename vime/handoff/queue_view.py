@@ -95,6 +95,20 @@ def read_group(run: Path, partition: str, group: int) -> GroupView:
     return GroupView(fields=dict(zip(GROUP_FIELDS, row, strict=True)), history=tuple(lines))
 
 
+def ledger_fates(run: Path) -> dict[str, dict[int | None, list[int]]]:
+    """Groups by what became of them: `dropped: reason` or the state, then by round (None: of no round). Empty where the
+    run has no ledger."""
+    if not (run / LEDGER_NAME).is_file():
+        return {}
+    found: dict[str, dict[int | None, list[int]]] = {}
+    with _reading(run) as connection:
+        rows = connection.execute("select state, reason, round, grp from prompt_group order by grp")
+        for state, reason, round_id, group in rows:
+            name = f"{state}: {reason}" if state == "dropped" and reason else state
+            found.setdefault(name, {}).setdefault(round_id, []).append(group)
+    return found
+
+
 def export_queue(run: Path, target: Path) -> int:
     """Write the queue of `run` to the file `target`; answers how many payloads it holds. The run may be alive."""
     if target.exists():

@@ -32,6 +32,8 @@ def show_report(summary: RunSummary, console: Console) -> None:
         console.print(_answers(summary, is_ascii))
         console.print()
     _totals(summary, console)
+    if (page := summary.run_dir / "report.html").is_file():
+        _line(console, "Report", f"{page} (open it in a browser; it needs no network)")
     if summary.rewards:
         _line(console, "Curve", str(reward_curve_png(summary.run_dir)))
     _line(console, "Trace", f"{write_trace(summary.run_dir)} (open it in ui.perfetto.dev)")

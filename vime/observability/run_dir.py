@@ -1,6 +1,6 @@
 """The directory of one run: what lies where, and that only one live run writes into it.
 
-    RUN_DIR/config.json command.sh run.lock events/ logs/ waits/ eval/ checkpoints/ metrics.jsonl
+    RUN_DIR/config.json command.sh run.lock events/ logs/ waits/ eval/ samples/ checkpoints/ metrics.jsonl
 
 Called by the driver before any process starts; every other process gets the path and reads `layout` names from here.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shlex
 import shutil
@@ -17,12 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from vime.types import ConfigError
+from vime.observability.events import EventKind
+from vime.types import ConfigError, DataError
 from vime.utils.waits import DIRECTORY as WAITS
 
 SUBDIRECTORIES = ("events", "logs", "eval", "checkpoints")
 LOCK_NAME = "run.lock"
+EARLIER = "earlier-starts"
+OF_A_START = (
+    *("config.json", "command.sh", "events", "logs", WAITS, "eval", "samples", "spool"),
+    *("metrics.jsonl", "receipts.jsonl", "machine.json", "trace.json", "wandb", "tensorboard", "report.html"),
+)
 
 
 class RunDir:
@@ -38,7 +46,8 @@ class RunDir:
         """Make and claim `path` (empty: runs/<date>-<time>), and write config.json and command.sh.
 
         Refused with ConfigError: a path that another live run holds; an earlier run's directory unless `resume`
-        (--load), because its metrics and events would be mixed with this run's; a path that cannot be written.
+        (--load), because its metrics and events would be mixed with this run's; a path that cannot be written. What a
+        start left that failed before anything was trained is set aside, in earlier-starts/.
         """
         root = Path(path).expanduser().resolve() if path else _fresh_path()
         try:
@@ -50,12 +59,16 @@ class RunDir:
                 f"--run-dir {root}: cannot be made: {error}. Expected a directory that can be written; choose another."
             ) from error
         if (root / "config.json").exists() and not resume:
-            os.close(lock)
-            raise ConfigError(
-                f"--run-dir {root}: holds an earlier run (it has a config.json), and its metrics and events would be "
-                f"mixed with this run's. Choose another directory, or continue that run with --load "
-                f"{root / 'checkpoints'}."
-            )
+            if found := traces_of_training(root):
+                os.close(lock)
+                raise ConfigError(
+                    f"--run-dir {root}: holds an earlier run (it has {found}), and its metrics and events would be "
+                    f"mixed with this run's. Choose another directory, or continue that run with --load "
+                    f"{root / 'checkpoints'}."
+                )
+            _set_aside(root)
+            for name in SUBDIRECTORIES:
+                (root / name).mkdir(exist_ok=True)
         shutil.rmtree(root / WAITS, ignore_errors=True)  # of processes that are gone
         sign(lock, root)
         (root / "config.json").write_text(config_json)
@@ -77,13 +90,72 @@ class RunDir:
         self.close()
 
 
+def is_run_dir(path: Path) -> bool:
+    return (path / "config.json").is_file() and (path / "events").is_dir()
+
+
+def traces_of_training(root: Path) -> str:
+    """What shows that a run has generated, evaluated, trained or saved here; empty when its start failed before."""
+    for name, mark in (
+        ("metrics.jsonl", "{"),
+        ("receipts.jsonl", '"groups":'),
+    ):  # receipts begin with a line of no round
+        if (root / name).is_file() and mark in (root / name).read_text(errors="replace"):
+            return name
+    for pattern in ("checkpoints/iter_*", "eval/*", "samples/*", "spool/*"):
+        if found := next(root.glob(pattern), None):
+            return str(found.relative_to(root))
+    marks = [f'"{kind}"' for kind in (EventKind.ROUND_GENERATED, EventKind.ROUND_TRAINED, EventKind.CHECKPOINT_SAVED)]
+    for file in (root / "events").glob("*.jsonl"):
+        if any(mark in line for line in file.read_text(errors="replace").splitlines() for mark in marks):
+            return str(file.relative_to(root))
+    return ""
+
+
+def _set_aside(root: Path) -> None:
+    """Move what a failed start left, its logs too, to earlier-starts/1, 2, ...: nobody loses what it may have said."""
+    number = 1 + sum(1 for _ in (root / EARLIER).glob("*"))
+    aside = root / EARLIER / str(number)
+    aside.mkdir(parents=True)
+    for entry in root.iterdir():
+        if entry.name in OF_A_START or entry.name.startswith("ledger."):  # what else is there is not ours
+            entry.rename(aside / entry.name)
+
+
 def check_run_dir(path: Path) -> None:
     """ConfigError when `path` holds no run."""
-    if not (path / "config.json").is_file() or not (path / "events").is_dir():
+    if not is_run_dir(path):
         what = "is no directory" if not path.is_dir() else "is a directory without config.json and events/"
         raise ConfigError(
             f"{path}: {what}; expected the run directory of a Vime run. Runs are in runs/ unless --run-dir."
         )
+
+
+def is_alive(run: Path) -> bool:
+    """Whether a process holds the run directory: its lock ends with it."""
+    try:
+        lock = os.open(run / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """What the run was started with, by section. DataError when its config.json is damaged."""
+    path = run / "config.json"
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}. Expected what a run writes when it starts.") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{path}: is a JSON {type(record).__name__}. Expected what a run writes when it starts.")
+    return record
 
 
 def _fresh_path() -> Path:

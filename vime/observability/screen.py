@@ -1,11 +1,13 @@
 """What the user sees while a run goes: what it is doing now, how far it is, how well it learns, how long it will take.
 
 On a terminal: a spinner for each stage of start-up, then a progress bar. Elsewhere (a pipe, a log file): one plain
-line per stage, per round and per evaluation, without control codes. Owned by the driver's main thread.
+line per stage, per round and per evaluation, without control codes. On a terminal every N-th round leaves such a line,
+and RUN_DIR/logs/progress.log gets all of them with their dates. Owned by the driver's main thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -23,6 +25,7 @@ from vime.observability.curve import RESPONSE_LENGTH, REWARD
 from vime.observability.report import duration, plain, show_report
 from vime.observability.summary import RunSummary, summarise
 
+PROGRESS_FILE = "progress.log"
 TOKENS_PER_S = "perf/tokens_per_sec"
 # Time left is judged by the latest rounds: the first ones hold one-off costs, and answers grow in training.
 ROUNDS_IN_ESTIMATE = 10
@@ -31,8 +34,10 @@ ROUNDS_IN_ESTIMATE = 10
 class Screen:
     """The order of calls: stage*, begin, (activity | round_done | note_eval)*, stage*, then finish or failed."""
 
-    def __init__(self, run_dir: Path, *, stream: TextIO | None = None) -> None:
-        self._run_dir = Path(run_dir)
+    def __init__(self, run_dir: Path, *, stream: TextIO | None = None, log_interval: int = 10) -> None:
+        """`log_interval`: on a terminal, rounds from one line that stays to the next."""
+        self._run_dir, self._log_interval = Path(run_dir), log_interval
+        self._log = _ProgressLog(self._run_dir)
         self._console = Console(file=stream or sys.stdout, highlight=False)
         self._started = self._stage_started = self._round_started = time.monotonic()
         self._stage: str | None = None
@@ -54,8 +59,11 @@ class Screen:
         self._end_stage()
         self._bar.update(self._task, visible=False)
         self._stage, self._stage_started = text, time.monotonic()
-        if not self._console.is_terminal:
-            self._say(f"[{duration(time.monotonic() - self._started)}] {text}")
+        stage = f"[{duration(time.monotonic() - self._started)}] {text}"
+        if self._console.is_terminal:
+            self._log.write(stage)
+        else:
+            self._say(stage)
         self._show(text)
 
     def begin(self, start_round: int, total_rounds: int) -> None:
@@ -79,13 +87,17 @@ class Screen:
         self._round_started = now
         line = ", ".join([*_figures(metrics), f"{self._durations[-1]:.1f} s", f"left {self._time_left(rollout_id)}"])
         self._bar.update(self._task, completed=rollout_id + 1, description=line)
-        if not self._console.is_terminal:
-            self._say(f"round {rollout_id + 1}/{self._total}: {line}")
+        round_line, number = f"round {rollout_id + 1}/{self._total}: {line}", rollout_id + 1
+        if not self._console.is_terminal or number % self._log_interval == 0 or number == self._total:
+            self._say(round_line)
+        else:
+            self._log.write(round_line)
         self._show("")
 
     def note_eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """One line about an evaluation of the weights before round `rollout_id`."""
-        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in sorted(metrics.items()))
+        whole = {name.removeprefix("eval/"): value for name, value in metrics.items() if "/by_" not in name}
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in sorted(whole.items()))
         self._say(f"evaluation before round {rollout_id}: {shown}")
 
     def note(self, text: str) -> None:
@@ -104,7 +116,10 @@ class Screen:
     def failed(self, message: str) -> None:
         """The end of a run that did not finish, on stderr: what happened and where to look."""
         self._close_live(is_done=False)
-        sys.stderr.write(f"failed: {message}\nRun directory: {self._run_dir}\n")
+        self._log.write(f"failed: {message}")
+        page = self._run_dir / "report.html"
+        report = f"Report: {page}\n" if page.is_file() else ""
+        sys.stderr.write(f"failed: {message}\n{report}Run directory: {self._run_dir}\n")
         sys.stderr.flush()
 
     def _time_left(self, rollout_id: int) -> str:
@@ -131,6 +146,7 @@ class Screen:
         self._live.update(Group(*parts))
 
     def _say(self, line: str) -> None:
+        self._log.write(line)
         self._console.print(Text(line), soft_wrap=True)
 
     def _close_live(self, *, is_done: bool = True) -> None:
@@ -138,6 +154,19 @@ class Screen:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+class _ProgressLog:
+    """RUN_DIR/logs/progress.log. A full disk costs its lines, not the run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "logs" / PROGRESS_FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, text: str) -> None:
+        date = time.strftime("%Y-%m-%d %H:%M:%S")
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{date} {line}\n" for line in text.splitlines()))
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:

@@ -25,6 +25,7 @@ from vime.ray.carriers import connect_carrier, import_queue_meanwhile, start_que
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.damage import doubts
+from vime.ray.engines import STOP_S as ENGINES_STOP_S
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
 from vime.ray.ledger_choice import choose_ledger
@@ -32,6 +33,7 @@ from vime.ray.machine import Machine, Parts, Watchers
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.servers import watched_ray
 from vime.ray.stream import Stream
+from vime.ray.trainers import STOP_S as TRAINERS_STOP_S
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.utils.failpoints import Point, failpoint
@@ -46,13 +48,27 @@ class Starter:
 
     def __init__(self, screen: Screen, events: EventLog, interrupts: Interrupts) -> None:
         self._screen, self._events, self._interrupts = screen, events, interrupts
+        self.is_done = False  # every part stands
 
     @contextlib.contextmanager
     def part(self, name: str, text: str) -> Iterator[None]:
+        self.poll()  # not every start looks for a signal while it waits
         self._screen.stage(text)
         started = time.monotonic()
         yield
         self._events.emit(EventKind.PART_STARTED, part=name, waited_s=time.monotonic() - started)
+
+    def tell_left_out(self, info: ManagerInfo) -> None:
+        """Prompts that are too long; why, of the first one, is in the RolloutManager's log."""
+        if info.num_too_long:
+            self._screen.warn(
+                f"{info.num_too_long} of {info.num_prompts + info.num_too_long} prompts are too long and left out "
+                "(--rollout-max-prompt-len, --rollout-max-context-len); --refuse-long-prompts ends the start instead."
+            )
+
+    def grace(self, stop_s: float) -> float:
+        """How long a part is waited for that is asked to end."""
+        return stop_s if self.is_done else 0.0
 
     def poll(self) -> None:
         self._interrupts.raise_if_asked("start-up")
@@ -67,9 +83,14 @@ def open_machine(
     events: EventLog,
     on_ray_lost: Callable[[str], None],
 ) -> Iterator[Machine]:
-    """Every part running and confirmed; on exit every part stopped. `on_ray_lost`: as in `watched_ray`."""
+    """Every part running and confirmed; on exit every part stopped. `on_ray_lost`: as in `watched_ray`.
+
+    A part of a start that fails, or that the user ends, has nothing that it would have to bring to an end: it is not
+    waited for.
+    """
     start = find_start(config.model.load)
     starter = Starter(screen, events, interrupts)
+    interrupts.has_work = False
     with contextlib.ExitStack() as stack:
         with children_outlive_the_terminal():
             tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start.rollout_id)
@@ -89,7 +110,8 @@ def open_machine(
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends when every part has
-        parts = _start_parts(config, run_dir, address, engines, starter, stack)
+        cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
+        parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor)
         if config.queue.transferqueue_mode == "streaming":
             with starter.part("ledger", "opening the ledger"):
                 parts.stream = _open_stream(config, run_dir, parts, start)
@@ -113,6 +135,7 @@ def open_machine(
         elif start.rollout_id > 0 and tracker.lacks(start.rollout_id - 1, "eval/"):
             machine.evaluate_if_due(start.rollout_id - 1)  # the run before ended with the checkpoint and ahead of it
         screen.begin(start.rollout_id, parts.num_rollout)
+        starter.is_done = interrupts.has_work = True
         yield machine
         failpoint(Point.STOP)
         screen.stage("stopping")
@@ -125,25 +148,27 @@ def _start_parts(
     engines: Engines | None,
     starter: Starter,
     stack: contextlib.ExitStack,
+    cursor: dict[str, Any] | None,
 ) -> Parts:
     deadline_s = config.cluster.start_timeout_secs
     manager = RolloutManager.options(num_cpus=MANAGER_CPUS).remote(config, str(run_dir), queue_address)
-    stack.callback(_stop_manager, manager)
+    stack.callback(_stop_manager, manager, starter)
     if engines is not None:
-        stack.callback(engines.stop)
+        stack.callback(lambda: engines.stop(starter.grace(ENGINES_STOP_S)))
     trainers = None
     if not config.debug.debug_rollout_only:
         trainers = Trainers(config, run_dir, queue_address)
-        stack.callback(trainers.stop)
+        stack.callback(lambda: trainers.stop(starter.grace(TRAINERS_STOP_S)))
     import_queue_meanwhile(config)
     with starter.part("rollout_manager", "reading prompts and plug-ins"):
         [info] = wait_for(
-            [manager.prepare.remote()],
+            [manager.prepare.remote(cursor)],
             name="prompts to load",
             owner="RolloutManager",
             deadline_s=deadline_s,
             on_poll=starter.poll,
         )
+    starter.tell_left_out(info)
     num_rollout = _num_rollout(config, info)
     if trainers is not None:
         trainers.start(num_rollout * steps_of_round(config), starter.poll)
@@ -208,7 +233,8 @@ def _num_rollout(config: Config, info: ManagerInfo) -> int:
     return num_rollout
 
 
-def _stop_manager(manager: Any) -> None:
-    with waiting("the RolloutManager to close", "rollout-manager", deadline_s=STOP_S):
-        ray.wait([manager.close.remote()], timeout=STOP_S)
+def _stop_manager(manager: Any, starter: Starter) -> None:
+    if grace_s := starter.grace(STOP_S):
+        with waiting("the RolloutManager to close", "rollout-manager", deadline_s=grace_s):
+            ray.wait([manager.close.remote()], timeout=grace_s)
     ray.kill(manager)

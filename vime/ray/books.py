@@ -51,6 +51,7 @@ class RoundBooks:
         self._metrics |= {
             "perf/step_time": elapsed,
             "perf/tokens_per_sec": tokens / max(1e-9, elapsed),
+            **_accepted(self._metrics, elapsed),
             VERSION: float(version),
         }
         self._tracker.log(rollout_id, self._metrics)
@@ -71,3 +72,10 @@ class RoundBooks:
 
     def close(self) -> None:
         self._tracker.close()
+
+
+def _accepted(metrics: Mapping[str, float], elapsed: float) -> dict[str, float]:
+    """What counts of a round's speed: tokens that entered the loss, whatever else was generated for them."""
+    if "train/num_tokens" not in metrics:
+        return {}
+    return {"perf/accepted_tokens_per_sec": metrics["train/num_tokens"] / max(1e-9, elapsed)}

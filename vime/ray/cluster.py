@@ -24,6 +24,7 @@ from ray._raylet import AuthenticationTokenLoader
 from ray._raylet import Config as RayletConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vime.backends.vllm_utils.guard import session_members, weigh_session
 from vime.config.parse import Config
 from vime.config.paths import path_flags
 from vime.config.queue_checks import STREAMING
@@ -101,18 +102,23 @@ def limit_threads(config: Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def yield_to_trainers(config: Config) -> None:
-    """Lower the priority of this process and of all that it starts, a little: to GENERATION_NICENESS.
+def yield_to_trainers(config: Config, *, session: int | None = None) -> None:
+    """Lower the priority of this process and of all that it starts, or of the processes of a session, a little: to
+    GENERATION_NICENESS.
 
     Without a GPU, engines, rewards and trainers share few cores: a trainer is one thread that computes, generation is
     many that come and go and would push it aside. So generation has half of a trainer's weight on a core that both
     want, and all that the trainer leaves (decisions 0014 and 0016; what a guard starts is lowered as one: guard.py)."""
     if config.cluster.device != "cpu":
         return
-    for thread in psutil.Process().threads():  # Linux keeps a niceness for each thread; new ones inherit their maker's
-        with contextlib.suppress(ProcessLookupError):  # has just ended
-            mine = os.getpriority(os.PRIO_PROCESS, thread.id)
-            os.setpriority(os.PRIO_PROCESS, thread.id, max(mine, GENERATION_NICENESS))
+    for pid in [os.getpid()] if session is None else session_members(session):
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # has just ended
+            # Linux keeps a niceness for each thread; new ones inherit their maker's
+            for thread in psutil.Process(pid).threads():
+                mine = os.getpriority(os.PRIO_PROCESS, thread.id)
+                os.setpriority(os.PRIO_PROCESS, thread.id, max(mine, GENERATION_NICENESS))
+    if session is not None:
+        weigh_session(session)
 
 
 def listen_host(config: Config) -> str:

@@ -22,7 +22,7 @@ from vime.ray.waits import wait_for
 from vime.types import EngineAddress, WaitTimeoutError
 from vime.utils.waits import waiting
 
-STOP_S = 30.0
+STOP_S, AT_START_STOP_S = 30.0, 3.0
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 
 
@@ -31,7 +31,7 @@ class EngineActor:
     """Owns one `vllm serve` child. The child dies with this actor."""
 
     def __init__(self, config: Config, index: int, run_dir: str, keys: EngineKeys) -> None:
-        yield_to_trainers(config)
+        self._config = config
         keep_collectives_on_interface(config)
         setup_logging(Path(run_dir), f"engine-{index}")
         self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config), keys=keys)
@@ -39,6 +39,9 @@ class EngineActor:
     def start(self, deadline_s: float) -> EngineAddress:
         self._process.start()
         self._process.wait_ready(deadline_s)
+        # Not earlier: the whole run waits for the engines' start, which takes longest.
+        yield_to_trainers(self._config)
+        yield_to_trainers(self._config, session=self._process.pid)
         return self._process.address
 
     def check(self, deadline_s: float, is_updating: bool) -> None:
@@ -156,14 +159,17 @@ class Engines:
             deadline_s = engine.engine_health_timeout_secs
             self._checks = {actor.check.remote(deadline_s, is_updating): name for name, actor in self._watched.items()}
 
-    def stop(self) -> None:
-        """Router first, then engines; an actor that is gone took its child with it."""
+    def stop(self, grace_s: float = STOP_S) -> None:
+        """Router first, then engines; an actor that is gone took its child with it. `grace_s` 0, of a start that
+        failed: an actor that does not stand yet is not waited for, but a server that is there shall not outlive the
+        run."""
         routers = [] if self._router is None else [self._router]
         for actors in (routers, self._actors):
             if not actors:
                 continue
             refs = [actor.stop.remote() for actor in actors]
-            with waiting("servers to stop", "router", "engine", deadline_s=STOP_S):
-                ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
+            deadline_s = grace_s or AT_START_STOP_S
+            with waiting("servers to stop", "router", "engine", deadline_s=deadline_s):
+                ray.wait(refs, num_returns=len(refs), timeout=deadline_s)
         for actor in [*routers, *self._actors]:
             ray.kill(actor)

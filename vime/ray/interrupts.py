@@ -18,6 +18,7 @@ from typing import Any
 from vime.ray.waits import Interrupted
 
 NOTICE = b"\nstopping when this step is done, then saving the state; once more: stop at once, without saving\n"
+NOTICE_AT_START = b"\nstopping: nothing has been trained yet, so there is nothing to save; once more: stop at once\n"
 
 
 class Interrupts:
@@ -25,6 +26,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.is_asked = False
+        self.has_work = False  # to save: every part stands, and rounds are trained
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -51,7 +53,8 @@ class Interrupts:
         self.is_asked = True
         # Not through the screen: a signal may come in the middle of its drawing.
         with contextlib.suppress(OSError):
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, NOTICE)
+            notice = NOTICE if self.has_work else NOTICE_AT_START
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, notice)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,12 @@ import ray
 from vime.config.parse import Config, dump, parse_command_line
 from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import SavedFacts, audit_run
+from vime.handoff.queue_view import ledger_fates
 from vime.observability.claims import read_claims
 from vime.observability.events import EventKind, EventLog, open_events
+from vime.observability.html_report import write_report
 from vime.observability.logs import setup_logging
+from vime.observability.machine_facts import write_machine_facts
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
 from vime.ray.assembly import open_machine
@@ -30,11 +33,11 @@ from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, newest
 from vime.ray.damage import refuse_damage
 from vime.ray.interrupts import Interrupts
 from vime.ray.machine import Machine
-from vime.ray.preflight import preflight
+from vime.ray.preflight import read_command_line
 from vime.ray.rescue import rescue
 from vime.ray.successor import Loss, Program
 from vime.ray.waits import Interrupted
-from vime.types import ClusterError, VimeError, may_pass
+from vime.types import ClusterError, ConfigError, VimeError, may_pass
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +45,21 @@ INTERRUPTED = 130
 Rhythm = Callable[[Machine], None]
 
 
-def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
-    """Run `rhythm` on the machine that the command line describes."""
+def main(
+    rhythm: Rhythm, *, is_async: bool = False, argv: Sequence[str] | None = None, called: str | None = None
+) -> int:
+    """Run `rhythm` on the machine that the command line describes. `argv`: without the program's name; None: that of
+    this process, as of train.py. `called`: what --help calls it."""
     program = Program()
     loss = program.loss
     with contextlib.ExitStack() as claims:
         try:
             program.end_what_is_left()
-            config = parse_command_line()
+            program_name = called or Path(sys.argv[0]).name
             if loss is None:
-                preflight(config, is_async=is_async)
+                config = read_command_line(argv, is_async=is_async, program=program_name)
+            else:
+                config = parse_command_line(argv, program=program_name)
             sign = claims.enter_context(claimed_checkpoints(config.model.save))
             run_dir = claims.enter_context(
                 RunDir.create(
@@ -61,9 +69,12 @@ def main(rhythm: Rhythm, *, is_async: bool = False) -> int:
                 )
             )
             sign(run_dir.path)
-        except VimeError as error:
+        except KeyboardInterrupt:
+            sys.stderr.write("\nstopped: nothing was started.\n")
+            return INTERRUPTED
+        except (VimeError, OSError) as error:  # OSError: of a disk that is full
             sys.stderr.write(f"refused: {error}\n")
-            return error.exit_code
+            return ConfigError.exit_code  # whatever it is about: nothing was started
         return _run(config, run_dir.path, rhythm, program)
 
 
@@ -91,9 +102,10 @@ class Lives:
 
 
 def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
+    program.adopt_orphans()
     setup_logging(path, "driver")
     events = open_events(path, "driver")
-    screen = Screen(run_dir=path)
+    screen = Screen(run_dir=path, log_interval=config.tracking.log_interval)
     with Interrupts() as interrupts:
         restarts = Restarts(config, path, program.loss)
         lives = Lives(
@@ -107,6 +119,7 @@ def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
         )
         if program.loss is None:
             events.emit(EventKind.RUN_STARTED)
+            write_machine_facts(path)
             end = _live(config, lives)
         else:
             end = _end_of_ray(config, path, program.loss)
@@ -118,9 +131,12 @@ def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
         end = _audited(config, path, screen)
     if end.code:
         events.emit(EventKind.RUN_FAILED, error=end.message)
-        screen.failed(f"{end.message}\nLogs: {path / 'logs'}")
     else:
         events.emit(EventKind.RUN_FINISHED)
+    write_report(path, ledger_fates)
+    if end.code:
+        screen.failed(f"{end.message}\nLogs: {path / 'logs'}")
+    else:
         screen.finish()
     return end.code
 

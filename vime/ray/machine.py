@@ -35,6 +35,8 @@ from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
 GRACE_S = 60  # beyond a station's own deadline, so that its error, which says more, arrives first
+PROGRESS_S = 1.0
+"""Between two looks at a round's progress, and before the first: a call that two processes answer for."""
 
 
 class Doing(Enum):
@@ -172,7 +174,7 @@ class Machine:
                 time.monotonic() - started + self.watchers.books.spent("perf/early_train_time"),
                 num_ranks=len(trainers),
                 device_name=trainers.device_name,
-                bf16=self.config.parallel.bf16,
+                bf16=bool(self.config.parallel.bf16),
             )
         receipt = self.receipts.note(generated.rollout_id, self.versions.trained, trained.stepped)
         self.versions.advance()
@@ -225,7 +227,7 @@ class Machine:
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""
-        if self.parts.engines is None or not self.config.eval.eval_prompt_data:
+        if self.parts.engines is None or not self.config.eval.has_sets:
             return
         _rest_trainers(self)
         self.watchers.screen.activity("evaluating")
@@ -281,11 +283,15 @@ class Machine:
 
     def _poll(self, *, interruptible: bool) -> Callable[[], None]:
         """What runs while the driver waits: the user's Ctrl-C, progress on the screen, the engines' health."""
+        asked = time.monotonic()
 
         def poll() -> None:
+            nonlocal asked
             self.saver.poll()
             if interruptible:
                 self.watchers.interrupts.raise_if_asked("generation")
+            if interruptible and time.monotonic() - asked >= PROGRESS_S:
+                asked = time.monotonic()
                 progress = said_meanwhile(self.parts.manager.progress.remote(), within_s=0.2)
                 if progress is not None:
                     self.watchers.screen.activity(progress)

@@ -33,8 +33,8 @@ def facts_of(config: Config) -> dict[str, Any]:
         shape = {}
     return {
         "train_backend": config.cluster.train_backend,
-        "bf16": config.parallel.bf16,
-        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "bf16": bool(config.parallel.bf16),
+        "use_distributed_optimizer": bool(config.parallel.use_distributed_optimizer),
         "has_optimizer": not config.model.no_save_optim,
         "roles": [str(role) for role in needed_roles(config) if role in LEARNING],
         "model": {name: value for name, value in shape.items() if name in SIZES},

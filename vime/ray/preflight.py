@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
+from vime.config.eval_sets import eval_sets
 from vime.config.hf_config import num_tokenizer_ids
-from vime.config.parse import Config
+from vime.config.layout import idle_under_fsdp
+from vime.config.parse import Config, parse, parse_command_line
+from vime.config.paths import absolute_paths
 from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
 from vime.handoff.ledger_before import lasting_file
@@ -20,33 +26,78 @@ from vime.handoff.spool import Fsync
 from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
 from vime.ray.damage import refuse_damage
+from vime.ray.foreign import refuse_foreign
+from vime.ray.inputs import Refusals, check_inputs
 from vime.ray.ledger_choice import choose_ledger
 from vime.ray.misfits import refuse_misfit
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
-from vime.types import ConfigError
+from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import check_armed
 from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
     """The rhythm's own demand on staleness, ports, --load, its ledger, columns, plug-ins, the model's architecture,
-    flags of vLLM."""
-    _check_failpoints()
+    flags of vLLM. What all of them find is one refusal."""
+    refusals = Refusals()
+    look_ahead(config, refusals, is_async=is_async)
+    refusals.raise_all()
+
+
+def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
+    """`preflight`, with what it finds left to the caller."""
+    refusals.attempt(_check_failpoints)
     if is_async:
-        _check_prefetch(config)
-    port = config.engine.vllm_router_port
+        refusals.attempt(_check_prefetch, config)
+    refusals.attempt(_check_port, config.engine.vllm_router_port)
+    refusals.attempt(_check_address, config.reward.rm_url)
+    refusals.attempt(_check_resumed, config)
+    refusals.attempt(_check_engine_module, config.debug.debug_engine_module)
+    refusals.attempt(check_requested, config.queue.transfer_queue_extra_data_fields)
+    refusals.attempt(check_plugins, config.flat)
+    for one in eval_sets(config):
+        refusals.attempt(check_plugins, one.config.flat)
+    if not config.debug.debug_rollout_only:
+        refusals.attempt(_check_architecture, config)
+    refusals.attempt(validate_router_flags, config)
+    refusals.attempt(validate_vllm_flags, config)
+
+
+def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, program: str = "train.py") -> Config:
+    """The configuration of a run that may start: every flag, file and plug-in was looked at, and no process started.
+
+    Raises one VimeError that names everything that is wrong. Flags that contradict each other leave files and records
+    to be looked at, which need no derived default."""
+    refusals, found = Refusals(), []
+    refusals.attempt(lambda: found.append(parse_command_line(argv, program=program)))
+    if found:
+        config = found[0]
+        look_ahead(config, refusals, is_async=is_async)
+        check_inputs(config, refusals)
+    else:
+        with contextlib.suppress(VimeError):  # said above
+            given = absolute_paths(parse(sys.argv[1:] if argv is None else argv))
+            check_inputs(given, refusals)
+            refusals.attempt(check_plugins, given.flat)
+    refusals.raise_all()
+    return config
+
+
+def _check_port(port: int | None) -> None:
     if port is not None and not port_is_free("127.0.0.1", port):
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
+
+
+def _check_address(url: str | None) -> None:
+    if url is not None and not re.match(r"https?://[^/\s]", url):
+        raise ConfigError(f"--rm-url {url}: expected http://HOST:PORT/PATH or https://.... Write the whole address.")
+
+
+def _check_resumed(config: Config) -> None:
+    """The checkpoint first: the ledger is looked for by what it says."""
     _check_load(config)
     _check_ledger(config)
-    _check_engine_module(config.debug.debug_engine_module)
-    check_requested(config.queue.transfer_queue_extra_data_fields)
-    check_plugins(config.flat)
-    if not config.debug.debug_rollout_only:
-        _check_architecture(config)
-    validate_router_flags(config)
-    validate_vllm_flags(config)
 
 
 def _check_failpoints() -> None:
@@ -96,7 +147,9 @@ def _vocab_size(config: Config, checkpoint: str, flag: str) -> int:
             other(checkpoint, flag)
         except ConfigError:
             raise error from None
-        raise ConfigError(f"{error} --train-backend {name} trains this model.") from error
+        idle = idle_under_fsdp(config.parallel) if name == "fsdp" else []
+        without = f" without {', '.join(idle)}" if idle else ""
+        raise ConfigError(f"{error} --train-backend {name}{without} trains this model.") from error
 
 
 def _megatron_vocab_size(checkpoint: str, flag: str) -> int:
@@ -118,6 +171,7 @@ def _check_load(config: Config) -> None:
     load, save = config.model.load, config.model.save
     if load is None:
         return
+    refuse_foreign(Path(load))
     checkpoint = find_latest(Path(load))
     if checkpoint is not None:
         refuse_damage(checkpoint)

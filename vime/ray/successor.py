@@ -54,7 +54,13 @@ class Program:
         self.loss = None if told is None else Loss(**json.loads(told))
         self._environment = dict(os.environ)  # without what the run adds, as the token of a Ray that is gone
         self.is_alone = len(tree(os.getpid(), read_processes())) == 1 if self.loss is None else self.loss.is_alone
-        if self.is_alone:  # whatever loses its parent gets this process as its new one
+
+    def adopt_orphans(self) -> None:
+        """Let whatever loses its parent get this process as its new one, if all of it will be this process's own.
+
+        Not before something is started: a process that never looks after its children keeps the dead ones, and the
+        workers of another Ray take their dead raylet for alive."""
+        if self.is_alone:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def end_what_is_left(self) -> None:

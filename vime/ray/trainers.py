@@ -375,10 +375,11 @@ class Ranks:
         deadline_s = self._config.cluster.train_timeout_secs
         return {actor.finish_save.remote(deadline_s): f"{self._name}-{rank}" for rank, actor in enumerate(self._actors)}
 
-    def stop(self) -> None:
-        refs = [actor.close.remote() for actor in self._actors]
-        with waiting(f"{self._name} ranks to close", self._name, deadline_s=STOP_S):
-            ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
+    def stop(self, grace_s: float = STOP_S) -> None:
+        if grace_s:
+            refs = [actor.close.remote() for actor in self._actors]
+            with waiting(f"{self._name} ranks to close", self._name, deadline_s=grace_s):
+                ray.wait(refs, num_returns=len(refs), timeout=grace_s)
         for actor in self._actors:
             ray.kill(actor)
 
@@ -502,9 +503,10 @@ class Trainers:
         for ranks in self._all:
             ranks.sleep()
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = STOP_S) -> None:
+        """`grace_s` 0: at once, of a start that failed."""
         for ranks in self._all:
-            ranks.stop()
+            ranks.stop(grace_s)
 
 
 def _merged(answers: list[ArrayColumns]) -> ArrayColumns:

@@ -6,12 +6,13 @@ The last station where plug-ins have had their say; behind it a row is numbers o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vime.algo.advantages import group_signal
-from vime.rollout.plugins import plugin
+from vime.rollout.plugins import is_of_slime, plugin, plugin_args
 from vime.rollout.routed_experts import routed_experts_column
 from vime.seams import calling_plugin
 from vime.types import (
@@ -113,7 +114,7 @@ def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
         ]
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
     with calling_plugin(where, custom, expected="Expected a list of lists of numbers."):
-        answer = [[float(reward) for reward in group] for group in custom(args, groups)]
+        answer = [[float(reward) for reward in group] for group in _post_processed(custom, args, groups)]
     shape, expected = [len(group) for group in answer], [len(group) for group in groups]
     if shape != expected:
         raise PluginError(f"{where}: answered groups of sizes {shape[:8]}, expected {expected[:8]}.")
@@ -125,6 +126,19 @@ def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
                     f"{LARGEST_REWARD:.2g}. Guard the division."
                 )
     return answer
+
+
+def _post_processed(custom: Callable[..., Any], args: Any, groups: list[list[Sample]]) -> Any:
+    """One of slime takes the samples of all groups in a row, and returns (raw rewards, rewards) of them."""
+    if not is_of_slime(custom):
+        return custom(args, groups)
+    samples = [sample for group in groups for sample in group]
+    answer = custom(plugin_args(custom, args), samples)
+    flat = list(answer[1] if isinstance(answer, tuple) else answer)
+    if len(flat) != len(samples):
+        return [flat]
+    taken = iter(flat)
+    return [[next(taken) for _ in group] for group in groups]
 
 
 def _raw_reward(args: Any, sample: Sample) -> float:

@@ -12,7 +12,7 @@ import json
 import random
 from typing import Any
 
-from vime.rollout.prompts import Prompt, check_lengths, read_prompts
+from vime.rollout.prompts import Prompt, Prompts, check_lengths, read_prompts
 from vime.rollout.reasoning_gym_tasks import make_prompts
 from vime.types import DataError, Sample
 
@@ -64,13 +64,17 @@ class RolloutDataSource:
             "fingerprint": self._fingerprint,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def recognise(self, state: dict[str, Any]) -> None:
+        """DataError when `state` is of other prompts: said before the engines, which take longer, are waited for."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"the prompts differ from those of the checkpoint (round {state['rollout_id']}): fingerprint "
                 f"{self._fingerprint}, expected {state['fingerprint']}. Resume with the same prompts, labels, "
                 "metadata and tokenizer."
             )
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.recognise(state)
         self._epoch, self._position = state["epoch"], state["position"]
         self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
 
@@ -78,6 +82,11 @@ class RolloutDataSource:
     def epoch(self) -> int:
         """Full passes over the prompts so far."""
         return self._epoch
+
+    @property
+    def num_too_long(self) -> int:
+        """Prompts that were left out because they are too long."""
+        return self._prompts.num_too_long
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -145,11 +154,9 @@ def new_sample(prompt: Prompt, *, group_index: int, index: int) -> Sample:
     )
 
 
-def _load_prompts(args: Any) -> list[Prompt]:
+def _load_prompts(args: Any) -> Prompts:
     if args.reasoning_gym:
-        prompts = make_prompts(args)
-        check_lengths(args, prompts)
-        return prompts
+        return check_lengths(args, make_prompts(args))
     if not args.prompt_data:
         raise DataError("no prompts: give --prompt-data FILE or --reasoning-gym TASKS.")
     return read_prompts(args, args.prompt_data, flag="--prompt-data")

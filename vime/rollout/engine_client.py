@@ -22,6 +22,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.rollout.exchanges import note_answers
 from vime.rollout.halt import current_halt, is_halted
 from vime.rollout.turns import Slots
 from vime.types import KEY_HEADER, EngineError, EngineLostError, VersionSpan, WaitTimeoutError
@@ -119,7 +120,11 @@ class EngineClient:
             ) from error
         finally:
             self._slots.release()
-        return [NOTHING] * n if answer is None else _read_answers(answer, n)
+        if answer is None:
+            return [NOTHING] * n
+        answers = _read_answers(answer, n)
+        note_answers(token_ids, answers)
+        return answers
 
     async def abort(self, request_ids: list[str]) -> None:
         """Tell every engine to give these requests up: they are answered with the tokens so far. One that an engine

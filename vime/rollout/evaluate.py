@@ -6,30 +6,34 @@ import asyncio
 import time
 from typing import Any
 
+from vime.config.eval_sets import EvalSet, eval_sets
 from vime.rollout.data_source import new_sample
 from vime.rollout.generation import eval_sampling_params
 from vime.rollout.groups import UNUSABLE, generate_and_rm_group
 from vime.rollout.loops import raise_first
-from vime.rollout.metrics import sample_metrics
+from vime.rollout.metrics import pass_metrics, sample_metrics
 from vime.rollout.progress import BOARD, RoundProgress
-from vime.rollout.prompts import Prompt, read_prompts
+from vime.rollout.prompts import Prompts, read_prompts
+from vime.rollout.reward_errors import check_evaluation
 from vime.types import EngineError, RolloutFnEvalOutput, Sample, WaitTimeoutError
 from vime.utils.waits import waiting
 
-_PROMPTS: dict[tuple[str, ...], list[Prompt]] = {}
+_PROMPTS: dict[tuple[str, ...], Prompts] = {}
 """Files read so far, by path and the flags that decide how they are read. Owner: the rollout loop."""
 
 
-def eval_data_sets(args: Any) -> dict[str, list[Prompt]]:
-    """The prompts of each NAME PATH pair of --eval-prompt-data; DataError when one cannot be used."""
-    pairs = args.eval_prompt_data
-    sets = {}
-    for name, path in zip(pairs[::2], pairs[1::2], strict=True):
-        key = (path, args.hf_checkpoint, args.input_key, str(args.label_key), str(args.apply_chat_template))
-        if key not in _PROMPTS:
-            _PROMPTS[key] = read_prompts(args, path, flag="--eval-prompt-data")
-        sets[name] = _PROMPTS[key]
-    return sets
+def eval_data_sets(args: Any) -> list[tuple[EvalSet, Prompts]]:
+    """The prompts of each set of --eval-prompt-data and --eval-config; DataError when one cannot be used."""
+    return [(one, _prompts_of(one)) for one in eval_sets(args.config)]
+
+
+def _prompts_of(one: EvalSet) -> Prompts:
+    args = one.config.flat
+    keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key, args.apply_chat_template)
+    key = (one.path, args.hf_checkpoint, *map(str, keys))
+    if key not in _PROMPTS:
+        _PROMPTS[key] = read_prompts(args, one.path, flag=one.flag)
+    return _PROMPTS[key]
 
 
 async def evaluate_all(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
@@ -40,17 +44,24 @@ async def evaluate_all(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     data: dict[str, list[Sample]] = {}
     metrics: dict[str, float] = {}
     ends = asyncio.get_running_loop().time() + args.rollout_timeout_secs
-    for name, prompts in eval_data_sets(args).items():
+    for one, prompts in eval_data_sets(args):
         started = time.monotonic()
-        samples = await _evaluate(args, rollout_id, name, prompts, ends)
-        data[name] = samples
-        metrics |= sample_metrics(args, samples, f"eval/{name}")
-        metrics[f"eval/{name}/time"] = time.monotonic() - started
+        own = one.config.flat
+        samples, num_errors = await _evaluate(own, rollout_id, one.name, prompts, ends)
+        data[one.name] = samples
+        prefix = f"eval/{one.name}"
+        metrics |= sample_metrics(own, samples, prefix) | pass_metrics(own, samples, prefix)
+        metrics[f"{prefix}/time"] = time.monotonic() - started
+        if prompts.num_too_long:
+            metrics[f"{prefix}/prompts_too_long"] = float(prompts.num_too_long)
+        if num_errors:
+            metrics[f"{prefix}/reward_errors"] = float(num_errors)
     return RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
-async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt], ends: float) -> list[Sample]:
-    """`ends` is a time of the running loop."""
+async def _evaluate(args: Any, rollout_id: int, name: str, prompts: Prompts, ends: float) -> tuple[list[Sample], int]:
+    """The samples, and how many prompts are left out because their reward failed (--on-reward-error drop). `ends` is a
+    time of the running loop."""
     size, params = args.n_samples_per_eval_prompt, eval_sampling_params(args)
     groups = [
         [new_sample(prompt, group_index=number, index=number * size + offset) for offset in range(size)]
@@ -63,7 +74,7 @@ async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt]
         nonlocal finished
         for sample in groups[number]:
             sample.rollout_id = rollout_id
-        results[number] = await generate_and_rm_group(args, groups[number], params)
+        results[number] = await generate_and_rm_group(args, groups[number], params, evaluation=True)
         finished += 1
         BOARD.post(
             RoundProgress(
@@ -91,8 +102,9 @@ async def _evaluate(args: Any, rollout_id: int, name: str, prompts: list[Prompt]
         ) from error
     except BaseExceptionGroup as failures:
         raise_first(failures)
-    samples = [sample for group in results for sample in group]
+    scored = check_evaluation(args, name, results)
+    samples = [sample for group in scored for sample in group]
     unusable = [sample for sample in samples if sample.status in UNUSABLE]
     if unusable:
         raise EngineError(f"evaluation {name}: {len(unusable)} samples ended {unusable[0].status}, expected answers.")
-    return samples
+    return samples, len(results) - len(scored)

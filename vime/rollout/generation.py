@@ -17,13 +17,8 @@ from vime.rollout.partial import may_mix
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.rollout.routed_experts import join_routed_experts
 from vime.rollout.seeds import request_seed
-from vime.types import KEY_HEADER, ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
+from vime.types import FINISH_STATUS, KEY_HEADER, ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
 
-_STATUS = {
-    "stop": SampleStatus.COMPLETED,
-    "length": SampleStatus.TRUNCATED,
-    "abort": SampleStatus.ABORTED,
-}
 _CLIENTS: dict[str, EngineClient] = {}
 _engine_key = ""  # see `use_engine_key`
 """One client per router address. Owner: the rollout loop; only its thread touches the dict."""
@@ -189,11 +184,11 @@ async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict
 
 
 def _status(answer: Answer) -> SampleStatus:
-    if answer.finish_reason not in _STATUS:
+    if answer.finish_reason not in FINISH_STATUS:
         raise EngineError(
-            f"the engine ended an answer with {answer.finish_reason!r}, expected one of {sorted(_STATUS)}."
+            f"the engine ended an answer with {answer.finish_reason!r}, expected one of {sorted(FINISH_STATUS)}."
         )
-    return _STATUS[answer.finish_reason]
+    return FINISH_STATUS[answer.finish_reason]
 
 
 def _sampling_params(args: Any, *, temperature: float, top_p: float, top_k: int, max_tokens: int) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, RoundOrd
 from vime.handoff.payload import bytes_to_samples, samples_to_bytes
 from vime.handoff.receipts import group_content
 from vime.observability.events import span
+from vime.rollout.drop_limit import DropStreak
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.group_writer import GroupWriter
-from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group
+from vime.rollout.groups import filter_verdict, generate_and_rm_group, unusable_reason
 from vime.rollout.partial import (
     MIXED,
     PartialStats,
@@ -30,6 +31,8 @@ from vime.rollout.partial import (
     resume,
     settle_versions,
 )
+from vime.rollout.reward_errors import ErrorShare
+from vime.rollout.sample_book import BOOK
 from vime.rollout.turns import take_turn
 from vime.types import HandoffError, Sample, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
@@ -70,6 +73,7 @@ class GroupWork:
         self._writer = GroupWriter(store, ledger, lingers=in_order and not args.train_early_groups)
         bounds = (args.transferqueue_max_groups, args.transferqueue_max_tokens, args.transferqueue_max_bytes)
         self._has_capacity = any(bound is not None for bound in bounds)
+        self._streak, self._errors = DropStreak(args), ErrorShare(args)
         self.stats = ProducerStats()
 
     def close(self) -> None:
@@ -110,8 +114,7 @@ class GroupWork:
         if is_unfinished(samples):
             await self._give_back(task, samples)
             return
-        unusable = next((sample.status for sample in samples if sample.status in UNUSABLE), None)
-        reason = str(unusable) if unusable is not None else None
+        reason = unusable_reason(samples)
         if reason is None:
             stats.rewards += [sample.scalar_reward(self._args.reward_key) for sample in samples]
             stats.response_tokens += num_response_tokens(samples)
@@ -127,8 +130,13 @@ class GroupWork:
             reason = None if verdict.keep else verdict.reason or "filter"
         if reason is not None:
             stats.dropped[reason] += 1
+            BOOK.note_dropped(task.group, reason, samples)
             await self._ledger.call_async("prompts", "drop", task, reason)
+            self._errors.note(samples)
+            self._streak.dropped(reason)
             return
+        self._errors.note(samples)
+        self._streak.kept()
         await self._commit(task, samples)
 
     async def _give_back(self, task: Task, samples: list[Sample]) -> None:

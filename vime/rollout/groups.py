@@ -8,46 +8,67 @@ from collections.abc import Mapping
 from typing import Any
 
 from vime.observability.events import span
+from vime.rollout.exchanges import complete, recording
 from vime.rollout.generation import generate_group
 from vime.rollout.halt import is_halted
 from vime.rollout.loops import raise_first
-from vime.rollout.partial import OPEN
-from vime.rollout.plugins import plugin
+from vime.rollout.partial import FINISHED, OPEN
+from vime.rollout.plugins import generate_call, plugin, plugin_args
+from vime.rollout.reward_errors import REASON, error_of, mark_or_raise
 from vime.rollout.rm_hub import async_rm, batched_async_rm
 from vime.seams import calling_plugin
-from vime.types import DynamicFilterOutput, PluginError, Sample, SampleStatus
+from vime.types import DynamicFilterOutput, PluginError, RewardError, Sample, SampleStatus
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
 UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
 
 
-async def generate_and_rm_group(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
+async def generate_and_rm_group(
+    args: Any, group: list[Sample], sampling_params: Mapping[str, Any], *, evaluation: bool = False
+) -> list[Sample]:
     """Answers and rewards for one prompt.
 
     Consumes the pending and aborted samples (they are written in place); finished ones stay as they are. Waits for the
     engines and the reward function, each with its own deadline. A custom generate function may have set rewards itself;
-    those are kept. A group of which a sample came back aborted or failed, or that is halted, gets no reward.
+    those are kept. A group of which a sample came back aborted or failed, or that is halted, gets no reward; one whose
+    reward failed comes back as failed with --on-reward-error drop.
     """
     failpoint(Point.GENERATE)
     number = group[0].group_index
     with span("generate_group", group=number):
-        samples = await _generate(args, group, sampling_params)
+        samples = await _generate(args, group, sampling_params, evaluation=evaluation)
     waiting = [sample for sample in samples if sample.reward is None]
-    if any(sample.status in UNUSABLE for sample in samples) or not waiting or is_halted():
+    if any(sample.status in UNUSABLE for sample in samples) or is_halted():
         return samples
-    failpoint(Point.REWARD)
-    with span("reward_group", group=number):
-        if args.group_rm:
-            rewards = await batched_async_rm(args, samples)
-            waiting = samples
-        elif len(waiting) == 1:
-            rewards = [await async_rm(args, waiting[0])]
-        else:
-            rewards = await batched_async_rm(args, waiting)
+    try:
+        if waiting:
+            failpoint(Point.REWARD)
+            with span("reward_group", group=number):
+                await _score(args, samples, waiting)
+        for sample in samples:
+            sample.scalar_reward(args.reward_key)  # a generate function may have set one that is none
+    except RewardError as error:
+        mark_or_raise(args, samples, error)
+    return samples
+
+
+async def _score(args: Any, samples: list[Sample], waiting: list[Sample]) -> None:
+    if args.group_rm:
+        waiting, rewards = samples, await batched_async_rm(args, samples)
+    elif len(waiting) == 1:
+        rewards = [await async_rm(args, waiting[0])]
+    else:
+        rewards = await batched_async_rm(args, waiting)
     for sample, reward in zip(waiting, rewards, strict=True):
         sample.reward = reward
-    return samples
+
+
+def unusable_reason(samples: list[Sample]) -> str | None:
+    """Why a group that came back cannot be trained, whatever a filter would say; None when it can."""
+    if error_of(samples):
+        return REASON
+    return next((str(sample.status) for sample in samples if sample.status in UNUSABLE), None)
 
 
 def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
@@ -57,11 +78,11 @@ def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
         return DynamicFilterOutput(keep=True)
     where = f"--dynamic-sampling-filter-path {args.dynamic_sampling_filter_path}"
     with calling_plugin(where, keep, expected=f"It was given a group of {len(samples)}."):
-        verdict = keep(args, samples)
-    if isinstance(verdict, DynamicFilterOutput):
-        return verdict
-    if isinstance(verdict, bool):
-        return DynamicFilterOutput(keep=verdict)
+        verdict = keep(plugin_args(keep, args), samples)
+    said, reason = (verdict.keep, verdict.reason) if isinstance(verdict, DynamicFilterOutput) else (verdict, None)
+    said = said.item() if hasattr(said, "item") else said  # of numpy or torch
+    if isinstance(said, bool):
+        return DynamicFilterOutput(keep=said, reason=reason)
     raise PluginError(f"{where}: answered {type(verdict).__name__}, expected bool or DynamicFilterOutput.")
 
 
@@ -71,10 +92,12 @@ def mark_samples(args: Any, groups: list[list[Sample]]) -> None:
     if mark is None:
         return
     with calling_plugin(f"--rollout-sample-filter-path {args.rollout_sample_filter_path}", mark):
-        mark(args, groups)
+        mark(plugin_args(mark, args), groups)
 
 
-async def _generate(args: Any, group: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
+async def _generate(
+    args: Any, group: list[Sample], sampling_params: Mapping[str, Any], *, evaluation: bool
+) -> list[Sample]:
     todo = [sample for sample in group if sample.status in OPEN]
     if plugin(args, "custom_generate_function_path") is None:
         if todo:
@@ -83,7 +106,9 @@ async def _generate(args: Any, group: list[Sample], sampling_params: Mapping[str
     try:
         async with asyncio.TaskGroup() as tasks:
             pending = [
-                tasks.create_task(_generate_custom(args, sample, sampling_params)) if sample.status in OPEN else sample
+                tasks.create_task(_generate_custom(args, sample, sampling_params, evaluation=evaluation))
+                if sample.status in OPEN
+                else sample
                 for sample in group
             ]
     except BaseExceptionGroup as failures:
@@ -91,18 +116,21 @@ async def _generate(args: Any, group: list[Sample], sampling_params: Mapping[str
     return [sample for entry in pending for sample in ([entry] if isinstance(entry, Sample) else entry.result())]
 
 
-async def _generate_custom(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> list[Sample]:
+async def _generate_custom(
+    args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, evaluation: bool
+) -> list[Sample]:
     """Call the custom generate function; a list answer (fan-out) is as good as one sample."""
     function = plugin(args, "custom_generate_function_path")
     assert function is not None
     where = f"--custom-generate-function-path {args.custom_generate_function_path}, sample {sample.index}"
     deadline_s = args.generate_timeout_secs
-    group_index = sample.group_index
+    group_index, index = sample.group_index, sample.index
+    call = generate_call(function, args, sample, copy.deepcopy(dict(sampling_params)), evaluation=evaluation)
     try:
         with waiting("--custom-generate-function-path", deadline_s=deadline_s):
             async with asyncio.timeout(deadline_s):
-                with calling_plugin(where, function, expected="Expected a Sample."):
-                    answer = await function(args, sample, copy.deepcopy(dict(sampling_params)))
+                with recording(args, sample) as record, calling_plugin(where, function, expected="Expected a Sample."):
+                    answer = await call()
     except TimeoutError as error:
         raise PluginError(f"{where}: no answer in {deadline_s:g} s. Raise --generate-timeout-secs.") from error
     samples = answer if isinstance(answer, list) else [answer]
@@ -111,7 +139,21 @@ async def _generate_custom(args: Any, sample: Sample, sampling_params: Mapping[s
     for entry in samples:
         if not isinstance(entry, Sample):
             raise PluginError(f"{where}: answered {type(entry).__name__}, expected a Sample or a list of them.")
+        entry.status = _status(entry.status, where)
         if entry.status is SampleStatus.PENDING:
             raise PluginError(f"{where}: answered a sample whose status is still pending. Set sample.status.")
         entry.group_index = group_index
+        entry.index = index if entry.index is None or entry.index < 0 else entry.index
+        if entry.status in FINISHED:
+            complete(entry, record, where=where)
     return samples
+
+
+def _status(value: Any, where: str) -> SampleStatus:
+    """Plug-ins may have written its name."""
+    try:
+        return SampleStatus(getattr(value, "value", value))
+    except ValueError:
+        raise PluginError(
+            f"{where}: answered a sample of status {value!r}, expected one of {', '.join(SampleStatus)}."
+        ) from None

@@ -5,14 +5,18 @@ A plug-in is loaded once per process: a file is not executed again for each samp
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from vime.rollout.reasoning_gym_tasks import task_names
-from vime.seams import LOSS_PARAMETERS, DataSource, RolloutFunction, load_plugin
-from vime.types import ConfigError
+from vime.rollout.slime_aliases import CallArgs, dialect_faults, install, sglang_params, speaks_slime
+from vime.seams import LOSS_PARAMETERS, DataSource, RolloutFunction, calling_plugin, load_plugin
+from vime.types import ConfigError, Sample
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "data_source_path": ("args",),
@@ -26,13 +30,19 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 """Flag -> the parameters Vime calls the plug-in with, by position."""
 
+_ANSWERS_AT_ONCE = (
+    *("rollout_function_path", "custom_reward_post_process_path", "dynamic_sampling_filter_path"),
+    *("rollout_sample_filter_path", "custom_loss_path"),
+)
 _METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
 
 def check_plugins(args: Any) -> None:
     """Load every plug-in that is named and check its signature; ConfigError names the flag."""
     for name in SIGNATURES:
-        plugin(args, name)
+        found = plugin(args, name)
+        if found is not None:
+            _check_kind(found, name, getattr(args, name))
     generate = plugin(args, "custom_generate_function_path")
     if args.partial_rollout and generate is not None and not getattr(generate, "resumes", False):
         raise ConfigError(
@@ -52,12 +62,21 @@ def check_plugins(args: Any) -> None:
 
         if args.rm_type not in BUILT_IN:
             raise ConfigError(f"--rm-type {args.rm_type}: expected one of {', '.join(BUILT_IN)}.")
-    if args.rm_type == "math" and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("--rm-type math: math-verify is not installed. Run ./scripts/install.sh.")
+    if args.rm_type in ("math", "deepscaler") and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(f"--rm-type {args.rm_type}: math-verify is not installed. Run ./scripts/install.sh.")
     if args.group_rm and args.custom_rm_path is None:
         raise ConfigError("--group-rm needs --custom-rm-path: built-in rewards score one sample at a time.")
     if args.reasoning_gym:
         task_names(args)
+
+
+def _check_kind(found: Callable[..., Any], name: str, path: str) -> None:
+    """Who is awaited is `async def`, who answers at once is not; a generator is neither."""
+    flag = "--" + name.replace("_", "-")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise ConfigError(f"{flag} {path}: is a generator (it has `yield`). Return one answer instead.")
+    if name in _ANSWERS_AT_ONCE and inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{flag} {path}: is `async def`, but nobody would await it. Write `def`.")
 
 
 def plugin(args: Any, name: str) -> Callable[..., Any] | None:
@@ -68,7 +87,11 @@ def plugin(args: Any, name: str) -> Callable[..., Any] | None:
 
 def load_data_source(args: Any) -> DataSource:
     """The data source of --data-source-path, standing on its data."""
-    source = _load(args.data_source_path, "data_source_path")(args)
+    kind = _load(args.data_source_path, "data_source_path")
+    with calling_plugin(
+        f"--data-source-path {args.data_source_path}", kind.__init__ if isinstance(kind, type) else kind
+    ):
+        source = kind(args)
     if not isinstance(source, DataSource):
         missing = [method for method in _METHODS if not hasattr(source, method)]
         raise ConfigError(
@@ -83,6 +106,48 @@ def load_rollout_function(args: Any) -> RolloutFunction:
     return _load(args.rollout_function_path, "rollout_function_path")
 
 
+def generate_call(
+    function: Callable[..., Any], args: Any, sample: Sample, params: dict[str, Any], *, evaluation: bool
+) -> Callable[[], Any]:
+    """The call of a generate function: one written for slime gets sampling parameters under SGLang's names, and `args`
+    on which it may keep attributes of its own while it runs."""
+    more = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    if is_of_slime(function):
+        return partial(function, CallArgs(args), sample, sglang_params(params), **more)
+    return partial(function, args, sample, params, **more)
+
+
+def is_of_slime(function: Callable[..., Any]) -> bool:
+    """Whether a plug-in was written for slime: its file imports from there."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # an object that can be called, or built in
+        return False
+    return file is not None and speaks_slime(file)
+
+
+def plugin_args(function: Callable[..., Any], args: Any) -> Any:
+    """`args` as a plug-in reads it."""
+    return CallArgs(args) if is_of_slime(function) else args
+
+
+def _refuse_dialect(path: str, flag: str) -> None:
+    """ConfigError for what a plug-in imports of slime, or asks of it, and Vime does not have."""
+    name = path.rpartition(":")[0] if ".py:" in path else path.rpartition(".")[0]
+    file = Path(name).expanduser() if name.endswith(".py") else None
+    if file is None:
+        with contextlib.suppress(ImportError, ValueError):  # said when it is imported
+            spec = importlib.util.find_spec(name)
+            file = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    faults = [] if file is None else dialect_faults(file)
+    if faults:
+        raise ConfigError(f"{flag} {path}: written for slime, and asks for what is not here: {' '.join(faults)}")
+
+
 @lru_cache(maxsize=64)
 def _load(path: str, name: str) -> Callable[..., Any]:
-    return load_plugin(path, "--" + name.replace("_", "-"), SIGNATURES[name])
+    flag = "--" + name.replace("_", "-")
+    if not path.startswith("vime."):
+        install()
+        _refuse_dialect(path, flag)
+    return load_plugin(path, flag, SIGNATURES[name])

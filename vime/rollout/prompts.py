@@ -1,4 +1,4 @@
-"""Read prompt files: jsonl or parquet records -> tokenised prompts, every fault said with its file and line.
+"""Read prompts: records of jsonl, parquet or a saved data set -> tokenised prompts, faults said with file and line.
 
 Both the training data source and the evaluation use it. Everything is read and checked at construction, so that a bad
 record in the last line is refused before the first prompt is sent.
@@ -7,6 +7,7 @@ record in the last line is refused before the first prompt is sent.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config.hf_config import read_model_shape
+from vime.config.model_files import has_tokenizer, no_tokenizer
+from vime.config.paths import EXPECTED_PROMPTS, prompt_files
+from vime.rollout.conversations import TURNS, is_conversation, read_conversation
+from vime.rollout.labels import COMPARE_WITH_LABEL, label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe")
 """Models whose directory is believed when it names a plain tokenizer. For qwen2 `AutoTokenizer` knows better."""
@@ -41,6 +48,8 @@ class Prompt:
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of --hf-checkpoint; one object per process and directory."""
     path = Path(directory).expanduser()
+    if not has_tokenizer(path):  # transformers would make one of no files at all, which knows no word
+        raise DataError(no_tokenizer(f"--hf-checkpoint {directory}"))
     with without_collector():
         if is_plain_tokenizer(path):
             from transformers import TokenizersBackend as Loader
@@ -76,16 +85,27 @@ def context_limit(args: Any) -> int:
     return args.rollout_max_context_len or read_model_shape(args.hf_checkpoint).max_position_embeddings
 
 
-def read_prompts(args: Any, path: str, *, flag: str) -> list[Prompt]:
+class Prompts(list[Prompt]):
+    """Those of a file that can be asked."""
+
+    num_too_long = 0
+
+
+def read_prompts(args: Any, path: str, *, flag: str) -> Prompts:
     """Every record of `path` (given by `flag`; `path@[a:b]` takes a slice), tokenised and checked."""
     file, part = split_slice(path, flag)
-    records = list(_read_records(file, flag))[part]
+    records = list(read_records(file, flag))[part]
     if not records:
-        raise DataError(f"{flag} {path}: no records there. Expected at least one line with a prompt.")
+        raise no_records(path, flag)
     reader = _RecordReader(args, file)
     prompts = [reader.prompt(number, record) for number, record in records]
-    check_lengths(args, prompts)
-    return prompts
+    return check_lengths(args, prompts)
+
+
+def no_records(path: str, flag: str) -> DataError:
+    return DataError(
+        f"{flag} {path}: no records there. Expected at least one line with a prompt; check the file and the slice."
+    )
 
 
 def split_slice(path: str, flag: str) -> tuple[Path, slice]:
@@ -99,34 +119,80 @@ def split_slice(path: str, flag: str) -> tuple[Path, slice]:
     return Path(match["path"]).expanduser(), slice(start, stop)
 
 
-def check_lengths(args: Any, prompts: list[Prompt]) -> None:
-    """Refuse a prompt over --rollout-max-prompt-len, or one that leaves no room for a single answer token."""
+def check_lengths(args: Any, prompts: list[Prompt]) -> Prompts:
+    """Leave out prompts over --rollout-max-prompt-len, or without room for a single answer token; with
+    --refuse-long-prompts, and when none is left, they are refused."""
     context, limit = context_limit(args), args.rollout_max_prompt_len
+    kept, faults = Prompts(), []
     for prompt in prompts:
-        length = len(prompt.token_ids)
-        if limit is not None and length > limit:
-            raise DataError(
-                f"{prompt.where}: the prompt has {length} tokens, --rollout-max-prompt-len is {limit}. Remove the "
-                "record or raise the flag."
-            )
-        if length + 1 > context:
-            raise DataError(
-                f"{prompt.where}: the prompt has {length} tokens and the context is {context} "
-                "(--rollout-max-context-len or the model's limit): no room for an answer. Remove the record."
-            )
+        length = len(prompt.token_ids) + sum(len(ids) for ids, _ in prompt.metadata.get(TURNS, []))
         if length == 0:
             raise DataError(f"{prompt.where}: the prompt has no tokens. Remove the record.")
+        if limit is not None and length > limit:
+            faults.append(f"{prompt.where}: the prompt has {length} tokens, --rollout-max-prompt-len is {limit}.")
+        elif length + (TURNS not in prompt.metadata) > context:
+            faults.append(
+                f"{prompt.where}: the prompt has {length} tokens and the context is {context} "
+                "(--rollout-max-context-len or the model's limit): no room for an answer."
+            )
+        else:
+            kept.append(prompt)
+    if faults and args.refuse_long_prompts:
+        raise DataError(f"{faults[0]} Remove the record, raise the limit, or leave --refuse-long-prompts out.")
+    if faults and not kept:
+        raise DataError(f"all {len(faults)} prompts are too long, the first: {faults[0]} Raise the limit.")
+    if faults:
+        kept.num_too_long = len(faults)
+        logger.warning("%d of %d prompts are left out, the first: %s", len(faults), len(prompts), faults[0])
+    return kept
 
 
-def _read_records(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, record); blank lines of a jsonl file are passed over."""
-    if not file.is_file():
-        raise DataError(f"{flag} {file}: no such file. Expected a jsonl or parquet file.")
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file, flag)
+    parts = prompt_files(str(file))
+    if not parts:
+        raise DataError(f"{flag} {file}: no such file. {EXPECTED_PROMPTS}")
+    if parts != [file] or file.is_dir():
+        tables = parts if parts != [file] else files_of_directory(file, flag)
+        every = (record for part in tables for _, record in _read_file(part, flag))
+        yield from enumerate(every, start=1)
+        return
+    yield from _read_file(file, flag)
+
+
+def files_of_directory(directory: Path, flag: str) -> list[Path]:
+    """The files of a data set that `datasets` saved (`save_to_disk`, in the order that it wrote down), or else all
+    parquet or jsonl files, by name. DataError names the splits when there are several."""
+    splits = _json_of(directory / "dataset_dict.json", flag).get("splits")
+    if splits:
+        if len(splits) > 1:
+            raise DataError(
+                f"{flag} {directory}: has the splits {', '.join(splits)}. Name one: {directory / splits[0]}."
+            )
+        return files_of_directory(directory / splits[0], flag)
+    saved = [directory / entry["filename"] for entry in _json_of(directory / "state.json", flag).get("_data_files", [])]
+    found = saved or sorted(directory.glob("*.parquet")) or sorted(directory.glob("*.jsonl"))
+    if not found:
+        raise DataError(f"{flag} {directory}: no data set in this directory. {EXPECTED_PROMPTS}")
+    return found
+
+
+def _json_of(path: Path, flag: str) -> dict[str, Any]:
+    """Empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{flag} {path}: cannot be read: {error}. Save the data set again.") from error
+
+
+def _read_file(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    if file.suffix in (".parquet", ".arrow"):
+        yield from _read_table(file, flag)
         return
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:  # some editors write a mark of three bytes in front
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield number, _parse_line(file, number, line)
@@ -139,30 +205,108 @@ def _read_records(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]
 def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         shown = line.strip()[:80]
+        way_out = "One JSON array over many lines is none: write each of its objects on a line." if shown == "[" else ""
         raise DataError(
-            f"{file}:{number}: not JSON: {error}; got {shown!r}. Expected one JSON object a line."
+            f"{file}:{number}: not JSON: {error}; got {shown!r}. Expected one JSON object a line. {way_out}".strip()
         ) from error
     if not isinstance(record, dict):
         raise DataError(
-            f"{file}:{number}: got a JSON {type(record).__name__}, expected an object with the prompt's keys."
+            f"{file}:{number}: got a JSON {type(record).__name__}, expected an object with the prompt's keys. Write "
+            "one object a line."
         )
     return record
 
 
-def _read_parquet(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    from pyarrow import ArrowException, parquet
+def _read_table(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    from pyarrow import ArrowException, ipc, memory_map, parquet
 
+    kind = file.suffix.removeprefix(".")
     try:
-        table = parquet.ParquetFile(file)
+        is_parquet = kind == "parquet"
+        batches = parquet.ParquetFile(file).iter_batches() if is_parquet else ipc.open_stream(memory_map(str(file)))
         number = 0
-        for batch in table.iter_batches():
+        for batch in batches:
             for record in batch.to_pylist():
                 number += 1
                 yield number, record
     except (ArrowException, OSError) as error:
-        raise DataError(f"{flag} {file}: cannot be read as parquet: {error}. Check the file.") from error
+        raise DataError(f"{flag} {file}: cannot be read as {kind}: {error}. Check the file.") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """What the key flags find in a record, of the kind that is expected; not tokenised yet."""
+
+    content: str | list[dict[str, Any]]
+    tools: Any
+    label: Any
+    metadata: dict[str, Any]
+
+
+def read_fields(args: Any, record: dict[str, Any], where: str) -> Fields:
+    """Everything about a record that can be checked without the tokenizer. DataError says what is wrong with it."""
+    content = _value(record, args.input_key, "--input-key", where)
+    _check_content(args, content, where)
+    metadata = record.get(args.metadata_key)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise DataError(
+            f"{where}: {args.metadata_key!r} is {type(metadata).__name__}, expected an object (--metadata-key). Fix "
+            "the record or the flag."
+        )
+    source = record.get(args.source_key)
+    named = {} if source is None else {args.source_key: source}
+    label = _value(record, args.label_key, "--label-key", where) if args.label_key else None
+    if args.label_key and args.rm_type in COMPARE_WITH_LABEL and (fault := label_fault(label)):
+        raise DataError(
+            f"{where}: {fault}: --rm-type {args.rm_type} compares the answer with it. Fix the record or --label-key."
+        )
+    return Fields(
+        content=content,
+        tools=_value(record, args.tool_key, "--tool-key", where) if args.tool_key else None,
+        label=label,
+        metadata=named | dict(metadata or {}),
+    )
+
+
+def _value(record: dict[str, Any], key: str, flag: str, where: str) -> Any:
+    outer, _, inner = key.partition(".")
+    if key not in record and inner and isinstance(record.get(outer), dict):
+        return _value(record[outer], inner, flag, f"{where}, {outer}")
+    if key not in record:
+        found = ", ".join(sorted(record)) or "none"
+        raise DataError(f"{where}: no key {key!r} ({flag}); the record has: {found}. Fix the record or the flag.")
+    return record[key]
+
+
+def _is_imitated(args: Any, content: Any) -> bool:
+    """Whether the record is a conversation whose answers are in it (--loss-type sft_loss without --label-key)."""
+    return args.loss_type == "sft_loss" and args.label_key is None and is_conversation(content)
+
+
+def _check_content(args: Any, content: Any, where: str) -> None:
+    """Text, or with --apply-chat-template messages too."""
+    if _is_imitated(args, content):
+        return  # read_conversation looks at its messages
+    if isinstance(content, str):
+        if not content:
+            raise DataError(f"{where}: the prompt is empty text. Expected a question; remove the record or fill it.")
+        return
+    if not args.apply_chat_template:
+        raise DataError(
+            f"{where}: the prompt is {type(content).__name__}, expected text. For a list of chat messages add "
+            "--apply-chat-template."
+        )
+    if not isinstance(content, list) or not content:
+        shown = "an empty list" if content == [] else type(content).__name__
+        raise DataError(f"{where}: the prompt is {shown}, expected text or a list of chat messages. Fix the record.")
+    for number, message in enumerate(content, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{where}: message {number} is {message!r:.80}, expected an object with role and content. Fix the "
+                "record."
+            )
 
 
 class _RecordReader:
@@ -171,6 +315,7 @@ class _RecordReader:
     def __init__(self, args: Any, file: Path) -> None:
         self._args, self._file = args, file
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
+        self._num_ids = read_model_shape(args.hf_checkpoint).vocab_size  # 0: unsaid
         self._template_arguments: dict[str, Any] = json.loads(args.apply_chat_template_kwargs or "{}")
         if args.apply_chat_template and not self._tokenizer.chat_template:
             raise DataError(
@@ -178,35 +323,39 @@ class _RecordReader:
             )
 
     def prompt(self, number: int, record: dict[str, Any]) -> Prompt:
-        args, where = self._args, f"{self._file}:{number}"
-        content = self._value(record, args.input_key, "--input-key", where)
-        tools = self._value(record, args.tool_key, "--tool-key", where) if args.tool_key else None
-        metadata = record.get(args.metadata_key)
-        if metadata is not None and not isinstance(metadata, dict):
-            raise DataError(f"{where}: {args.metadata_key!r} is {type(metadata).__name__}, expected an object.")
-        text, token_ids = self._render(content, tools, where)
+        where = f"{self._file}:{number}"
+        fields = read_fields(self._args, record, where)
+        if _is_imitated(self._args, fields.content):
+            return self._conversation(fields.content, fields.tools, fields.metadata, where)
+        text, token_ids = self._render(fields.content, fields.tools, where)
+        if self._num_ids and token_ids and (largest := max(token_ids)) >= self._num_ids:
+            raise DataError(
+                f"{where}: the tokenizer makes the id {largest} of the prompt, but the embedding of --hf-checkpoint "
+                f"has {self._num_ids} rows (vocab_size). Take the tokenizer of this model."
+            )
         return Prompt(
             text=text,
             token_ids=tuple(token_ids),
-            label=self._value(record, args.label_key, "--label-key", where) if args.label_key else None,
+            label=fields.label,
             where=where,
-            metadata=dict(metadata or {}) | ({"tools": tools} if tools else {}),
+            metadata=fields.metadata | ({"tools": fields.tools} if fields.tools else {}),
         )
 
-    def _value(self, record: dict[str, Any], key: str, flag: str, where: str) -> Any:
-        if key not in record:
-            found = ", ".join(sorted(record)) or "none"
-            raise DataError(f"{where}: no key {key!r} ({flag}); the record has: {found}. Fix the record or the flag.")
-        return record[key]
+    def _conversation(self, messages: list[Any], tools: Any, metadata: dict[str, Any], where: str) -> Prompt:
+        """Every turn of the assistant is to be imitated (--loss-type sft_loss without --label-key)."""
+        made = read_conversation(self._tokenizer, messages, tools, self._template_arguments, where=where)
+        turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
+        return Prompt(
+            text=made.text,
+            token_ids=made.prompt_ids,
+            label=None,
+            where=where,
+            metadata={**metadata, TURNS: turns},
+        )
 
-    def _render(self, content: Any, tools: Any, where: str) -> tuple[str, list[int]]:
+    def _render(self, content: str | list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[int]]:
         """Prompt text and its tokens. Special tokens come from the template, or else from the tokenizer."""
         if not self._args.apply_chat_template:
-            if not isinstance(content, str):
-                raise DataError(
-                    f"{where}: the prompt is {type(content).__name__}, expected text. For a list of chat messages add "
-                    "--apply-chat-template."
-                )
             return content, self._tokenizer(content)["input_ids"]
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         try:

@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from vime.rollout import reasoning_gym_tasks
+from vime.rollout import reasoning_gym_tasks, rm_text
+from vime.rollout.labels import label_fault
 from vime.rollout.loops import raise_first, reward_loop
-from vime.rollout.plugins import plugin
+from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.rm_math import MathJudge
 from vime.seams import calling_plugin
 from vime.types import LARGEST_REWARD, RewardError, Sample, SampleStatus
@@ -78,8 +79,14 @@ def check_reward(args: Any, value: Any, *, where: str) -> Reward:
                 f"{where}: got a dict with keys {sorted(map(str, value))}, expected one of them in --reward-key, which "
                 f"is {args.reward_key!r}."
             )
-        return {str(key): _number(entry, f"{where}, entry {key!r}") for key, entry in value.items()}
+        numbers_only = {key: entry for key, entry in value.items() if key == args.reward_key or not _is_remark(entry)}
+        return {str(key): _number(entry, f"{where}, entry {key!r}") for key, entry in numbers_only.items()}
     return _number(value, where)
+
+
+def _is_remark(entry: Any) -> bool:
+    """Text beside the numbers, such as the answer that was found: nothing to train on or to measure."""
+    return entry is None or isinstance(entry, str)
 
 
 def _number(value: Any, where: str) -> float:
@@ -101,7 +108,8 @@ async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> An
     A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can hold up generation, and a
     call that never returns is left behind in its daemon thread.
     """
-    args = arguments[0]
+    args, *others = arguments
+    arguments = (plugin_args(function, args), *others)
     is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
     )
@@ -181,6 +189,37 @@ async def math_equal(args: Any, sample: Sample) -> float:
     return await judge.score(_label(sample), answer_text(sample), timeout_s=args.rm_timeout_secs)
 
 
+async def deepscaler(args: Any, sample: Sample) -> float:
+    """1.0 when the last box behind the reasoning equals the label; 0.0 for an answer without `</think>` (or
+    `###Response`) or without a box, as in DeepScaleR."""
+    text = rm_text.after_thinking(sample.response)
+    found = None if text is None else rm_text.boxed(text)
+    if found is None:
+        return 0.0
+    judge = _JUDGES.setdefault(asyncio.get_running_loop(), MathJudge())
+    labels = sample.label if isinstance(sample.label, list) else [_label(sample)]
+    for label in labels:
+        gold = rm_text.boxed(str(label)) or str(label)
+        if await judge.score(gold, f"\\boxed{{{found}}}", timeout_s=args.rm_timeout_secs):
+            return 1.0
+    return 0.0
+
+
+async def dapo(args: Any, sample: Sample) -> dict[str, Any]:  # noqa: ARG001 - the signature of a reward
+    """{score: 1 or -1, acc: 1 or 0} by the answer's last `Answer: ...` line; --reward-key says which."""
+    return rm_text.dapo_score(sample.response, _label(sample))
+
+
+async def f1(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+    """Share of words that answer and label have in common."""
+    return rm_text.token_f1(answer_text(sample), _label(sample))[0]
+
+
+async def gpqa(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+    """1.0 when the answer chooses the right letter."""
+    return rm_text.choice_score(sample.response, sample.label, sample.metadata)
+
+
 async def remote_rm(args: Any, sample: Sample) -> Any:
     """POST the sample to --rm-url; its JSON answer is the reward, or an object with the key "reward"."""
     body = {
@@ -230,6 +269,8 @@ def _score_reasoning_gym(args: Any, sample: Sample) -> float:  # noqa: ARG001 - 
 def _label(sample: Sample) -> str:
     if sample.label is None:
         raise RewardError(f"sample {sample.index}: has no label to compare with. Name the record's key in --label-key.")
+    if fault := label_fault(sample.label):
+        raise RewardError(f"sample {sample.index}: {fault}. No answer would ever be right; correct the data.")
     return str(sample.label)
 
 
@@ -238,4 +279,8 @@ BUILT_IN: dict[str, Callable[[Any, Sample], Awaitable[Any]]] = {
     "math": math_equal,
     "remote_rm": remote_rm,
     "reasoning_gym": reasoning_gym,
+    "deepscaler": deepscaler,
+    "dapo": dapo,
+    "f1": f1,
+    "gpqa": gpqa,
 }

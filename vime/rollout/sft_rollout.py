@@ -3,6 +3,8 @@
     --loss-type sft_loss --rollout-function-path vime.rollout.sft_rollout.generate_rollout --debug-train-only \\
         --label-key answer --n-samples-per-prompt 1
 
+Without --label-key a record's prompt is a list of chat messages, and every turn of the assistant is imitated.
+
 Everything behind it is the common loop: plan, carrier, trainer, checkpoints. `--debug-train-only` leaves the engines
 out; without it they run, so that evaluation can generate.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from vime.rollout import vllm_rollout
+from vime.rollout.conversations import TURNS
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.seams import DataSource
 from vime.types import DataError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, SampleStatus, VersionSpan
@@ -35,15 +38,25 @@ def generate_rollout(
 
 
 def answer_with_label(args: Any, sample: Sample, *, version: int) -> None:
-    """Grow the sample by its label's tokens and the tokenizer's end of sequence.
+    """Grow the sample by the turns of its conversation, or by its label's tokens and the tokenizer's end of sequence.
 
     No policy sampled them: their log-probabilities are written as 0, and the version is the round's own, so that they
     are never stale.
     """
+    turns = sample.metadata.get(TURNS)
+    if turns is not None:
+        for ids, is_trained in turns:
+            spans = [VersionSpan(version, 0, len(ids))]
+            sample.append_response_tokens(ids, [0.0] * len(ids), trainable=is_trained, versions=spans)
+        tokenizer = load_tokenizer(args.hf_checkpoint)
+        answer = sample.tokens[sample.prompt_length :]
+        sample.response = str(tokenizer.decode(answer, skip_special_tokens=True))
+        sample.status = SampleStatus.COMPLETED
+        return
     if not isinstance(sample.label, str) or not sample.label:
         raise DataError(
             f"sample {sample.index}: the label is {sample.label!r}, expected the text of the answer to imitate. Name "
-            "its key with --label-key."
+            "its key with --label-key, or give conversations: lists of messages with turns of the assistant."
         )
     tokenizer = load_tokenizer(args.hf_checkpoint)
     tokens = list(tokenizer(sample.label, add_special_tokens=False)["input_ids"])

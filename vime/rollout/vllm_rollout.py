@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import evaluate_all
 from vime.rollout.generation import close_clients, train_sampling_params
-from vime.rollout.groups import UNUSABLE, filter_verdict, generate_and_rm_group, mark_samples
+from vime.rollout.groups import filter_verdict, generate_and_rm_group, mark_samples, unusable_reason
 from vime.rollout.halt import Halt
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
@@ -36,8 +37,10 @@ from vime.rollout.partial import (
     without_answer,
 )
 from vime.rollout.progress import BOARD, RoundProgress
+from vime.rollout.reward_errors import error_share
 from vime.rollout.rm_hub import close_judges
-from vime.seams import DataSource
+from vime.rollout.sample_book import BOOK
+from vime.seams import DataSource, calling_plugin
 from vime.types import (
     DataError,
     RolloutFnEvalOutput,
@@ -97,6 +100,7 @@ class TrainingRound:
         self._surplus: list[list[Sample]] = []  # untouched prompts that go back
         self._num_finished_surplus = 0
         self._dropped: Counter[str] = Counter()
+        self._streak, self._errors = DropStreak(args), error_share(args, source)
         self._finished_samples: list[Sample] = []  # of every finished group, also of dropped ones
         self._num_tokens = 0
         self._halt, self._partial = Halt(), PartialStats()
@@ -164,7 +168,8 @@ class TrainingRound:
 
     def _issue(self, tasks: asyncio.TaskGroup) -> None:
         wanted = self._args.over_sampling_batch_size or self._wanted
-        groups = self._source.get_samples(wanted)
+        with calling_plugin(f"--data-source-path {self._args.data_source_path}", self._source.get_samples):
+            groups = self._source.get_samples(wanted)
         if not groups and not self._running:
             raise DataError(
                 f"round {self._rollout_id}: the data source is exhausted with {len(self._kept)} of {self._wanted} "
@@ -199,9 +204,10 @@ class TrainingRound:
         if self._args.partial_rollout and is_unfinished(samples):
             self._give_back(prompts, samples)
             return
-        unusable = next((sample.status for sample in samples if sample.status in UNUSABLE), None)
+        self._errors.note(samples)
+        unusable = unusable_reason(samples)
         if unusable is not None:
-            self._dropped[str(unusable)] += 1
+            self._drop(samples, unusable)
             return
         for sample in samples:
             sample.rollout_id = self._rollout_id
@@ -210,8 +216,14 @@ class TrainingRound:
         verdict = filter_verdict(self._args, samples)
         if verdict.keep:
             self._kept.append(samples)
+            self._streak.kept()
         else:
-            self._dropped[verdict.reason or "filter"] += 1
+            self._drop(samples, verdict.reason or "filter")
+
+    def _drop(self, samples: list[Sample], reason: str) -> None:
+        self._dropped[reason] += 1
+        BOOK.note_dropped(samples[0].group_index, reason, samples)
+        self._streak.dropped(reason)
 
     def _metrics(self) -> dict[str, float]:
         kept = [sample for group in self._kept for sample in group]

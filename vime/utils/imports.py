@@ -45,5 +45,6 @@ def without_collector() -> Iterator[None]:
 
 
 def is_compiler_off() -> bool:
-    """Whether the environment says to torch that nothing is compiled."""
-    return "1" in (os.environ.get("TORCHDYNAMO_DISABLE"), os.environ.get("TORCH_COMPILE_DISABLE"))
+    """Whether the environment says to torch that nothing is compiled, so that `torch.compile` asks nobody for anything.
+    TORCH_COMPILE_DISABLE does not say it: with it `torch.compile` still asks the compiler for its settings."""
+    return os.environ.get("TORCHDYNAMO_DISABLE") == "1"

@@ -18,9 +18,15 @@ RECEIVERS: dict[str, type[BucketReceiver]] = {
     "disk": DiskReceiver,
 }
 
+BUCKET_BYTES = 512 << 20
+SHM_BUCKET_BYTES = 64 << 20
+"""Both ends are on one host and each holds a bucket: a larger one gains nothing, for a call is a few milliseconds."""
 
-def make_sender(name: str, *, bucket_bytes: int, directory: Path, timeout_s: float) -> WeightSender:
-    """The trainer's end. `directory` is used by `disk` alone; `timeout_s` bounds each step of a broadcast."""
+
+def make_sender(name: str, *, bucket_bytes: int | None, directory: Path, timeout_s: float) -> WeightSender:
+    """The trainer's end. `directory` is used by `disk` alone; `timeout_s` bounds each step of a broadcast.
+    `bucket_bytes` None: what suits the transport."""
+    bucket_bytes = bucket_bytes or (SHM_BUCKET_BYTES if name == "shm" else BUCKET_BYTES)
     if name == "shm":
         return ShmSender(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     if name == "disk":

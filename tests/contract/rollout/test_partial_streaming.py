@@ -32,9 +32,9 @@ def stop_with_one_held(directory, engine, model_dir, *flags, **options):
     """A run that stops while group 1 (`b`) is under way and group 0 is ready."""
     with Streaming(directory, engine, model_dir, *flags, **options) as run:
         assert engine.num_held.acquire(timeout=30)
-        wait_until(run, lambda: run.ledger.status().ready == 1)
+        wait_until(run, lambda: run.status().ready == 1)
         run.producer.stop()
-        assert run.ledger.status().retry == 1
+        assert run.status().retry == 1
         return run.producer.peek
 
 
@@ -98,7 +98,7 @@ def test_tokens_that_cannot_be_read_are_sampled_again(tmp_path, model_dir):
         with Streaming(tmp_path, engine, model_dir, PARTIAL, starts=False) as again:
             again.store.get = lambda payloads: again.store.__class__.get(again.store, [(t, c + 1) for t, c in payloads])
             again.producer.start()
-            wait_until(again, lambda: again.ledger.status().ready == 2)
+            wait_until(again, lambda: again.status().ready == 2)
             del again.store.get
             assert groups_of(again.lease(0)) == [0, 1]
     assert engine.requests[-1]["token_ids"] == [1, LETTER["b"]]
@@ -110,7 +110,7 @@ def test_an_engine_that_is_deaf_to_the_abort_does_not_hold_the_end_up(tmp_path, 
         engine.is_deaf = True
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as run:
             assert engine.num_held.acquire(timeout=30)
-            wait_until(run, lambda: run.ledger.status().ready == 1)
+            wait_until(run, lambda: run.status().ready == 1)
             run.producer.stop()
             assert run.producer.num_running == 0
             assert run.producer.peek.partial.partial_groups == 0
@@ -163,7 +163,7 @@ class CutByAnUpdate:
 
         def row():
             sql = "select state, attempt, min_version, max_version from prompt_group where grp = 2"
-            return self.run.ledger._book.query(sql)[0]
+            return self.run.look(sql)[0]
 
         wait_until(self.run, lambda: row()[0] in states)
         return row()[1:]

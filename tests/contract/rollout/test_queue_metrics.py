@@ -18,7 +18,7 @@ from tests.helpers.ledger_cases import Clock
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
 from vime.handoff.group_store import GroupStore
-from vime.handoff.ledger import Ledger
+from vime.handoff.ledger import Ledger, LedgerStatus
 from vime.handoff.ledger_port import LocalLedgerPort
 from vime.handoff.ledger_types import LedgerRules, StalePolicy
 from vime.handoff.memory import MemoryRows
@@ -89,8 +89,8 @@ class Run:
             "--custom-generate-function-path", "tests.helpers.known_history.generate",
         )  # fmt: skip
         rules = LedgerRules(max_slots=4, max_staleness=1, lease_timeout_s=60.0, stale_policy=StalePolicy.RETRY)
-        self.ledger = Ledger(directory / "ledger.db", rules, clock=Clock())
-        self.port, self.spool = LocalLedgerPort(self.ledger), directory / "spool"
+        self._ledger = Ledger(directory / "ledger.db", rules, clock=Clock())
+        self.port, self.spool = LocalLedgerPort(self._ledger), directory / "spool"
         self.store = GroupStore(TimedRows(clock), Spool(self.spool), partition="train")
         prompts = RolloutDataSourceWithBuffer(self.args)
         self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
@@ -103,9 +103,20 @@ class Run:
     def let_go(self, *groups: int, ready: int, in_flight: int) -> None:
         """Let these groups be answered, and wait until the ledger stands as it must then."""
         known_history.HISTORY.let_go(*groups)
-        while not ((status := self.ledger.status()).ready == ready and sum(status.producers.values()) == in_flight):
+        seen = -1
+        while not ((status := self.status()).ready == ready and sum(status.producers.values()) == in_flight):
             self.producer.raise_if_failed()
-            self.port.wait_for_news(self.ledger.sequence, 0.05)
+            seen = self.port.wait_for_news(seen, 0.05)
+
+    def status(self) -> LedgerStatus:
+        """Through the port, as in tests/helpers/streaming.py."""
+        status: LedgerStatus = self.port.call("", "status")
+        return status
+
+    def close(self) -> None:
+        self.producer.stop()
+        self.store.close()
+        self._ledger.close()
 
     def lease(self, round_id: int) -> dict[str, float]:
         """The metrics of the round, with those that trainer ranks would add."""
@@ -129,9 +140,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     run = Run(tmp_path, clock)
     run.producer.start()
     yield run
-    run.producer.stop()
-    run.store.close()
-    run.ledger.close()
+    run.close()
 
 
 def queue_metrics(metrics: dict[str, float]) -> dict[str, float]:

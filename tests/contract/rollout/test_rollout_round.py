@@ -6,7 +6,9 @@ import pytest
 
 from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
+from vime.observability.samples import read_fates, read_round
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
+from vime.rollout.sample_book import BOOK
 from vime.rollout.vllm_rollout import close_generation, generate_rollout, generation_progress
 from vime.types import DataError, PluginError, RewardError, SampleStatus, WaitTimeoutError
 
@@ -68,6 +70,26 @@ def test_the_filter_drops_groups_with_a_reason_and_new_prompts_replace_them(play
     assert output.metrics["rollout/dropped_zero_std_0"] == output.metrics["rollout/dropped_zero_std_1"] == 1
     assert output.metrics["rollout/dropped_groups"] == 2
     assert output.metrics["rollout/reward_mean_before_filter"] == 0.5  # (0 + 0 + 1 + 1 + 1 + 0 + 1 + 0) / 8
+
+
+def test_the_answers_of_dropped_groups_are_kept_with_their_reason(play, tmp_path):
+    def script(request):
+        return Reply(token_ids=[EOS]) if request.token_ids[-1] == LETTER["a"] else echo_first_sample(request)
+
+    BOOK.open(tmp_path, max_bytes=1 << 20)
+    try:
+        with ScriptedEngine(script) as engine:
+            output, _ = play(
+                engine, "--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std"
+            )
+        BOOK.write_round(0, output.samples)
+    finally:
+        BOOK.close()
+    kept, lost = read_fates(tmp_path)[0].kept, read_fates(tmp_path)[0].dropped
+    assert kept == tuple(group[0].group_index for group in output.samples)
+    assert list(lost) == ["zero_std_0"]
+    [group] = [group for group in read_round(tmp_path, 0) if group.reason is not None]
+    assert (group.reason, group.prompt, len(group.answers)) == ("zero_std_0", "a", 2)
 
 
 def test_surplus_requests_are_aborted_and_their_prompts_come_first_next_time(play):
@@ -256,7 +278,7 @@ def test_evaluation_sets_share_one_deadline(play, tmp_path, monkeypatch):
 
     async def note(_args, _rollout_id, name, _prompts, ends):
         deadlines.append((name, ends))
-        return []
+        return [], 0
 
     monkeypatch.setattr("vime.rollout.evaluate._evaluate", note)
     with ScriptedEngine(echo_first_sample) as engine:

@@ -37,7 +37,7 @@ class OneSlowGroup:
 
     def __enter__(self):
         self.play(0)
-        wait_until(self.run, lambda: self.run.ledger.status().ready == 3)  # 3, 4 and 5
+        wait_until(self.run, lambda: self.run.status().ready == 3)  # 3, 4 and 5
         return self
 
     def __exit__(self, *_):
@@ -57,11 +57,11 @@ class OneSlowGroup:
 def test_in_the_order_of_the_prompts_a_round_waits_for_its_slow_group_and_none_gets_too_old(tmp_path, model_dir):
     with OneSlowGroup(tmp_path, model_dir) as slow, ThreadPoolExecutor(1) as thread:
         second = thread.submit(slow.play, 1)
-        wait_until(slow.run, lambda: not second.done() and slow.run.ledger.status().ready == 3)
+        wait_until(slow.run, lambda: not second.done() and slow.run.status().ready == 3)
         slow.finish_the_slow_one()
         assert second.result(60) == [2, 3]
         assert slow.play(2) == [4, 5]
-        assert slow.run.ledger.status().too_old == 0
+        assert slow.run.status().too_old == 0
 
 
 @pytest.mark.parametrize("policy", StalePolicy)
@@ -69,12 +69,12 @@ def test_first_ready_first_trained_goes_on_without_it_and_then_it_is_too_old(tmp
     rules = {"round_order": RoundOrder.COMMIT, "stale_policy": policy}
     with OneSlowGroup(tmp_path, model_dir, **rules) as slow:
         assert SLOW not in slow.play(1)
-        ready = slow.run.ledger.status().ready
+        ready = slow.run.status().ready
         slow.finish_the_slow_one()
-        wait_until(slow.run, lambda: slow.run.ledger.status().ready > ready)
+        wait_until(slow.run, lambda: slow.run.status().ready > ready)
         assert SLOW not in slow.play(2)
         fourth = slow.play(3)
-        assert slow.run.ledger.status().too_old == 1
-        rows = slow.run.ledger._book.query("select state, attempt from prompt_group where grp = ?", SLOW)
+        assert slow.run.status().too_old == 1
+        rows = slow.run.look("select state, attempt from prompt_group where grp = ?", SLOW)
         assert rows[0] == ("dropped", 1) if policy is StalePolicy.DROP else rows[0][1] == 2
         assert SLOW not in fourth or policy is StalePolicy.RETRY

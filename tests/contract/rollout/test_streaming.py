@@ -7,6 +7,8 @@ import pytest
 
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
+from vime.observability.samples import read_fates
+from vime.rollout.sample_book import BOOK
 from vime.types import HandoffError, RewardError, WaitTimeoutError
 
 EOS = 2
@@ -35,7 +37,7 @@ def test_each_group_is_in_one_round_in_the_order_of_the_prompts(tmp_path, model_
         assert {s.reward for output in rounds for group in output.samples for s in group} == {1.0}
         assert rounds[2].metrics["rollout/version_oldest"] == 2
         # six groups for three rounds of two, and not one prompt more
-        assert run.ledger.status().active == 0
+        assert run.status().active == 0
         assert run.port.call("prompts", "issue", "p", 1, request="r").waits_for.startswith("a slot")
 
 
@@ -45,7 +47,7 @@ def test_at_staleness_0_no_prompt_is_sent_before_the_weights_of_the_round_are_se
         run.lease(0)
         run.port.call("rounds", "trained", 0, run.source.lease.fence)
         assert len(engine.requests) == 2  # one for each group of round 0
-        assert run.ledger.status().active == 2  # trained, but the engines serve older weights
+        assert run.status().active == 2  # trained, but the engines serve older weights
         served.version = 1
         run.port.call("rounds", "release", 1)
         assert groups_of(run.lease(1)) == [2, 3]
@@ -127,7 +129,7 @@ def test_of_a_prefetched_round_trainers_begin_with_its_own_groups_not_with_finis
     ):
         run.play(0)
         whole = thread.submit(run.lease, 1)
-        wait_until(run, lambda: run.ledger.status().ready == 2)  # 4 and 5, of the round after
+        wait_until(run, lambda: run.status().ready == 2)  # 4 and 5, of the round after
         go_on = sys.modules["vime_plugin_held_round"].go_on
         go_on[3].set()
         assert run.source.portions.wait(1, 10)
@@ -146,8 +148,13 @@ def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, mo
 
     flags = ("--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std")
     with ScriptedEngine(right_for_every_other_prompt) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
+        BOOK.open(tmp_path / "kept", max_bytes=1 << 20)
         output = run.lease(0)
+        BOOK.write_round(0, output.samples)
+        BOOK.close()
     assert groups_of(output) == [0, 2]
+    assert read_fates(tmp_path / "kept")[0].kept == (0, 2)
+    assert 1 in read_fates(tmp_path / "kept")[0].dropped["zero_std_0"]
     assert output.metrics["rollout/dropped_groups"] >= 1  # group 1; group 3 may be finished or not
     assert output.metrics["rollout/dropped_zero_std_0"] >= 1
 
@@ -193,7 +200,7 @@ def test_a_group_whose_lease_went_to_another_attempt_is_thrown_away(tmp_path, mo
     )
     flags = ("--custom-generate-function-path", f"{tmp_path / 'slow_generate.py'}:generate")
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
-        wait_until(run, lambda: run.ledger.status().ready == 1)  # group 1; group 0 is held up
+        wait_until(run, lambda: run.status().ready == 1)  # group 1; group 0 is held up
         for _ in range(3):  # one step of the clock counts half a lease at most
             run.clock.time += 6.0
             run.port.call("", "status")  # which takes back what is overdue
@@ -269,7 +276,7 @@ def test_a_payload_waits_for_room_until_a_round_is_trained(tmp_path, model_dir):
         Streaming(tmp_path, engine, model_dir, "--transferqueue-max-groups", 2, staleness=1, max_groups=2) as run,
     ):
         run.lease(0)
-        status = run.ledger.status()
+        status = run.status()
         assert (status.held_groups, status.ready) == (2, 0)  # finished groups of round 1 are not stored yet
         run.train(0)
         run.lease(1)
@@ -277,7 +284,7 @@ def test_a_payload_waits_for_room_until_a_round_is_trained(tmp_path, model_dir):
 
 def test_the_payload_of_another_group_is_refused(tmp_path, model_dir):
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, is_durable=False) as run:
-        wait_until(run, lambda: run.ledger.status().ready == 2)
+        wait_until(run, lambda: run.status().ready == 2)
         key, other = ("train_groups", "train/0#1"), ("train_groups", "train/1#1")
         run.rows.rows[key] = run.rows.rows[other]
         with pytest.raises(HandoffError, match="group train/0#1: its payload came back changed"):

@@ -11,6 +11,8 @@ import pytest
 
 from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
+from vime.config.parse import Config
+from vime.ray.cluster import GENERATION_NICENESS, yield_to_trainers
 from vime.types import EngineError, WaitTimeoutError
 from vime.utils.network import free_port
 
@@ -77,6 +79,14 @@ server.stop()
     said = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, timeout=DEADLINE_S)
     assert said.stdout.split()[0] == "7", said.stderr
     assert said.stdout.split()[1] in ("7", "none")
+
+
+def test_a_server_that_has_started_yields_with_all_its_threads_and_as_a_session(server):
+    yield_to_trainers(Config().replace(device="cpu"), session=server.pid)
+    threads = [thread.id for process in server_and_child(server) for thread in process.threads()]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in [server.pid, *threads]} == {GENERATION_NICENESS}
+    group = Path(f"/proc/{server.pid}/autogroup")
+    assert not group.exists() or group.read_text().split()[-1] == str(GENERATION_NICENESS)
 
 
 def test_stop_ends_the_server_its_child_and_the_guard(server):

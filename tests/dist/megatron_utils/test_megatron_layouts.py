@@ -13,6 +13,7 @@ from tests.helpers.megatron_cases import (
     LAYOUTS,
     MOE_LAYOUTS,
     ONEDNN_LAYOUTS,
+    SHARED_LAYOUTS,
     TIED_LAYOUTS,
     TIED_MOE_LAYOUTS,
     layout_cases,
@@ -42,6 +43,8 @@ SINGLE = {
     **{f"grpo-{layout}": "grpo-single" for layout in LAYOUTS},
     **{f"grpo-onednn-{layout}": "grpo-single" for layout in ONEDNN_LAYOUTS},
     **{f"grpo-moe-{layout}": "grpo-moe-single" for layout in MOE_LAYOUTS},
+    **{f"groups-shared-{layout}": "groups-copied" for layout in SHARED_LAYOUTS},
+    "groups-shared-moe": "groups-copied-moe",
 }
 
 

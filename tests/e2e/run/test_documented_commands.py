@@ -156,6 +156,25 @@ def test_the_quick_start_takes_a_filter(clone: Clone) -> None:
     assert Finished(0, "", clone.directory / "runs/filter").metrics()[0]["rollout/reward_mean"] > 0
 
 
+def test_the_model_of_the_tool_page_learns_to_call(clone: Clone) -> None:
+    """All 30 rounds: it begins by guessing in most answers, and ends by calling in nearly all."""
+    clone.run(
+        documented(
+            "./scripts/quickstart.sh --custom-generate-function-path examples/tools/sorter.py:generate_with_sorter "
+            "--run-dir runs/tools"
+        )
+    )
+    rewards = [
+        line["rollout/reward_mean"]
+        for _, line in sorted(Finished(0, "", clone.directory / "runs/tools").metrics().items())
+    ]
+    assert len(rewards) == 30
+    assert sum(rewards[-10:]) / 10 >= 0.80
+    assert sum(rewards[:3]) / 3 < 0.7
+    assert "<think>" in clone.run(documented("vime samples runs/tools --best"))
+    clone.run(documented("vime report runs/tools"))
+
+
 @pytest.fixture(scope="module")
 def streamed(clone: Clone, tiny_task: TinyTask) -> Path:
     """A run in mode streaming, beside one in mode buffer."""
@@ -192,6 +211,33 @@ def test_a_run_is_looked_at(clone: Clone, streamed: Path, tmp_path: Path) -> Non
     clone.run(filled(documented("vime queue show RUN GROUP"), RUN=streamed, GROUP=0))
     clone.run(filled(documented("vime queue export RUN FILE"), RUN=streamed, FILE=tmp_path / "queue"))
     clone.run(filled(documented("vime queue import NEW_RUN FILE"), NEW_RUN=tmp_path / "new", FILE=tmp_path / "queue"))
+    other = streamed.with_name("a")
+    assert re.search(r"b +finished +2/2", clone.run(filled(documented("vime ls DIR"), DIR=streamed.parent)))
+    compared = clone.run(filled(documented("vime compare RUN OTHER"), RUN=streamed, OTHER=other))
+    assert re.search(r"--transferqueue-mode +streaming +buffer", compared)
+    assert (clone.directory / "compare.html").is_file()
+    assert (streamed / "report.html").is_file()
+    assert "round 1, group" in clone.run(filled(documented("vime samples RUN"), RUN=streamed))
+    assert "round 0, group" in clone.run(filled(documented("vime samples RUN --round 0 --worst"), RUN=streamed))
+    assert re.search(r"-\d\.\d{4}  v1", clone.run(filled(documented("vime samples RUN --best --tokens"), RUN=streamed)))
+    for run in (streamed, other):
+        lines = clone.run(filled(documented("vime samples RUN --group 0 --json"), RUN=run)).splitlines()
+        assert [json.loads(line)["group"] for line in lines] == [0] * 4
+
+
+def test_flags_come_from_files(clone: Clone, streamed: Path, tiny_task: TinyTask) -> None:
+    assert "0 fail" in clone.run(documented("vime doctor"))
+    assert "pass model" in clone.run(filled(documented("vime doctor --hf-checkpoint DIR"), DIR=tiny_task.model))
+    paths = f'hf_checkpoint = "{tiny_task.model}"\nprompt_data = "{tiny_task.prompts}"\n'
+    (clone.directory / "run.toml").write_text(
+        f'{paths}label_key = "label"\nrm_type = "math"\nlr = 1\nnum_rollout = 1\n'
+    )
+    clone.run(f"{documented('vime train --config run.toml --lr 2e-6')} {SMALL} {SCRIPTED} --run-dir runs/toml")
+    assert Finished(0, "", clone.directory / "runs/toml").metrics()[0]["train/lr"] == 2e-6
+    clone.run(filled(documented("vime train --config RUN --run-dir runs/again"), RUN=streamed))
+    first, again = (json.loads((run / "config.json").read_text()) for run in (streamed, clone.directory / "runs/again"))
+    assert again["tracking"].pop("run_dir") != first["tracking"].pop("run_dir")
+    assert again == first
 
 
 def test_generated_tasks_are_prompts(clone: Clone, tiny_task: TinyTask, tmp_path: Path) -> None:
@@ -211,6 +257,63 @@ def test_generated_tasks_are_prompts(clone: Clone, tiny_task: TinyTask, tmp_path
     clone.run(f"{filled(command)} {SMALL} {SCRIPTED} {more}")
     spans = [event["name"] for event in Finished(0, "", tmp_path / "run").events("span_ended")]
     assert spans.count("reward_group") == 4
+
+
+@pytest.fixture
+def chatting(tiny_task: TinyTask, tmp_path: Path) -> Path:
+    """The tiny model with a chat template."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_task.model, model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return model
+
+
+def test_a_command_line_of_slime_trains(clone: Clone, tiny_task: TinyTask, tmp_path: Path) -> None:
+    command = documented(
+        "python train.py --hf-checkpoint DIR --ref-load DIR --prompt-data train.jsonl --input-key prompt "
+        "--label-key label --rm-type deepscaler --num-rollout 100 --rollout-batch-size 32 "
+        "--n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 1024 "
+        "--rollout-temperature 1 --balance-data --tensor-model-parallel-size 1 --sequence-parallel "
+        "--expert-tensor-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
+        "--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --eps-clip "
+        "0.2 --eps-clip-high 0.28 --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 "
+        "--adam-beta1 0.9 --adam-beta2 0.98 --attention-dropout 0.0 --hidden-dropout 0.0 "
+        "--accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash "
+        "--swiglu --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings "
+        "--group-query-attention --sglang-mem-fraction-static 0.7"
+    )
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{text}", "label": "a"}}\n' for text in "abcd"))
+    more = f"{SMALL} {SCRIPTED} --global-batch-size 16 --num-rollout 1 --run-dir runs/slime"
+    said = clone.run(f"{filled(command, **{'DIR': tiny_task.model, 'train.jsonl': data})} {more}")
+    assert "note: --sglang-mem-fraction-static 0.7: taken as --vllm-gpu-memory-utilization 0.7" in said
+    assert "train/kl_loss" in Finished(0, "", clone.directory / "runs/slime").metrics()[0]
+
+
+def test_verl_s_records_and_reward_train(clone: Clone, chatting: Path, tmp_path: Path) -> None:
+    command = documented(
+        "python train.py --hf-checkpoint DIR --prompt-data train.jsonl --input-key prompt "
+        "--apply-chat-template --label-key reward_model.ground_truth --metadata-key extra_info "
+        "--custom-rm-path examples/migrating/verl_reward.py:reward --rollout-batch-size 64 "
+        "--n-samples-per-prompt 8 --global-batch-size 128 --rollout-max-prompt-len 512 "
+        "--rollout-max-response-len 1024 --advantage-estimator grpo --calculate-per-token-loss "
+        "--use-kl-loss --kl-loss-coef 0.001 --lr 1e-6 --num-epoch 15"
+    )
+    data = tmp_path / "data.jsonl"
+    records = [
+        {
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"ground_truth": "a"},
+            "extra_info": {"index": 1},
+        }
+        for text in "abcd"
+    ]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    more = f"{SMALL} {SCRIPTED} --global-batch-size 16 --num-epoch 1 --run-dir runs/verl"
+    clone.run(f"{filled(command, **{'DIR': chatting, 'train.jsonl': data})} {more}")
+    assert sorted(Finished(0, "", clone.directory / "runs/verl").metrics()) == [0]
 
 
 def test_chaos_kills_a_run(clone: Clone, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.helpers.training import TinyTask, train
+from tests.helpers.training import TinyTask, Training, interrupt, train
 from vime.observability.run_dir import claimed_checkpoints
 
 SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
@@ -21,7 +21,7 @@ def refused(task: TinyTask, run_dir: Path, *extra: str, code: int, says: list[st
 
 
 def test_contradicting_flags_are_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
-    refused(tiny_task, tmp_path / "run", "--use-kl-loss", code=2, says=["--kl-loss-coef"])
+    refused(tiny_task, tmp_path / "run", "--kl-loss-coef", "0.1", code=2, says=["--use-kl-loss"])
     assert not (tmp_path / "run").exists()
 
 
@@ -60,7 +60,30 @@ def test_an_unknown_engine_flag_is_refused_before_start(tiny_task: TinyTask, tmp
 def test_a_line_that_is_not_json_is_named_and_nothing_is_left(tiny_task: TinyTask, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"input": "1:ab=", "label": "b"}\n{"input": \n')
-    refused(tiny_task, tmp_path / "run", "--prompt-data", str(bad), *SCRIPTED, code=3, says=["bad.jsonl:2", "JSON"])
+    refused(tiny_task, tmp_path / "run", "--prompt-data", str(bad), code=2, says=["bad.jsonl:2", "JSON"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_start_leaves_a_run_directory_that_the_next_one_takes(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """The reward fails in the first round: nothing was generated that could be trained."""
+    plugin = tmp_path / "broken.py"
+    plugin.write_text("async def rm(args, sample, **kwargs):\n    raise KeyError('no such rubric')\n")
+    flags = [*tiny_task.flags(), "--num-rollout", "1", *SCRIPTED]
+    failed = train([*flags, "--custom-rm-path", f"{plugin}:rm"], tmp_path / "run")
+    assert failed.code == 3, failed.output
+    again = train(flags, tmp_path / "run")
+    assert again.code == 0, again.output
+    assert (tmp_path / "run" / "earlier-starts" / "1" / "logs").is_dir()
+
+
+def test_ctrl_c_in_start_up_ends_it_and_promises_no_save(tiny_task: TinyTask, tmp_path: Path) -> None:
+    run = Training("train.py", [*tiny_task.flags(), "--num-rollout", "1"], tmp_path / "run")
+    run.wait_for_event("part_started")  # Ray stands, engines and trainers are starting
+    interrupt(run)
+    finished = run.finish(deadline_s=60)
+    assert finished.code == 130, finished.output
+    assert "there is nothing to save" in finished.output
+    assert "saving the state" not in finished.output
 
 
 def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_path: Path) -> None:

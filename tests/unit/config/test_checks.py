@@ -29,6 +29,7 @@ def model_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "train.jsonl").write_text('{"input": "1"}\n')
+    (tmp_path / "sets.toml").write_text('[[datasets]]\nname = "own"\npath = "train.jsonl"\n')
     return tmp_path
 
 
@@ -151,7 +152,6 @@ REFUSALS = {
     "two rewards": (["--custom-rm-path", "a.b"], ["--rm-type", "--custom-rm-path"]),
     "remote reward without address": (["--rm-type", "remote_rm"], ["--rm-url"]),
     "KL coefficient without the term": (["--kl-loss-coef", "0.1"], ["--use-kl-loss"]),
-    "KL term without coefficient": (["--use-kl-loss"], ["--kl-loss-coef"]),
     "updates too rare for the bound": (
         ["--update-weights-interval", "2"],
         ["--update-weights-interval 2", "--transferqueue-max-staleness is 0"],
@@ -185,7 +185,6 @@ REFUSALS = {
         ["--overlap-param-gather", "--use-distributed-optimizer"],
         ["--overlap-param-gather", "--overlap-grad-reduce"],
     ),
-    "sequence parallel without TP": (["--sequence-parallel"], ["--tensor-model-parallel-size"]),
     "another engine": (["--rollout-backend", "sglang"], ["sglang", "vllm"]),
     "eval data without a name": (["--eval-prompt-data", "aime"], ["NAME PATH"]),
     "eval interval without data": (["--eval-interval", "2"], ["--eval-prompt-data"]),
@@ -317,6 +316,9 @@ READ = {
     "reasoning_gym_size": (["5"], None),
     "over_sampling_batch_size": (["8"], []),
     "dynamic_sampling_filter_path": (["a.b"], []),
+    "max_dropped_in_a_row": (["9"], []),
+    "on_reward_error": (["drop"], []),
+    "max_reward_error_share": (["0.3"], ["--on-reward-error", "drop"]),
     "rollout_sample_filter_path": (["a.b"], []),
     "partial_rollout": ([], ["--over-sampling-batch-size", "8", "--max-staleness", "1"]),
     "mask_offpolicy_in_partial_rollout": ([], ["--partial-rollout", "--over-sampling-batch-size", "8"]),
@@ -333,6 +335,7 @@ READ = {
     "eval_max_response_len": (["9"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "skip_eval_before_train": ([], ["--eval-prompt-data", "own", "{model}/train.jsonl", "--eval-interval", "2"]),
     "eval_prompt_data": (["own", "{model}/train.jsonl"], []),
+    "eval_config": (["{model}/sets.toml"], []),
     "network_interface": (["eth1"], ["--ray-address", "10.0.0.1:6379"]),
     "vllm_kv_cache_memory_bytes": (["2000000"], []),
     "vllm_server_concurrency": (["8"], []),
@@ -362,11 +365,14 @@ SFT = ["--rollout-function-path", "vime.rollout.sft_rollout.generate_rollout", "
 UNREAD = {  # where the default already reads it: the flags under which nothing does
     "over_sampling_batch_size": SFT,
     "dynamic_sampling_filter_path": SFT,
+    "max_dropped_in_a_row": SFT,
+    "on_reward_error": SFT,
     "rollout_sample_filter_path": SFT,
     "custom_reward_post_process_path": SFT,
     "get_mismatch_metrics": SFT,
     "disable_grpo_std_normalization": ["--custom-reward-post-process-path", "a.b"],
     "eval_prompt_data": ["--skip-eval-before-train"],
+    "eval_config": ["--skip-eval-before-train"],
     "eps_clip_high": SFT,
     "vllm_server_concurrency": ["--reference-mode"],
     "partial_rollout": ["--max-staleness", "1"],
@@ -498,8 +504,6 @@ FSDP = ("--train-backend", "fsdp")
         (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size 2"),
         (("--context-parallel-size", "2"), "--context-parallel-size 2"),
         (("--expert-model-parallel-size", "2"), "--expert-model-parallel-size 2"),
-        (("--sequence-parallel",), "--sequence-parallel True"),
-        (("--use-distributed-optimizer",), "--use-distributed-optimizer True"),
         (("--overlap-grad-reduce",), "--overlap-grad-reduce True"),
         (("--recompute-granularity", "full", "--recompute-method", "uniform"), "--recompute-method uniform"),
         (("--recompute-granularity", "selective"), "--recompute-granularity selective"),

@@ -1,7 +1,9 @@
-"""Linear layers by oneDNN: the formula and its gradients, and which products go there."""
+"""Large products of linear layers: the formula and its gradients by every way, and which way is taken."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +11,28 @@ import torch
 from torch import Tensor
 
 from vime.backends.megatron_utils import cpu_linear
-from vime.backends.megatron_utils.cpu_linear import linear, pays, with_onednn
+from vime.backends.megatron_utils.cpu_linear import (
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Ways,
+    linear,
+    pays,
+    with_onednn,
+)
+
+WAYS = max(len(kind.ways) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
 
 
 @pytest.mark.parametrize("columns", [(48, 20), (20, 48)])  # either factor of the weight's gradient may be the smaller
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_layer_and_its_gradients_are_their_formula(columns: tuple[int, int], has_bias: bool) -> None:
+@pytest.mark.parametrize("way", range(WAYS))
+def test_a_layer_and_its_gradients_are_their_formula_by_every_way(
+    columns: tuple[int, int], has_bias: bool, way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+        monkeypatch.setattr(kind, "ways", [kind.ways[way % len(kind.ways)]])
+        monkeypatch.setattr(kind, "chosen", {})
     inputs, outputs = columns
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(37, 1, inputs, generator=draw)
@@ -81,3 +99,42 @@ def test_a_torch_without_the_operator_computes_as_before(monkeypatch: pytest.Mon
     assert pays(x, weight_NK)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not pays(x, weight_NK)
+
+
+class Clock:
+    """A clock of which the test moves the hands."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "thread_time", lambda: self.now)
+
+    def way(self, seconds: list[float], answer: float) -> Callable[..., Tensor]:
+        """Takes these seconds, one call after another, and then none."""
+        left = iter(seconds)
+
+        def compute(first: Tensor, second: Tensor) -> Tensor:
+            self.now += next(left, 0.0)
+            return torch.full((first.size(0), second.size(1)), answer)
+
+        return compute
+
+
+def test_the_way_whose_best_trial_is_fastest_is_kept_for_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    # each shape is tried twice: [1, 9] against [5, 2] is won by 1; of the second shape [9, 9] against [5, 5] by 5
+    product = Ways([clock.way([1, 9, 0, 0, 9, 9], 1.0), clock.way([5, 2, 5, 5], 2.0)])
+    x, weight = torch.ones(5, 3), torch.ones(3, 4)
+    assert product(x, weight)[0, 0] == 1.0
+    assert product(torch.ones(7, 3), weight)[0, 0] == 1.0  # 7 rows count as 5 do (4 to 7): not tried again
+    assert product(torch.ones(8, 3), weight)[0, 0] == 2.0
+    assert product(x, weight)[0, 0] == 1.0
+
+
+def test_with_deterministic_algorithms_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    product = Ways([clock.way([9, 9, 9], 1.0), clock.way([1, 1], 2.0)])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert product(torch.ones(5, 3), torch.ones(3, 4))[0, 0] == 1.0
+    assert product.chosen == {}
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    assert product(torch.ones(5, 3), torch.ones(3, 4))[0, 0] == 2.0  # what a clock would have said

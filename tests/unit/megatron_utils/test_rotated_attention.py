@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.rows import make_row
 from vime.backends.megatron_utils.fused import rotation
 from vime.backends.megatron_utils.layer_spec import PackedAttention
+from vime.batching.pack import pack
+from vime.batching.prefixes import share_prompts
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -41,9 +44,11 @@ def test_neighbours_of_one_length_attend_as_if_each_were_alone(lengths: tuple[in
     direction = torch.randn(total, HEADS * WIDTH, generator=draw)
 
     leaves = [x.clone().requires_grad_() for x in inputs]
-    pack = SimpleNamespace(cu_seqlens_host=starts, context_cut=None, rotation=rotation(angle_LD, torch.float32))
+    parameters = SimpleNamespace(
+        cu_seqlens_host=starts, context_cut=None, shared_prompts=None, rotation=rotation(angle_LD, torch.float32)
+    )
     attention = PackedAttention(SimpleNamespace(kv_channels=WIDTH), 1)
-    got = attention(*leaves, None, packed_seq_params=pack)
+    got = attention(*leaves, None, packed_seq_params=parameters)
     gradients = torch.autograd.grad(got, leaves, direction.unsqueeze(1))
 
     true = [x.double().requires_grad_() for x in inputs]
@@ -52,4 +57,36 @@ def test_neighbours_of_one_length_attend_as_if_each_were_alone(lengths: tuple[in
     true_gradients = torch.autograd.grad(expected, true, direction.double())
     assert got.shape == (total, 1, HEADS * WIDTH)
     for mine, theirs in zip([got.squeeze(1), *gradients], [expected, *true_gradients], strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it() -> None:
+    """Two prompts of 3 tokens with answers of 2, 2 and 4 tokens to the first and 2, 1 to the second; a prompt of 3 by
+    itself, with an answer of 1. Whoever shares a prompt gets its gradient as the sum over the copies."""
+    prompts, answers = (0, 0, 0, 1, 1, 2), (2, 2, 4, 2, 1, 1)
+    rows = [
+        make_row(number, prompt=(prompt,) * 3, response=(9,) * answer)
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    shared = share_prompts(pack(rows), tokens_per_call=0)
+    assert shared is not None
+    draw = torch.Generator().manual_seed(0)
+    computed = [torch.randn(sum(shared.sizes), heads, WIDTH, generator=draw) for heads in (HEADS, GROUPS, GROUPS)]
+    angle = torch.cat([torch.arange(3 + answer) for answer in answers]).unsqueeze(1) / torch.tensor([1.0, 3.0, 9.0, 27])
+    angle_TD = torch.cat([angle, angle], -1)
+    direction = torch.randn(len(angle), HEADS * WIDTH, generator=draw)
+
+    leaves = [x.clone().requires_grad_() for x in computed]
+    turned = rotation(angle_TD[shared.kept_U], torch.float32)
+    parameters = SimpleNamespace(cu_seqlens_host=[], context_cut=None, shared_prompts=shared, rotation=turned)
+    attention = PackedAttention(SimpleNamespace(kv_channels=WIDTH), 1)
+    got = attention(*leaves, None, packed_seq_params=parameters).squeeze(1)[shared.place_T]
+    gradients = torch.autograd.grad(got, leaves, direction)
+
+    true = [x.double().requires_grad_() for x in computed]
+    copied = [x[shared.place_T] for x in true]  # every sequence whole
+    parts = zip(*(x.split([3 + answer for answer in answers]) for x in (*copied, angle_TD.double())), strict=True)
+    expected = torch.cat([formula(*part) for part in parts])
+    true_gradients = torch.autograd.grad(expected, true, direction.double())
+    for mine, theirs in zip([got, *gradients], [expected, *true_gradients], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vime.handoff.receipts import ReceiptBook
 from vime.observability.run_dir import RunDir, check_run_dir, claimed_checkpoints
 from vime.types import ConfigError
 
@@ -53,10 +54,41 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_directory_of_an_earlier_run_needs_load(tmp_path: Path) -> None:
     RunDir.create(str(tmp_path), "{}").close()
-    with pytest.raises(ConfigError, match=r"holds an earlier run .* --load"):
+    (tmp_path / "metrics.jsonl").write_text('{"rollout_id": 0}\n')
+    with pytest.raises(ConfigError, match=r"holds an earlier run \(it has metrics.jsonl\).* --load"):
         RunDir.create(str(tmp_path), "{}")
     # The refusal gave its claim back.
     RunDir.create(str(tmp_path), "{}", resume=True).close()
+
+
+@pytest.mark.parametrize(
+    "trace",
+    ["receipts.jsonl", "checkpoints/iter_0000000", "eval/held_0.jsonl", "spool/00000001", "events/driver.jsonl"],
+)
+def test_whatever_shows_that_a_round_was_generated_makes_it_an_earlier_run(tmp_path: Path, trace: str) -> None:
+    RunDir.create(str(tmp_path), "{}").close()
+    path = tmp_path / trace
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"kind": "round_generated", "groups":[]}\n')
+    with pytest.raises(ConfigError, match=f"it has {trace}"):
+        RunDir.create(str(tmp_path), "{}")
+
+
+def test_the_directory_of_a_start_that_failed_can_be_used_again_and_its_logs_are_kept(tmp_path: Path) -> None:
+    ReceiptBook(tmp_path, start_round=0, link=None).close()  # says where it begins, and nothing of a round
+    (tmp_path / "notes.txt").write_text("mine")
+    for number in (1, 2):
+        RunDir.create(str(tmp_path), f'{{"start": {number}}}').close()
+        (tmp_path / "events" / "driver.jsonl").write_text('{"kind": "run_started"}\n{"kind": "run_failed"}\n')
+        (tmp_path / "logs" / "driver.log").write_text(f"start {number} failed")
+        (tmp_path / "ledger.db").write_text("")
+    RunDir.create(str(tmp_path), '{"start": 3}').close()
+    assert (tmp_path / "config.json").read_text() == '{"start": 3}'
+    assert [*(tmp_path / "events").iterdir(), *(tmp_path / "logs").iterdir()] == []
+    assert not (tmp_path / "ledger.db").exists()
+    kept = {path.parent.parent.name: path.read_text() for path in tmp_path.glob("earlier-starts/*/logs/driver.log")}
+    assert kept == {"1": "start 1 failed", "2": "start 2 failed"}
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_directory_with_other_files_may_become_a_run(tmp_path: Path) -> None:

@@ -145,3 +145,40 @@ def test_text_of_a_model_cannot_steer_the_terminal() -> None:
 
 def test_durations_read_like_a_clock() -> None:
     assert [duration(seconds) for seconds in (0, 75, 3700)] == ["0:00", "1:15", "1:01:40"]
+
+
+def test_a_terminal_keeps_a_line_every_n_rounds_and_the_last(tmp_path: Path) -> None:
+    terminal = Terminal()
+    screen = Screen(tmp_path, stream=terminal, log_interval=3)
+    screen.begin(0, 8)
+    for rollout_id in range(8):
+        screen.round_done(rollout_id, ROUND)
+    screen._close_live()
+    kept = re.findall(r"round (\d+)/8: reward", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()))
+    assert kept == ["3", "6", "8"]
+
+
+def test_the_log_has_every_line_with_its_date_and_without_control_codes(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, stream=Terminal(), log_interval=100)
+    screen.stage("starting Ray")
+    screen.begin(0, 3)
+    for rollout_id in range(3):
+        screen.round_done(rollout_id, ROUND)
+    screen.note_eval(1, {"eval/held_out/reward_mean": 0.5})
+    screen.warn("two\nlines")
+    screen.failed("out of memory")
+    text = (tmp_path / "logs" / "progress.log").read_text()
+    lines = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in text.splitlines()]
+    assert all(line not in text.splitlines() for line in lines)  # each had a date
+    assert [line.split(":")[0] for line in lines] == [
+        "Run directory", "[0", "starting Ray ... done (0.0 s)", "training", "round 1/3", "round 2/3", "round 3/3",
+        "evaluation before round 1", "warning", "lines", "failed",
+    ]  # fmt: skip
+    assert "\x1b" not in text
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "progress.log").mkdir(parents=True)
+    pipe = io.StringIO()
+    Screen(tmp_path, stream=pipe).note("still there")
+    assert pipe.getvalue().endswith("still there\n")

@@ -14,7 +14,7 @@ from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.value_loss import VALUE_STATISTICS, value_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
-METRIC = re.compile(rf"({'|'.join(FAMILIES)})/[\w<>/]+|<>/\w+")
+METRIC = re.compile(rf"({'|'.join(FAMILIES)})/[\w<>/]+|<>/\w[\w<>/@]*")
 
 
 def templates() -> Iterator[tuple[str, str]]:

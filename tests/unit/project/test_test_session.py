@@ -20,19 +20,23 @@ from tests.helpers.shape_check import clone_files
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run_session(directory: Path, source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_session(directory: Path, source: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     tests = directory / "tests"
     (tests / "unit").mkdir(parents=True)
     (tests / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tests / "unit" / "test_inner.py").write_text(source)
     (directory / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\nmarkers =\n    gpu: x\n")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags, "tests"],
         cwd=directory, env={**os.environ, **environment}, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
 
 
-def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) -> None:
+TWO_WORKERS = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
+
+
+@pytest.mark.parametrize("flags", [(), TWO_WORKERS], ids=["alone", "workers"])
+def test_a_process_left_behind_fails_the_session_and_is_ended(flags: tuple[str, ...], tmp_path: Path) -> None:
     source = f"""
 import subprocess, sys
 SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
@@ -44,7 +48,7 @@ def test_leaves_an_orphan():
     open("{tmp_path}/pid", "w").write(shell.stdout.readline())
     shell.wait(10)
 """
-    done = run_session(tmp_path, source, VIME_TEST_GRACE="0.5")
+    done = run_session(tmp_path, source, *flags, VIME_TEST_GRACE="5" if flags else "0.5")
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert re.search(rf"pid {pid}: .*time\.sleep\(300\)", done.stdout)
@@ -66,6 +70,19 @@ def test_waits_forever():
     assert "over 3 s (VIME_TEST_DEADLINE)" in done.stderr
     assert "test_waits_forever" in done.stderr
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_test_that_keeps_the_interpreter_lock_is_ended_with_its_stack(tmp_path: Path) -> None:
+    source = """
+import ctypes
+def test_keeps_the_lock(): ctypes.PyDLL(None).pause()
+"""
+    flags = ("-o", "faulthandler_timeout=2", "-o", "faulthandler_exit_on_timeout=true")
+    done = run_session(tmp_path, source, *TWO_WORKERS, *flags)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "in test_keeps_the_lock" in done.stderr
+    assert "crashed while running 'tests/unit/test_inner.py::test_keeps_the_lock'" in done.stdout
+    assert "1 failed" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")

@@ -18,6 +18,7 @@ from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
 from vime.ray import launch, rollout_manager
+from vime.ray.assembly import Starter
 from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.interrupts import Interrupts
@@ -38,7 +39,7 @@ from vime.types import (
 )
 from vime.weights.versions import VersionLedger
 
-FIRST_PROGRAM: Any = SimpleNamespace(loss=None, is_alone=True)
+FIRST_PROGRAM: Any = SimpleNamespace(loss=None, is_alone=True, adopt_orphans=lambda: None)
 WRITTEN = SimpleNamespace(wait=lambda _name, _deadline_s: {})
 
 
@@ -86,6 +87,7 @@ def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Machine:
 def test_the_first_signal_is_a_request_and_the_second_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
+        interrupts.has_work = True
         interrupts.raise_if_asked("nothing")
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted, match="a wait"):
@@ -94,6 +96,31 @@ def test_the_first_signal_is_a_request_and_the_second_is_not(capfd: pytest.Captu
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_before_there_is_anything_to_save_no_save_is_promised(capfd: pytest.CaptureFixture[str]) -> None:
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        said = capfd.readouterr().err
+        assert interrupts.is_asked
+    assert "nothing has been trained yet, so there is nothing to save" in said
+    assert "saving the state" not in said
+
+
+def test_parts_of_a_start_that_ends_are_not_waited_for_and_those_of_a_run_are(tmp_path: Path) -> None:
+    starter = Starter(Screen(tmp_path), EventLog(tmp_path, "driver"), Interrupts())
+    assert starter.grace(20.0) == 0.0
+    starter.is_done = True
+    assert starter.grace(20.0) == 20.0
+
+
+def test_a_signal_ends_the_start_before_its_next_part(tmp_path: Path) -> None:
+    interrupts = Interrupts()
+    starter = Starter(Screen(tmp_path), EventLog(tmp_path, "driver"), interrupts)
+    with starter.part("ray", "starting Ray"):
+        interrupts.is_asked = True
+    with pytest.raises(Interrupted, match="start-up"), starter.part("engines", "starting engines"):
+        pytest.fail("a part was started")
 
 
 def test_a_round_that_was_trained_is_booked_when_the_interruption_comes_before_its_end(
@@ -374,6 +401,25 @@ def test_a_second_signal_does_not_claim_that_nothing_was_lost(
     (tmp_path / "logs").mkdir()
     assert launch._run(parse([]), tmp_path, lambda _machine: None, FIRST_PROGRAM) == 130
     assert "since the last checkpoint are not saved" in capfd.readouterr().err
+
+
+def test_a_run_is_the_parent_of_orphans_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    program: Any = SimpleNamespace(loss=None, is_alone=True, adopt_orphans=lambda: order.append("adopts orphans"))
+
+    @contextlib.contextmanager
+    def opened(*_: Any):
+        order.append("starts parts")
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(launch, "open_machine", opened)
+    monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
+    (tmp_path / "logs").mkdir()
+    launch._run(parse([]), tmp_path, lambda _machine: None, program)
+    assert order == ["adopts orphans", "starts parts"]
 
 
 def test_rare_updates_still_serve_what_the_last_round_trained(tmp_path: Path) -> None:

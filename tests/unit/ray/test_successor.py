@@ -33,6 +33,7 @@ import psutil
 from tests.unit.ray.test_successor import LOSS
 from vime.ray.successor import HANDED_ON, Program
 program = Program()
+program.adopt_orphans()
 if program.loss is None:
     os.environ["ADDED_BY_THE_RUN"] = "1"
     if program.is_alone:  # two orphans, one of them in a session of its own
@@ -107,3 +108,16 @@ def test_a_lost_ray_starts_again_unless_it_is_somebody_elses(
         end.message
     )
     assert f"go on with --load {root}" in end.message
+
+
+def test_a_command_line_that_is_refused_leaves_its_process_no_parent_of_orphans() -> None:
+    """A test's process would keep the dead raylet of another run, whose workers then take it for alive."""
+    code = """
+import ctypes
+from vime.cli.main import main
+assert main(["train", "--lr", "fast"]) == 2
+is_parent = ctypes.c_int(-1)
+ctypes.CDLL(None).prctl(37, ctypes.byref(is_parent), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+print(is_parent.value)
+"""
+    assert run(sys.executable, "-c", code) == [0]

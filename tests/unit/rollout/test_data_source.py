@@ -143,12 +143,12 @@ def test_parquet_records_read_like_jsonl(model_dir, tmp_path):
         ("\n\n", (), "no records there"),
         (
             '{"input": "abc=", "label": "A"}\n',
-            ("--rollout-max-prompt-len", 4),
+            ("--rollout-max-prompt-len", 4, "--refuse-long-prompts"),
             r"jsonl:1: the prompt has 5 tokens, --rollout-max-prompt-len is 4",
         ),
         (
             '{"input": "abc=", "label": "A"}\n',
-            ("--rollout-max-context-len", 5),
+            ("--rollout-max-context-len", 5, "--refuse-long-prompts"),
             r"jsonl:1: the prompt has 5 tokens and the context is 5",
         ),
         ('{"input": "' + "a" * 63 + '", "label": "A"}\n', (), r"the prompt has 64 tokens and the context is 64"),
@@ -160,6 +160,25 @@ def test_a_bad_prompt_file_is_refused_at_construction(model_dir, tmp_path, conte
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         source(model_dir, path, *flags)
+
+
+def test_a_key_with_a_dot_goes_into_an_object(model_dir, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"input": "a=", "reward_model": {"ground_truth": "A", "style": "rule"}}\n')
+    made = source(model_dir, path, "--label-key", "reward_model.ground_truth")
+    assert made.get_samples(1)[0][0].label == "A"
+    with pytest.raises(DataError, match=r"jsonl:1, reward_model: no key 'truth' \(--label-key\); the record has: gr"):
+        source(model_dir, path, "--label-key", "reward_model.truth")
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(model_dir, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f'{{"input": "{text}=", "label": "A"}}\n' for text in ("a", "abcd", "b", "abc")))
+    made = source(model_dir, path, "--rollout-max-prompt-len", 4)  # <bos> a = are three tokens, <bos> abc = five
+    assert (len(made), made.num_too_long) == (2, 2)
+    assert [group[0].prompt for group in made.get_samples(2)] == ["a=", "b="]
+    with pytest.raises(DataError, match=r"all 4 prompts are too long.*jsonl:1"):
+        source(model_dir, path, "--rollout-max-prompt-len", 2)
 
 
 def test_missing_files_and_unreadable_ones_are_refused(model_dir, tmp_path, five):
@@ -176,7 +195,7 @@ def test_missing_files_and_unreadable_ones_are_refused(model_dir, tmp_path, five
     (tmp_path / "data.parquet").write_text("not parquet")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         source(model_dir, tmp_path / "data.parquet")
-    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+    with pytest.raises(DataError, match="no tokenizer there"):
         source(tmp_path, five)
 
 
@@ -237,3 +256,31 @@ def test_a_data_source_without_the_methods_is_refused(tmp_path):
     plugin.write_text("class Half:\n    def __init__(self, args): pass\n    def get_samples(self, n): return []\n")
     with pytest.raises(ConfigError, match="Half has no add_samples, save, load, __len__"):
         load_data_source(make_args("--data-source-path", f"{plugin}:Half"))
+
+
+def test_another_data_file_is_recognised_before_anything_is_restored(model_dir, tmp_path):
+    flags = ("--hf-checkpoint", model_dir, "--prompt-data")
+    mine = RolloutDataSource(make_args(*flags, write_jsonl(tmp_path / "a.jsonl", [{"input": "a="}])))
+    other = RolloutDataSource(make_args(*flags, write_jsonl(tmp_path / "b.jsonl", [{"input": "b="}])))
+    mine.recognise(mine.save(0))
+    with pytest.raises(DataError, match="the prompts differ from those of the checkpoint"):
+        other.recognise(mine.save(0))
+
+
+def test_a_prompt_with_an_id_beyond_the_embedding_is_refused_with_its_line(tmp_path):
+    model = write_model_directory(tmp_path / "model")
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 20}))
+    data = write_jsonl(tmp_path / "z.jsonl", [{"input": "a"}, {"input": "z"}])  # a is 5, z is 30
+    with pytest.raises(DataError, match=r"z.jsonl:2: the tokenizer makes the id 30 .* has 20 rows"):
+        RolloutDataSource(make_args("--hf-checkpoint", model, "--prompt-data", data))
+
+
+def test_a_directory_without_a_tokenizer_is_named_and_no_record_is_blamed(tmp_path):
+    model = write_model_directory(tmp_path / "model")
+    for file in (*model.glob("tokenizer*"), *model.glob("special*")):
+        file.unlink()
+    data = write_jsonl(tmp_path / "a.jsonl", [{"input": "a"}])
+    with pytest.raises(DataError, match=r"--hf-checkpoint .*: no tokenizer there") as refusal:
+        RolloutDataSource(make_args("--hf-checkpoint", model, "--prompt-data", data))
+    assert "Remove the record" not in str(refusal.value)

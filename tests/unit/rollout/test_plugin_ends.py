@@ -55,6 +55,7 @@ def arguments(**more: Any) -> Any:
         "group_rm": False,
         "reward_key": None,
         "rm_timeout_secs": 60.0,
+        "on_reward_error": "stop",
         "generate_timeout_secs": 60.0,
         "custom_generate_function_path": None,
         "dynamic_sampling_filter_path": None,

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.helpers.ledger_cases import issue, open_ledger
+from tests.helpers.ledger_cases import open_ledger
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LocalLedgerPort
 from vime.handoff.ledger_types import Payload, RoundOrder
@@ -20,8 +20,8 @@ class Run:
     def __init__(self, directory, *, limit):
         self.rows = MemoryRows()
         self.store = GroupStore(self.rows, None, partition="train")
-        self.ledger = open_ledger(directory, round_order=RoundOrder.INDEX, max_staleness=0)
-        self.port = LocalLedgerPort(self.ledger)
+        self._ledger = open_ledger(directory, round_order=RoundOrder.INDEX, max_staleness=0)
+        self.port = LocalLedgerPort(self._ledger)
         self.ahead = ReadAhead(self.port, self.store, limit=limit)
 
     def __enter__(self):
@@ -30,7 +30,12 @@ class Run:
 
     def __exit__(self, *_):
         self.ahead.close()
-        self.ledger.close()
+        self._ledger.close()
+
+    def issue(self, count):
+        """Through the port: the reading thread calls the ledger too."""
+        grant = self.port.call("prompts", "issue", "p", count, request="r")
+        return [prompt.task for prompt in grant.prompts]
 
     def finish(self, *tasks):
         for task in tasks:
@@ -57,7 +62,7 @@ class Run:
 
 def test_finished_groups_are_read_while_another_of_their_round_is_not_finished(tmp_path):
     with Run(tmp_path, limit=4) as run:
-        slow, *fast = issue(run.ledger, 3)
+        slow, *fast = run.issue(3)
         run.finish(*fast)
         run.wait_until_held(*fast)
         run.rows.rows.clear()  # whoever read them now would fail
@@ -68,7 +73,7 @@ def test_finished_groups_are_read_while_another_of_their_round_is_not_finished(t
 
 def test_no_more_groups_than_the_limit_are_held(tmp_path):
     with Run(tmp_path, limit=1) as run:
-        [first, second] = issue(run.ledger, 2)
+        [first, second] = run.issue(2)
         run.finish(first, second)
         run.wait_until_held(first)
         run.rows.rows.pop(("train_groups", str(second)))
@@ -78,7 +83,7 @@ def test_no_more_groups_than_the_limit_are_held(tmp_path):
 
 def test_a_group_that_could_not_be_read_ahead_is_read_when_it_is_needed(tmp_path):
     with Run(tmp_path, limit=2) as run:
-        [only] = issue(run.ledger, 1)
+        [only] = run.issue(1)
         get_rows, failures = run.rows.get_rows, [HandoffError("the queue is slow")]
 
         def fail_once(partition, keys):
@@ -95,7 +100,7 @@ def test_a_group_that_could_not_be_read_ahead_is_read_when_it_is_needed(tmp_path
 
 def test_without_a_limit_nothing_is_read_ahead(tmp_path):
     with Run(tmp_path, limit=0) as run:
-        tasks = issue(run.ledger, 2)
+        tasks = run.issue(2)
         run.finish(*tasks)
         assert run.ahead.tasks == ()
         assert run.take_round(2) == [0.0, 1.0]

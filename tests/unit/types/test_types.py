@@ -140,3 +140,21 @@ def test_a_checkpoint_is_given_up_only_for_what_its_files_caused(
 def test_a_checkpoint_that_cannot_be_written_says_how_much_space_is_left_where_that_is_known(tmp_path: Path) -> None:
     assert " MiB free there): rank 1: OSError. " in str(CheckpointError.unwritable(tmp_path, "rank 1: OSError"))
     assert "nowhere could not be written: OSError. " in str(CheckpointError.unwritable(tmp_path / "nowhere", "OSError"))
+
+
+def test_tokens_that_are_not_trained_need_neither_log_probabilities_nor_versions() -> None:
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens([3, 4], [-0.1, -0.2], versions=[VersionSpan(7, 0, 2)])
+    sample.append_response_tokens([9], trainable=False)
+    assert sample.rollout_log_probs == [-0.1, -0.2, 0.0]
+    assert sample.loss_mask == [1, 1, 0]
+    assert sample.token_policy_versions == [VersionSpan(7, 0, 3)]  # as old as what it stands behind
+
+
+def test_own_attributes_survive_a_stored_group_as_far_as_json_carries_them() -> None:
+    sample = Sample(tokens=[1])
+    sample.num_calls, sample.handle = 2, object()
+    copy = Sample.from_dict(sample.to_dict())
+    assert copy.num_calls == 2
+    assert not hasattr(copy, "handle")
+    assert "own" not in Sample(tokens=[1]).to_dict()

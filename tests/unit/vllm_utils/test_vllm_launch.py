@@ -38,6 +38,13 @@ def test_a_cpu_engine_is_eager_fp32_with_an_explicit_cache():
     assert "--tensor-parallel-size" not in arguments
 
 
+def test_short_answers_of_one_prompt_share_blocks_on_the_cpu_and_a_user_may_choose_their_size():
+    assert value(command(cpu()), "--block-size") == "32"
+    chosen = command(cpu("--vllm-block-size", "64"))
+    assert chosen.index("32") < chosen.index("64")  # vLLM takes the last
+    assert "--block-size" not in command(cpu("--reference-mode", "--rollout-max-context-len", "64"))
+
+
 def test_another_engine_gets_vllms_command_line():
     ours, vllms = command(cpu("--debug-engine-module", "my.engine")), command(cpu())
     assert ours[1:3] == ["-m", "my.engine"]
@@ -138,7 +145,7 @@ def test_known_flags_pass():
 
 @pytest.mark.usefixtures("known_flags")
 def test_a_near_miss_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match=r"--vllm-max-num-seq: .*Did you mean --vllm-max-num-seqs\? `"):
+    with pytest.raises(ConfigError, match=r"--vllm-max-num-seq: .*Did you mean --vllm-max-num-seqs\?"):
         validate_vllm_flags(cpu("--vllm-max-num-seq", "8"))
 
 

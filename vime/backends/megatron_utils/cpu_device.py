@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from vime.backends.megatron_utils.cpu_linear import with_onednn
+from vime.weights.event_loop import one_event_loop
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like", "arange")
@@ -157,24 +158,6 @@ def _scatter_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
     return scatter
 
 
-def _one_event_loop(original: Any) -> Any:
-    """gloo's process group, all of one process on the event loop of the first. megatron makes two dozen groups a rank;
-    the loop of each is a thread that wakes up 100 times a second, also where nobody sends."""
-    devices: list[Any] = []
-
-    class OneLoopGloo(original):  # type: ignore[misc] # the base is torch's, as found
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-            if not devices:  # torch chooses the network interface
-                super().__init__(store, rank, size, timeout=timeout)
-                devices.extend(self.options._devices)
-                return
-            options = original._Options()
-            options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)  # as torch does
-            super().__init__(store, rank, size, options)
-
-    return OneLoopGloo
-
-
 # CPU answers to calls that name a device, a stream or a copy mode: those arguments have no meaning here.
 def _do_nothing(*_device: Any) -> None:
     return None
@@ -274,7 +257,7 @@ REDIRECTIONS: tuple[Redirection, ...] = (
     Redirection(
         "torch.distributed.distributed_c10d.ProcessGroupGloo",
         "a group's event loop costs the training 0.1 % of a core, and megatron makes two dozen groups",
-        _one_event_loop,
+        one_event_loop,
     ),
     Redirection(
         "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce",

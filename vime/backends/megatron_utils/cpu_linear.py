@@ -1,8 +1,11 @@
-"""Linear layers in fp32 on the CPU, by oneDNN where that pays.
+"""Linear layers in fp32 on the CPU: each large product by the library that is faster at it on this processor.
 
-torch gives fp32 products to MKL, which reaches half the speed of a core that Intel did not make (85 of 170 GFLOP/s on
-an AMD EPYC with AVX-512). oneDNN, a part of torch as well, reaches all of it through an operator that torch's own
-compiler uses. The precision is the same, the order of summation is not.
+torch gives fp32 products to MKL, which takes its AVX2 path on a processor that Intel did not make. oneDNN, a part of
+torch as well, takes AVX-512 where there is one, through an operator that torch's own compiler uses; without AVX-512 it
+is slower than MKL at some products, most of all at the gradient of a wide weight. The precision is the same, the order
+of summation is not. So the first product of each kind and shape is made by every way there is, twice, and the fastest
+is kept for the process (`Ways`). Where sums must not depend on a clock (--reference-mode asks torch for deterministic
+algorithms) it is oneDNN, always.
 
 For each new shape oneDNN first compiles a kernel (0.4 ms), and packs differ in length: small products stay with MKL.
 
@@ -12,16 +15,20 @@ T: packed tokens, K: columns of the input, N: those of the output.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MIN_FLOPS = 1 << 27
 """Of one product; about 1 ms. Above 0, because oneDNN refuses factors without rows (an expert that got no tokens)."""
+NUM_TRIALS = 2
+"""Of each way to make a product, the first time that one of its shape is due."""
 
 
 def with_onednn(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -62,7 +69,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
         ctx.group = group
-        return _product(x_TK, weight_NK, bias_N)
+        return FORWARD(x_TK, weight_NK.t(), bias_N)
 
     @staticmethod
     @once_differentiable
@@ -70,18 +77,68 @@ class _Linear(torch.autograd.Function):
         x_TK, weight_NK = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_TN, weight_NK.t())
+            grad_x = INPUT_GRADIENT(grad_TN, weight_NK)
             if ctx.group is not None:
                 dist.all_reduce(grad_x, group=ctx.group)
         if ctx.needs_input_grad[1]:
-            # oneDNN copies its first factor when it is transposed: let it be the smaller one
-            is_wide = weight_NK.size(0) > weight_NK.size(1)
-            grad_weight = _product(x_TK.t(), grad_TN.t()).t() if is_wide else _product(grad_TN.t(), x_TK.t())
-            grad_weight = grad_weight.contiguous()
+            grad_weight = WEIGHT_GRADIENT(grad_TN, x_TK)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_TN.sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 
-def _product(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def _by_onednn(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight_NK, bias_N, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _weight_gradient_from_smaller(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
+    """oneDNN copies its first factor when it is transposed: let it be the smaller one. When that is the input, the
+    answer comes transposed, and is copied."""
+    if grad_TN.size(1) > x_TK.size(1):
+        return _by_onednn(x_TK.t(), grad_TN.t()).t().contiguous()
+    return _by_onednn(grad_TN.t(), x_TK.t())
+
+
+class Ways:
+    """The ways to make one kind of product, and which is the fastest by shape. The first is that of --reference-mode.
+
+    T counts by its power of 2. The clock is this thread's CPU time: who else wants the core does not enter.
+    """
+
+    def __init__(self, ways: Sequence[Callable[..., Tensor]]) -> None:
+        self.ways = ways
+        self.chosen: dict[tuple[int, int, int], Callable[..., Tensor]] = {}
+
+    def __call__(self, first: Tensor, second: Tensor, *others: Tensor | None) -> Tensor:
+        if torch.are_deterministic_algorithms_enabled():
+            return self.ways[0](first, second, *others)
+        shape = (first.size(0).bit_length(), first.size(1), second.size(1))
+        way = self.chosen.get(shape)
+        if way is None:
+            way = self.chosen[shape] = self._fastest(first, second, *others)
+        return way(first, second, *others)
+
+    def _fastest(self, *factors: Tensor | None) -> Callable[..., Tensor]:
+        seconds = dict.fromkeys(self.ways, float("inf"))
+        for _ in range(NUM_TRIALS):
+            for way in self.ways:
+                began = time.thread_time()
+                way(*factors)
+                seconds[way] = min(seconds[way], time.thread_time() - began)
+        return min(seconds, key=seconds.__getitem__)
+
+
+FORWARD = Ways(
+    (
+        lambda x_TK, weight_KN, bias_N: _by_onednn(x_TK, weight_KN.t(), bias_N),
+        lambda x_TK, weight_KN, bias_N: F.linear(x_TK, weight_KN.t(), bias_N),
+    )
+)
+INPUT_GRADIENT = Ways((lambda grad_TN, weight_NK: _by_onednn(grad_TN, weight_NK.t()), torch.mm))
+WEIGHT_GRADIENT = Ways(
+    (
+        _weight_gradient_from_smaller,
+        lambda grad_TN, x_TK: _by_onednn(grad_TN.t(), x_TK.t()),
+        lambda grad_TN, x_TK: torch.mm(grad_TN.t(), x_TK),
+    )
+)

@@ -41,6 +41,7 @@ from torch import Tensor
 from vime.backends.megatron_utils.context_parallel import ContextCut
 from vime.backends.megatron_utils.fused import rms_norm, rotate, swiglu
 from vime.backends.megatron_utils.routing_replay import ReplayLayer
+from vime.batching.prefixes import Rests, SharedPrompts
 from vime.types import ConfigError
 
 
@@ -160,17 +161,38 @@ class PackedAttention(MegatronModule):
         """Answers [L, 1, H * D]."""
         if packed_seq_params is None:
             raise RuntimeError("PackedAttention: got an unpacked batch, expected packed_seq_params")
-        # both set by step.py; python ints: no device sync per layer
+        # set by step.py; python ints: no device sync per layer
+        shared: SharedPrompts | None = packed_seq_params.shared_prompts  # type: ignore[attr-defined]
         starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined]
         cut: ContextCut | None = packed_seq_params.context_cut  # type: ignore[attr-defined]
         rotation: tuple[Tensor, Tensor] = packed_seq_params.rotation  # type: ignore[attr-defined] # set by AnswerModel
         query, key = rotate(query, rotation), rotate(key, rotation)
-        if cut is None:
+        if shared is not None:
+            outputs = self._attend_shared(query, key, value, shared)
+        elif cut is None:
             outputs = self._attend_sequences(query, key, value, starts)
         else:
             outputs = self._attend_chunks(query, key, value, starts, cut)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.reshape(out.size(0), 1, -1)
+
+    def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts) -> list[Tensor]:
+        """The outputs of all heads and rests: a rest sees its head and itself. Those of equal lengths go together."""
+        parts = [x.split(shared.sizes) for x in (query, key, value)]
+        outputs, held = [], {}
+        for entry, *part in zip((*shared.heads, *shared.rests), *parts, strict=True):
+            q, k, v = (x.unflatten(0, (entry.count, entry.length)) for x in part)
+            first = 0
+            if isinstance(entry, Rests):
+                first = entry.head_length
+                k, v = (
+                    torch.cat([x.index_select(0, entry.heads), own], 1)
+                    for x, own in zip(held[first], (k, v), strict=True)
+                )
+            else:
+                held[entry.length] = k, v
+            outputs.append(self._attend(q, k, v, first=first).flatten(0, 1))
+        return outputs
 
     def _attend_sequences(self, query: Tensor, key: Tensor, value: Tensor, starts: list[int]) -> list[Tensor]:
         """The outputs of whole sequences; neighbours of one length go together."""

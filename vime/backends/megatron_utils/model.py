@@ -59,7 +59,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=parallel.bf16,
+        bf16=bool(parallel.bf16),
         variable_seq_lengths=True,  # packs differ in length
         moe_token_dispatcher_type="alltoall",  # megatron asks for it with variable lengths, for dense models too
         **_expert_settings(architecture, parallel),
@@ -177,7 +177,7 @@ def build_chunks(
 
 
 class AnswerModel(GPTModel):
-    """A GPTModel whose logits are those that predict response tokens (`answer_A` of the pack): prompts have none, which
+    """A GPTModel whose logits are those that predict response tokens (`answer_U` of the pack): prompts have none, which
     saves their share of the largest product and of the largest tensor of a step."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, rotates_in_attention: bool, **options: Any) -> None:
@@ -208,11 +208,11 @@ class AnswerModel(GPTModel):
     ) -> Tensor:
         """megatron's own, behind the decoder; `hidden_states` [L, 1, H], or [L / TP, 1, H] under sequence parallelism.
         Collective over the tensor-parallel group then."""
-        answer_A = getattr(packed_seq_params, "answer_A", None)
-        if self.post_process and answer_A is not None:
+        answer_U = getattr(packed_seq_params, "answer_U", None)
+        if self.post_process and answer_U is not None:
             if self._gathers:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-            hidden_states = hidden_states.index_select(0, answer_A)
+            hidden_states = hidden_states.index_select(0, answer_U)
         return super()._postprocess(hidden_states, *arguments, packed_seq_params=packed_seq_params, **options)
 
 

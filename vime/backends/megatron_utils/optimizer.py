@@ -35,7 +35,7 @@ class PolicyOptimizer:
         self._settings, self._model_config = optimizer, model_config
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            use_distributed_optimizer=bool(parallel.use_distributed_optimizer),
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
         )
@@ -58,9 +58,9 @@ class PolicyOptimizer:
                 adam_beta2=optimizer.adam_beta2,
                 adam_eps=optimizer.adam_eps,
                 clip_grad=optimizer.clip_grad,
-                bf16=parallel.bf16,
+                bf16=bool(parallel.bf16),
                 params_dtype=model_config.params_dtype,
-                use_distributed_optimizer=parallel.use_distributed_optimizer,
+                use_distributed_optimizer=bool(parallel.use_distributed_optimizer),
                 overlap_param_gather=parallel.overlap_param_gather,
             ),
             self.chunks,

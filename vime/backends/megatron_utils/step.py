@@ -1,6 +1,7 @@
 """Forward and backward over packed micro-batches through megatron's schedules (with or without a pipeline).
 
-T: packed tokens of a micro-batch, L: those of this context-parallel rank (all T without), A: those of L that predict a
+T: packed tokens of a micro-batch, L: those of this context-parallel rank (all T without), U: those that are computed
+(all L but for prompts that several sequences share), A: those of L that predict a
 response token, V: vocabulary columns of this tensor-parallel rank, R: response tokens of a row.
 """
 
@@ -15,14 +16,19 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from vime.algo.sampling import CHUNK, log_probs_under
 from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut, sequence_multiple
 from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
+from vime.batching.prefixes import SharedPrompts, share_prompts
 from vime.seams import PackLoss
 from vime.types import SamplingRule, TrainRow
+
+CALL_OPERATIONS = 1e7
+"""That a CPU's core does in the time of a call of attention, forward and backward: 0.15 ms, measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +103,25 @@ class BatchPart:
     cut: ContextCut | None
     answer_A: Tensor | None  # of its L tokens, those that predict a response token; at least one, so that nothing is
     # empty. None with a value head, which answers all
+    shared: SharedPrompts | None = None
+
+    def computed(self, values_T: Tensor) -> Tensor:
+        """[U] of what the pack holds."""
+        return self.part(values_T) if self.shared is None else values_T[self.shared.kept_U]
+
+    @property
+    def answer_U(self) -> Tensor | None:
+        """[A]: the places among the computed tokens of those that predict; of a shared one as often as it does."""
+        if self.answer_A is None or self.shared is None:
+            return self.answer_A
+        return self.shared.place_T[self.answer_A]
 
     def part(self, values_T: Tensor) -> Tensor:
         return values_T if self.cut is None else self.cut.part(values_T)
 
 
-def _batch_part(batch: PackedBatch, *, has_logits: bool) -> BatchPart:
+def _batch_part(batch: PackedBatch, *, has_logits: bool, tokens_per_call: float | None) -> BatchPart:
+    """`tokens_per_call`: of `share_prompts`; None where every copy of a prompt is computed."""
     device = batch.tokens_T.device
     cut = context_cut(batch.cu_seqlens, device)
     if not has_logits:
@@ -112,7 +131,22 @@ def _batch_part(batch: PackedBatch, *, has_logits: bool) -> BatchPart:
         is_answer_T[positions] = True
     is_answer_L = is_answer_T if cut is None else is_answer_T[cut.here_L.cpu()]
     answer_A = is_answer_L.nonzero().squeeze(1)
-    return BatchPart(batch, cut, (answer_A if len(answer_A) else torch.zeros(1, dtype=torch.int64)).to(device))
+    answer_A = (answer_A if len(answer_A) else torch.zeros(1, dtype=torch.int64)).to(device)
+    if tokens_per_call is None or cut is not None or batch.routed_experts_TW is not None:  # routes differ by copy
+        return BatchPart(batch, cut, answer_A)
+    return BatchPart(batch, cut, answer_A, share_prompts(batch, tokens_per_call=tokens_per_call))
+
+
+def _tokens_per_call(chunks: Sequence[MegatronModule]) -> float | None:
+    """How many tokens of a layer cost as much as a call of attention. None where prompts are not shared: on a GPU, of
+    which nothing is known yet; where tokens are cut over ranks; in a pipeline, of which each stage would have to know.
+    """
+    config = get_model_config(chunks[0])
+    is_cut = config.sequence_parallel or parallel_state.get_pipeline_model_parallel_world_size() > 1
+    if is_cut or torch.cuda.current_device() != torch.device("cpu"):
+        return None
+    weights = config.hidden_size * (4 * config.hidden_size + 3 * config.ffn_hidden_size)  # of a layer, about
+    return CALL_OPERATIONS / (6 * weights)  # forward and backward: 6 operations a weight
 
 
 def _token_values(logits_1AV: Tensor, part: BatchPart, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
@@ -173,10 +207,12 @@ def _run(
 ) -> list[Tensor]:
     """Drive megatron's schedule; answers what `on_logits` said (its second value when training), per pack."""
 
+    tokens_per_call = _tokens_per_call(chunks)
+
     def forward_step(iterator: Iterator[PackedBatch], model: MegatronModule) -> tuple[Tensor, Callable[..., object]]:
-        part = _batch_part(next(iterator), has_logits=has_logits)
-        tokens_L, positions_L = part.part(part.batch.tokens_T), part.part(part.batch.position_T)
-        output = model(tokens_L.unsqueeze(0), positions_L.unsqueeze(0), None, packed_seq_params=packed_params(part))
+        part = _batch_part(next(iterator), has_logits=has_logits, tokens_per_call=tokens_per_call)
+        tokens_U, positions_U = part.computed(part.batch.tokens_T), part.computed(part.batch.position_T)
+        output = model(tokens_U.unsqueeze(0), positions_U.unsqueeze(0), None, packed_seq_params=packed_params(part))
         return output, lambda logits_1AV, non_loss_data=False: on_logits(logits_1AV, part)  # noqa: ARG005  megatron names it
 
     for chunk in chunks:
@@ -208,7 +244,8 @@ def packed_params(part: BatchPart) -> PackedSeqParams:
     )
     params.cu_seqlens_host = batch.cu_seqlens  # type: ignore[attr-defined] # python ints for PackedAttention
     params.context_cut = part.cut  # type: ignore[attr-defined]
-    params.answer_A = part.answer_A  # type: ignore[attr-defined] # for AnswerModel
+    params.shared_prompts = part.shared  # type: ignore[attr-defined]
+    params.answer_U = part.answer_U  # type: ignore[attr-defined] # for AnswerModel
     experts_TW = batch.routed_experts_TW
     params.routed_experts = None if experts_TW is None else part.part(experts_TW)  # type: ignore[attr-defined] # for ReplayLayer
     return params

@@ -58,13 +58,13 @@ def kill_session(session: int, *, spare: int | None = None) -> list[int]:
     return hit
 
 
-def weigh_session() -> None:
+def weigh_session(leader: int) -> None:
     """Where Linux sets sessions against each other (sched(7), autogroup), the niceness of a process counts among those
-    of its own session only: give this one the niceness that it was started with."""
+    of its own session only: give the session of `leader` the niceness of that process."""
     for _ in range(GROUP_ATTEMPTS):
         try:
-            with open("/proc/self/autogroup", "w") as file:
-                file.write(str(os.nice(0)))
+            with open(f"/proc/{leader}/autogroup", "w") as file:
+                file.write(str(os.getpriority(os.PRIO_PROCESS, leader)))
         except BlockingIOError:  # the kernel takes one such wish a tenth of a second from ordinary users
             time.sleep(0.1)
         except OSError:  # no such groups here
@@ -80,7 +80,7 @@ def main(grace_s: float, command: list[str]) -> int:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    weigh_session()
+    weigh_session(os.getpid())
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     left_s: float | None = None
     while server.poll() is None:

@@ -7,7 +7,6 @@ prompt up to max-model-len; a user flag may change them, except under --referenc
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import json
 import os
@@ -16,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vime.backends.vllm_utils.flag_values import FlagShape, check_values
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.backends.vllm_utils.plugin import BACKEND
 from vime.config.hf_config import read_model_shape
@@ -28,8 +28,13 @@ PLUGIN = "vime_weight_transfer"  # the entry point's name in setup.py
 MIDDLEWARE = "vime.backends.vllm_utils.access.RequireKey"
 WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.WorkerReport"
 SERVED_MODEL = "policy"
+FLAG_LIST_MODULE = "vime.backends.vllm_utils.flag_list"
 LIST_FLAGS_TIMEOUT_S = 180
 MAX_NUM_SEQS_CPU = 128  # default of vLLM 0.32 for one CPU worker
+BLOCK_SIZE_CPU = 32
+"""Tokens of a block of the CPU engine's KV cache: the smallest that its attention is made for. By vLLM's own default of
+128 a short sequence takes a block all the same, so that few run at once, and the samples of a prompt share what they
+have in common only in whole blocks."""
 
 # Flags that the run itself decides, and the flag of Vime that decides it (empty: none does).
 OWNED_FLAGS = {
@@ -74,6 +79,7 @@ DEFAULT_ENV = {
 }
 DEFAULT_ENV_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # the first request with log-probabilities would wait 28 s for one C++ compile
+    "TORCHDYNAMO_DISABLE": "1",  # and torch's compiler is not imported (a local run says it to all its processes)
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every engine of the machine to the same core
     "OMP_NUM_THREADS": "1",
 }
@@ -102,6 +108,8 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     if on_cpu:
         # Explicit cache size: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(config.engine.vllm_kv_cache_memory_bytes)]
+        if not config.debug.reference_mode:  # there one sequence runs at a time and nothing is shared
+            command += ["--block-size", str(BLOCK_SIZE_CPU)]
         if rollout.n_samples_per_prompt > MAX_NUM_SEQS_CPU and not config.debug.reference_mode:
             # a group is one request, refused above this limit
             command += ["--max-num-seqs", str(rollout.n_samples_per_prompt)]
@@ -135,7 +143,8 @@ def engine_environment(config: Config, inherited: Mapping[str, str]) -> dict[str
 
 
 def validate_vllm_flags(config: Config) -> None:
-    """ConfigError for a --vllm-* flag that the run owns or that the installed vLLM does not have.
+    """ConfigError for a --vllm-* flag that the run owns, that the installed vLLM does not have, or whose value it would
+    not take.
 
     Asks the installed vLLM once (about 10 s) and remembers the answer by version. Without such a flag it does nothing.
     """
@@ -152,40 +161,28 @@ def validate_vllm_flags(config: Config) -> None:
                 f"--vllm-{name.lstrip('-')} with --reference-mode, which decides how an engine batches and caches: one "
                 "sequence at a time, without a prefix cache. Leave one of the two out."
             )
-    known = _installed_flags()
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean --vllm-{close[0].lstrip('-')}? " if close else ""
-            raise ConfigError(
-                f"--vllm-{name.lstrip('-')}: vLLM {_vllm_version()} has no flag {name}. {hint}"
-                f"`python -m {SERVER_MODULE} --help` lists them."
-            )
+    check_values(config.vllm_flags, _installed_flags(), prefix="--vllm-", whose=f"vLLM {_vllm_version()}")
 
 
 def _names(flags: Sequence[str]) -> list[str]:
     return [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
 
 
-def _installed_flags() -> set[str]:
-    cache = _cache_dir() / f"vllm-flags-{_vllm_version()}.json"
+def _installed_flags() -> dict[str, FlagShape]:
+    cache = _cache_dir() / f"vllm-flag-shapes-{_vllm_version()}.json"
     try:
-        return set(json.loads(cache.read_text()))
-    except (OSError, ValueError):
+        return {name: FlagShape.of(shape) for name, shape in json.loads(cache.read_text()).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # first use, or an unreadable cache: ask again
-    script = (
-        "import json\n"
-        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "actions = make_arg_parser(FlexibleArgumentParser())._actions\n"
-        "names = sorted({option for action in actions for option in action.option_strings})\n"
-        "print('\\n' + json.dumps(names))"
-    )
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIST_FLAGS_TIMEOUT_S, check=True
+            [sys.executable, "-m", FLAG_LIST_MODULE],
+            capture_output=True,
+            text=True,
+            timeout=LIST_FLAGS_TIMEOUT_S,
+            check=True,
         )
-        names = json.loads(asked.stdout.strip().splitlines()[-1])
+        shapes = json.loads(asked.stdout.strip().splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         detail = getattr(error, "stderr", None) or error
         raise ConfigError(
@@ -195,11 +192,11 @@ def _installed_flags() -> set[str]:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         partial = cache.with_name(f"{cache.name}.{os.getpid()}")
-        partial.write_text(json.dumps(names))
+        partial.write_text(json.dumps(shapes))
         partial.replace(cache)
     except OSError:
         pass  # a read-only home only costs the time to ask again
-    return set(names)
+    return {name: FlagShape.of(shape) for name, shape in shapes.items()}
 
 
 def _vllm_version() -> str:

@@ -5,10 +5,12 @@ It drops query strings and sends a control call to one engine of its choice: con
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vime.backends.vllm_utils.flag_values import FlagShape, check_values, shape_of
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
 from vime.config.parse import Config
 from vime.types import ConfigError, EngineAddress
@@ -19,7 +21,18 @@ OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decide
     "--port": "--vllm-router-port",
     "--worker-urls": "",
     "--policy": "--vllm-router-policy",
+    **dict.fromkeys(("--mini-lb", "--enable-igw", "--api-key", "--wasm-middleware"), ""),
+    **dict.fromkeys(("--service-discovery", "--vllm-discovery-address", "--intra-node-data-parallel-size"), ""),
+    **dict.fromkeys(("--vllm-pd-disaggregation", "--prefill", "--decode"), ""),
 }
+SHARES = ("--cache-threshold", "--retry-jitter-factor")
+AT_LEAST_ONE = (
+    *("--worker-startup-timeout-secs", "--worker-startup-check-interval", "--request-timeout-secs"),
+    *("--health-failure-threshold", "--health-success-threshold", "--health-check-timeout-secs"),
+    *("--health-check-interval-secs", "--cb-failure-threshold", "--cb-success-threshold", "--max-payload-size"),
+    *("--max-concurrent-requests", "--retry-backoff-multiplier", "--rate-limit-tokens-per-second"),
+)
+PORTS = ("--prometheus-port", "--service-discovery-port")
 
 # The router's own defaults look at a worker every 30 s at start and every 60 s later, and two routers on a host collide
 # on the metrics port. The health time-out is long because an engine may share its core with the trainer.
@@ -77,10 +90,36 @@ def router_command(config: Config, engines: Sequence[EngineAddress], *, host: st
 
 
 def validate_router_flags(config: Config) -> None:
-    """ConfigError for a --router-* flag that the run owns; before any process starts."""
+    """ConfigError for a --router-* flag that the run owns, that the installed router does not have, or whose value is
+    impossible; before any process starts."""
     for name in sorted(_names(config) & set(OWNED_FLAGS)):
         action = f"Use {OWNED_FLAGS[name]} instead" if OWNED_FLAGS[name] else "Leave it out"
         raise ConfigError(f"--router-{name.lstrip('-')}: Vime decides the router's {name} itself. {action}.")
+    if config.router_flags:
+        check_values(config.router_flags, _installed_flags(), prefix="--router-", whose="vllm-router")
+
+
+def _installed_flags() -> dict[str, FlagShape]:
+    """Its parser knows no bounds, and its core would fail with an overflow, or wait for ever: they are given here."""
+    try:
+        from vllm_router.router_args import RouterArgs
+    except ImportError as error:
+        raise ConfigError(f"--router-*: vllm-router cannot be imported: {error}. Run scripts/install.sh.") from error
+    parser = argparse.ArgumentParser(add_help=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    return {
+        name: shape_of(action, _bounds(name) if action.type in (int, float) else None)
+        for action in parser._actions
+        for name in action.option_strings
+    }
+
+
+def _bounds(name: str) -> dict[str, float]:
+    if name in PORTS:
+        return {"ge": 1, "le": 65535}
+    if name in SHARES:
+        return {"ge": 0, "le": 1}
+    return {"ge": 1 if name in AT_LEAST_ONE else 0}
 
 
 def _names(config: Config) -> set[str]:

@@ -1,0 +1,127 @@
+"""--eval-prompt-data and --eval-config: which sets are evaluated, each with the configuration that holds for it.
+
+    [defaults]                      # for every set below; the command line's flags for what is in neither
+    max_response_len = 16384
+    [[datasets]]
+    name = "aime"
+    path = "aime-2024.jsonl"        # relative to this file
+    n_samples_per_eval_prompt = 16
+    [[datasets]]
+    name = "gpqa"
+    path = "gpqa.jsonl"
+    rm_type = "gpqa"
+    label_key = "answer"
+
+The same as YAML; a table `eval` around both, as slime writes it, may be there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime.config.flags import check_value
+from vime.config.parse import SECTIONS, Config, section_of
+from vime.types import ConfigError
+
+KNOBS = {
+    **{name: name for name in ("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template")},
+    **{name: name for name in ("rm_type", "custom_rm_path", "reward_key", "custom_generate_function_path")},
+    "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
+    "temperature": "eval_temperature",
+    "top_p": "eval_top_p",
+    "top_k": "eval_top_k",
+    "max_response_len": "eval_max_response_len",
+}
+"""Key of a set -> the knob that it sets."""
+REWARDS = ("rm_type", "custom_rm_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """One set; `config` is the run's with what the set says otherwise."""
+
+    name: str
+    path: str
+    flag: str  # that named it
+    config: Config
+
+
+def eval_sets(config: Config) -> list[EvalSet]:
+    """Every set, in the order in which they are evaluated. ConfigError for a file that cannot be used."""
+    pairs = config.eval.eval_prompt_data
+    sets = [
+        EvalSet(name=name, path=path, flag="--eval-prompt-data", config=config)
+        for name, path in zip(pairs[::2], pairs[1::2], strict=False)
+    ]
+    if config.eval.eval_config is not None:
+        sets += _of_file(config, Path(config.eval.eval_config))
+    names = [one.name for one in sets]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"--eval-prompt-data, --eval-config: names must differ, got {', '.join(twice)} twice.")
+    return sets
+
+
+def _of_file(config: Config, file: Path) -> Iterator[EvalSet]:
+    where = f"--eval-config {file}"
+    record = _read(file, where)
+    record = record.get("eval", record)
+    if not isinstance(record, Mapping) or not isinstance(record.get("datasets"), list) or not record["datasets"]:
+        raise ConfigError(f"{where}: no datasets there. Expected a list `datasets`, each with name and path.")
+    defaults = record.get("defaults") or {}
+    for number, one in enumerate(record["datasets"], start=1):
+        here = f"{where}, set {number}"
+        if not isinstance(one, Mapping) or not isinstance(defaults, Mapping):
+            raise ConfigError(f"{here}: expected a table of keys and values.")
+        merged = {**defaults, **one}
+        for key in ("name", "path"):
+            if not isinstance(merged.get(key), str) or not merged[key]:
+                raise ConfigError(f"{here}: {key} is {merged.get(key)!r}, expected text. Add it.")
+        path = str((file.parent / Path(merged["path"].partition("@[")[0]).expanduser()).resolve())
+        part = merged["path"].partition("@[")
+        changes = _changes(merged, here)
+        yield EvalSet(
+            name=merged["name"], path=path + part[1] + part[2], flag="--eval-config", config=config.replace(**changes)
+        )
+
+
+def _read(file: Path, where: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        text = file.read_text()
+        record = tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: cannot be read: {error}. Expected YAML, or TOML named *.toml.") from error
+    if not isinstance(record, Mapping):
+        raise ConfigError(f"{where}: got {type(record).__name__}, expected a table with `datasets`.")
+    return record
+
+
+def _changes(merged: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Knobs that the set changes; a reward of its own takes the run's away."""
+    changes: dict[str, Any] = {}
+    for key, value in merged.items():
+        if key in ("name", "path") or value is None:
+            continue
+        if key not in KNOBS:
+            close = difflib.get_close_matches(key, KNOBS, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"Expected name, path, {', '.join(KNOBS)}."
+            raise ConfigError(f"{where}: unknown key {key}. {hint}")
+        changes[KNOBS[key]] = _checked(KNOBS[key], value, f"{where}: {key}")
+    given = [name for name in REWARDS if name in changes]
+    if len(given) == 2:
+        raise ConfigError(f"{where}: rm_type and custom_rm_path are both given. Keep one of the two.")
+    return {**dict.fromkeys(REWARDS, None), **changes} if given else changes
+
+
+def _checked(knob: str, value: Any, where: str) -> Any:
+    try:
+        return check_value(SECTIONS[section_of(knob)], knob, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

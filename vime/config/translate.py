@@ -1,0 +1,291 @@
+"""Reads argv flag by flag: what another trainer calls a flag is translated, and all that is wrong is said at once.
+
+`read` is what `parse` calls. A flag of Vime is parsed alone, so that one bad value does not hide the next; any other is
+looked up in `migration.py`; what is in no table is unknown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vime.config.migration import (
+    ALWAYS,
+    DIFFERENT,
+    ENGINE,
+    FROM_MODEL,
+    MISSING,
+    OF_VLLM_TOO,
+    RENAMED,
+    SAME_NAME,
+    VALUES,
+    Always,
+    FromModel,
+    Missing,
+    Renamed,
+)
+from vime.config.problems import Problems
+from vime.types import ConfigError
+
+PASSTHROUGH = ("--vllm-", "--router-")
+DASHES = ("--", "\u2013", "\u2014")
+NEARLY_THE_SAME = 0.9
+"""Share of equal letters above which an unknown flag is taken for a slip of the pen: `--rollout-batchsize`."""
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One flag with the values behind it; `flag` is empty for words in front of the first one."""
+
+    flag: str
+    values: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join((self.flag, *self.values))
+
+    @property
+    def words(self) -> list[str]:
+        """As a parser reads it. `--flag=value` keeps a value that begins with a dash in one piece."""
+        return [self.flag, *self.values]
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a command line says in Vime's own flags, and what is to be told about it."""
+
+    namespace: argparse.Namespace
+    passthrough: dict[str, list[str]] = field(default_factory=lambda: {prefix: [] for prefix in PASSTHROUGH})
+    notes: list[str] = field(default_factory=list)
+    refused_flags: set[str] = field(default_factory=set)
+
+
+def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
+    """Every flag of `argv`, parsed; what is wrong is added to `problems`."""
+    options = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    items = _split(argv, options)
+    translated = _Translator(items, set(options), problems)
+    reading = Reading(parser.parse_args([]))
+    for item in items:
+        for own in translated.own(item):
+            _take(own, parser, options, reading, problems)
+    reading.notes = translated.notes()
+    reading.refused_flags |= translated.refused_flags
+    return reading
+
+
+def _split(argv: Sequence[str], known: Collection[str] = ()) -> list[Item]:
+    """A word begins a flag with two hyphens; with the dash that an editor makes of them, or with one hyphen where two
+    would be a flag, it is meant as one."""
+    items: list[Item] = []
+    for word in argv:
+        if word.startswith(DASHES) or "-" + word in known:
+            flag, is_joined, value = word.partition("=")
+            items.append(Item(flag, (value,) if is_joined else ()))
+        elif items:
+            items[-1] = Item(items[-1].flag, (*items[-1].values, word))
+        else:
+            items.append(Item("", (word,)))
+    return items
+
+
+def _take(
+    item: Item, parser: argparse.ArgumentParser, options: dict[str, bool], reading: Reading, problems: Problems
+) -> None:
+    """Parse one flag of Vime, or hand one of vLLM or the router on. `options`: whether a value may stand behind it."""
+    if item.flag in options:
+        try:
+            is_joined = len(item.values) == 1 and options[item.flag]
+            words = [f"{item.flag}={item.values[0]}"] if is_joined else item.words
+            _, unread = parser.parse_known_args(words, reading.namespace)
+        except ConfigError as error:
+            problems.add(str(error))
+            reading.refused_flags.add(item.flag)
+            return
+        if unread:
+            problems.add(f"{item}: {' '.join(unread)} is too much behind {item.flag}. See train.py --help.")
+        return
+    prefix = next((prefix for prefix in PASSTHROUGH if item.flag.startswith(prefix)), None)
+    if prefix is not None:
+        reading.passthrough[prefix] += ["--" + item.flag.removeprefix(prefix), *item.values]
+        return
+    what = f"unknown flag {item.flag}" if item.flag else f"{' '.join(item.values)}: expected a flag in front"
+    problems.add(f"{what}. {_nearest(item.flag, set(options))}See train.py --help.")
+
+
+def _nearest(flag: str, options: set[str]) -> str:
+    """A guess only where the two are nearly the same word; case, underscores and the kind of dash do not count."""
+    plain = "--" + flag.lower().replace("_", "-").lstrip("-\u2013\u2014")
+    close = difflib.get_close_matches(plain, sorted(options), n=1, cutoff=NEARLY_THE_SAME)
+    return f"Did you mean {close[0]}? " if close else ""
+
+
+class _Translator:
+    """Looks flags up in the tables of `migration.py`."""
+
+    def __init__(self, items: Sequence[Item], options: set[str], problems: Problems) -> None:
+        self._options, self._problems = options, problems
+        self._given = {item.flag: item for item in items}
+        self._model = _read_config(self._given.get("--hf-checkpoint"))
+        self._equal: list[str] = []
+        self._uncompared: list[str] = []
+        self._always: dict[str, list[str]] = defaultdict(list)
+        self._taken: list[str] = []
+        self.refused_flags: set[str] = set()
+
+    def own(self, item: Item) -> list[Item]:
+        """What `item` is in Vime's flags; nothing when there is nothing left of it to parse."""
+        engine = _engine_flag(item.flag)
+        if item.flag in self._options:
+            return self._own_values(item)
+        if item.flag in FROM_MODEL:
+            self._compare(item, FROM_MODEL[item.flag])
+        elif item.flag in ALWAYS:
+            self._is_always(item, ALWAYS[item.flag])
+        elif item.flag in RENAMED:
+            return self._renamed(item, RENAMED[item.flag])
+        elif item.flag in MISSING:
+            self._refuse(item, MISSING[item.flag])
+        elif engine is not None and engine in ENGINE:
+            match ENGINE[engine]:
+                case Renamed() as renamed:
+                    return self._renamed(item, renamed)
+                case Always() as always:
+                    self._is_always(item, always)
+                case Missing() as missing:
+                    self._refuse(item, missing)
+        elif engine is not None and item.flag.startswith("--sglang-"):
+            self._refuse(item, Missing(f"Remove it; vLLM's own flags are given as --vllm-<flag>, {_VLLM_HELP}."))
+        else:
+            return [item]
+        return []
+
+    def notes(self) -> list[str]:
+        """One line a kind, for whoever starts a run."""
+        lines = list(self._taken)
+        if self._equal:
+            lines.append(f"{', '.join(self._equal)}: as config.json of the model says; Vime reads it there.")
+        if self._uncompared:
+            lines.append(f"{', '.join(self._uncompared)}: not compared, the layers are those of config.json.")
+        lines += self._differences() if lines or self._always else []
+        lines += [f"{', '.join(flags)}: always so here ({why})." for why, flags in self._always.items()]
+        return lines
+
+    def _differences(self) -> list[str]:
+        """Of flags that are called the same and do not mean or default to the same."""
+        defaults = [
+            f"{flag}: {text}."
+            for flag, (reader, text) in DIFFERENT.items()
+            if flag not in self._given
+            and (not reader or reader in self._given)
+            and not (flag == "--micro-batch-size" and "--use-dynamic-batch-size" in self._given)
+        ]
+        meanings = [
+            f"{flag} {value}: {text}"
+            for (flag, value), text in SAME_NAME.items()
+            if flag in self._given and self._given[flag].values == (value,)
+        ]
+        return defaults + meanings
+
+    def _own_values(self, item: Item) -> list[Item]:
+        known = VALUES.get(item.flag, {})
+        value = known.get(item.values[0]) if len(item.values) == 1 else None
+        if isinstance(value, Missing):
+            self._problems.add(f"{item}: {value.instead}")
+            return []
+        if value is None:
+            return [item]
+        self._taken.append(f"{item}: taken as {item.flag} {value}.")
+        return [Item(item.flag, (value,))]
+
+    def _renamed(self, item: Item, renamed: Renamed) -> list[Item]:
+        words = [word for part in renamed.to for word in (item.values if part in ("{}", "{}...") else (part,))]
+        own = _split(words)
+        takes = renamed.num_values
+        if (takes is not None and len(item.values) != takes) or (takes is None and not item.values):
+            wanted = {None: "at least one value", 0: "no value", 1: "one value"}[takes]
+            self._problems.add(f"{item}: expected {wanted} behind {item.flag}.")
+            return []
+        both = [new for new in own if new.flag in self._given and self._given[new.flag] != new]
+        if both:
+            self._problems.add(f"{item} is {both[0]} here, and {self._given[both[0].flag]} is given too. Keep one.")
+            self.refused_flags.add(both[0].flag)
+            return []
+        as_what = f"taken as {' '.join(words)}" if words else "left out"
+        self._taken.append(f"{item}: {as_what}{f' ({renamed.note})' if renamed.note else ''}.")
+        return own
+
+    def _refuse(self, item: Item, missing: Missing) -> None:
+        self._problems.add(f"{item.flag}: not here. {missing.instead}")
+
+    def _is_always(self, item: Item, always: Always) -> None:
+        is_said = any(_is_same(word, value) for word in item.values[:1] for value in always.values)
+        if always.values and (len(item.values) != 1 or not is_said):
+            says = " or ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in always.values)
+            self._problems.add(f"{item}: {always.why}, so only {says} can be said. Remove it.")
+        else:
+            self._always[always.why].append(str(item) if always.values else item.flag)
+
+    def _compare(self, item: Item, where: FromModel) -> None:
+        found = next((value for key in where.keys if (value := _entry(self._model, key)) is not None), None)
+        if found is None:
+            self._uncompared.append(item.flag)
+        elif where.means and item.values:
+            self._problems.add(f"{item}: expected no value behind {item.flag}.")
+        elif found in where.means or (not where.means and any(_is_same(word, found) for word in item.values[:1])):
+            self._equal.append(item.flag)
+        else:
+            self._contradicts(item, where.keys, found)
+
+    def _contradicts(self, item: Item, keys: tuple[str, ...], found: Any) -> None:
+        self._problems.add(
+            f"{item}: config.json of --hf-checkpoint says {keys[0]} is {json.dumps(found)}, and that is what is "
+            "trained. Remove the flag, or name the model that you mean."
+        )
+
+
+def _engine_flag(flag: str) -> str | None:
+    """SGLang's name of `flag`, which may have been rewritten to --vllm-<name>; None for any other."""
+    if flag.startswith("--sglang-"):
+        return flag.removeprefix("--sglang-")
+    name = flag.removeprefix("--vllm-")
+    return name if flag.startswith("--vllm-") and name not in OF_VLLM_TOO else None
+
+
+_VLLM_HELP = "listed by `python -m vllm.entrypoints.launchers.api_server.entry --help`"
+
+
+def _read_config(given: Item | None) -> dict[str, Any]:
+    """config.json of --hf-checkpoint; empty when it cannot be read, which is said by who needs it."""
+    if given is None or len(given.values) != 1:
+        return {}
+    try:
+        record = json.loads((Path(given.values[0]).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    text = record.get("text_config")
+    return {**record, **text} if isinstance(text, dict) else record
+
+
+def _entry(record: dict[str, Any], key: str) -> Any:
+    """`rope_scaling.factor` goes into the object `rope_scaling`; None where there is none."""
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _is_same(text: str, expected: Any) -> bool:
+    """Whether a word of the command line says `expected`: 1e6 and 1000000 are the same number."""
+    try:
+        return abs(float(text) - float(expected)) <= TOLERANCE * max(1.0, abs(float(expected)))
+    except (TypeError, ValueError):
+        return text.lower() == str(expected).lower()

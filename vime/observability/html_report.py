@@ -1,0 +1,376 @@
+"""RUN_DIR/report.html: one page about one run, for a browser without a network.
+
+Curves, time by phase, what became of every group, answers, warnings, configuration, machine. Written at the end of each
+run, also of one that failed, and by `vime report RUN`, also for a live or a dead one. Whatever a run directory lacks is
+left out of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vime.config.flags import knobs
+from vime.config.parse import SECTIONS
+from vime.observability.curve import WINDOW
+from vime.observability.events import Event, EventKind, read_events
+from vime.observability.html_samples import answers_blocks, eval_blocks
+from vime.observability.machine_facts import MACHINE_FILE
+from vime.observability.metrics import VERSION, read_metrics
+from vime.observability.page import MAX_POINTS, Block, Line, Page, chart_block, table_block
+from vime.observability.report import duration
+from vime.observability.run_dir import is_alive, read_config
+from vime.observability.samples import RoundFates, read_fates
+from vime.observability.summary import RunSummary, summarise
+from vime.types import VimeError
+
+logger = logging.getLogger(__name__)
+
+REPORT_FILE = "report.html"
+BADGES = {"finished": "good", "interrupted": "warn", "running": ""}
+MAX_WARNINGS, LOG_BYTES = 200, 4 << 20
+Rounds = Mapping[int, Mapping[str, float]]
+QueueFates = Mapping[str, Mapping[int | None, Sequence[int]]]
+"""What the ledger of mode streaming knows besides: state or reason -> round, None where there is none -> groups."""
+
+CHARTS: tuple[tuple[str, str, str, str], ...] = (
+    # section, title, metrics (the group is the line's name), note
+    ("Learning", "Reward", r"rollout/(reward_mean|reward_mean_before_filter)", ""),
+    ("Learning", "Reward by entry", r"rollout/reward/(.+)/mean", ""),
+    ("Learning", "Evaluation: reward", r"eval/([^/]+)/reward_mean", ""),
+    ("Learning", "Evaluation: pass@k", r"eval/(.+/pass@\d+)", "of k answers, one is right"),
+    ("Learning", "Answer length, tokens", r"rollout/response_len_(mean|p50|p95|max)", ""),
+    ("Learning", "Share of answers cut at the length limit", r"rollout/(truncated_ratio)", ""),
+    ("Learning", "Reward by data source", r"rollout/by_source/(.+)/reward_mean", ""),
+    ("Learning", "Reward by answer length, tokens", r"rollout/by_length/(.+)/reward_mean", ""),
+    ("Learning", "Share of answers by length, tokens", r"rollout/by_length/(.+)/share", ""),
+    ("Learning", "Evaluation: reward by entry", r"eval/(.+/reward/.+)/mean", ""),
+    ("Optimizer", "Loss", r"train/(loss|value_loss)", ""),
+    ("Optimizer", "KL, nats", r"train/(ppo_kl|kl_loss|mismatch_kl|mismatch_k3_kl)", "ppo_kl: old policy to new one"),
+    ("Optimizer", "Entropy, nats", r"train/(entropy)", ""),
+    ("Optimizer", "Gradient norm, before the clip", r"train/(grad_norm|critic_grad_norm)", ""),
+    ("Optimizer", "Share of tokens that the clip decided", r"train/((?:pg|tis|value)_clipfrac|opsm_maskfrac)", ""),
+    ("Optimizer", "Learning rate", r"train/(lr|critic_lr)", ""),
+    ("Optimizer", "Critic", r"train/(value_mean|return_mean|explained_variance)", ""),
+    ("Freshness", "Staleness, versions", r"transferqueue/sample_staleness/(mean|max)", "by a sample's oldest token"),
+    ("Freshness", "Effective sample size", r"train/(ess)", "1: the tokens are the policy's own"),
+    ("Freshness", "Effective sample size by staleness", r"train/ess/(staleness_\w+)", ""),
+    ("Freshness", "Trainer against engine, nats a token", r"train/train_rollout_logprob_abs_(diff|diff_max)", ""),
+    ("Speed", "Tokens a second", r"perf/(tokens_per_sec|accepted_tokens_per_sec|train_tokens_per_sec)",
+     "response tokens of a round; those that entered the loss; what the trainer computes"),
+    ("Speed", "Seconds a round", r"perf/(step_time)", ""),
+    ("Speed", "Memory of the fullest rank, GiB", r"perf/(peak_memory)", ""),
+)  # fmt: skip
+UNTRAINED = {
+    "rollout/surplus_groups": "surplus: the round was full",
+    "rollout/aborted_groups": "aborted: the round was full",
+    "rollout/partial_groups": "cut, gone on with later",
+    "transferqueue/stale_dropped_groups": "too old when the round was leased",
+    "transferqueue/late_groups": "late: another attempt had taken its place",
+}
+_WARNING = re.compile(r"^(?P<date>[\d-]{10} [\d:]{8}),\d+ (?P<level>WARNING|ERROR|CRITICAL)\s+\S+: (?P<text>.*)$")
+
+
+def write_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None = None) -> Path | None:
+    """Write the page; answers its path, or None when it could not be made, which is logged: a run does not fail for
+    it."""
+    try:
+        return build_report(Path(run_dir), queue_fates).write(Path(run_dir) / REPORT_FILE)
+    except Exception as error:  # boundary: a page about a run must not change how the run ends
+        logger.warning("%s could not be written: %s: %s", REPORT_FILE, type(error).__name__, error, exc_info=True)
+        return None
+
+
+def build_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None = None) -> Page:
+    """The page of one run."""
+    summary, events = summarise(run_dir), read_events(run_dir, with_spans=False)
+    rounds = read_metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else {}
+    config = _config(run_dir)
+    state = run_state(run_dir, summary.outcome)
+    page = Page(
+        title=run_dir.resolve().name, subtitle=_subtitle(run_dir, config), badge=(state, BADGES.get(state, "bad"))
+    )
+    for name, points in by_name(rounds).items():
+        page.add_points(name, points)
+    page.add_section("", [_tiles(summary, rounds)])
+    page.add_section("Warnings", _warnings(run_dir, summary, events, rounds))
+    for section in dict.fromkeys(entry[0] for entry in CHARTS):
+        charts = [chart for chart in _charts(page, section) if chart["series"]]
+        note = _reading(len(rounds)) if section == "Learning" else ""
+        page.add_section(section, [{"kind": "charts", "charts": charts}] if charts else [], note)
+    page.add_section("Time", _time_blocks(page, summary, rounds))
+    page.add_section("Groups", *_group_blocks(run_dir, page, rounds, queue_fates))
+    page.add_section("Answers", answers_blocks(run_dir, config.get("reward", {}).get("reward_key")))
+    page.add_section("Evaluations", eval_blocks(summary))
+    metrics = {name: name for name in sorted(by_name(rounds))}
+    page.add_section("All metrics", [{"kind": "explorer", "metrics": metrics, "x": "round"}] if metrics else [])
+    page.add_section("Configuration", config_blocks(config))
+    page.add_section("Machine", _machine_blocks(run_dir))
+    return page
+
+
+def by_name(rounds: Rounds) -> dict[str, dict[int, float]]:
+    """Metric -> value by round, for metrics that are numbers."""
+    found: dict[str, dict[int, float]] = {}
+    for step, metrics in rounds.items():
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                found.setdefault(name, {})[step] = float(value)
+    return found
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flag -> value, over all sections."""
+    flat = {knob: value for part in config.values() if isinstance(part, dict) for knob, value in part.items()}
+    return flat | {name: config[name] for name in ("vllm_flags", "router_flags") if config.get(name)}
+
+
+def config_blocks(config: Mapping[str, Any]) -> list[Block]:
+    """What differs from the defaults, and everything."""
+    defaults = {spec.name: spec.default for kind in SECTIONS.values() for _, spec in knobs(kind)}
+    flat = flat_config(config)
+    rows = [(name, _shown(value)) for name, value in sorted(flat.items())]
+    said = [row for row in rows if _shown(defaults.get(row[0])) != row[1]]
+    if not rows:
+        return []
+    return [
+        table_block(("differs from the default", "value"), said),
+        table_block(("flag", "value"), rows, closed="All flags"),
+    ]
+
+
+def _reading(num_rounds: int) -> str:
+    size = -(-num_rounds // MAX_POINTS)
+    means = f" Each point is the mean of {size} rounds." if size > 1 else ""
+    return f"Drag to zoom, double click to go back.{means}"
+
+
+def _charts(page: Page, section: str) -> Iterator[Block]:
+    names = page.point_keys()
+    for of_section, title, pattern, note in CHARTS:
+        if of_section == section:
+            matches = [match for name in names if (match := re.fullmatch(pattern, name))]
+            lines = [Line(key=match[0], name=match[1]) for match in sorted(matches, key=_natural)]
+            yield chart_block(title, lines, note=note)
+
+
+def _natural(match: re.Match[str]) -> list[tuple[int, str]]:
+    """`128_255` after `16_31`; the mean first."""
+    if match[1] in ("mean", "reward_mean"):
+        return [(-1, "")]
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", match[1]) if part]
+
+
+def _subtitle(run_dir: Path, config: Mapping[str, Any]) -> str:
+    model = Path(str(config.get("model", {}).get("hf_checkpoint", "?"))).name
+    estimator = config.get("algo", {}).get("advantage_estimator", "?")
+    mode = config.get("queue", {}).get("transferqueue_mode", "?")
+    written = time.strftime("%Y-%m-%d %H:%M")
+    return f"{model} · {estimator} · queue {mode} · {run_dir.resolve()} · page written {written}"
+
+
+def run_state(run_dir: Path, ended: str) -> str:
+    """In a word or two; `ended` is what `events.outcome` says. A run that was killed says nothing itself."""
+    if ended == "finished":
+        return ended
+    if ended.startswith("failed"):
+        return "interrupted" if ended.startswith("failed: interrupted") else "failed"
+    return "running" if is_alive(run_dir) else "ended without a word"
+
+
+def _tiles(summary: RunSummary, rounds: Rounds) -> Block:
+    tiles: list[tuple[str, Any]] = [("rounds", summary.num_rounds), ("wall time", duration(summary.wall_s))]
+    rewards = list(summary.rewards.values())
+    if rewards:
+        count = min(10, len(rewards))
+        first, last = rewards[:WINDOW], rewards[-count:]
+        tiles.append((f"reward, first {len(first)} rounds", f"{sum(first) / len(first):.3f}"))
+        tiles.append((f"reward, last {count} rounds", f"{sum(last) / count:.3f}"))
+    for name, points in sorted(by_name(rounds).items()):
+        if (match := re.fullmatch(r"eval/([^/]+)/(reward_mean|pass@1)", name)) and len(tiles) < 9:
+            values = list(points.values())
+            change = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[-1]:.3f}"
+            tiles.append((f"{match[1]}: {match[2].replace('_', ' ')}", change))
+    tiles += [("samples", summary.num_samples), ("response tokens", summary.num_tokens)]
+    if summary.wall_s > 0 and summary.num_tokens:
+        tiles.append(("response tokens a second, start-up included", f"{summary.num_tokens / summary.wall_s:,.0f}"))
+    return {"kind": "tiles", "tiles": tiles}
+
+
+def _warnings(run_dir: Path, summary: RunSummary, events: Sequence[Event], rounds: Rounds) -> list[Block]:
+    """Why it failed, restarts, disagreements, numbers that are none, and what the logs warn of, most frequent first."""
+    blocks: list[Block] = []
+    if summary.outcome.startswith("failed"):
+        blocks.append({"kind": "text", "text": summary.outcome, "style": "problem"})
+    rows: list[tuple[Any, ...]] = []
+    for event in events:
+        date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time_s))
+        if event.kind == EventKind.RUN_RESTARTED:
+            rows.append((1, "driver", date, f"started again: {event.fields.get('error')}"))
+        elif event.kind == EventKind.DISAGREEMENT:
+            rows.append((1, "driver", date, f"trainer and engine disagree: {json.dumps(dict(event.fields))[:500]}"))
+    for name, points in by_name(rounds).items():
+        odd = [step for step, value in points.items() if value != value or abs(value) == float("inf")]
+        if odd:
+            shown = ", ".join(map(str, odd[:10]))
+            rows.append(
+                (len(odd), "metrics", "", f"{name} is not finite in rounds {shown}{' ...' if odd[10:] else ''}")
+            )
+    rows += _logged(run_dir)
+    if rows:
+        blocks.append(table_block(("times", "process", "first", "what"), rows[:MAX_WARNINGS]))
+    return blocks
+
+
+def _logged(run_dir: Path) -> list[tuple[Any, ...]]:
+    """Warnings and errors of every log; those that differ in numbers alone are one."""
+    counts: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str], tuple[str, str]] = {}
+    for path in sorted((run_dir / "logs").glob("*.log")):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        for line in lines:
+            if match := _WARNING.match(line):
+                key = (path.stem, re.sub(r"\d+", "#", match["text"]))
+                counts[key] += 1
+                first.setdefault(key, (match["date"], f"{match['level'].lower()}: {match['text'][:600]}"))
+    return [(count, key[0], *first[key]) for key, count in counts.most_common(MAX_WARNINGS)]
+
+
+def _time_blocks(page: Page, summary: RunSummary, rounds: Rounds) -> list[Block]:
+    """Seconds of the driver by phase: round by round, and in all."""
+    if not summary.phase_s:
+        return []
+    phases = sorted(summary.phase_s, key=lambda phase: -summary.phase_s[phase])
+    lines = []
+    for phase in phases:
+        name = f"perf/{phase.replace(' ', '_')}_time"
+        spent = {step: metrics.get(name, 0.0) for step, metrics in rounds.items() if VERSION in metrics}
+        page.add_points(f"time|{phase}", spent)
+        lines.append(Line(key=f"time|{phase}", name=phase))
+    whole = sum(summary.phase_s.values())
+    rows = [
+        (phase, round(summary.phase_s[phase], 2), f"{summary.phase_s[phase] / whole:.1%}" if whole else "")
+        for phase in phases
+    ]
+    rows.append(
+        ("outside rounds and phases: start-up, saving at the end", round(max(0.0, summary.wall_s - whole), 2), "")
+    )
+    charts = [chart_block("Seconds of each round, by phase", lines, kind="stack")]
+    return [{"kind": "charts", "charts": charts}, table_block(("phase of the driver", "seconds", "share"), rows)]
+
+
+def _group_blocks(
+    run_dir: Path, page: Page, rounds: Rounds, queue_fates: Callable[[Path], QueueFates] | None
+) -> tuple[list[Block], str]:
+    """Counts by fate and round; each dropped group with its reason; and the fate of a number that is asked for."""
+    fates = read_fates(run_dir)
+    of_queue = _of_queue(run_dir, fates, queue_fates)
+    counts = _counts(fates, rounds)
+    if not counts:
+        return [], ""
+    every = sorted({step for points in counts.values() for step in points})
+    for name, points in counts.items():
+        page.add_points(f"group|{name}", {step: points.get(step, 0) for step in every})
+    lines = [Line(key=f"group|{name}", name=name) for name in counts]
+    totals = [(name, int(sum(points.values()))) for name, points in counts.items()]
+    totals += [(f"ledger, at the end: {name}", sum(map(len, found.values()))) for name, found in of_queue.items()]
+    blocks: list[Block] = [
+        {"kind": "charts", "charts": [chart_block("Groups of each round, by fate", lines, kind="stack")]},
+        table_block(("fate", "groups"), totals),
+        {"kind": "lookup", "fates": _looked_up(fates, of_queue)},
+    ]
+    if lost := list(_dropped(fates)):
+        blocks.append(table_block(("round", "group", "reason"), lost, closed=f"All {len(lost):,} dropped groups"))
+    note = "A group is one prompt with its answers. Groups that a full round did not take are asked again later."
+    return blocks, note
+
+
+def _counts(fates: Mapping[int, RoundFates], rounds: Rounds) -> dict[str, dict[int, float]]:
+    """Fate -> round -> groups."""
+    counts: dict[str, dict[int, float]] = {}
+    for fate in fates.values():
+        is_trained = VERSION in rounds.get(fate.round_id, {})
+        name = "trained" if is_trained else "kept, the round was not trained"
+        counts.setdefault(name, {})[fate.round_id] = len(fate.kept)
+        for reason, groups in fate.dropped.items():
+            counts.setdefault(f"dropped: {reason}", {})[fate.round_id] = len(groups)
+    for metric, name in UNTRAINED.items():
+        points = {step: metrics[metric] for step, metrics in rounds.items() if metrics.get(metric)}
+        if points:
+            counts[name] = points
+    return counts
+
+
+def _dropped(fates: Mapping[int, RoundFates]) -> Iterator[tuple[int, int, str]]:
+    """Newest round first."""
+    for round_id in sorted(fates, reverse=True):
+        for reason, groups in fates[round_id].dropped.items():
+            for group in groups:
+                yield round_id, group, reason
+
+
+def _of_queue(
+    run_dir: Path, fates: Mapping[int, RoundFates], queue_fates: Callable[[Path], QueueFates] | None
+) -> QueueFates:
+    """What the ledger knows of groups that no finished round knows."""
+    if queue_fates is None:
+        return {}
+    try:
+        told = queue_fates(run_dir)
+    except VimeError as error:
+        logger.warning("what the ledger knows of the groups is left out of the report: %s", error)
+        return {}
+    known = {group for fate in fates.values() for groups in (fate.kept, *fate.dropped.values()) for group in groups}
+    rest = {
+        name: {round_id: [group for group in groups if group not in known] for round_id, groups in by_round.items()}
+        for name, by_round in told.items()
+    }
+    return {name: by_round for name, by_round in rest.items() if any(by_round.values())}
+
+
+def _looked_up(fates: Mapping[int, RoundFates], of_queue: QueueFates) -> dict[str, dict[str, list[int]]]:
+    found: dict[str, dict[str, list[int]]] = {"kept for training": {}}
+    for fate in fates.values():
+        found["kept for training"][str(fate.round_id)] = list(fate.kept)
+        for reason, groups in fate.dropped.items():
+            found.setdefault(f"dropped: {reason}", {})[str(fate.round_id)] = list(groups)
+    for name, by_round in of_queue.items():
+        entry = found.setdefault(f"{name}, says the ledger", {})
+        for round_id, numbers in by_round.items():
+            entry["-" if round_id is None else str(round_id)] = list(numbers)
+    return found
+
+
+def _machine_blocks(run_dir: Path) -> list[Block]:
+    path = run_dir / MACHINE_FILE
+    try:
+        facts = json.loads(path.read_text())
+        rows = [(name, _shown(value)) for name, value in facts.items()]
+    except (OSError, ValueError, AttributeError):
+        return []
+    command = run_dir / "command.sh"
+    if command.is_file():
+        rows.append(("command", command.read_text(errors="replace").split("\n", 1)[-1].strip()))
+    return [table_block(("", ""), rows)]
+
+
+def _config(run_dir: Path) -> dict[str, Any]:
+    try:
+        return read_config(run_dir)
+    except VimeError as error:
+        logger.warning("the configuration is left out of the report: %s", error)
+        return {}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)

@@ -1,0 +1,91 @@
+"""A conversation to imitate: which of its tokens are the prompt, and which of the rest the assistant said.
+
+Rendered turn by turn as the model will meet it: everything before an assistant's turn ends with the chat template's
+generation prompt, so what is trained is what the model has to say there, up to the token that ends its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vime.types import DataError
+
+TURNS = "sft_turns"
+"""Key of a sample's metadata: [[token ids, is it trained], ...] behind the prompt."""
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`turns` are the tokens behind the prompt, in pieces that are trained or not."""
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    turns: tuple[tuple[tuple[int, ...], bool], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + sum(len(ids) for ids, _ in self.turns)
+
+
+def is_conversation(content: Any) -> bool:
+    """Whether a record's prompt is a list of messages in which the assistant has spoken."""
+    return isinstance(content, list) and any(
+        isinstance(message, Mapping) and message.get("role") == ASSISTANT for message in content
+    )
+
+
+def read_conversation(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any, arguments: Mapping[str, Any], *, where: str
+) -> Conversation:
+    """DataError when the tokenizer has no chat template, or one that rewrites earlier turns."""
+    if not tokenizer.chat_template:
+        raise DataError(f"{where}: a list of messages, and the tokenizer has no chat template. Give text and a label.")
+
+    def render(count: int, *, asks: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages[:count]), tools=tools, tokenize=False, add_generation_prompt=asks, **arguments
+            )
+        )
+
+    try:
+        whole = render(len(messages), asks=False)
+        cuts = [
+            (render(place, asks=True), render(place + 1, asks=False))
+            for place, message in enumerate(messages)
+            if message["role"] == ASSISTANT
+        ]
+    except Exception as error:
+        raise DataError(
+            f"{where}: the chat template refused the conversation: {type(error).__name__} {error}."
+        ) from error
+    if any(not whole.startswith(after) or not after.startswith(before) for before, after in cuts):
+        raise DataError(
+            f"{where}: the chat template writes earlier turns differently when others follow, so they are not what the "
+            "model would have said. Give each turn as a record of its own, with --label-key."
+        )
+    if cuts[0][0] == "":
+        raise DataError(f"{where}: the conversation begins with the assistant, so nothing asks for its first turn.")
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    turns: list[tuple[tuple[int, ...], bool]] = []
+    end = len(cuts[0][0])
+    for before, after in cuts:
+        if len(before) > end:
+            turns.append((encode(before[end:]), False))
+        turns += _said(encode(after[len(before) :]), tokenizer.eos_token_id)
+        end = len(after)
+    return Conversation(whole, encode(cuts[0][0]), tuple(turn for turn in turns if turn[0]))
+
+
+def _said(ids: tuple[int, ...], eos: int | None) -> list[tuple[tuple[int, ...], bool]]:
+    """The assistant's turn up to the token that ends it; what the template writes behind that is context."""
+    if eos not in ids:
+        return [(ids, True)]
+    end = len(ids) - ids[::-1].index(eos)
+    return [(ids[:end], True), (ids[end:], False)]

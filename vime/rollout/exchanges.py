@@ -1,0 +1,162 @@
+"""What the engine was asked and answered during one call of a generate function, and samples completed from it.
+
+A plug-in may hand back tokens without log-probabilities or versions. Those of the loss are then looked up here: they
+must be the beginning of an answer that the engine gave to exactly the tokens before them. Otherwise the plug-in is
+refused: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from vime.types import PluginError, Sample, Version, VersionSpan, tiling_fault
+
+TOLERANCE = 1e-3
+"""Nats by which a plug-in's own log-probability may differ from the engine's: it may have been rounded for JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and one of its answers; `log_probs` and `versions` have an entry for each token."""
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[Version, ...]
+
+
+@dataclass(slots=True)
+class Record:
+    """Everything asked during one call. `sample`: the one that the call is about, for requests made of text."""
+
+    args: Any
+    sample: Sample
+    exchanges: list[Exchange] = field(default_factory=list)
+
+
+_RECORD: ContextVar[Record | None] = ContextVar("vime_exchanges", default=None)
+
+
+@contextlib.contextmanager
+def recording(args: Any, sample: Sample) -> Iterator[Record]:
+    """Keep what is asked inside, also by tasks that are started there."""
+    record = Record(args, sample)
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+def current_record() -> Record | None:
+    """That of the call in which this runs; None outside of any."""
+    return _RECORD.get()
+
+
+def note_answers(prompt: Sequence[int], answers: Sequence[Any]) -> None:
+    """Called by the engine's client with every answer that it read."""
+    record = _RECORD.get()
+    if record is None:
+        return
+    for answer in answers:
+        versions = tuple(span.version for span in answer.versions for _ in range(span.end - span.start))
+        record.exchanges.append(Exchange(tuple(prompt), tuple(answer.token_ids), tuple(answer.log_probs), versions))
+
+
+def complete(sample: Sample, record: Record, *, where: str) -> None:
+    """Fill in what a finished sample lacks of masks, log-probabilities and versions. PluginError for a token of the
+    loss that no request explains."""
+    length = sample.response_length
+    _make_plain(sample)
+    if sample.loss_mask is None or (not sample.loss_mask and length):
+        sample.loss_mask = [1] * length
+    log_probs = sample.rollout_log_probs
+    known = [math.nan] * length if log_probs is None or (not log_probs and length) else list(log_probs)
+    if not (len(known) == len(sample.loss_mask) == length < len(sample.tokens)):
+        raise PluginError(
+            f"{where}: answered {len(sample.tokens)} tokens, of which response_length {length} are the response, with "
+            f"{len(sample.loss_mask)} entries of loss_mask and {len(known)} of rollout_log_probs. Expected a prompt, "
+            "and as many entries as the response has tokens."
+        )
+    is_tiled = tiling_fault(sample.token_policy_versions, length) is None
+    if is_tiled and all(map(math.isfinite, known)):
+        return
+    versions = _explain(sample, known, record, where)
+    sample.rollout_log_probs = known
+    sample.token_policy_versions = _spans(versions)
+    sample.policy_version = min(versions, default=None)
+
+
+def _make_plain(sample: Sample) -> None:
+    """Lists of numbers in the place of tensors or arrays."""
+    for name in ("tokens", "loss_mask", "rollout_log_probs"):
+        values = getattr(sample, name)
+        if values is not None and not isinstance(values, list):
+            setattr(sample, name, list(values.tolist() if hasattr(values, "tolist") else values))
+
+
+def _explain(sample: Sample, known: list[float], record: Record, where: str) -> list[Version]:
+    """The version of each token of the response; `known` gets the log-probabilities that are missing."""
+    start, mask = sample.prompt_length, sample.loss_mask
+    versions: list[Version | None] = [None] * sample.response_length
+    place = 0
+    while place < len(mask):
+        if not mask[place]:
+            known[place] = known[place] if math.isfinite(known[place]) else 0.0
+            place += 1
+            continue
+        end = next((later for later in range(place, len(mask)) if not mask[later]), len(mask))
+        exchange, count = _asked(sample.tokens, start + place, start + end, record.exchanges)
+        if exchange is None:
+            raise PluginError(
+                f"{where}: tokens {place} to {end} of the response are to be trained (loss_mask 1), and no request of "
+                f"this call was answered with them behind the {start + place} tokens before them: log-probabilities "
+                "and versions would be a guess. Ask with input_ids that are the sample's own tokens, through "
+                "slime.utils.http_utils.post or vime.rollout.generation; append what the policy did not say with "
+                "trainable=False."
+            )
+        for offset in range(count):
+            said, own = exchange.log_probs[offset], known[place + offset]
+            if math.isfinite(own) and abs(own - said) > TOLERANCE:
+                raise PluginError(
+                    f"{where}: rollout_log_probs holds {own:g} for token {place + offset} of the response, and the "
+                    f"engine answered {said:g}. Leave them out, and the engine's are taken."
+                )
+            known[place + offset], versions[place + offset] = said, exchange.versions[offset]
+        place += count
+    return _neighbours(versions, fallback=max(sample.rollout_id, 0))
+
+
+def _asked(tokens: Sequence[int], start: int, end: int, exchanges: Sequence[Exchange]) -> tuple[Exchange | None, int]:
+    """The exchange whose prompt is tokens[:start] and whose answer goes on with most of tokens[start:end]."""
+    best: tuple[Exchange | None, int] = (None, 0)
+    before = tuple(tokens[:start])
+    for exchange in exchanges:
+        count = min(len(exchange.token_ids), end - start)
+        is_same = exchange.prompt == before and exchange.token_ids[:count] == tuple(tokens[start : start + count])
+        if is_same and count > best[1]:
+            best = exchange, count
+    return best
+
+
+def _neighbours(versions: Sequence[Version | None], *, fallback: Version) -> list[Version]:
+    """Context is as old as the token before it, or at the beginning as the first that has a version."""
+    latest = next((version for version in versions if version is not None), fallback)
+    filled = []
+    for version in versions:
+        latest = latest if version is None else version
+        filled.append(latest)
+    return filled
+
+
+def _spans(versions: Sequence[Version]) -> list[VersionSpan]:
+    starts = [place for place in range(len(versions)) if place == 0 or versions[place] != versions[place - 1]]
+    return [
+        VersionSpan(versions[start], start, end)
+        for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
+    ]

@@ -1,0 +1,24 @@
+"""What a label must be for a reward that compares the answer with it.
+
+A list or NaN as label compares with nothing: every answer would score 0 for ever, and nothing would say why.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+COMPARE_WITH_LABEL = ("exact_match", "math")
+"""Built-in rewards (--rm-type) that read the label as text."""
+
+
+def label_fault(label: Any) -> str:
+    """Why `label` compares with no answer, as what it is and what is expected; empty when it does."""
+    if isinstance(label, str):
+        return "" if label.strip() else f"the label is {label!r}, expected the text of the right answer"
+    if isinstance(label, numbers.Number) and not isinstance(label, complex):
+        is_finite = math.isfinite(float(label))  # type: ignore[arg-type]  # every real number has a float
+        return "" if is_finite else f"the label is {label!r}, expected a finite number or text"
+    shown = "null" if label is None else f"{type(label).__name__} {label!r:.60}"
+    return f"the label is {shown}, expected text or a number"

@@ -1,0 +1,81 @@
+"""What a reward that raises, answers nonsense or is late does to the run: --on-reward-error.
+
+`stop` ends it with the error. `drop` leaves the whole group out, counted as REASON, and goes on: a reward that fails
+for one odd answer of a thousand then costs that group. No sample ever gets a reward that nobody gave. When too many of
+the last WINDOW groups were dropped for it, the run ends all the same: that is no odd answer any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+from vime.types import RewardError, Sample, SampleStatus
+
+logger = logging.getLogger(__name__)
+
+REASON = "reward_error"
+WINDOW = 100
+STOP, DROP = "stop", "drop"
+
+
+def mark_or_raise(args: Any, samples: list[Sample], error: RewardError) -> None:
+    """Mark the group as one that is dropped for `error`, or raise it, as --on-reward-error says."""
+    if args.on_reward_error == STOP:
+        raise RewardError(
+            f"{error} (--on-reward-error {STOP}; with {DROP} its group is left out and counted)"
+        ) from error
+    logger.warning("group %d is left out: %s", samples[0].group_index, error)
+    for sample in samples:
+        sample.status = SampleStatus.FAILED
+        sample.metadata = {**sample.metadata, REASON: str(error)}
+
+
+def error_of(samples: list[Sample]) -> str:
+    """What `mark_or_raise` marked the group with; empty for another group."""
+    return next((str(sample.metadata[REASON]) for sample in samples if REASON in sample.metadata), "")
+
+
+class ErrorShare:
+    """How many of the last WINDOW groups that were to be trained had an error. Lives on the rollout loop."""
+
+    def __init__(self, args: Any) -> None:
+        self._share: float = args.max_reward_error_share
+        self._outcomes: deque[bool] = deque(maxlen=WINDOW)
+
+    def note(self, samples: list[Sample]) -> None:
+        """Count a finished group. RewardError when more had an error than may."""
+        error = error_of(samples)
+        self._outcomes.append(bool(error))
+        num_errors, allowed = sum(self._outcomes), int(self._share * WINDOW)
+        if error and num_errors > allowed:
+            raise RewardError(
+                f"{num_errors} of the last {len(self._outcomes)} groups were dropped for an error of their reward, "
+                f"expected at most {allowed} of {WINDOW} (--max-reward-error-share {self._share:g}). Correct the "
+                f"reward function, or raise the flag. The last error: {error}"
+            )
+
+
+_LATEST: list[tuple[Any, ErrorShare]] = []
+"""The data source of the rounds so far, and their share: at most one pair. Owner: the rollout loop."""
+
+
+def error_share(args: Any, source: Any) -> ErrorShare:
+    """That of the rounds which draw from `source`: a run has one for all its rounds."""
+    if not _LATEST or _LATEST[0][0] is not source:
+        _LATEST[:] = [(source, ErrorShare(args))]
+    return _LATEST[0][1]
+
+
+def check_evaluation(args: Any, name: str, groups: list[list[Sample]]) -> list[list[Sample]]:
+    """The groups that were scored. RewardError when more than --max-reward-error-share of them were not: what is left
+    would be another evaluation."""
+    errors = [error for group in groups if (error := error_of(group))]
+    if len(errors) == len(groups) or len(errors) > args.max_reward_error_share * len(groups):
+        raise RewardError(
+            f"evaluation {name}: the reward failed for {len(errors)} of {len(groups)} prompts, expected at most "
+            f"{args.max_reward_error_share:g} of them (--max-reward-error-share). Correct the reward function or the "
+            f"data. The last error: {errors[-1]}"
+        )
+    return [group for group in groups if not error_of(group)]

@@ -1,0 +1,127 @@
+"""Rewards by comparing text: the graders that data sets of the field come with, as plain functions.
+
+`boxed` and `marked_answer` find what an answer claims; `dapo_score`, `token_f1` and `choice_score` compare it with a
+label. None of them evaluates an expression: that is math-verify's part (`rm_math.py`).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DAPO_TAIL = 300
+"""Characters at the end of an answer in which DAPO looks for it (Yu et al. 2025, appendix)."""
+INVALID = "[INVALID]"
+_ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_UNITS = re.compile(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}")
+_DROPPED = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ", r"\%", r"\$", "$", "%", "°", r"^{\circ}", r"^\circ")
+_LETTER = r"\(?\s*([A-Z])\s*\)?(?![a-zA-Z])"
+_CHOICES = (
+    re.compile(r"\\boxed\{\s*(?:\\text\{)?" + _LETTER),
+    re.compile(r"(?i:answer|option|choice)\s*(?i:is|:)?\s*(?i:option|choice|:)?\s*\**\s*" + _LETTER),
+    re.compile(r"(?:^|\s|\()([A-Z])(?:\)|\.|\s*$)"),
+)
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last whole `\boxed{...}` of `text` holds; None without one. Braces inside are counted."""
+    for start in [match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)][::-1]:
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+    return None
+
+
+def after_thinking(response: str) -> str | None:
+    """The part behind the last `</think>`, or behind the first `###Response`; None when there is neither."""
+    if "</think>" in response:
+        return response.rpartition("</think>")[2]
+    return response.partition("###Response")[2] if "###Response" in response else None
+
+
+def dapo_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+    """1 or -1: whether the last line `Answer: ...`, or with `strict_box_verify` the last box, is the label.
+
+    As in DAPO the two are compared as text after spelling is made alike; `pred` is what was found.
+    """
+    tail = solution_str[-DAPO_TAIL:]
+    found = boxed(solution_str) if strict_box_verify else (_ANSWER_LINE.findall(tail) or [None])[-1]
+    pred = INVALID if found is None else found.strip()
+    is_right = found is not None and _plain_math(pred) == _plain_math(str(ground_truth))
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": pred}
+
+
+def token_f1(prediction: str, ground_truth: str) -> tuple[float, float, float]:
+    """(F1, precision, recall) over words, without case, punctuation and articles (SQuAD, Rajpurkar et al. 2016).
+
+    An answer that is yes, no or noanswer is right as a whole or not at all.
+    """
+    predicted, expected = _words(prediction), _words(ground_truth)
+    decided = {("yes",), ("no",), ("noanswer",)}
+    if predicted != expected and decided & {tuple(predicted), tuple(expected)}:
+        return 0.0, 0.0, 0.0
+    common = sum((Counter(predicted) & Counter(expected)).values())
+    if common == 0:
+        return 0.0, 0.0, 0.0
+    precision, recall = common / len(predicted), common / len(expected)
+    return 2 * precision * recall / (precision + recall), precision, recall
+
+
+def choice_score(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+    """1.0 when the letter that the answer chooses is the right one of a multiple-choice problem.
+
+    The right letter is metadata's "correct_letter", or the label: a letter, its number from 0, or the text of one of
+    metadata's "choices".
+    """
+    known = dict(metadata or {})
+    choices = known.get("choices")
+    texts = list(choices.values()) if isinstance(choices, Mapping) else list(choices or [])
+    letters = [
+        str(letter).upper() for letter in known.get("valid_letters") or string.ascii_uppercase[: len(texts) or 8]
+    ]
+    right = _right_letter(known.get("correct_letter", label), letters, texts)
+    chosen = _chosen_letter((after_thinking(response) or response).strip(), letters)
+    return float(right is not None and chosen == right)
+
+
+def _right_letter(label: Any, letters: Sequence[str], texts: Sequence[Any]) -> str | None:
+    if isinstance(label, int) and not isinstance(label, bool):
+        return letters[label] if 0 <= label < len(letters) else None
+    text = str(label).strip()
+    if text.upper() in letters:
+        return text.upper()
+    same = [place for place, choice in enumerate(texts) if _words(str(choice)) == _words(text)]
+    return letters[same[0]] if same and same[0] < len(letters) else None
+
+
+def _chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
+    for pattern in _CHOICES:
+        found = [letter for letter in pattern.findall(answer) if letter in letters]
+        if found:
+            return found[-1]
+    return None
+
+
+def _words(text: str) -> list[str]:
+    kept = "".join(" " if letter in string.punctuation else letter for letter in text.lower())
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+
+def _plain_math(text: str) -> str:
+    """One spelling for the ways in which an answer is written: `$\\frac12$` and `\\frac{1}{2}`, `1,000` and `1000`."""
+    text = text.strip().rstrip(".").rpartition("=")[2]
+    inside = boxed(text)
+    text = _UNITS.sub(r"\1", inside if inside is not None else text)
+    for word in _DROPPED:
+        text = text.replace(word, "")
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\frac\s*([^\s{}\\])\s*([^\s{}\\])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\sqrt\s*([^\s{}\\])", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+    text = re.sub(r"^(-?\d+)\.0+$", r"\1", text.strip())
+    return re.sub(r"\s+", "", text).strip("*{}").lower()
