@@ -45,9 +45,13 @@ def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path, monkeypa
     log = EventLog(tmp_path, "driver")
     now = [100.0]
     monkeypatch.setattr("vime.observability.events.time.monotonic", lambda: now[0])
-    with pytest.raises(RuntimeError, match="boom"), log.span("train_round", rollout_id=3):
+
+    def work() -> None:
         now[0] += 2.5
         raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"), log.span("train_round", rollout_id=3):
+        work()
     started, ended = read_events(tmp_path)
     assert (started.kind, started.fields) == ("span_started", {"name": "train_round", "rollout_id": 3})
     assert (ended.kind, ended.fields["error"]) == ("span_ended", "RuntimeError: boom")
