@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from tests.helpers.dist_launch import Ranks
+from tests.helpers.dist_launch import Ranks, _write
 
 
 def meet(ranks: Ranks, greeting: str) -> tuple[str, int, list[int]]:
@@ -15,7 +15,7 @@ def meet(ranks: Ranks, greeting: str) -> tuple[str, int, list[int]]:
 
 def fail_on_one(ranks: Ranks) -> None:
     """Rank 1 raises; rank 0 would wait for ever."""
-    (ranks.directory / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    _write(ranks.directory / f"pid-{ranks.rank}", str(os.getpid()))
     if ranks.rank == 1:
         while not (ranks.directory / "pid-0").exists():
             time.sleep(0.01)
@@ -24,6 +24,6 @@ def fail_on_one(ranks: Ranks) -> None:
 
 
 def wait_for_ever(ranks: Ranks) -> None:
-    (ranks.directory / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    _write(ranks.directory / f"pid-{ranks.rank}", str(os.getpid()))
     while True:
         time.sleep(1)

@@ -82,15 +82,15 @@ class ScriptedEngine:
 
     def __enter__(self) -> ScriptedEngine:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(60)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     async def _serve(self) -> None:

@@ -62,8 +62,9 @@ class Finished:
 
     def _all_events(self) -> Iterator[dict[str, Any]]:
         for path in sorted((self.run_dir / "events").glob("*.jsonl")):
-            for line in path.read_text().splitlines():
-                yield json.loads(line)
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):  # the run may be writing its last one
+                    yield json.loads(line)
 
 
 class Training:
@@ -96,14 +97,14 @@ class Training:
             time.sleep(0.1)
         pytest.fail(f"no event {kind} x {count} within {deadline_s} s:\n{self._log.read_text()}")
 
-    def finish(self, deadline_s: float = 280) -> Finished:
+    def finish(self, deadline_s: float = 560) -> Finished:
         """Wait for the end; a run that does not end, or leaves a process behind, fails the test."""
         try:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"the run did not end within {deadline_s} s:\n{self._log.read_text()[-4000:]}")
-        survivors = self.survivors(grace_s=15)
+        survivors = self.survivors(grace_s=60)
         self.kill()
         assert not survivors, f"left running: {survivors}\n{self._log.read_text()[-2000:]}"
         return Finished(code, self._log.read_text(), self.run_dir)
@@ -134,7 +135,7 @@ class Training:
         for process, _ in self._members():
             with_suppressed_absence(process.kill)
         with_suppressed_absence(self.process.kill)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def _members(self) -> list[tuple[psutil.Process, str]]:
         """Each live process of this run with its command line: those with its mark and what they started, which may
@@ -159,7 +160,7 @@ def with_suppressed_absence(action: Any) -> None:
         return
 
 
-def train(flags: Sequence[str], run_dir: Path, *, script: str = "train.py", deadline_s: float = 280) -> Finished:
+def train(flags: Sequence[str], run_dir: Path, *, script: str = "train.py", deadline_s: float = 560) -> Finished:
     """Run to the end."""
     return Training(script, flags, run_dir).finish(deadline_s)
 

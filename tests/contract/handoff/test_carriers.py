@@ -1,6 +1,6 @@
 import dataclasses
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -140,14 +140,14 @@ def test_a_round_is_not_put_twice(bounded_case):
 
 
 def test_a_full_queue_makes_the_writer_wait_for_clear(bounded_case):
+    bounded_case.writer._timeout_s = 60.0
     first = bounded_case.writer.put(*_round(0))
-    put_second = threading.Thread(target=bounded_case.writer.put, args=_round(1), daemon=True)
-    put_second.start()
-    put_second.join(timeout=0.3)  # at staleness 0 one round fills the queue
-    assert put_second.is_alive()
-    bounded_case.reader.clear(first)
-    put_second.join(timeout=20)
-    assert not put_second.is_alive()
+    with ThreadPoolExecutor(1, thread_name_prefix="writer") as writer:
+        second = writer.submit(bounded_case.writer.put, *_round(1))
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)  # at staleness 0 one round fills the queue
+        bounded_case.reader.clear(first)
+        assert second.result(timeout=60).rollout_id == 1
 
 
 def test_a_queue_that_is_not_cleared_ends_the_wait_naming_who_must_clear(bounded_case):

@@ -191,7 +191,7 @@ def test_a_run_that_may_not_start_again_ends_by_name_when_its_ray_dies(
     training = Training("train.py", flags, tmp_path / "run")
     training.wait_for_event("checkpoint_saved")
     kill_server(training, server)
-    told = training.finish(60)
+    told = training.finish()
     assert told.code == 3, told.output
     assert f"Ray's {server} (pid " in told.output
     assert f"go on with --load {tmp_path / 'run' / 'checkpoints'}" in told.output

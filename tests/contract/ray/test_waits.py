@@ -42,6 +42,7 @@ class Rank:
 @pytest.fixture
 def ranks():
     actors = [Rank.remote() for _ in range(2)]
+    ray.get([actor.answer.remote(0) for actor in actors])  # one that starts seconds after its peer fails after it
     yield actors
     for actor in actors:
         ray.kill(actor)
@@ -97,9 +98,10 @@ def test_a_death_says_more_than_the_broken_connection_of_a_peer(ranks) -> None:
 
 
 def test_the_deadline_names_wait_and_owner_and_counts_who_is_missing(ranks) -> None:
-    wait([ranks[1].answer.remote(0)], deadline_s=60)  # it has started: on a busy machine that alone may take seconds
+    answered = ranks[1].answer.remote(1)
+    wait([answered])
     with pytest.raises(WaitTimeoutError, match=r"ranks to train \(owner: trainer\).* 1 of 2 have not answered"):
-        wait([ranks[0].hang.remote(), ranks[1].answer.remote(1)], deadline_s=2)
+        wait([ranks[0].hang.remote(), answered], deadline_s=0.5)
 
 
 def test_the_poll_may_end_the_wait(ranks) -> None:

@@ -69,9 +69,9 @@ def test_first_ready_first_trained_goes_on_without_it_and_then_it_is_too_old(tmp
     rules = {"round_order": RoundOrder.COMMIT, "stale_policy": policy}
     with OneSlowGroup(tmp_path, model_dir, **rules) as slow:
         assert SLOW not in slow.play(1)
-        ready = slow.run.status().ready
         slow.finish_the_slow_one()
-        wait_until(slow.run, lambda: slow.run.status().ready > ready)
+        state = "select state from prompt_group where grp = ?"
+        wait_until(slow.run, lambda: slow.run.look(state, SLOW) == [("ready",)])
         assert SLOW not in slow.play(2)
         fourth = slow.play(3)
         assert slow.run.status().too_old == 1

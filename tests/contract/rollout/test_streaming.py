@@ -264,7 +264,7 @@ def test_a_round_that_does_not_fill_names_what_it_waits_for_at_its_deadline(tmp_
     expected = r"round 0: ready groups: 0 of 2; 2 in flight.*works on 2 groups"
     with (
         ScriptedEngine(lambda _: Hang()) as engine,
-        Streaming(tmp_path, engine, model_dir, "--rollout-timeout-secs", 1) as run,
+        Streaming(tmp_path, engine, model_dir, "--rollout-timeout-secs", 4) as run,
         pytest.raises(WaitTimeoutError, match=expected),
     ):
         run.lease(0)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers import dist_launch
 from tests.helpers.dist_launch import launch
 
 
 def assert_all_gone(directory: Path) -> None:
-    pids = [int(file.read_text()) for file in directory.glob("pid-*")]
+    pids = [int(file.read_text()) for file in directory.glob("pid-?")]
     assert pids
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -24,7 +27,7 @@ def test_answers_come_back_by_rank_and_ports_agree(tmp_path: Path) -> None:
         world_size=2,
         directory=tmp_path,
         arguments={"greeting": "hello"},
-        deadline_s=30,
+        deadline_s=120,
     )
     assert (first[:2], second[:2]) == (("hello", 0), ("hello", 1))
     assert first[2] == second[2]
@@ -33,14 +36,20 @@ def test_answers_come_back_by_rank_and_ports_agree(tmp_path: Path) -> None:
 def test_the_traceback_of_the_failing_rank_is_shown_and_its_peer_is_ended(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1 raised.*rank one has had enough"):
         launch(
-            "tests.helpers.launch_targets:fail_on_one", world_size=2, directory=tmp_path, arguments={}, deadline_s=30
+            "tests.helpers.launch_targets:fail_on_one", world_size=2, directory=tmp_path, arguments={}, deadline_s=120
         )
     assert_all_gone(tmp_path)
 
 
-def test_the_deadline_ends_every_rank(tmp_path: Path) -> None:
+def test_the_deadline_ends_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when both of them wait."""
+
+    def now() -> float:
+        return time.time() + (1e6 if len(list(tmp_path.glob("pid-?"))) == 2 else 0)
+
+    monkeypatch.setattr(dist_launch, "time", SimpleNamespace(time=now, sleep=time.sleep))
     with pytest.raises(AssertionError, match="deadline reached"):
         launch(
-            "tests.helpers.launch_targets:wait_for_ever", world_size=2, directory=tmp_path, arguments={}, deadline_s=2
+            "tests.helpers.launch_targets:wait_for_ever", world_size=2, directory=tmp_path, arguments={}, deadline_s=120
         )
     assert_all_gone(tmp_path)

@@ -27,7 +27,7 @@ from tests.helpers.training import Finished, TinyTask
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTED = "--debug-engine-module vime.backends.vllm_utils.scripted_server"
 SMALL = "--device cpu --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 12"
-DEADLINE_S = 280.0
+DEADLINE_S = 560.0
 # pip is asked and does nothing: this environment has what the clone needs, and is not the clone's to change.
 PYTHON = """#!/bin/bash
 if [ "$1 $2" = "-m pip" ]; then echo "$@" >> "$(dirname "$0")/../pip.log"; exit 0; fi

@@ -14,7 +14,7 @@ SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
 
 
 def refused(task: TinyTask, run_dir: Path, *extra: str, code: int, says: list[str]) -> None:
-    finished = train([*task.flags(), "--num-rollout", "1", *extra], run_dir, deadline_s=120)
+    finished = train([*task.flags(), "--num-rollout", "1", *extra], run_dir)
     assert finished.code == code, finished.output
     for text in says:
         assert text in finished.output, finished.output
@@ -80,7 +80,7 @@ def test_ctrl_c_in_start_up_ends_it_and_promises_no_save(tiny_task: TinyTask, tm
     run = Training("train.py", [*tiny_task.flags(), "--num-rollout", "1"], tmp_path / "run")
     run.wait_for_event("part_started")  # Ray stands, engines and trainers are starting
     interrupt(run)
-    finished = run.finish(deadline_s=60)
+    finished = run.finish()
     assert finished.code == 130, finished.output
     assert "there is nothing to save" in finished.output
     assert "saving the state" not in finished.output
@@ -152,6 +152,6 @@ def test_too_few_ray_cpus_are_said_at_once(tiny_task: TinyTask, tmp_path: Path) 
 
 @pytest.mark.parametrize("script", ["train.py", "train_async.py"])
 def test_help_lists_the_groups(script: str, tmp_path: Path) -> None:
-    finished = train(["--help"], tmp_path / "run", script=script, deadline_s=60)
+    finished = train(["--help"], tmp_path / "run", script=script)
     assert finished.code == 0
     assert "--transferqueue-mode" in finished.output

@@ -221,7 +221,7 @@ def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp
     training = Training("train.py", [*flags, *background, "--num-rollout", "1000"], tmp_path / "run")
     training.wait_for_event("round_trained", count=2)
     interrupt(training)
-    finished = training.finish(90)
+    finished = training.finish()
     assert finished.code == 130, finished.output
     checkpoints = tmp_path / "run" / "checkpoints"
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())

@@ -237,7 +237,7 @@ def llama_engine(llama_dir, tmp_path_factory):
     url, session = owner.stdout.readline().split()
     yield Owned(owner, EngineAddress(name="llama", url=url, key=KEYS.control), int(session))
     owner.kill()
-    owner.wait(10)
+    owner.wait(60)
 
 
 def test_a_tied_llama_head_follows_the_update(llama_engine, llama_dir, tmp_path):
@@ -275,6 +275,6 @@ def test_when_its_owner_is_killed_no_process_of_the_engine_survives(llama_engine
     members = [psutil.Process(pid) for pid in session_members(llama_engine.session)]
     assert len(members) >= 3  # guard, API server, EngineCore
     llama_engine.owner.send_signal(signal.SIGKILL)
-    llama_engine.owner.wait(10)
-    _, alive = psutil.wait_procs(members, timeout=20)
+    llama_engine.owner.wait(60)
+    _, alive = psutil.wait_procs(members, timeout=60)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

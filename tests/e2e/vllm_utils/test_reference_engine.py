@@ -87,5 +87,5 @@ def test_killed_guard_and_server_leave_no_engine_core_although_nobody_is_there_t
     [core] = [process for process in members if process.ppid() != guard]  # the API server's child
     assert "EngineCore" in " ".join(core.cmdline())
     os.kill(guard, signal.SIGKILL)
-    _, alive = psutil.wait_procs(members, timeout=20)
+    _, alive = psutil.wait_procs(members, timeout=60)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -161,7 +161,7 @@ def test_a_reader_holds_up_no_sync_and_its_log_is_folded_in_the_next_time(tmp_pa
     train(ledger, 1)
     began = time.monotonic()
     ledger.sync()
-    assert time.monotonic() - began < 5  # a reader may take ten seconds, which nobody waits for here
+    assert time.monotonic() - began < 9  # a reader may take ten seconds, which nobody waits for here
     assert (tmp_path / "ledger.db-wal").stat().st_size > 0
     reader.close()
     ledger.sync()

@@ -41,14 +41,21 @@ def test_a_torn_last_line_is_left_out_and_the_next_process_starts_on_a_new_line(
     assert [event.kind for event in read_events(tmp_path)] == ["run_started", "run_finished"]
 
 
-def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path) -> None:
+def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path, "driver")
-    with pytest.raises(RuntimeError, match="boom"), log.span("train_round", rollout_id=3):
+    now = [100.0]
+    monkeypatch.setattr("vime.observability.events.time.monotonic", lambda: now[0])
+
+    def work() -> None:
+        now[0] += 2.5
         raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"), log.span("train_round", rollout_id=3):
+        work()
     started, ended = read_events(tmp_path)
     assert (started.kind, started.fields) == ("span_started", {"name": "train_round", "rollout_id": 3})
     assert (ended.kind, ended.fields["error"]) == ("span_ended", "RuntimeError: boom")
-    assert 0 <= ended.fields["duration_s"] == pytest.approx(ended.monotonic_s - started.monotonic_s, abs=0.05)
+    assert ended.fields["duration_s"] == ended.monotonic_s - started.monotonic_s == 2.5
 
 
 def test_the_end_of_a_long_log_and_a_log_without_spans_are_read_in_whole_lines(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def writer() -> Iterator[Writer]:
     writer = Writer()
     yield writer
     os.killpg(writer.process.pid, signal.SIGKILL)  # the writing process and its child, if one still saves
-    writer.process.communicate(timeout=5)
+    writer.process.communicate(timeout=DEADLINE_S)
 
 
 def found(root: Path) -> tuple[int, str] | None:
