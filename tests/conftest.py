@@ -61,7 +61,7 @@ TOGETHER = ("tests/dist/training", "tests/contract/handoff", "tests/contract/ray
 SESSION_VARIABLE = "VIME_TEST_SESSION"
 OUTER_SESSIONS = os.environ.get(SESSION_VARIABLE, "")
 SESSION = uuid.uuid4().hex
-DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "7200"))
+DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "4800"))
 # The workers show their stacks first; the controller is over so many seconds later.
 CONTROLLER_MARGIN_S = 20
 # How long what the tests stopped may take to be gone.

@@ -104,7 +104,7 @@ class Training:
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"the run did not end within {deadline_s} s:\n{self._log.read_text()[-4000:]}")
-        survivors = self.survivors(grace_s=60)
+        survivors = self.survivors(grace_s=30)
         self.kill()
         assert not survivors, f"left running: {survivors}\n{self._log.read_text()[-2000:]}"
         return Finished(code, self._log.read_text(), self.run_dir)

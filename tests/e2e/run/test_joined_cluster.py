@@ -67,7 +67,11 @@ def running_head(home: Path, *, with_dashboard: bool) -> Iterator[Head]:
     log = Path(directory) / "head.out"
     with log.open("w") as output:
         head = subprocess.Popen(
-            command, env=environment(home, PYTHONUNBUFFERED="1"), cwd=home, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=environment(home, PYTHONUNBUFFERED="1", RAY_worker_niceness="0"),
+            cwd=home,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         wait_for_line(log, head, "Ray runtime started")

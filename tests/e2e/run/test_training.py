@@ -9,6 +9,8 @@ from tests.helpers.training import Finished, TinyTask, Training, interrupt, trai
 from vime.observability.stuck import explain
 
 ROUNDS = 3
+# Where the answers are recorded ones, or only the weights are looked at.
+SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_off_and_buffer_with_models_of_their_own_ranks_and_trainers_that_sleep_g
     """PPO: policy, reference and critic in one process, and in three that sleep while the engine generates."""
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--max-staleness", str(ROUNDS)]
     flags += ["--rollout-function-path", replay_function(tmp_path, recorded)]
-    flags += ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--save-interval", str(ROUNDS)]
+    flags += ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--save-interval", str(ROUNDS), *SCRIPTED]
     hashes, losses = {}, {}
     for mode, more in {"off": [], "buffer": ["--separate-roles", "reference", "critic", "--offload-train"]}.items():
         finished = train([*flags, "--transferqueue-mode", mode, *more], tmp_path / mode)
@@ -227,7 +229,7 @@ def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert saved == len(finished.events("round_trained")) - 1
     assert f"--load {checkpoints}" in finished.output
-    more = [*flags, "--num-rollout", str(saved + 2), "--load", str(checkpoints)]
+    more = [*flags, *SCRIPTED, "--num-rollout", str(saved + 2), "--load", str(checkpoints)]
     resumed = train(more, tmp_path / "resumed")
     assert resumed.code == 0, resumed.output
     assert sorted(resumed.metrics()) == [saved + 1]
