@@ -14,7 +14,7 @@ from vime.config.parse import Config
 from vime.types import KEY_HEADER
 
 ENGINE_DEADLINE_S = 200.0
-CONTEXT = 512
+CONTEXT = 8192  # an answer of thousands of tokens lasts seconds, in which something else happens
 KEYS = EngineKeys(control="control-key-of-the-tests", generate="generate-key-of-the-tests")
 HEADERS = {KEY_HEADER: KEYS.control}
 

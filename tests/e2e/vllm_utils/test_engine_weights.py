@@ -126,7 +126,7 @@ def test_an_update_in_the_middle_of_an_answer_shows_in_its_version_spans(vllm_en
     body = {
         "token_ids": PROMPT[:10],
         "stream": True,
-        "sampling_params": {"max_tokens": 400, "logprobs": 0, "ignore_eos": True, "detokenize": False},
+        "sampling_params": {"max_tokens": 3000, "logprobs": 0, "ignore_eos": True, "detokenize": False},
     }
     spans: list[dict] = []
     url = f"{vllm_engine.url}/inference/v1/generate"
@@ -137,7 +137,7 @@ def test_an_update_in_the_middle_of_an_answer_shows_in_its_version_spans(vllm_en
         for line in lines:
             spans = json.loads(line)["choices"][0].get("weight_versions") or spans
     assert [int(span["version"]) for span in spans] == [old, pusher.version]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 3000)
 
 
 def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
@@ -146,7 +146,7 @@ def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
 
 
 async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
-    """Two answers of 400 tokens, halted when the engine has sampled some of them."""
+    """Two answers of 6,000 tokens, halted when the engine has sampled some of them."""
 
     def num_sampled() -> float:
         lines = httpx.get(f"{engine_url}/metrics", headers=HEADERS).text.splitlines()
@@ -155,7 +155,7 @@ async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
     client = EngineClient(router_url, max_in_flight=1, timeout_s=60, key=KEYS.generate)
     halt, before = Halt(), num_sampled()
     halt.govern()
-    asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": 400, "ignore_eos": True}, n=2))
+    asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": 6000, "ignore_eos": True}, n=2))
     while num_sampled() < before + 20:
         await asyncio.sleep(0.01)
     await halt.end([asked])
@@ -172,7 +172,7 @@ def test_the_router_passes_generation_on_lets_it_be_cut_short_and_stops_without_
     answers = asyncio.run(cut_short(router.url, vllm_engine.url))
     assert [answer.finish_reason for answer in answers] == ["abort", "abort"]
     for answer in answers:
-        assert 0 < len(answer.token_ids) == len(answer.log_probs) == answer.versions[-1].end < 400
+        assert 0 < len(answer.token_ids) == len(answer.log_probs) == answer.versions[-1].end < 6000
     router.stop()
     assert session_members(session) == []
 
