@@ -226,8 +226,9 @@ def test_a_run_is_looked_at(clone: Clone, streamed: Path, tmp_path: Path) -> Non
 
 
 def test_flags_come_from_files(clone: Clone, streamed: Path, tiny_task: TinyTask) -> None:
-    assert "0 fail" in clone.run(documented("vime doctor"))
-    assert "pass model" in clone.run(filled(documented("vime doctor --hf-checkpoint DIR"), DIR=tiny_task.model))
+    told = clone.run(filled(documented("vime doctor", "vime doctor --hf-checkpoint DIR"), DIR=tiny_task.model))
+    assert "0 fail" in told
+    assert "pass model" in told
     paths = f'hf_checkpoint = "{tiny_task.model}"\nprompt_data = "{tiny_task.prompts}"\n'
     (clone.directory / "run.toml").write_text(
         f'{paths}label_key = "label"\nrm_type = "math"\nlr = 1\nnum_rollout = 1\n'
@@ -317,13 +318,17 @@ def test_verl_s_records_and_reward_train(clone: Clone, chatting: Path, tmp_path:
 
 
 def test_chaos_kills_a_run(clone: Clone, tmp_path: Path) -> None:
-    """The script ends in `vime chaos` with the flags of train.py behind `--`."""
-    asked = documented("vime chaos OUT --case trainer@trainer.optimizer:2 manager@driver.clear:1 -- FLAGS OF TRAIN.PY")
-    cases = asked.removeprefix("vime chaos OUT ").removesuffix(" -- FLAGS OF TRAIN.PY")
+    """The script ends in `vime chaos` with the flags of train.py behind `--`. The ledger is killed with a commit that
+    nobody has heard of, then a trainer with gradients and old weights: the weights are those of the undisturbed run."""
+    documented("vime chaos OUT --case trainer@trainer.optimizer:2 manager@driver.clear:1 -- FLAGS OF TRAIN.PY")
     script = documented("./scripts/chaos.sh OUT", "./scripts/chaos.sh OUT --random 200 --seed 1")
-    fewer = f"--random 0 --own-weights {cases} --case trainer@trainer.optimizer:2"
-    said = clone.run(f"ROUNDS=3 {filled(script, OUT=tmp_path / 'out')} {fewer}")
-    assert "1 runs, 1 kills, 0 failed" in said
+    cases = "--random 0 --case ledger@ledger.commit:2 trainer@trainer.optimizer:1"
+    said = clone.run(f"ROUNDS=4 {filled(script, OUT=tmp_path / 'out')} {cases}")
+    assert "1 restarts, exit codes [0], audit kept, weights equal, metrics whole, left nothing" in said
+    assert "1 runs, 2 kills, 0 failed" in said
+    table = (tmp_path / "out/table.md").read_text()
+    assert re.search(r"\| ledger@ledger.commit:2 [^|]*\| went on", table)  # Ray starts it again, on its file
+    assert re.search(r"\| trainer@trainer.optimizer:1 [^|]*\| restarted itself", table)
     on_vllm = filled(documented("ENGINE=vllm ./scripts/chaos.sh OUT --random 20"), OUT=tmp_path / "vllm")
     (clone.directory / "runs").mkdir(exist_ok=True)
     (clone.directory / "runs/only_flags.py").write_text(ONLY_FLAGS)
