@@ -157,19 +157,16 @@ def test_the_quick_start_takes_a_filter(clone: Clone) -> None:
 
 
 def test_the_model_of_the_tool_page_learns_to_call(clone: Clone) -> None:
-    """All 30 rounds: it begins by guessing in most answers, and ends by calling in nearly all."""
-    clone.run(
-        documented(
-            "./scripts/quickstart.sh --custom-generate-function-path examples/tools/sorter.py:generate_with_sorter "
-            "--run-dir runs/tools"
-        )
+    """It begins by guessing in most answers. After ten of the page's 30 rounds it calls in nearly all."""
+    command = documented(
+        "./scripts/quickstart.sh --custom-generate-function-path examples/tools/sorter.py:generate_with_sorter "
+        "--run-dir runs/tools"
     )
-    rewards = [
-        line["rollout/reward_mean"]
-        for _, line in sorted(Finished(0, "", clone.directory / "runs/tools").metrics().items())
-    ]
-    assert len(rewards) == 30
-    assert sum(rewards[-10:]) / 10 >= 0.80
+    clone.run(f"{command} --num-rollout 15")
+    metrics = Finished(0, "", clone.directory / "runs/tools").metrics()
+    rewards = [line["rollout/reward_mean"] for _, line in sorted(metrics.items())]
+    assert len(rewards) == 15
+    assert sum(rewards[-5:]) / 5 >= 0.80
     assert sum(rewards[:3]) / 3 < 0.7
     assert "<think>" in clone.run(documented("vime samples runs/tools --best"))
     clone.run(documented("vime report runs/tools"))
