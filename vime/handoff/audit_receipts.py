@@ -79,8 +79,7 @@ def audit_receipts(
         findings += _compare_ledger(rounds, walk)
     findings += _compare_checkpoint(saved, walk, has_ledger=rounds is not None)
     findings += _compare_claims(claims, walk, saved)
-    if rounds is None:  # a ledger knows what is missing by itself
-        findings += _find_lost(claims, receipts)
+    findings += _find_lost(claims, receipts, has_ledger=rounds is not None)
     findings += _find_versions(claims)
     shown = (min(walk.rounds), max(walk.rounds)) if walk.rounds else None
     known = {} if rounds is None else {round_id: row for round_id, row in rounds.items() if round_id in walk.rounds}
@@ -201,8 +200,11 @@ def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt |
             yield _breach(f"round {round_id}", f"the events name the receipts {sorted(links)}, not {line.link}")
 
 
-def _find_lost(claims: RunClaims | None, receipts: Receipts) -> Iterator[Finding]:
-    """An event names a receipt that was written before it. A round that was trained again has several; one is enough."""
+def _find_lost(claims: RunClaims | None, receipts: Receipts, *, has_ledger: bool) -> Iterator[Finding]:
+    """An event names a receipt that was written before it. A round that was trained again has several; one is enough.
+    A ledger knows by itself what is missing."""
+    if has_ledger:
+        return
     for round_id, links in sorted({} if claims is None else claims.receipts.items()):
         if links.isdisjoint(receipts.lines):
             yield _breach(f"round {round_id}", f"the events name the receipts {sorted(links)}, which are not there")
