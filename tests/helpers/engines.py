@@ -14,16 +14,18 @@ from vime.config.parse import Config
 from vime.types import KEY_HEADER
 
 ENGINE_DEADLINE_S = 200.0
-CONTEXT = 8192  # an answer of thousands of tokens lasts seconds, in which something else happens
+CONTEXT = 512
+LONG = 12_000
+"""Tokens that take a real engine far longer than a test is ever kept from its next line."""
 KEYS = EngineKeys(control="control-key-of-the-tests", generate="generate-key-of-the-tests")
 HEADERS = {KEY_HEADER: KEYS.control}
 
 
-def engine_config(model_dir: Path, **changes: object) -> Config:
+def engine_config(model_dir: Path, context: int = CONTEXT, **changes: object) -> Config:
     return Config().replace(
         hf_checkpoint=str(model_dir),
         device="cpu",
-        rollout_max_context_len=CONTEXT,
+        rollout_max_context_len=context,
         vllm_kv_cache_memory_bytes=32 << 20,
         **changes,
     )
@@ -32,7 +34,7 @@ def engine_config(model_dir: Path, **changes: object) -> Config:
 @pytest.fixture(scope="session")
 def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 with tied embeddings, head_dim 32 apart from hidden / heads."""
-    return tiny_models.make_qwen3(tmp_path_factory.mktemp("qwen3"))
+    return tiny_models.make_qwen3(tmp_path_factory.mktemp("qwen3"), positions=LONG + 100)
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +46,7 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vllm_engine(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """A real engine on `qwen3_dir`, shared by all tests: publish to it what a test needs, and leave it resumed."""
-    yield from started(engine_config(qwen3_dir), tmp_path_factory.mktemp("engine_run"))
+    yield from started(engine_config(qwen3_dir, LONG + 100), tmp_path_factory.mktemp("engine_run"))
 
 
 def started(config: Config, run_dir: Path) -> Iterator[EngineProcess]:

@@ -21,13 +21,13 @@ COMMON: dict[str, Any] = {
 }
 
 
-def make_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, mlp_size: int = 96) -> Path:
+def make_qwen3(directory: Path, *, tied: bool = True, seed: int = 0, mlp_size: int = 96, positions: int = 1024) -> Path:
     """Two layers, hidden 64, 4 heads of 32 (head_dim is set apart from hidden/heads), 2 key-value heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    shape = {**COMMON, **heads, "intermediate_size": mlp_size}
+    shape = {**COMMON, **heads, "intermediate_size": mlp_size, "max_position_embeddings": positions}
     return _save(Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=tied)), directory)
 
 

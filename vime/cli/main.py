@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     queue.add_parsers(commands)
     chaos.add_parser(commands)
     arguments = parser.parse_args(words)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # answers hold what the terminal's encoding may not know
     try:
         code: int | None = arguments.run_command(arguments)
     except VimeError as error:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def _lines(picks: Sequence[Pick], pieces: _Pieces | None) -> Iterator[Text]:
             shown = group
             yield from _heading(group)
         facts = [
-            f"reward {reward_text(answer.reward)}",
+            f"reward {_plain(reward_text(answer.reward))}",
             f"{len(answer.tokens)} tokens",
             answer.status,
             version_text(answer),
@@ -145,7 +146,7 @@ def _lines(picks: Sequence[Pick], pieces: _Pieces | None) -> Iterator[Text]:
 
 
 def _heading(group: KeptGroup) -> Iterator[Text]:
-    fate = "kept for training" if group.reason is None else f"dropped: {group.reason}"
+    fate = "kept for training" if group.reason is None else f"dropped: {_plain(group.reason)}"
     style = "bold green" if group.reason is None else "bold yellow"
     yield Text(f"round {group.round_id}, group {group.group_index}, {fate}", style=style)
     yield Text(_indented(_plain(answer_text(group.prompt)), "  "))
@@ -198,7 +199,12 @@ def _record(pick: Pick) -> dict[str, Any]:
 def _plain(value: Any) -> str:
     """Text without control characters, but with its lines."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return "".join(char if char in "\n\t" or char.isprintable() else "?" for char in text)
+    return "".join(char if char in "\n\t" or _is_shown(char) else "?" for char in text)
+
+
+def _is_shown(char: str) -> bool:
+    """Python calls no space but the common one printable; Zs are those of all scripts."""
+    return char.isprintable() or unicodedata.category(char) == "Zs"
 
 
 def _indented(text: str, margin: str = "    ") -> str:

@@ -93,16 +93,19 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
             )
 
 
-def read_section(section: type[Section], parsed: argparse.Namespace) -> Section:
-    """Build the section from parsed arguments; out-of-range values raise ConfigError naming every such flag."""
+def read_section(section: type[Section], parsed: argparse.Namespace, problems: Problems, refused: set[str]) -> Section:
+    """Build the section from parsed arguments. A value out of its range is added to `problems`, its flag to `refused`,
+    and has the default."""
     values: dict[str, Any] = {}
-    problems = Problems()
     for _, spec in knobs(section):
         value = getattr(parsed, spec.name)
-        values[spec.name] = tuple(value) if isinstance(value, list) else value
-        with problems.gathering():
+        try:
             _check_range(spec, value)
-    problems.raise_all()
+        except ConfigError as error:
+            problems.add(str(error))
+            refused.add(flag_name(spec))
+            continue
+        values[spec.name] = tuple(value) if isinstance(value, list) else value
     return section(**values)
 
 

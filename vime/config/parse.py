@@ -135,6 +135,11 @@ def parse(argv: Sequence[str], *, program: str = "train.py") -> Config:
     return config
 
 
+def parse_what_can_be_read(argv: Sequence[str]) -> Config:
+    """`parse` for who says elsewhere what is wrong: a flag with a problem has its default."""
+    return _parse(argv, Problems(), program="train.py")[0]
+
+
 def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
     """What could be read; a flag with a problem has its default."""
     files, own = config_file.split_config_files(argv)
@@ -144,9 +149,7 @@ def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Co
     reading = read(argv, parser, problems)
     sections: dict[str, Any] = {}
     for name, section in SECTIONS.items():
-        sections[name] = section()
-        with problems.gathering():
-            sections[name] = read_section(section, reading.namespace)
+        sections[name] = read_section(section, reading.namespace, problems, reading.refused_flags)
     vllm_flags, router_flags = (tuple(reading.passthrough[prefix]) for prefix in PASSTHROUGH)
     return Config(vllm_flags=vllm_flags, router_flags=router_flags, **sections), reading
 

@@ -68,7 +68,7 @@ def audit_receipts(
     claims = None if read_claims is None else read_claims()
     if receipts is None:
         findings = list(_find_versions(claims))
-        if told or (saved is not None and saved.link is not None):
+        if told or (saved is not None and saved.link is not None) or (claims is not None and claims.receipts):
             findings.append(_breach(RECEIPTS_NAME, "is not there: nobody can say what the trainer stepped on"))
         return ReceiptsAudit(tuple(findings))
     findings = [_breach(RECEIPTS_NAME, fault) for fault in receipts.faults]
@@ -79,6 +79,7 @@ def audit_receipts(
         findings += _compare_ledger(rounds, walk)
     findings += _compare_checkpoint(saved, walk, has_ledger=rounds is not None)
     findings += _compare_claims(claims, walk, saved)
+    findings += _find_lost(claims, receipts, has_ledger=rounds is not None)
     findings += _find_versions(claims)
     shown = (min(walk.rounds), max(walk.rounds)) if walk.rounds else None
     known = {} if rounds is None else {round_id: row for round_id, row in rounds.items() if round_id in walk.rounds}
@@ -197,6 +198,16 @@ def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt |
         links = claims.receipts.get(round_id)
         if is_over and links and line.link not in links:
             yield _breach(f"round {round_id}", f"the events name the receipts {sorted(links)}, not {line.link}")
+
+
+def _find_lost(claims: RunClaims | None, receipts: Receipts, *, has_ledger: bool) -> Iterator[Finding]:
+    """An event names a receipt that was written before it. A round that was trained again has several; one is enough.
+    A ledger knows by itself what is missing."""
+    if has_ledger:
+        return
+    for round_id, links in sorted({} if claims is None else claims.receipts.items()):
+        if links.isdisjoint(receipts.lines):
+            yield _breach(f"round {round_id}", f"the events name the receipts {sorted(links)}, which are not there")
 
 
 def _find_versions(claims: RunClaims | None) -> Iterator[Finding]:

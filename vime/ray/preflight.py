@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.eval_sets import eval_sets
 from vime.config.hf_config import num_tokenizer_ids
 from vime.config.layout import idle_under_fsdp
-from vime.config.parse import Config, parse, parse_command_line
+from vime.config.parse import Config, parse_command_line, parse_what_can_be_read
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
@@ -53,6 +54,8 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     refusals.attempt(_check_port, config.engine.vllm_router_port)
     refusals.attempt(_check_address, config.reward.rm_url)
     refusals.attempt(_check_resumed, config)
+    refusals.attempt(_check_place, "--save-hf", config.model.save_hf)
+    refusals.attempt(_check_place, "--save-debug-rollout-data", config.debug.save_debug_rollout_data)
     refusals.attempt(_check_engine_module, config.debug.debug_engine_module)
     refusals.attempt(check_requested, config.queue.transfer_queue_extra_data_fields)
     refusals.attempt(check_plugins, config.flat)
@@ -77,7 +80,7 @@ def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, prog
         check_inputs(config, refusals)
     else:
         with contextlib.suppress(VimeError):  # said above
-            given = absolute_paths(parse(sys.argv[1:] if argv is None else argv))
+            given = absolute_paths(parse_what_can_be_read(sys.argv[1:] if argv is None else argv))
             check_inputs(given, refusals)
             refusals.attempt(check_plugins, given.flat)
     refusals.raise_all()
@@ -92,6 +95,21 @@ def _check_port(port: int | None) -> None:
 def _check_address(url: str | None) -> None:
     if url is not None and not re.match(r"https?://[^/\s]", url):
         raise ConfigError(f"--rm-url {url}: expected http://HOST:PORT/PATH or https://.... Write the whole address.")
+
+
+def _check_place(flag: str, template: str | None) -> None:
+    """What stands there once a round was trained must not fail then. --run-dir and --save are made and locked before
+    anything starts, which shows it."""
+    if template is None:
+        return
+    place = Path(template.format(rollout_id=0)).absolute().parent
+    try:
+        with tempfile.TemporaryFile(dir=next(above for above in (place, *place.parents) if above.exists())):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {template}: cannot be written: {error}. Expected a place for directories; choose another."
+        ) from error
 
 
 def _check_resumed(config: Config) -> None:
@@ -228,7 +246,8 @@ def _nearest_load(load: Path) -> str:
     missing = load
     while not missing.parent.exists():
         missing = missing.parent
-    names = sorted(path.name for path in missing.parent.iterdir() if path.is_dir()) if missing.parent.is_dir() else []
+    beside = missing.parent.iterdir() if missing.parent.is_dir() else ()
+    names = sorted(path.name for path in beside if path.is_dir() and path != load)
     close = difflib.get_close_matches(missing.name, names, n=1)
     if close:
         return f"did you mean {missing.parent / close[0]}"

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -47,7 +49,7 @@ def make_slow(monkeypatch: pytest.MonkeyPatch, failures: list[Exception]) -> Slo
     slow = SlowRay(failures)
     monkeypatch.setattr(cluster.ray, "init", slow.init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(cluster.time, "monotonic", slow.monotonic)
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=slow.monotonic, sleep=time.sleep))
     monkeypatch.setattr(cluster, "_check_resources", lambda _: None)
     # The session may have a Ray of its own, with another address, which this process must go on to reach.
     monkeypatch.setattr(cluster, "_keep_ray_to_itself", lambda: None)

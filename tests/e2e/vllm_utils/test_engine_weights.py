@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny_models
-from tests.helpers.engines import ENGINE_DEADLINE_S, HEADERS, KEYS, engine_config
+from tests.helpers.engines import ENGINE_DEADLINE_S, HEADERS, KEYS, LONG, engine_config
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
@@ -126,18 +126,23 @@ def test_an_update_in_the_middle_of_an_answer_shows_in_its_version_spans(vllm_en
     body = {
         "token_ids": PROMPT[:10],
         "stream": True,
-        "sampling_params": {"max_tokens": 3000, "logprobs": 0, "ignore_eos": True, "detokenize": False},
+        "sampling_params": {"max_tokens": LONG, "logprobs": 0, "ignore_eos": True, "detokenize": False},
     }
     spans: list[dict] = []
+    num_tokens = 0
     url = f"{vllm_engine.url}/inference/v1/generate"
     with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=60) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {"))
-        next(lines)  # the first tokens have come: it is running
-        pusher.push(model)
         for line in lines:
-            spans = json.loads(line)["choices"][0].get("weight_versions") or spans
+            if num_tokens == 0:  # the first tokens have come: it is running
+                pusher.push(model)
+            [choice] = json.loads(line)["choices"]
+            num_tokens += len(choice["token_ids"])
+            spans = choice.get("weight_versions") or spans
+            if len(spans) > 1:  # the rest is not waited for
+                break
     assert [int(span["version"]) for span in spans] == [old, pusher.version]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 3000)
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], num_tokens)
 
 
 def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
@@ -146,16 +151,16 @@ def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
 
 
 async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
-    """Two answers of 6,000 tokens, halted when the engine has sampled some of them."""
+    """Two long answers, halted when the engine has sampled some of them."""
 
     def num_sampled() -> float:
         lines = httpx.get(f"{engine_url}/metrics", headers=HEADERS).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
-    client = EngineClient(router_url, max_in_flight=1, timeout_s=60, key=KEYS.generate)
+    client = EngineClient(router_url, max_in_flight=1, timeout_s=280, key=KEYS.generate)
     halt, before = Halt(), num_sampled()
     halt.govern()
-    asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": 6000, "ignore_eos": True}, n=2))
+    asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": LONG, "ignore_eos": True}, n=2))
     while num_sampled() < before + 20:
         await asyncio.sleep(0.01)
     await halt.end([asked])
@@ -172,7 +177,7 @@ def test_the_router_passes_generation_on_lets_it_be_cut_short_and_stops_without_
     answers = asyncio.run(cut_short(router.url, vllm_engine.url))
     assert [answer.finish_reason for answer in answers] == ["abort", "abort"]
     for answer in answers:
-        assert 0 < len(answer.token_ids) == len(answer.log_probs) == answer.versions[-1].end < 6000
+        assert 0 < len(answer.token_ids) == len(answer.log_probs) == answer.versions[-1].end < LONG
     router.stop()
     assert session_members(session) == []
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,37 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(
         nasty.response = "\x1b[2Jgone\x07 [bold]kept"
         SampleStore(claimed.path, 1 << 20).write(0, [[nasty]], [])
     assert "?[2Jgone? [bold]kept" in said(capsys, "samples", str(claimed.path))
+
+
+def test_nor_do_those_of_a_reward_s_entries_and_of_a_filter_s_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir.create(str(tmp_path / "run"), "{}") as claimed:
+        nasty = answered(0, 0, 1.0)
+        nasty.reward = {"\x1b[2J\ud800": 1.0}
+        lost = DroppedGroup(group_index=0, reason="\x1b]0;title\x07", samples=[nasty])
+        SampleStore(claimed.path, 1 << 20).write(0, [], [lost])
+    text = said(capsys, "samples", str(claimed.path))
+    assert "reward ?[2J? 1" in text
+    assert "dropped: ?]0;title?" in text
+
+
+def test_text_of_any_script_is_shown_also_where_the_terminal_knows_few(tmp_path: Path) -> None:
+    text = "\u6f22\u5b57\u3000\u00e9"  # with an ideographic space, which `isprintable` does not count
+    with RunDir.create(str(tmp_path / "run"), "{}") as claimed:
+        sample = answered(0, 0, 1.0)
+        sample.response = text
+        SampleStore(claimed.path, 1 << 20).write(0, [[sample]], [])
+    shown = {}
+    for encoding in ("utf-8", "ascii"):
+        done = subprocess.run(
+            [sys.executable, "-m", "vime", "samples", str(claimed.path)],
+            env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown[encoding] = done.stdout.decode(encoding)
+    assert text in shown["utf-8"]
+    assert "    ????" in shown["ascii"]
 
 
 def test_ls_names_state_rounds_and_reward_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -256,6 +256,24 @@ def test_without_a_ledger_the_receipts_are_compared_with_the_rest(run: Path) -> 
     assert len(report.findings) == 1
 
 
+def test_without_a_ledger_the_events_know_which_receipts_there_were(run: Path) -> None:
+    """Nothing else does in a run without a checkpoint."""
+    (run / LEDGER_NAME).unlink()
+    path, links = run / RECEIPTS_NAME, links_of(run)
+
+    def found() -> list[str]:
+        return breaches(audit_run(run, saved=None, claims=claims_of(run), has_ledger=False))
+
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    [finding] = found()
+    assert f"round 2: the events name the receipts ['{links[2]}'], which are not there" in finding
+    path.write_bytes(b"\xff\xfe")  # less than a line
+    assert [line.split(": ")[1] for line in found()] == ["round 0", "round 1", "round 2"]
+    path.unlink()
+    assert any("is not there: nobody can say what the trainer stepped on" in line for line in found())
+
+
 def test_rounds_from_before_there_were_receipts_are_not_found_fault_with(run: Path) -> None:
     (run / RECEIPTS_NAME).unlink()
     with closing(sqlite3.connect(run / LEDGER_NAME)) as connection, connection:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,7 +46,8 @@ def test_a_torn_last_line_is_left_out_and_the_next_process_starts_on_a_new_line(
 def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path, "driver")
     now = [100.0]
-    monkeypatch.setattr("vime.observability.events.time.monotonic", lambda: now[0])
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr("vime.observability.events.time", clock)
 
     def work() -> None:
         now[0] += 2.5

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,7 +63,9 @@ def test_a_metric_that_is_not_there_is_left_out(tmp_path: Path) -> None:
 
 def test_time_left_is_judged_by_the_mean_of_the_rounds_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 100.0, 104.0, 112.0])  # made, begun, first round took 4 s, second 8 s
-    monkeypatch.setattr("vime.observability.screen.time.monotonic", lambda: next(clock))
+    # of this module alone: threads of other tests go on to ask `time`
+    own = SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime)
+    monkeypatch.setattr("vime.observability.screen.time", own)
     pipe = io.StringIO()
     screen = Screen(tmp_path, stream=pipe)
     screen.begin(0, 20)

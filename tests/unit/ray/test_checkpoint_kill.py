@@ -20,7 +20,7 @@ from tests.helpers.checkpoint_writer import KEEP, content, save
 from vime.ray.checkpoint import PARTIAL, find_latest
 
 ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 60.0  # of one test, against a hang; 2 s are usual
+DEADLINE_S = 300.0  # of one test, against a hang; 2 s are usual, 10 on a busy machine
 NUM_KILLS = 40
 
 
