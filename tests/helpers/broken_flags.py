@@ -74,7 +74,19 @@ by_flags(
     without="--hf-checkpoint",
 )
 by_flags("a reward that is none", "--rm-type exact", "--rm-type", "'exact'", "choose from")
-by_flags("a remote reward without an address", "--rm-type remote_rm", "--rm-type remote_rm needs --rm-url", "Add it")
+by_flags(
+    "a buffer's filter where the ledger decides",
+    "--transferqueue-mode streaming --over-sampling-batch-size 4 --buffer-filter-path filters.newest",
+    *("--buffer-filter-path", "In mode streaming the ledger says which group is next", "--stale-policy", "Remove it"),
+)
+by_flags(
+    "a box where the grader looks elsewhere",
+    "--rm-type boxed_dapo",
+    *("boxed_dapo", "looks for a line", "Say --rm-type boxed_math or boxed_exact_match"),
+)
+by_flags(
+    "a remote reward without an address", "--rm-type remote_rm", "--rm-type remote_rm, which needs --rm-url", "Add it"
+)
 by_flags("an address that is none", "--rm-type remote_rm --rm-url localhost", "--rm-url localhost", "expected http://")
 by_flags(
     "evaluation pairs that are none", "--eval-interval 1 --eval-prompt-data x", "expected NAME PATH pairs", "Give each"

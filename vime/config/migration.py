@@ -264,9 +264,6 @@ MISSING: dict[str, Missing] = {
     "--custom-megatron-before-train-step-hook-path": Missing("Remove it."),
     "--custom-rollout-log-function-path": Missing(_LOGS),
     "--custom-eval-rollout-log-function-path": Missing(_LOGS),
-    "--buffer-filter-path": Missing(
-        "Remove it; give a class of your own with --data-source-path: its get_samples decides what comes next."
-    ),
     "--rollout-all-samples-process-path": Missing("Say --rollout-sample-filter-path, which sees every kept group."),
     "--rollout-data-postprocess-path": Missing("Say --custom-reward-post-process-path."),
     "--rollout-sample-hook-path": Missing("Say --custom-generate-function-path."),
@@ -333,6 +330,13 @@ VALUES: dict[str, dict[str, str | Missing]] = {
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
             "vime.rollout.filter_hub.check_reward_nonzero_std"
         ),
+    },
+    "--rm-type": {
+        "boxed_deepscaler": Missing("deepscaler looks for the box itself. Say --rm-type deepscaler."),
+        "boxed_dapo": Missing(
+            "dapo looks for a line `Answer:`, which no box holds. Say --rm-type boxed_math or boxed_exact_match."
+        ),
+        "boxed_remote_rm": Missing("the service gets the whole answer. Say --rm-type remote_rm."),
     },
     "--rollout-backend": {"sglang": Missing("Only vllm generates. Remove the flag.")},
 }
