@@ -167,6 +167,11 @@ RENAMED: dict[str, Renamed] = {
 }
 """Taken as the flags on the right, with one line that says so."""
 
+TO_ENVIRONMENT = {"--wandb-team": "WANDB_ENTITY", "--wandb-host": "WANDB_BASE_URL"}
+"""Taken as settings of wandb, which are variables of the environment and of no configuration."""
+SECRETS = {"--wandb-key": "WANDB_API_KEY"}
+"""The same for what must not be seen: `ray/successor.py` takes it off the command line of the process too."""
+
 ENGINE: dict[str, Renamed | Always | Missing] = {
     "mem-fraction-static": Renamed(
         ("--vllm-gpu-memory-utilization", "{}"),
@@ -230,10 +235,7 @@ _FORMULA = "Remove it; --custom-loss-path takes a loss of your own (docs/customi
 _LOGS = "Remove it; RUN_DIR/metrics.jsonl and `vime report` have what a run measured."
 
 MISSING: dict[str, Missing] = {
-    "--wandb-key": Missing("Set WANDB_API_KEY in the environment: a key on a command line is in every process list."),
-    "--wandb-team": Missing("Set WANDB_ENTITY in the environment."),
-    "--wandb-host": Missing("Set WANDB_BASE_URL in the environment."),
-    "--wandb-dir": Missing("Set WANDB_DIR in the environment."),
+    "--wandb-dir": Missing("Remove it: wandb's files are in RUN_DIR/wandb."),
     "--custom-loss-function-path": Missing(
         "Say --loss-type custom_loss --custom-loss-path with a function (args, logp_T, entropy_T, columns)."
     ),

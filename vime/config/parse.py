@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +187,7 @@ def parse_command_line(argv: Sequence[str] | None = None, *, program: str = "tra
 
     problems, of_flags = Problems(), Problems()
     given, reading = _parse(sys.argv[1:] if argv is None else argv, of_flags, program=program)
+    os.environ.update(reading.environment)
     with of_flags.gathering():
         given = with_local_copies(given)
     config = resolve(given, problems)

@@ -24,6 +24,8 @@ from vime.config.migration import (
     OF_VLLM_TOO,
     RENAMED,
     SAME_NAME,
+    SECRETS,
+    TO_ENVIRONMENT,
     VALUES,
     Always,
     FromModel,
@@ -64,6 +66,7 @@ class Reading:
     passthrough: dict[str, list[str]] = field(default_factory=lambda: {prefix: [] for prefix in PASSTHROUGH})
     notes: list[str] = field(default_factory=list)
     refused_flags: set[str] = field(default_factory=set)
+    environment: dict[str, str] = field(default_factory=dict)  # variables that flags stand for
 
 
 def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
@@ -77,6 +80,7 @@ def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problem
             _take(own, parser, options, reading, problems)
     reading.notes = translated.notes()
     reading.refused_flags |= translated.refused_flags
+    reading.environment = translated.environment
     return reading
 
 
@@ -138,6 +142,7 @@ class _Translator:
         self._always: dict[str, list[str]] = defaultdict(list)
         self._taken: list[str] = []
         self.refused_flags: set[str] = set()
+        self.environment: dict[str, str] = {}
 
     def own(self, item: Item) -> list[Item]:
         """What `item` is in Vime's flags; nothing when there is nothing left of it to parse."""
@@ -150,6 +155,8 @@ class _Translator:
             self._is_always(item, ALWAYS[item.flag])
         elif item.flag in RENAMED:
             return self._renamed(item, RENAMED[item.flag])
+        elif item.flag in TO_ENVIRONMENT or item.flag in SECRETS:
+            self._to_environment(item, {**TO_ENVIRONMENT, **SECRETS}[item.flag])
         elif item.flag in MISSING:
             self._refuse(item, MISSING[item.flag])
         elif engine is not None and engine in ENGINE:
@@ -220,6 +227,14 @@ class _Translator:
         as_what = f"taken as {' '.join(words)}" if words else "left out"
         self._taken.append(f"{item}: {as_what}{f' ({renamed.note})' if renamed.note else ''}.")
         return own
+
+    def _to_environment(self, item: Item, variable: str) -> None:
+        """Without the value in any message."""
+        if len(item.values) != 1:
+            self._problems.add(f"{item.flag}: expected one value behind it.")
+            return
+        self.environment[variable] = item.values[0]
+        self._taken.append(f"{item.flag}: taken as {variable} of the environment.")
 
     def _refuse(self, item: Item, missing: Missing) -> None:
         self._problems.add(f"{item.flag}: not here. {missing.instead}")

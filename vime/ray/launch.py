@@ -51,6 +51,7 @@ def main(
     """Run `rhythm` on the machine that the command line describes. `argv`: without the program's name; None: that of
     this process, as of train.py. `called`: what --help calls it."""
     program = Program()
+    program.hide_secrets()
     loss = program.loss
     with contextlib.ExitStack() as claims:
         try:

@@ -14,7 +14,7 @@ from vime.rollout.groups import UNUSABLE, generate_and_rm_group
 from vime.rollout.loops import raise_first
 from vime.rollout.metrics import pass_metrics, sample_metrics
 from vime.rollout.progress import BOARD, RoundProgress
-from vime.rollout.prompts import Prompts, read_prompts
+from vime.rollout.prompts import Prompt, Prompts, read_prompts
 from vime.rollout.reward_errors import check_evaluation
 from vime.types import EngineError, RolloutFnEvalOutput, Sample, WaitTimeoutError
 from vime.utils.waits import waiting
@@ -60,18 +60,23 @@ async def evaluate_all(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
+def _new_sample(one: EvalSet, prompt: Prompt, group_index: int, index: int) -> Sample:
+    """As in slime the set's own word about who scores wins over its records'."""
+    sample = new_sample(prompt, group_index=group_index, index=index)
+    if one.rm_type is not None:
+        sample.metadata[IN_RECORD] = one.rm_type
+    return sample
+
+
 async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float) -> tuple[list[Sample], int]:
     """The samples, and how many prompts are left out because their reward failed (--on-reward-error drop). `ends` is a
     time of the running loop."""
     args, name = one.config.flat, one.name
     size, params = args.n_samples_per_eval_prompt, eval_sampling_params(args)
     groups = [
-        [new_sample(prompt, group_index=number, index=number * size + offset) for offset in range(size)]
+        [_new_sample(one, prompt, number, number * size + offset) for offset in range(size)]
         for number, prompt in enumerate(prompts)
     ]
-    if one.rm_type is not None:  # as in slime the set's own word wins over its records'
-        for sample in [sample for group in groups for sample in group]:
-            sample.metadata[IN_RECORD] = one.rm_type
     started, finished = time.monotonic(), 0
     results: list[list[Sample]] = [[] for _ in groups]
 
