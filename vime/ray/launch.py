@@ -70,9 +70,6 @@ def main(
                 )
             )
             sign(run_dir.path)
-        except KeyboardInterrupt:
-            sys.stderr.write("\nstopped: nothing was started.\n")
-            return INTERRUPTED
         except (VimeError, OSError) as error:  # OSError: of a disk that is full
             sys.stderr.write(f"refused: {error}\n")
             return ConfigError.exit_code  # whatever it is about: nothing was started

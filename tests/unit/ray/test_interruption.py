@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 
+from tests.helpers.training import ROOT
 from vime.config.parse import Config, parse
 from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
@@ -105,6 +107,22 @@ def test_before_there_is_anything_to_save_no_save_is_promised(capfd: pytest.Capt
         assert interrupts.is_asked
     assert "nothing has been trained yet, so there is nothing to save" in said
     assert "saving the state" not in said
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["train_async.py"], ["-m", "vime", "train"]])
+def test_ctrl_c_while_modules_are_loaded_ends_without_a_traceback(command: list[str], tmp_path: Path) -> None:
+    """The module that takes longest to load is one that sends the signal."""
+    (tmp_path / "ray.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    search = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *command, "--lr", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "\nstopped: nothing was started.\n")
 
 
 def test_parts_of_a_start_that_ends_are_not_waited_for_and_those_of_a_run_are(tmp_path: Path) -> None:
