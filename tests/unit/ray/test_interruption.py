@@ -24,7 +24,7 @@ from vime.ray.assembly import Starter
 from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.interrupts import Interrupts
-from vime.ray.machine import Machine, Parts, Watchers
+from vime.ray.machine import Machine, Parts, Watchers, has_work
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.trainers import TrainedRound
 from vime.ray.waits import Interrupted
@@ -89,7 +89,7 @@ def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Machine:
 def test_the_first_signal_is_a_request_and_the_second_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
-        interrupts.has_work = True
+        interrupts.has_work = lambda: True
         interrupts.raise_if_asked("nothing")
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted, match="a wait"):
@@ -105,8 +105,23 @@ def test_before_there_is_anything_to_save_no_save_is_promised(capfd: pytest.Capt
         os.kill(os.getpid(), signal.SIGINT)
         said = capfd.readouterr().err
         assert interrupts.is_asked
-    assert "nothing has been trained yet, so there is nothing to save" in said
+    assert "nothing has been trained that is not saved, so there is nothing to save" in said
     assert "saving the state" not in said
+
+
+def test_a_save_is_promised_from_the_first_step_of_a_round_until_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = make_machine(parse([]), tmp_path, num_rollout=9)
+    assert not has_work(machine)  # round 0 is generated
+    seen = []
+    trained = TrainedRound(metrics={}, stepped=[])
+    monkeypatch.setattr(machine.parts.trainers, "train", lambda *_, **__: seen.append(has_work(machine)) or trained)
+    machine.train(GeneratedRound(rollout_id=0, ticket=None, metrics={}))
+    assert seen == [True]
+    assert has_work(machine)
+    machine.save()
+    assert not has_work(machine)  # until round 1 is trained
 
 
 @pytest.mark.parametrize("command", [["train.py"], ["train_async.py"], ["-m", "vime", "train"]])
