@@ -44,6 +44,7 @@ class Stop:
 
     at_s: float
     seconds: float
+    cpu_s: float  # of train.py and of what it waited for, from the signal on
     code: int
     left: list[str]
     said: list[str]
@@ -56,16 +57,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT / "data/quickstart-seed0", help="the quick start's data")
     parser.add_argument("flags", nargs="*", help="flags handed to train.py, after --")
     options = parser.parse_args()
-    print("| moment | at s | seconds to the end | exit | left after 5 s | load | said |\n|---|---|---|---|---|---|---|")
+    titles = ("moment", "at s", "seconds to the end", "CPU s", "exit", "left after 5 s", "load", "said")
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for name in options.moment or MOMENTS:
         for _ in range(options.repeats):
             stop = stop_at(*MOMENTS[name], [*quick_start_flags(ROOT, options.data.resolve()), *options.flags])
             left = ", ".join(stop.left) or "nothing"
-            print(
-                f"| {name} | {stop.at_s:.1f} | {stop.seconds:.1f} | {stop.code} | {left} | {os.getloadavg()[0]:.1f} | "
-                f"{' / '.join(stop.said)} |",
-                flush=True,
-            )
+            cells = [name, f"{stop.at_s:.1f}", f"{stop.seconds:.1f}", f"{stop.cpu_s:.1f}", str(stop.code), left]
+            print(f"| {' | '.join(cells)} | {os.getloadavg()[0]:.1f} | {' / '.join(stop.said)} |", flush=True)
 
 
 def stop_at(line: str, delay_s: float, flags: list[str]) -> Stop:
@@ -88,14 +87,15 @@ def stop_at(line: str, delay_s: float, flags: list[str]) -> Stop:
         while line not in log.read_text() and run.poll() is None and time.monotonic() - began < DEADLINE_S:
             time.sleep(0.02)
         time.sleep(delay_s)
-        before, sent = len(log.read_text()), time.monotonic()
+        before, sent, used_s = len(log.read_text()), time.monotonic(), sum(psutil.Process(run.pid).cpu_times()[:4])
         os.killpg(run.pid, signal.SIGINT)
-        code = run.wait(DEADLINE_S)
-        ended = time.monotonic()
+        _, status, used = os.wait4(run.pid, 0)
+        code, ended = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(5.0)  # what Ray's servers take that end by themselves
         return Stop(
             at_s=sent - began,
             seconds=ended - sent,
+            cpu_s=used.ru_utime + used.ru_stime - used_s,
             code=code,
             left=members(mark),
             said=[text.replace(directory, "DIR") for text in log.read_text()[before:].strip().splitlines()[-6:]],

@@ -181,6 +181,30 @@ def _(world: World) -> None:
     del world.given["--num-rollout"]
 
 
+@case(
+    "an unknown flag and broken files",
+    *("3 problems", "unknown flag --turbo", "no tokenizer there", "train.jsonl:2", "See train.py --help"),
+)
+def _(world: World) -> Sequence[str]:
+    (world.model / "tokenizer.json").unlink()
+    world.prompts.write_text('{"input": "1", "label": "2"}\n{\n')
+    return ["--turbo", "3"]
+
+
+@case("a choice that is none does not make the records wrong", "--rm-type", "'exact'", "choose from")
+def _(world: World) -> Sequence[str]:
+    world.given["--rm-type"] = "exact"
+    world.records({"input": "1", "label": [3]})  # which no known reward is said to compare
+    return []
+
+
+by_flags(
+    "settings of verl",
+    "data.train_batch_size=64 trainer.total_epochs=3",
+    *("data.train_batch_size=64 trainer.total_epochs=3", "settings of verl", "docs/migrating.md says"),
+)
+
+
 @case("a failpoint that is none", "VIME_FAILPOINTS='no_such_point=kill'", "needs VIME_FAILPOINTS_DIR", "Set it")
 def _(world: World) -> None:
     world.environment["VIME_FAILPOINTS"] = "no_such_point=kill"

@@ -225,7 +225,7 @@ OF_VLLM_TOO = frozenset(
 """Of these, the names that vLLM 0.32 has as well: behind --vllm- they are vLLM's."""
 
 _COLOCATE = (
-    "trainer and engines on the same GPUs is not there yet. Remove it and give engines GPUs of their own: "
+    "Trainer and engines cannot share GPUs yet. Remove it and give engines GPUs of their own: "
     "--rollout-num-gpus N beside --actor-num-gpus-per-node."
 )
 _OFFLOAD = (

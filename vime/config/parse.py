@@ -136,6 +136,12 @@ def parse(argv: Sequence[str], *, program: str = "train.py") -> Config:
     return config
 
 
+def parse_readable(argv: Sequence[str]) -> tuple[Config, set[str]]:
+    """What can be read of a command line, and which flags of it could not: those have their defaults."""
+    config, reading = _parse(argv, Problems(), program="")
+    return config, reading.refused_flags
+
+
 def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
     """What could be read; a flag with a problem has its default."""
     files, own = config_file.split_config_files(argv)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ DASHES = ("--", "\u2013", "\u2014")
 NEARLY_THE_SAME = 0.9
 """Share of equal letters above which an unknown flag is taken for a slip of the pen: `--rollout-batchsize`."""
 TOLERANCE = 1e-9
+_OF_VERL = re.compile(r"\+?[a-z_]+(\.[a-z_0-9]+)+=")
+"""A setting as Hydra takes it: `data.train_batch_size=64`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +115,24 @@ def _take(
             problems.add(str(error))
             reading.refused_flags.add(item.flag)
             return
-        if unread:
+        if unread and all(_OF_VERL.match(word) for word in unread):
+            problems.add(_of_verl(unread))
+        elif unread:
             problems.add(f"{item}: {' '.join(unread)} is too much behind {item.flag}. See train.py --help.")
         return
     prefix = next((prefix for prefix in PASSTHROUGH if item.flag.startswith(prefix)), None)
     if prefix is not None:
         reading.passthrough[prefix] += ["--" + item.flag.removeprefix(prefix), *item.values]
         return
+    if not item.flag and all(_OF_VERL.match(word) for word in item.values):
+        problems.add(_of_verl(item.values))
+        return
     what = f"unknown flag {item.flag}" if item.flag else f"{' '.join(item.values)}: expected a flag in front"
     problems.add(f"{what}. {_nearest(item.flag, set(options))}See train.py --help.")
+
+
+def _of_verl(words: Sequence[str]) -> str:
+    return f"{' '.join(words)}: settings of verl. docs/migrating.md says which flags say the same."
 
 
 def _nearest(flag: str, options: set[str]) -> str:
