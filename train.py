@@ -3,8 +3,7 @@
 
 import sys
 
-from vime.ray.launch import main
-from vime.ray.rhythms import train
+from vime.cli.train import run_train
 
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(run_train("train"))

@@ -3,8 +3,7 @@ is `vime/ray/rhythms.py::train_async`."""
 
 import sys
 
-from vime.ray.launch import main
-from vime.ray.rhythms import train_async
+from vime.cli.train import run_train
 
 if __name__ == "__main__":
-    sys.exit(main(train_async, is_async=True))
+    sys.exit(run_train("train-async"))

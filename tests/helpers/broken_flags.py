@@ -74,7 +74,19 @@ by_flags(
     without="--hf-checkpoint",
 )
 by_flags("a reward that is none", "--rm-type exact", "--rm-type", "'exact'", "choose from")
-by_flags("a remote reward without an address", "--rm-type remote_rm", "--rm-type remote_rm needs --rm-url", "Add it")
+by_flags(
+    "a buffer's filter where the ledger decides",
+    "--transferqueue-mode streaming --over-sampling-batch-size 4 --buffer-filter-path filters.newest",
+    *("--buffer-filter-path", "In mode streaming the ledger says which group is next", "--stale-policy", "Remove it"),
+)
+by_flags(
+    "a box where the grader looks elsewhere",
+    "--rm-type boxed_dapo",
+    *("boxed_dapo", "looks for a line", "Say --rm-type boxed_math or boxed_exact_match"),
+)
+by_flags(
+    "a remote reward without an address", "--rm-type remote_rm", "--rm-type remote_rm, which needs --rm-url", "Add it"
+)
 by_flags("an address that is none", "--rm-type remote_rm --rm-url localhost", "--rm-url localhost", "expected http://")
 by_flags(
     "evaluation pairs that are none", "--eval-interval 1 --eval-prompt-data x", "expected NAME PATH pairs", "Give each"
@@ -167,6 +179,30 @@ def _(world: World) -> None:
     (world.model / "tokenizer.json").unlink()
     world.prompts.write_text('{"input": "1", "label": "2"}\n{\n')
     del world.given["--num-rollout"]
+
+
+@case(
+    "an unknown flag and broken files",
+    *("3 problems", "unknown flag --turbo", "no tokenizer there", "train.jsonl:2", "See train.py --help"),
+)
+def _(world: World) -> Sequence[str]:
+    (world.model / "tokenizer.json").unlink()
+    world.prompts.write_text('{"input": "1", "label": "2"}\n{\n')
+    return ["--turbo", "3"]
+
+
+@case("a choice that is none does not make the records wrong", "--rm-type", "'exact'", "choose from")
+def _(world: World) -> Sequence[str]:
+    world.given["--rm-type"] = "exact"
+    world.records({"input": "1", "label": [3]})  # which no known reward is said to compare
+    return []
+
+
+by_flags(
+    "settings of verl",
+    "data.train_batch_size=64 trainer.total_epochs=3",
+    *("data.train_batch_size=64 trainer.total_epochs=3", "settings of verl", "docs/migrating.md says"),
+)
 
 
 @case("a failpoint that is none", "VIME_FAILPOINTS='no_such_point=kill'", "needs VIME_FAILPOINTS_DIR", "Set it")

@@ -359,3 +359,20 @@ def _(world: World) -> Sequence[str]:
     found = checkpoint(world)
     (found.parent / "latest_checkpointed_iteration.txt").write_text("77")
     return ["--load", str(found.parent)]
+
+
+@case(
+    "a reference model as slime converts it",
+    *(
+        "--ref-load",
+        "checkpoint of another trainer",
+        "the Hugging Face model that it was made from",
+        "Expected Hugging Face weights",
+    ),
+)
+def _(world: World) -> Sequence[str]:
+    directory = world.root / "model_torch_dist"
+    (directory / "iter_0000001").mkdir(parents=True)
+    (directory / "latest_checkpointed_iteration.txt").write_text("1\n")
+    (directory / "iter_0000001" / "common.pt").write_bytes(b"")
+    return ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(directory)]

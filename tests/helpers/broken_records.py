@@ -157,6 +157,57 @@ def _(world: World) -> Sequence[str]:
     return ["--rm-type", "math"]
 
 
+@case(
+    "a grader in a record that is none",
+    *("train.jsonl:2", "metadata['rm_type'] is 'maths'", "expected one of exact_match", "Fix the record"),
+)
+def _(world: World) -> None:
+    world.records(GOOD, {**GOOD, "metadata": {"rm_type": "maths"}})
+
+
+@case(
+    "records of which not every one says its grader",
+    *("no reward", "give --rm-type or --custom-rm-path", "1 of 2 records", "metadata['rm_type']", "train.jsonl:2"),
+)
+def _(world: World) -> None:
+    del world.given["--rm-type"]
+    world.records({**GOOD, "metadata": {"rm_type": "f1"}}, GOOD)
+
+
+@case("a label that the record's own grader cannot compare", "the label is list", "rm_type math of its metadata")
+def _(world: World) -> Sequence[str]:
+    world.records({"input": "1+1=", "label": [2], "metadata": {"rm_type": "math"}})
+    return ["--rm-type", "f1"]
+
+
+@case("a dapo record without a reward key", "train.jsonl:1", "is 'dapo'", "Add --reward-key score")
+def _(world: World) -> None:
+    world.records({**GOOD, "metadata": {"rm_type": "dapo"}})
+
+
+@case("a remote record without an address", "train.jsonl:1", "is 'remote_rm'", "needs --rm-url")
+def _(world: World) -> None:
+    world.records({**GOOD, "metadata": {"rm_type": "remote_rm"}})
+
+
+@case(
+    "a bad record of a set of --eval-config",
+    *("eval.jsonl:1", "the label is list", "expected text or a number", "Fix the record"),
+)
+def _(world: World) -> Sequence[str]:
+    (world.root / "eval.jsonl").write_text('{"question": "1+1=", "answer": [2]}\n')
+    sets = world.root / "sets.toml"
+    sets.write_text('[[datasets]]\nname = "own"\npath = "eval.jsonl"\ninput_key = "question"\nlabel_key = "answer"\n')
+    return ["--eval-interval", "1", "--eval-config", str(sets)]
+
+
+@case("a set of --eval-config that needs an entry", "set own", "rm_type dapo", "Add --reward-key score")
+def _(world: World) -> Sequence[str]:
+    sets = world.root / "sets.toml"
+    sets.write_text(f'[[datasets]]\nname = "own"\npath = "{world.prompts}"\nrm_type = "dapo"\n')
+    return ["--eval-interval", "1", "--eval-config", str(sets)]
+
+
 @case("a label that is compared and not named", "no --label-key is given", "have: input, label", "Name the key")
 def _(world: World) -> Sequence[str]:
     del world.given["--label-key"]

@@ -202,8 +202,6 @@ SCRIPTS = {
         f"--sglang-attention-backend flashinfer --deterministic-mode {_MISC}",
         shape=shape("qwen2", QWEN25_05B),
         then={
-            "--wandb-host": "",
-            "--wandb-team": "",
             "--vllm-enable-deterministic-inference": "",
             "--deterministic-mode": "",
         },
@@ -233,7 +231,7 @@ SCRIPTS = {
         f"--rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7 {_MISC} "
         "--custom-generate-function-path {plugin}:generate --custom-rm-path {plugin}:reward_func",
         shape={**_QWEN3_4B_SHAPE, "rope_theta": 5000000},
-        then={"--wandb-key": ""},
+        then={},
     ),
     "search-r1-qwen2.5-3B": Script(
         source="examples/search-r1/run_qwen2.5_3B.sh",

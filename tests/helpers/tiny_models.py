@@ -14,7 +14,7 @@ COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": 2,

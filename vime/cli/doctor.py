@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import json
 import os
 import resource
 import shutil
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vime.config.hf_config import read_model_shape
+from vime.config.model_files import check_tokenizer, read_headers, what_is_there
 from vime.observability.machine_facts import NVIDIA, gpu_names, processor_name
 from vime.types import ConfigError, VimeError
 from vime.utils.device import has_cuda
@@ -230,16 +230,16 @@ def check_gpu() -> Finding:
 
 def check_model(directory: str) -> Finding:
     """config.json, weights whose headers fit their sizes, tokenizer."""
+    path = Path(directory).expanduser()
     try:
         shape = read_model_shape(directory)
-        files = sorted(Path(directory).expanduser().glob("*.safetensors"))
-        num_bytes = sum(map(_weight_bytes, files))
-    except (VimeError, OSError, ValueError) as error:
+        if not read_headers(directory, flag="--hf-checkpoint"):
+            return Finding(Verdict.FAIL, "model", f"{directory}: no *.safetensors there. {what_is_there(directory)}")
+        check_tokenizer(directory, vocab_size=shape.vocab_size)
+        files = sorted(path.glob("*.safetensors"))
+        num_bytes = sum(file.stat().st_size for file in files)
+    except (VimeError, OSError) as error:
         return Finding(Verdict.FAIL, "model", str(error))
-    if not files:
-        return Finding(Verdict.FAIL, "model", f"{directory}: no *.safetensors there. Expected Hugging Face weights.")
-    if not any((Path(directory).expanduser() / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return Finding(Verdict.FAIL, "model", f"{directory}: no tokenizer.json there. Copy the tokenizer's files too.")
     text = (
         f"{shape.model_type}, {shape.num_layers} layers, {num_bytes / 1e6:,.1f} MB of weights in {len(files)} file(s)"
     )
@@ -304,18 +304,3 @@ def _cgroup_limit() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
     return None
-
-
-def _weight_bytes(file: Path) -> int:
-    """Size of a safetensors file; ValueError when its header does not fit it."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"{file}: is no safetensors file, or cut off. Fetch it again.")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    told = 8 + length + max(ends, default=0)
-    if told != size:
-        raise ValueError(f"{file}: has {size:,} bytes, its header speaks of {told:,}: cut off. Fetch it again.")
-    return size

@@ -1,8 +1,9 @@
-"""`vime train` and `vime train-async`: train.py and train_async.py where Vime is installed and no clone is at hand."""
+"""train.py and train_async.py; `vime train` and `vime train-async` are the same where there is no clone."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,13 +20,18 @@ def add_parsers(commands: Any) -> None:
         commands.add_parser(name, help=text, add_help=False).set_defaults(run_command=_unreachable)
 
 
-def run_train(command: str, flags: Sequence[str]) -> int:
-    """Train; answers the exit code of the run."""
-    from vime.ray.launch import main  # brings Ray, which a look at a run does without
-    from vime.ray.rhythms import train, train_async
+def run_train(command: str, flags: Sequence[str] | None = None) -> int:
+    """Train; answers the exit code of the run. `flags`: None for those of this process."""
+    try:
+        # brings Ray, which a look at a run does without, and a second in which somebody may press Ctrl-C
+        from vime.ray.launch import main
+        from vime.ray.rhythms import train, train_async
 
-    is_async = command == "train-async"
-    return main(train_async if is_async else train, is_async=is_async, argv=flags, called=f"vime {command}")
+        is_async, called = command == "train-async", None if flags is None else f"vime {command}"
+        return main(train_async if is_async else train, is_async=is_async, argv=flags, called=called)
+    except KeyboardInterrupt:  # a run that was started takes it itself
+        sys.stderr.write("\nstopped: nothing was started.\n")
+        return 130
 
 
 def _unreachable(arguments: argparse.Namespace) -> int:

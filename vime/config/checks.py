@@ -20,6 +20,7 @@ from vime.config.algo_checks import (
 )
 from vime.config.eval_sets import eval_sets
 from vime.config.flags import knobs
+from vime.config.graders import is_unscored, lack_of
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.model_files import what_is_there
@@ -386,19 +387,13 @@ def _check_schedule(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     reward = config.reward
-    scored_elsewhere = config.rollout.custom_generate_function_path or config.debug.load_debug_rollout_data
-    is_imitation = config.algo.loss_type == "sft_loss"
-    if not (reward.rm_type or reward.custom_rm_path or scored_elsewhere or is_imitation):
+    may_be_in_records = config.data.prompt_data is not None and _default_source(config)
+    if is_unscored(config) and not may_be_in_records:
         raise ConfigError("no reward: give --rm-type or --custom-rm-path.")
     if reward.rm_type and reward.custom_rm_path:
         raise ConfigError("--rm-type and --custom-rm-path are both given. Keep one of the two.")
-    if reward.rm_type == "dapo" and reward.reward_key not in ("score", "acc"):
-        raise ConfigError(
-            f"--rm-type dapo answers score (1 or -1) and acc (1 or 0), and --reward-key is {reward.reward_key}. Add "
-            "--reward-key score."
-        )
-    if reward.rm_type == "remote_rm" and not reward.rm_url:
-        raise ConfigError("--rm-type remote_rm needs --rm-url, the address of the service. Add it.")
+    if lack := lack_of(reward.rm_type, reward):
+        raise ConfigError(f"--rm-type {reward.rm_type}, {lack}.")
 
 
 def _check_eval(config: Config) -> None:
@@ -408,6 +403,9 @@ def _check_eval(config: Config) -> None:
     for one in eval_sets(config):
         if not prompt_files(one.path.split("@[")[0]):
             raise ConfigError(f"{one.flag}: no such file: {one.path} (set {one.name}). {EXPECTED_PROMPTS}")
+        own = one.config.reward
+        if own != config.reward and (lack := lack_of(own.rm_type, own)):
+            raise ConfigError(f"{one.flag}: set {one.name} has rm_type {own.rm_type}, {lack}.")
     data = config.data
     replayed = config.debug.load_debug_rollout_data is not None
     if data.prompt_data is None and data.reasoning_gym is None and not replayed and _default_source(config):

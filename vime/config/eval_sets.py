@@ -49,6 +49,7 @@ class EvalSet:
     path: str
     flag: str  # that named it
     config: Config
+    rm_type: str | None = None  # that the set itself names
 
 
 def eval_sets(config: Config) -> list[EvalSet]:
@@ -86,7 +87,11 @@ def _of_file(config: Config, file: Path) -> Iterator[EvalSet]:
         part = merged["path"].partition("@[")
         changes = _changes(merged, here)
         yield EvalSet(
-            name=merged["name"], path=path + part[1] + part[2], flag="--eval-config", config=config.replace(**changes)
+            name=merged["name"],
+            path=path + part[1] + part[2],
+            flag="--eval-config",
+            config=config.replace(**changes),
+            rm_type=changes.get("rm_type"),
         )
 
 

@@ -167,6 +167,11 @@ RENAMED: dict[str, Renamed] = {
 }
 """Taken as the flags on the right, with one line that says so."""
 
+TO_ENVIRONMENT = {"--wandb-team": "WANDB_ENTITY", "--wandb-host": "WANDB_BASE_URL"}
+"""Taken as settings of wandb, which are variables of the environment and of no configuration."""
+SECRETS = {"--wandb-key": "WANDB_API_KEY"}
+"""The same for what must not be seen: `ray/successor.py` takes it off the command line of the process too."""
+
 ENGINE: dict[str, Renamed | Always | Missing] = {
     "mem-fraction-static": Renamed(
         ("--vllm-gpu-memory-utilization", "{}"),
@@ -220,7 +225,7 @@ OF_VLLM_TOO = frozenset(
 """Of these, the names that vLLM 0.32 has as well: behind --vllm- they are vLLM's."""
 
 _COLOCATE = (
-    "trainer and engines on the same GPUs is not there yet. Remove it and give engines GPUs of their own: "
+    "Trainer and engines cannot share GPUs yet. Remove it and give engines GPUs of their own: "
     "--rollout-num-gpus N beside --actor-num-gpus-per-node."
 )
 _OFFLOAD = (
@@ -230,10 +235,7 @@ _FORMULA = "Remove it; --custom-loss-path takes a loss of your own (docs/customi
 _LOGS = "Remove it; RUN_DIR/metrics.jsonl and `vime report` have what a run measured."
 
 MISSING: dict[str, Missing] = {
-    "--wandb-key": Missing("Set WANDB_API_KEY in the environment: a key on a command line is in every process list."),
-    "--wandb-team": Missing("Set WANDB_ENTITY in the environment."),
-    "--wandb-host": Missing("Set WANDB_BASE_URL in the environment."),
-    "--wandb-dir": Missing("Set WANDB_DIR in the environment."),
+    "--wandb-dir": Missing("Remove it: wandb's files are in RUN_DIR/wandb."),
     "--custom-loss-function-path": Missing(
         "Say --loss-type custom_loss --custom-loss-path with a function (args, logp_T, entropy_T, columns)."
     ),
@@ -264,9 +266,6 @@ MISSING: dict[str, Missing] = {
     "--custom-megatron-before-train-step-hook-path": Missing("Remove it."),
     "--custom-rollout-log-function-path": Missing(_LOGS),
     "--custom-eval-rollout-log-function-path": Missing(_LOGS),
-    "--buffer-filter-path": Missing(
-        "Remove it; give a class of your own with --data-source-path: its get_samples decides what comes next."
-    ),
     "--rollout-all-samples-process-path": Missing("Say --rollout-sample-filter-path, which sees every kept group."),
     "--rollout-data-postprocess-path": Missing("Say --custom-reward-post-process-path."),
     "--rollout-sample-hook-path": Missing("Say --custom-generate-function-path."),
@@ -333,6 +332,13 @@ VALUES: dict[str, dict[str, str | Missing]] = {
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
             "vime.rollout.filter_hub.check_reward_nonzero_std"
         ),
+    },
+    "--rm-type": {
+        "boxed_deepscaler": Missing("deepscaler looks for the box itself. Say --rm-type deepscaler."),
+        "boxed_dapo": Missing(
+            "dapo looks for a line `Answer:`, which no box holds. Say --rm-type boxed_math or boxed_exact_match."
+        ),
+        "boxed_remote_rm": Missing("the service gets the whole answer. Say --rm-type remote_rm."),
     },
     "--rollout-backend": {"sglang": Missing("Only vllm generates. Remove the flag.")},
 }

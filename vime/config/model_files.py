@@ -193,6 +193,11 @@ def _check_json(file: Path, where: str) -> None:
         raise ConfigError(f"{where}: {file.name} is a {type(record).__name__}, expected a JSON object. Copy it again.")
 
 
+LATEST = "latest_checkpointed_iteration.txt"
+"""Names the newest checkpoint beside it: here, in slime and in Megatron."""
+OF_MEGATRON = ("*.distcp", "common.pt", ".metadata", "mp_rank_*", "metadata.json")
+
+
 def what_is_there(directory: str) -> str:
     """What a directory is that is no Hugging Face model with safetensors, and what to do with it; else empty."""
     path = Path(directory).expanduser()
@@ -201,6 +206,11 @@ def what_is_there(directory: str) -> str:
     if not path.is_dir():
         return "There is no such directory. "
     names = sorted(entry.name for entry in path.iterdir())
+    if foreign_round(path) is not None:
+        return (
+            "This is a checkpoint of another trainer (Megatron, slime, verl): name the Hugging Face model that it was "
+            "made from, or export it with that trainer's own converter. "
+        )
     if "run_state.json" in names or (path / "checkpoints").is_dir() or any(_is_checkpoint(name) for name in names):
         return (
             "This is a checkpoint or a run directory of Vime: give it to --load, and to --hf-checkpoint the model that "
@@ -215,7 +225,20 @@ def what_is_there(directory: str) -> str:
 
 
 def _is_checkpoint(name: str) -> bool:
-    return name.startswith("iter_0") or name == "latest_checkpointed_iteration.txt"
+    return name.startswith("iter_0") or name == LATEST
+
+
+def foreign_round(directory: Path) -> Path | None:
+    """The first that Megatron, or who builds on it, wrote: `directory` or a round in it; None without one."""
+    marker = directory / LATEST
+    text = marker.read_text(errors="replace").strip() if marker.is_file() else ""
+    names = [f"iter_{int(text):07d}"] if text.isdigit() else [text] if text == "release" else []
+    rounds = [directory / name for name in names] + sorted(path for path in directory.glob("iter_*") if path.is_dir())
+    for one in (directory, *rounds):
+        is_ours = (one / "run_state.json").is_file()
+        if not is_ours and any(True for pattern in OF_MEGATRON for _ in one.glob(pattern)):
+            return one
+    return None
 
 
 def _some(names: Iterable[str]) -> str:

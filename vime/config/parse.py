@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -135,9 +136,10 @@ def parse(argv: Sequence[str], *, program: str = "train.py") -> Config:
     return config
 
 
-def parse_what_can_be_read(argv: Sequence[str]) -> Config:
-    """`parse` for who says elsewhere what is wrong: a flag with a problem has its default."""
-    return _parse(argv, Problems(), program="train.py")[0]
+def parse_readable(argv: Sequence[str]) -> tuple[Config, set[str]]:
+    """What can be read of a command line, and which flags of it could not: those have their defaults."""
+    config, reading = _parse(argv, Problems(), program="")
+    return config, reading.refused_flags
 
 
 def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
@@ -189,6 +191,7 @@ def parse_command_line(argv: Sequence[str] | None = None, *, program: str = "tra
 
     problems, of_flags = Problems(), Problems()
     given, reading = _parse(sys.argv[1:] if argv is None else argv, of_flags, program=program)
+    os.environ.update(reading.environment)
     with of_flags.gathering():
         given = with_local_copies(given)
     config = resolve(given, problems)

@@ -44,6 +44,17 @@ def _may_cut_answers(config: Config) -> bool:
     return _uses_engines_to_train(config) and (is_streaming or has_surplus or has_plugin)
 
 
+def _may_ask_service(config: Config) -> bool:
+    """--eval-config, and without --rm-type the records, name rewards of their own."""
+    return config.reward.rm_type in ("remote_rm", None) or config.eval.eval_config is not None
+
+
+def _has_buffer(config: Config) -> bool:
+    """Whether groups may wait in the default data source for a later round."""
+    is_ours = config.data.data_source_path == "vime.rollout.data_source.RolloutDataSourceWithBuffer"
+    return is_ours and config.queue.transferqueue_mode != "streaming" and _may_cut_answers(config)
+
+
 def _may_mix_versions(config: Config) -> bool:
     """Whether weights may move in the middle of an answer, or between two parts of it."""
     if config.queue.transferqueue_mode == "streaming":
@@ -90,6 +101,14 @@ READ_WHEN = (
         "--custom-generate-function-path, or --transferqueue-mode streaming",
     ),
     Condition(
+        ("buffer_filter_path",),
+        _has_buffer,
+        "with groups that are cut or left over (--over-sampling-batch-size above --rollout-batch-size, "
+        "--dynamic-sampling-filter-path or --custom-generate-function-path), in mode off or buffer, with the default "
+        "--data-source-path. In mode streaming the ledger says which group is next, so that each is trained once; "
+        "--dynamic-sampling-filter-path and --stale-policy say there which are left out",
+    ),
+    Condition(
         ("mask_offpolicy_in_partial_rollout",), lambda config: config.rollout.partial_rollout, "with --partial-rollout"
     ),
     Condition(
@@ -107,7 +126,7 @@ READ_WHEN = (
         _uses_engines_to_train,
         "with a --rollout-function-path that generates answers and scores them",
     ),
-    Condition(("rm_url",), lambda config: config.reward.rm_type == "remote_rm", "with --rm-type remote_rm"),
+    Condition(("rm_url",), _may_ask_service, "with --rm-type remote_rm, or where records or sets name their rewards"),
     Condition(
         ("custom_reward_post_process_path", "get_mismatch_metrics"),
         lambda config: config.algo.loss_type != "sft_loss",

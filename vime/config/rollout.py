@@ -71,6 +71,12 @@ class RolloutConfig:
         "keeps or drops a finished group, for example vime.rollout.filter_hub.check_reward_nonzero_std",
         path=PathKind.PLUGIN,
     )
+    buffer_filter_path: str | None = flag(
+        None,
+        "def choose(args, rollout_id, buffer, num_samples) -> groups: takes out of the groups that wait, in place; "
+        "empty: the oldest first",
+        path=PathKind.PLUGIN,
+    )
     max_dropped_in_a_row: int | None = flag(
         None,
         "end the run when so many groups were dropped one after the other and none was kept; empty: 10 x "
@@ -103,14 +109,23 @@ class RolloutConfig:
     rollout_backend: str = flag("vllm", "generation engine; only vllm is supported")
 
 
+BOXED = "boxed_"
+"""In front of a grader's name: it judges the last box of the answer alone."""
+RM_TYPES = (
+    *("exact_match", "math", "remote_rm", "reasoning_gym", "deepscaler", "dapo", "f1", "gpqa"),
+    *(BOXED + name for name in ("exact_match", "math", "f1", "gpqa")),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
     """Reward: who scores an answer."""
 
     rm_type: str | None = flag(
         None,
-        "built-in reward (docs/customization.md); dapo answers a dict, of which --reward-key score is trained on",
-        choices=("exact_match", "math", "remote_rm", "reasoning_gym", "deepscaler", "dapo", "f1", "gpqa"),
+        "built-in reward (docs/customization.md), unless a record's metadata says `rm_type`; dapo answers a dict, of "
+        "which --reward-key score is trained on; boxed_<name> judges the last \\boxed{} alone",
+        choices=RM_TYPES,
     )
     rm_url: str | None = flag(None, "address that --rm-type remote_rm posts samples to")
     reward_key: str | None = flag(None, "entry to train on when the reward is a dict")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from vime.config.migration import (
     OF_VLLM_TOO,
     RENAMED,
     SAME_NAME,
+    SECRETS,
+    TO_ENVIRONMENT,
     VALUES,
     Always,
     FromModel,
@@ -38,6 +41,8 @@ DASHES = ("--", "\u2013", "\u2014")
 NEARLY_THE_SAME = 0.9
 """Share of equal letters above which an unknown flag is taken for a slip of the pen: `--rollout-batchsize`."""
 TOLERANCE = 1e-9
+_OF_VERL = re.compile(r"\+?[a-z_]+(\.[a-z_0-9]+)+=")
+"""A setting as Hydra takes it: `data.train_batch_size=64`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Reading:
     passthrough: dict[str, list[str]] = field(default_factory=lambda: {prefix: [] for prefix in PASSTHROUGH})
     notes: list[str] = field(default_factory=list)
     refused_flags: set[str] = field(default_factory=set)
+    environment: dict[str, str] = field(default_factory=dict)  # variables that flags stand for
 
 
 def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
@@ -77,6 +83,7 @@ def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problem
             _take(own, parser, options, reading, problems)
     reading.notes = translated.notes()
     reading.refused_flags |= translated.refused_flags
+    reading.environment = translated.environment
     return reading
 
 
@@ -108,15 +115,24 @@ def _take(
             problems.add(str(error))
             reading.refused_flags.add(item.flag)
             return
-        if unread:
+        if unread and all(_OF_VERL.match(word) for word in unread):
+            problems.add(_of_verl(unread))
+        elif unread:
             problems.add(f"{item}: {' '.join(unread)} is too much behind {item.flag}. See train.py --help.")
         return
     prefix = next((prefix for prefix in PASSTHROUGH if item.flag.startswith(prefix)), None)
     if prefix is not None:
         reading.passthrough[prefix] += ["--" + item.flag.removeprefix(prefix), *item.values]
         return
+    if not item.flag and all(_OF_VERL.match(word) for word in item.values):
+        problems.add(_of_verl(item.values))
+        return
     what = f"unknown flag {item.flag}" if item.flag else f"{' '.join(item.values)}: expected a flag in front"
     problems.add(f"{what}. {_nearest(item.flag, set(options))}See train.py --help.")
+
+
+def _of_verl(words: Sequence[str]) -> str:
+    return f"{' '.join(words)}: settings of verl. docs/migrating.md says which flags say the same."
 
 
 def _nearest(flag: str, options: set[str]) -> str:
@@ -138,6 +154,7 @@ class _Translator:
         self._always: dict[str, list[str]] = defaultdict(list)
         self._taken: list[str] = []
         self.refused_flags: set[str] = set()
+        self.environment: dict[str, str] = {}
 
     def own(self, item: Item) -> list[Item]:
         """What `item` is in Vime's flags; nothing when there is nothing left of it to parse."""
@@ -150,6 +167,8 @@ class _Translator:
             self._is_always(item, ALWAYS[item.flag])
         elif item.flag in RENAMED:
             return self._renamed(item, RENAMED[item.flag])
+        elif item.flag in TO_ENVIRONMENT or item.flag in SECRETS:
+            self._to_environment(item, {**TO_ENVIRONMENT, **SECRETS}[item.flag])
         elif item.flag in MISSING:
             self._refuse(item, MISSING[item.flag])
         elif engine is not None and engine in ENGINE:
@@ -220,6 +239,14 @@ class _Translator:
         as_what = f"taken as {' '.join(words)}" if words else "left out"
         self._taken.append(f"{item}: {as_what}{f' ({renamed.note})' if renamed.note else ''}.")
         return own
+
+    def _to_environment(self, item: Item, variable: str) -> None:
+        """Without the value in any message."""
+        if len(item.values) != 1:
+            self._problems.add(f"{item.flag}: expected one value behind it.")
+            return
+        self.environment[variable] = item.values[0]
+        self._taken.append(f"{item.flag}: taken as {variable} of the environment.")
 
     def _refuse(self, item: Item, missing: Missing) -> None:
         self._problems.add(f"{item.flag}: not here. {missing.instead}")

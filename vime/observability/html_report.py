@@ -74,6 +74,7 @@ UNTRAINED = {
     "transferqueue/stale_dropped_groups": "too old when the round was leased",
     "transferqueue/late_groups": "late: another attempt had taken its place",
 }
+_OF_LIBRARY = re.compile(r"^\S*/site-packages/(?P<package>[^/]+)/\S*:\d+: (?P<kind>\w+): (?P<said>.*)$")
 _WARNING = re.compile(r"^(?P<date>[\d-]{10} [\d:]{8}),\d+ (?P<level>WARNING|ERROR|CRITICAL)\s+\S+: (?P<text>.*)$")
 
 
@@ -232,16 +233,36 @@ def _logged(run_dir: Path) -> list[tuple[Any, ...]]:
     """Warnings and errors of every log; those that differ in numbers alone are one."""
     counts: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], tuple[str, str]] = {}
+    outdated: Counter[str] = Counter()  # of libraries about themselves: nothing that a user of this run can change
+    outdated_since = ""
     for path in sorted((run_dir / "logs").glob("*.log")):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         for line in lines:
             if match := _WARNING.match(line):
+                if package := _outdated_package(match["text"]):
+                    outdated[package] += 1
+                    outdated_since = min(filter(None, (outdated_since, match["date"])))
+                    continue
                 key = (path.stem, re.sub(r"\d+", "#", match["text"]))
                 counts[key] += 1
                 first.setdefault(key, (match["date"], f"{match['level'].lower()}: {match['text'][:600]}"))
-    return [(count, key[0], *first[key]) for key, count in counts.most_common(MAX_WARNINGS)]
+    rows: list[tuple[Any, ...]] = [(count, key[0], *first[key]) for key, count in counts.most_common(MAX_WARNINGS - 1)]
+    if outdated:
+        packages = ", ".join(f"{name} {count}" for name, count in outdated.most_common())
+        text = f"libraries say that a part of theirs is deprecated ({packages}); RUN_DIR/logs has them."
+        rows.append((outdated.total(), "all", outdated_since, text))
+    return rows
+
+
+def _outdated_package(text: str) -> str:
+    """The installed library that warns of its own deprecation; empty for any other warning, and for those of Vime."""
+    match = _OF_LIBRARY.match(text)
+    if match is None or match["package"] == "vime":
+        return ""
+    is_outdated = match["kind"].endswith(("DeprecationWarning", "FutureWarning")) or "deprecated" in match["said"]
+    return match["package"] if is_outdated else ""
 
 
 def _time_blocks(page: Page, summary: RunSummary, rounds: Rounds) -> list[Block]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.damage import doubts
 from vime.ray.engines import STOP_S as ENGINES_STOP_S
 from vime.ray.engines import Engines
-from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
+from vime.ray.interrupts import Interrupts, children_outlive_the_terminal, nothing_to_save
 from vime.ray.ledger_choice import choose_ledger
-from vime.ray.machine import Machine, Parts, Watchers
+from vime.ray.machine import Machine, Parts, Watchers, has_work
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.servers import watched_ray
 from vime.ray.stream import Stream
@@ -90,7 +91,7 @@ def open_machine(
     """
     start = find_start(config.model.load)
     starter = Starter(screen, events, interrupts)
-    interrupts.has_work = False
+    interrupts.has_work = nothing_to_save
     with contextlib.ExitStack() as stack:
         with children_outlive_the_terminal():
             tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start.rollout_id)
@@ -135,7 +136,7 @@ def open_machine(
         elif start.rollout_id > 0 and tracker.lacks(start.rollout_id - 1, "eval/"):
             machine.evaluate_if_due(start.rollout_id - 1)  # the run before ended with the checkpoint and ahead of it
         screen.begin(start.rollout_id, parts.num_rollout)
-        starter.is_done = interrupts.has_work = True
+        starter.is_done, interrupts.has_work = True, partial(has_work, machine)
         yield machine
         failpoint(Point.STOP)
         screen.stage("stopping")

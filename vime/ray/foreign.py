@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from vime.config.hf_config import has_weights
-from vime.ray.checkpoint import LATEST
+from vime.config.model_files import foreign_round
 from vime.types import ConfigError
 from vime.utils.manifest import MANIFEST
-
-OF_MEGATRON = ("*.distcp", "common.pt", ".metadata", "mp_rank_*", "metadata.json")
 
 
 def refuse_foreign(load: Path) -> None:
@@ -28,22 +26,9 @@ def refuse_foreign(load: Path) -> None:
             f"--load {load}: is a checkpoint without its run_state.json, which {MANIFEST} names. Expected every file "
             "of it; copy it again from where it came from."
         )
-    for directory in (load, *_named(load)):
-        if not (directory / "run_state.json").is_file() and any(_holds(directory, name) for name in OF_MEGATRON):
-            raise ConfigError(
-                f"--load {load}: {directory.name} is a checkpoint of another trainer (Megatron, slime, verl): it has "
-                "no run_state.json. Export it to Hugging Face weights with that trainer's own converter, and give them "
-                "to --hf-checkpoint."
-            )
-
-
-def _named(load: Path) -> list[Path]:
-    """The directories of rounds in `load`, that of the marker first."""
-    marker = load / LATEST
-    text = marker.read_text(errors="replace").strip() if marker.is_file() else ""
-    names = [f"iter_{int(text):07d}"] if text.isdigit() else [text] if text == "release" else []
-    return [load / name for name in names] + sorted(path for path in load.glob("iter_*") if path.is_dir())
-
-
-def _holds(directory: Path, pattern: str) -> bool:
-    return any(directory.glob(pattern))
+    if (foreign := foreign_round(load)) is not None:
+        raise ConfigError(
+            f"--load {load}: {foreign.name} is a checkpoint of another trainer (Megatron, slime, verl): it has no "
+            "run_state.json. Export it to Hugging Face weights with that trainer's own converter, and give them to "
+            "--hf-checkpoint."
+        )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
@@ -39,14 +39,21 @@ class Refusals:
             if not self._errors:
                 raise
 
+    def add_of(self, others: Refusals, *, not_about: Collection[str]) -> None:
+        """What `others` found, but for what names one of these flags: it may follow from a value that was not read."""
+        self._errors += [ConfigError(problem) for problem in others._problems().not_about(not_about)]
+
     def raise_all(self) -> None:
         """A single refusal as itself; several as one, numbered."""
         if len(self._errors) == 1:
             raise self._errors[0]
+        self._problems().raise_all()
+
+    def _problems(self) -> Problems:
         problems = Problems()
         for error in self._errors:
             problems.add(*(single_problems(error) if isinstance(error, ConfigError) else [str(error)]))
-        problems.raise_all()
+        return problems
 
 
 def check_inputs(config: Config, refusals: Refusals) -> None:

@@ -12,13 +12,15 @@ import signal
 import stat
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vime.ray.waits import Interrupted
 
 NOTICE = b"\nstopping when this step is done, then saving the state; once more: stop at once, without saving\n"
-NOTICE_AT_START = b"\nstopping: nothing has been trained yet, so there is nothing to save; once more: stop at once\n"
+NOTICE_WITHOUT_WORK = (
+    b"\nstopping: nothing has been trained that is not saved, so there is nothing to save; once more: stop at once\n"
+)
 
 
 class Interrupts:
@@ -26,7 +28,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.is_asked = False
-        self.has_work = False  # to save: every part stands, and rounds are trained
+        self.has_work: Callable[[], bool] = nothing_to_save  # whether a stop now saves something; asked by the handler
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -53,8 +55,13 @@ class Interrupts:
         self.is_asked = True
         # Not through the screen: a signal may come in the middle of its drawing.
         with contextlib.suppress(OSError):
-            notice = NOTICE if self.has_work else NOTICE_AT_START
+            notice = NOTICE if self.has_work() else NOTICE_WITHOUT_WORK
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, notice)
+
+
+def nothing_to_save() -> bool:
+    """Of a start: no part has trained anything."""
+    return False
 
 
 @contextlib.contextmanager

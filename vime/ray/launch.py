@@ -51,6 +51,7 @@ def main(
     """Run `rhythm` on the machine that the command line describes. `argv`: without the program's name; None: that of
     this process, as of train.py. `called`: what --help calls it."""
     program = Program()
+    program.hide_secrets()
     loss = program.loss
     with contextlib.ExitStack() as claims:
         try:
@@ -69,9 +70,6 @@ def main(
                 )
             )
             sign(run_dir.path)
-        except KeyboardInterrupt:
-            sys.stderr.write("\nstopped: nothing was started.\n")
-            return INTERRUPTED
         except (VimeError, OSError) as error:  # OSError: of a disk that is full
             sys.stderr.write(f"refused: {error}\n")
             return ConfigError.exit_code  # whatever it is about: nothing was started

@@ -250,7 +250,7 @@ class Machine:
         With --async-save this returns when the state is copied; `saver.finish` waits for the rest.
         """
         trainers, rollout_id = self.parts.trainers, self.trained_round
-        if trainers is None or rollout_id in (self._start.rollout_id - 1, self.saver.newest_round):
+        if trainers is None or _is_saved(self):
             return
         self.watchers.screen.activity("saving a checkpoint")
         with self.watchers.books.timed("perf/save_time"):
@@ -299,6 +299,18 @@ class Machine:
                 self.parts.engines.check(is_updating=self.doing is Doing.PUBLISHING)
 
         return poll
+
+
+def has_work(machine: Machine) -> bool:
+    """Whether a stop now would save something: a round that is trained and not saved, or that is being trained, which
+    nothing interrupts."""
+    is_training = machine.doing is Doing.TRAINING
+    return machine.parts.trainers is not None and (is_training or not _is_saved(machine))
+
+
+def _is_saved(machine: Machine) -> bool:
+    """Whether nothing was trained that is not in a checkpoint."""
+    return machine.trained_round in (machine._start.rollout_id - 1, machine.saver.newest_round)
 
 
 def _rest_trainers(machine: Machine) -> None:

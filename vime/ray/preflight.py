@@ -17,7 +17,7 @@ from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.eval_sets import eval_sets
 from vime.config.hf_config import num_tokenizer_ids
 from vime.config.layout import idle_under_fsdp
-from vime.config.parse import Config, parse_command_line, parse_what_can_be_read
+from vime.config.parse import Config, parse_command_line, parse_readable
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import STREAMING
 from vime.handoff.columns import check_requested
@@ -80,9 +80,11 @@ def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, prog
         check_inputs(config, refusals)
     else:
         with contextlib.suppress(VimeError):  # said above
-            given = absolute_paths(parse_what_can_be_read(sys.argv[1:] if argv is None else argv))
-            check_inputs(given, refusals)
-            refusals.attempt(check_plugins, given.flat)
+            given, unread = parse_readable(sys.argv[1:] if argv is None else argv)
+            given, of_files = absolute_paths(given), Refusals()
+            check_inputs(given, of_files)
+            of_files.attempt(check_plugins, given.flat)
+            refusals.add_of(of_files, not_about=unread)
     refusals.raise_all()
     return config
 

@@ -15,9 +15,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from vime.config.migration import SECRETS
 from vime.types import ClusterError
 from vime.utils.processes import read_processes, title, tree
 
@@ -84,6 +86,17 @@ class Program:
                     os.kill(process.pid, signal.SIGKILL)
             time.sleep(POLL_S)
 
+    def hide_secrets(self) -> None:
+        """A command line is in every process list, and Ray and wandb write it down. So a secret that stands there goes
+        to the environment, and the program begins anew without it."""
+        words, hidden = without_secrets(sys.orig_argv)
+        if hidden:
+            for flag, variable in SECRETS.items():
+                if variable in hidden:
+                    sys.stderr.write(f"note: {flag}: taken as {variable} of the environment, off the command line.\n")
+            sys.stderr.flush()
+            os.execve(sys.executable, words, {**self._environment, **hidden})
+
     def replace(self, loss: Loss) -> NoReturn:
         """Run the same command line anew, with `loss`. From any thread."""
         for name in os.listdir("/proc/self/fd"):
@@ -91,3 +104,19 @@ class Program:
                 with contextlib.suppress(OSError):  # closed meanwhile
                     os.set_inheritable(int(name), False)  # as Ray's sockets and shared memory are not
         os.execve(sys.executable, sys.orig_argv, {**self._environment, HANDED_ON: json.dumps(asdict(loss))})
+
+
+def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The command line without the flags of SECRETS and their values, and what they say, by variable. A flag without a
+    value stays, to be refused."""
+    kept: list[str] = []
+    hidden: dict[str, str] = {}
+    for word in words:
+        flag, is_joined, value = word.partition("=")
+        if flag in SECRETS and is_joined:
+            hidden[SECRETS[flag]] = value
+        elif kept and kept[-1] in SECRETS and not word.startswith("--"):
+            hidden[SECRETS[kept.pop()]] = word
+        else:
+            kept.append(word)
+    return kept, hidden

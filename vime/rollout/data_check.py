@@ -6,16 +6,18 @@ record) the RolloutManager says, when it tokenises them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vime.config.eval_sets import eval_sets
+from vime.config.graders import COMPARE_WITH_LABEL, is_unscored, own_grader
 from vime.config.paths import prompt_files
-from vime.rollout.labels import COMPARE_WITH_LABEL
 from vime.rollout.prompts import no_records, read_fields, read_records, split_slice
-from vime.types import DataError
+from vime.types import ConfigError, DataError
 
 Record = tuple[int, dict[str, Any]]  # line number from 1
 MAX_NAMED = 3
@@ -23,17 +25,16 @@ LIMIT_S = 3.0  # of one file: some 500,000 records
 
 
 def data_faults(args: Any) -> Iterator[str]:
-    """What is wrong with --prompt-data, --eval-prompt-data and how they are to be read, a sentence each."""
-    if not str(args.data_source_path).startswith("vime."):
-        files = []  # somebody else's records
-    else:
-        files = [("--prompt-data", args.prompt_data)] if args.prompt_data else []
-    pairs = args.eval_prompt_data
-    files += [("--eval-prompt-data", path) for path in pairs[1::2]]
-    if files and args.apply_chat_template:
+    """What is wrong with the files of --prompt-data, --eval-prompt-data and --eval-config and with how they are to be
+    read, a sentence each."""
+    is_ours = str(args.data_source_path).startswith("vime.")  # else they are somebody else's records
+    files = [(args, "--prompt-data", args.prompt_data)] if is_ours and args.prompt_data else []
+    with contextlib.suppress(ConfigError):  # said where the flags are checked
+        files += [(one.config.flat, one.flag, one.path) for one in eval_sets(args.config)]
+    if any(own.apply_chat_template for own, _, _ in files):
         yield from _template_faults(args)
-    for flag, path in files:
-        yield from _file_faults(args, path, flag)
+    for own, flag, path in files:
+        yield from _file_faults(own, path, flag)
 
 
 def _file_faults(args: Any, path: str, flag: str) -> Iterator[str]:
@@ -49,6 +50,8 @@ def _file_faults(args: Any, path: str, flag: str) -> Iterator[str]:
     except DataError as error:
         yield str(error)
         return
+    if is_unscored(args.config):
+        yield from _unscored(args, str(file), records)
     if args.rm_type in COMPARE_WITH_LABEL and args.label_key is None:
         keys = ", ".join(sorted(records[0][1]))
         yield (
@@ -65,6 +68,20 @@ def _file_faults(args: Any, path: str, flag: str) -> Iterator[str]:
     if len(faults) > MAX_NAMED:
         more = len(faults) - MAX_NAMED
         yield f"{flag} {path}: {more} more of its {len(records)} records are like these. Correct them too."
+
+
+def _unscored(args: Any, file: str, records: list[Record]) -> Iterator[str]:
+    """Records that do not say who scores them, where no flag does."""
+    silent = []
+    for number, record in records:
+        metadata = record.get(args.metadata_key)
+        if not isinstance(metadata, dict) or own_grader(args.config.reward, metadata) is None:
+            silent.append(number)
+    if silent:
+        yield (
+            f"no reward: give --rm-type or --custom-rm-path. ({len(silent)} of {len(records)} records do not name "
+            f"their own in metadata['rm_type'], the first is {file}:{silent[0]}.)"
+        )
 
 
 def _read_within(limit_s: float, records: Iterator[Record]) -> tuple[list[Record], bool]:

@@ -10,11 +10,14 @@ import copy
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
+from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.prompts import Prompt, Prompts, check_lengths, read_prompts
 from vime.rollout.reasoning_gym_tasks import make_prompts
-from vime.types import DataError, Sample
+from vime.seams import calling_plugin
+from vime.types import DataError, PluginError, Sample
 
 
 class RolloutDataSource:
@@ -115,15 +118,26 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The default data source: unused groups come first, oldest group index first."""
+    """The default data source: unused groups come first, oldest group index first, or those that --buffer-filter-path
+    takes."""
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self._buffer: list[list[Sample]] = []
+        self._dropped: list[list[Sample]] = []
+        self._filter = plugin(args, "buffer_filter_path")
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
-        waiting, self._buffer = self._buffer[:num_groups], self._buffer[num_groups:]
+        if self._filter is not None and self._buffer and num_groups:
+            waiting = self._chosen(self._filter, num_groups)
+        else:
+            waiting, self._buffer = self._buffer[:num_groups], self._buffer[num_groups:]
         return waiting + super().get_samples(num_groups - len(waiting))
+
+    def take_dropped(self) -> list[list[Sample]]:
+        """Groups that the filter neither answered nor left in the buffer since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         self._buffer = sorted([*self._buffer, *groups], key=lambda group: group[0].group_index)
@@ -140,6 +154,29 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def buffer_length(self) -> int:
         """Groups waiting in the buffer."""
         return len(self._buffer)
+
+    def _chosen(self, choose: Callable[..., Any], num_groups: int) -> list[list[Sample]]:
+        """What the filter takes out of the buffer, which it may change as slime's do: in place. A group that it answers
+        is out of the buffer whatever it does, or it would be trained twice."""
+        where, known = f"--buffer-filter-path {self._args.buffer_filter_path}", {id(group) for group in self._buffer}
+        before = list(self._buffer)
+        with calling_plugin(where, choose):
+            taken = choose(plugin_args(choose, self._args), None, self._buffer, num_groups)
+        if not isinstance(taken, list) or len(taken) > num_groups:
+            got = f"{len(taken)} groups" if isinstance(taken, list) else f"{type(taken).__name__}"
+            raise PluginError(f"{where}: answered {got}, expected a list of at most {num_groups}. Answer fewer.")
+        if any(id(group) not in known for group in taken):
+            raise PluginError(f"{where}: answered a group that is not in the buffer. Answer those that are, unchanged.")
+        if any(id(group) not in known for group in self._buffer):
+            raise PluginError(f"{where}: put a group into the buffer. Only take groups out of it.")
+        is_taken, is_left = {id(group) for group in taken}, {id(group) for group in self._buffer}
+        if len(is_taken) < len(taken):
+            numbers = [group[0].group_index for group in taken]
+            twice = next(number for number in numbers if numbers.count(number) > 1)
+            raise PluginError(f"{where}: answered group {twice} twice. Answer each once.")
+        self._buffer = [group for group in before if id(group) in is_left - is_taken]
+        self._dropped += [group for group in before if id(group) not in is_left | is_taken]
+        return taken
 
 
 def new_sample(prompt: Prompt, *, group_index: int, index: int) -> Sample:

@@ -7,13 +7,14 @@ import time
 from typing import Any
 
 from vime.config.eval_sets import EvalSet, eval_sets
+from vime.config.graders import IN_RECORD
 from vime.rollout.data_source import new_sample
 from vime.rollout.generation import eval_sampling_params
 from vime.rollout.groups import UNUSABLE, generate_and_rm_group
 from vime.rollout.loops import raise_first
 from vime.rollout.metrics import pass_metrics, sample_metrics
 from vime.rollout.progress import BOARD, RoundProgress
-from vime.rollout.prompts import Prompts, read_prompts
+from vime.rollout.prompts import Prompt, Prompts, read_prompts
 from vime.rollout.reward_errors import check_evaluation
 from vime.types import EngineError, RolloutFnEvalOutput, Sample, WaitTimeoutError
 from vime.utils.waits import waiting
@@ -47,7 +48,7 @@ async def evaluate_all(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     for one, prompts in eval_data_sets(args):
         started = time.monotonic()
         own = one.config.flat
-        samples, num_errors = await _evaluate(own, rollout_id, one.name, prompts, ends)
+        samples, num_errors = await _evaluate(one, rollout_id, prompts, ends)
         data[one.name] = samples
         prefix = f"eval/{one.name}"
         metrics |= sample_metrics(own, samples, prefix) | pass_metrics(own, samples, prefix)
@@ -59,12 +60,21 @@ async def evaluate_all(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
-async def _evaluate(args: Any, rollout_id: int, name: str, prompts: Prompts, ends: float) -> tuple[list[Sample], int]:
+def _new_sample(one: EvalSet, prompt: Prompt, group_index: int, index: int) -> Sample:
+    """As in slime the set's own word about who scores wins over its records'."""
+    sample = new_sample(prompt, group_index=group_index, index=index)
+    if one.rm_type is not None:
+        sample.metadata[IN_RECORD] = one.rm_type
+    return sample
+
+
+async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float) -> tuple[list[Sample], int]:
     """The samples, and how many prompts are left out because their reward failed (--on-reward-error drop). `ends` is a
     time of the running loop."""
+    args, name = one.config.flat, one.name
     size, params = args.n_samples_per_eval_prompt, eval_sampling_params(args)
     groups = [
-        [new_sample(prompt, group_index=number, index=number * size + offset) for offset in range(size)]
+        [_new_sample(one, prompt, number, number * size + offset) for offset in range(size)]
         for number, prompt in enumerate(prompts)
     ]
     started, finished = time.monotonic(), 0

@@ -9,9 +9,6 @@ import math
 import numbers
 from typing import Any
 
-COMPARE_WITH_LABEL = ("exact_match", "math")
-"""Built-in rewards (--rm-type) that read the label as text."""
-
 
 def label_fault(label: Any) -> str:
     """Why `label` compares with no answer, as what it is and what is expected; empty when it does."""

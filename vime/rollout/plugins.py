@@ -26,13 +26,14 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "custom_reward_post_process_path": ("args", "groups"),
     "dynamic_sampling_filter_path": ("args", "samples"),
     "rollout_sample_filter_path": ("args", "groups"),
+    "buffer_filter_path": ("args", "rollout_id", "buffer", "num_samples"),
     "custom_loss_path": LOSS_PARAMETERS,
 }
 """Flag -> the parameters Vime calls the plug-in with, by position."""
 
 _ANSWERS_AT_ONCE = (
     *("rollout_function_path", "custom_reward_post_process_path", "dynamic_sampling_filter_path"),
-    *("rollout_sample_filter_path", "custom_loss_path"),
+    *("rollout_sample_filter_path", "buffer_filter_path", "custom_loss_path"),
 )
 _METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
@@ -57,12 +58,7 @@ def check_plugins(args: Any) -> None:
             f"--data-source-path {args.data_source_path}: the class has no {', '.join(missing)}. A data source has "
             f"{', '.join(_METHODS)}."
         )
-    if args.rm_type is not None:
-        from vime.rollout.rm_hub import BUILT_IN
-
-        if args.rm_type not in BUILT_IN:
-            raise ConfigError(f"--rm-type {args.rm_type}: expected one of {', '.join(BUILT_IN)}.")
-    if args.rm_type in ("math", "deepscaler") and importlib.util.find_spec("math_verify") is None:
+    if args.rm_type in ("math", "boxed_math", "deepscaler") and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"--rm-type {args.rm_type}: math-verify is not installed. Run ./scripts/install.sh.")
     if args.group_rm and args.custom_rm_path is None:
         raise ConfigError("--group-rm needs --custom-rm-path: built-in rewards score one sample at a time.")

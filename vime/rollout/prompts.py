@@ -15,11 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vime.config.graders import COMPARE_WITH_LABEL, own_grader, own_grader_fault
 from vime.config.hf_config import read_model_shape
 from vime.config.model_files import has_tokenizer, no_tokenizer
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
 from vime.rollout.conversations import TURNS, is_conversation, read_conversation
-from vime.rollout.labels import COMPARE_WITH_LABEL, label_fault
+from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
 
@@ -258,10 +259,12 @@ def read_fields(args: Any, record: dict[str, Any], where: str) -> Fields:
     source = record.get(args.source_key)
     named = {} if source is None else {args.source_key: source}
     label = _value(record, args.label_key, "--label-key", where) if args.label_key else None
-    if args.label_key and args.rm_type in COMPARE_WITH_LABEL and (fault := label_fault(label)):
-        raise DataError(
-            f"{where}: {fault}: --rm-type {args.rm_type} compares the answer with it. Fix the record or --label-key."
-        )
+    if fault := own_grader_fault(args.config.reward, metadata or {}):
+        raise DataError(f"{where}: {fault}. Fix the record, or score with --custom-rm-path.")
+    own = own_grader(args.config.reward, metadata or {})
+    if (own or args.rm_type) in COMPARE_WITH_LABEL and (own or args.label_key) and (fault := label_fault(label)):
+        grader = f"rm_type {own} of its metadata" if own else f"--rm-type {args.rm_type}"
+        raise DataError(f"{where}: {fault}: {grader} compares the answer with it. Fix the record or --label-key.")
     return Fields(
         content=content,
         tools=_value(record, args.tool_key, "--tool-key", where) if args.tool_key else None,

@@ -1,4 +1,4 @@
-"""Rewards: built-in ones by --rm-type, strangers' by --custom-rm-path, each call with a deadline.
+"""Rewards: built-in ones by --rm-type or by the record, strangers' by --custom-rm-path, each call with a deadline.
 
 `async_rm` scores one sample, `batched_async_rm` a list. Whatever a reward function does (raise, answer NaN or a wrong
 type, never return, block its thread) becomes a RewardError that names the function and the sample.
@@ -7,6 +7,7 @@ type, never return, block its thread) becomes a RewardError that names the funct
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import numbers
@@ -19,6 +20,8 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from vime.config.graders import own_grader, own_grader_fault
+from vime.config.rollout import BOXED
 from vime.rollout import reasoning_gym_tasks, rm_text
 from vime.rollout.labels import label_fault
 from vime.rollout.loops import raise_first, reward_loop
@@ -41,10 +44,17 @@ async def async_rm(args: Any, sample: Sample) -> Reward:
     if custom is not None:
         value = await _call(custom, args, sample, where=f"{args.custom_rm_path}, sample {sample.index}")
         return check_reward(args, value, where=f"{args.custom_rm_path}, sample {sample.index}")
-    if args.rm_type is None:
+    if fault := own_grader_fault(args.config.reward, sample.metadata):  # a generate function may have written it
+        raise RewardError(f"sample {sample.index}: {fault}.")
+    name = own_grader(args.config.reward, sample.metadata) or args.rm_type
+    if name is None:
         raise RewardError(f"sample {sample.index}: no reward function. Give --rm-type or --custom-rm-path.")
-    value = await BUILT_IN[args.rm_type](args, sample)
-    return check_reward(args, value, where=f"--rm-type {args.rm_type}, sample {sample.index}")
+    judged = sample
+    if name.startswith(BOXED):
+        judged = copy.copy(sample)
+        judged.response = rm_text.boxed(sample.response) or ""
+    value = await BUILT_IN[name.removeprefix(BOXED)](args, judged)
+    return check_reward(args, value, where=f"--rm-type {name}, sample {sample.index}")
 
 
 async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:

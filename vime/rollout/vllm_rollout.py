@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import evaluate_all
 from vime.rollout.generation import close_clients, train_sampling_params
@@ -57,6 +58,7 @@ GRACE_S = 30.0
 """How much later than the round's own deadline the waiting thread gives up: only when a plug-in blocks the loop."""
 
 CLOSE_S = 10.0
+BUFFER_FILTER = "buffer_filter"
 
 
 def generate_rollout(
@@ -170,6 +172,10 @@ class TrainingRound:
         wanted = self._args.over_sampling_batch_size or self._wanted
         with calling_plugin(f"--data-source-path {self._args.data_source_path}", self._source.get_samples):
             groups = self._source.get_samples(wanted)
+        if isinstance(self._source, RolloutDataSourceWithBuffer):
+            for left_out in self._source.take_dropped():
+                self._dropped[BUFFER_FILTER] += 1
+                BOOK.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
         if not groups and not self._running:
             raise DataError(
                 f"round {self._rollout_id}: the data source is exhausted with {len(self._kept)} of {self._wanted} "

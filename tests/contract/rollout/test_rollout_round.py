@@ -1,6 +1,7 @@
 """One round against a scripted engine: filter, over-sampling, surplus, order, deadline, plug-ins, evaluation."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -273,12 +274,25 @@ def test_evaluation_uses_its_own_data_and_sampling_and_leaves_the_source_alone(p
     assert source.get_samples(1)[0][0].group_index == 0
 
 
+def test_what_a_buffer_filter_forgets_is_counted_as_dropped(play):
+    """Of groups 2 to 6, which wait, the filter takes 6 and 5, leaves 4 and 3, and forgets 2."""
+    filters = Path(__file__).parents[2] / "helpers" / "slime_plugins" / "buffer_filters.py"
+    flags = ["--buffer-filter-path", f"{filters}:pop_newest"]
+    with ScriptedEngine(echo_first_sample) as engine:
+        _, source = play(engine, *flags)  # groups 0 and 1 are trained
+        source.add_samples(source.get_samples(5))  # 2 to 6 wait
+        output, _ = play(engine, *flags, source=source)
+    assert [group[0].group_index for group in output.samples] == [5, 6]
+    assert output.metrics["rollout/dropped_buffer_filter"] == output.metrics["rollout/dropped_groups"] == 1  # 2
+    assert source.buffer_length == 2
+
+
 def test_evaluation_sets_share_one_deadline(play, tmp_path, monkeypatch):
     own = [write_jsonl(tmp_path / f"{letter}.jsonl", [{"input": letter, "label": letter}]) for letter in "ij"]
     deadlines = []
 
-    async def note(_args, _rollout_id, name, _prompts, ends):
-        deadlines.append((name, ends))
+    async def note(one, _rollout_id, _prompts, ends):
+        deadlines.append((one.name, ends))
         return [], 0
 
     monkeypatch.setattr("vime.rollout.evaluate._evaluate", note)

@@ -11,6 +11,7 @@ from vime.observability.stuck import explain
 ROUNDS = 3
 # Where the answers are recorded ones, or only the weights are looked at.
 SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
+WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def replay_function(directory: Path, recorded: str) -> str:
 def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--transferqueue-mode", "buffer"]
     flags += ["--eval-prompt-data", "held_out", str(tiny_task.prompts), "--eval-interval", "3", "--use-tensorboard"]
-    flags += ["--check-weight-update-equal", "--use-wandb", "--wandb-mode", "offline"]
+    flags += ["--check-weight-update-equal", "--use-wandb", "--wandb-mode", "offline", "--wandb-key", WANDB_KEY]
     finished = train(flags, tmp_path / "run")
     assert finished.code == 0, finished.output
     metrics = finished.metrics()
@@ -57,6 +58,10 @@ def test_buffer_run_trains_publishes_and_leaves_nothing(tiny_task: TinyTask, tmp
         assert all(metrics[rollout_id][name] > 0 for name in rates)
         assert metrics[rollout_id]["perf/padding_waste"] == metrics[rollout_id]["perf/dp_imbalance_flops"] == 0
         assert undocumented(metrics[rollout_id]) == []
+    written = [path for path in finished.run_dir.rglob("*") if path.is_file()]
+    assert any(path.name.endswith(".wandb") for path in written)
+    assert [path for path in written if WANDB_KEY.encode() in path.read_bytes()] == []
+    assert WANDB_KEY not in finished.output
     hashes = finished.confirmed_hashes()
     assert len(hashes) == ROUNDS + 1  # the initial weights, then one version a round
     assert len(set(hashes)) == ROUNDS + 1

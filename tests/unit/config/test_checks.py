@@ -321,6 +321,7 @@ READ = {
     "max_reward_error_share": (["0.3"], ["--on-reward-error", "drop"]),
     "rollout_sample_filter_path": (["a.b"], []),
     "partial_rollout": ([], ["--over-sampling-batch-size", "8", "--max-staleness", "1"]),
+    "buffer_filter_path": (["a.b"], ["--over-sampling-batch-size", "8"]),
     "mask_offpolicy_in_partial_rollout": ([], ["--partial-rollout", "--over-sampling-batch-size", "8"]),
     "mixed_version_policy": (["mask"], [*STREAMING, "--max-staleness", "1"]),
     "rm_url": (["http://judge"], ["--no-group-rm", "--rm-type", "remote_rm"]),

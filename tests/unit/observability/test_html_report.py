@@ -70,6 +70,32 @@ def test_what_went_wrong_stands_first_and_equal_warnings_once(short_run: Path) -
     assert (times, process, text[:20]) == (99, "trainer-0", "warning: row 0 is lo")
 
 
+def test_what_libraries_say_about_their_own_future_is_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_rounds=2, groups=1)
+    packages = "/env/lib/python3.11/site-packages"
+    said = [
+        f"{packages}/megatron/core/layers.py:713: DeprecationWarning: Warning: tp_group is None",
+        f"{packages}/megatron/core/transformer_config.py:17: UserWarning: full scope is deprecated. Use another",
+        f"{packages}/torch/x.py:3: FutureWarning: a name goes",
+        f"{packages}/torch/x.py:4: UserWarning: the answer may be wrong",
+        f"{packages}/vime/algo/x.py:5: DeprecationWarning: ours is shown also where it is installed",
+        "/home/somebody/reward.py:9: DeprecationWarning: a plug-in's too",
+    ]
+    lines = [f"2026-11-23 16:08:0{second},467 WARNING py.warnings: {text}" for second, text in enumerate(said)]
+    (run / "logs" / "trainer-0.log").write_text("\n".join(lines) + "\n")
+    [logged] = blocks(read_page(write_report(run) or Path()), "Warnings")
+    shown = {text: (times, process, first) for times, process, first, text in logged["rows"]}
+    assert [text for text in shown if "deprecat" in text.lower() and "libraries" not in text] == [
+        f"warning: {said[4]}",
+        f"warning: {said[5]}",
+    ]
+    assert f"warning: {said[3]}" in shown
+    [folded] = [text for text in shown if "libraries" in text]
+    assert shown[folded] == (3, "all", "2026-11-23 16:08:00")
+    assert folded.endswith("(megatron 2, torch 1); RUN_DIR/logs has them.")
+    assert len(shown) == 4
+
+
 def test_every_group_is_accounted_for(short_run: Path) -> None:
     """Round r has groups 4r to 4r + 2 and drops 4r + 3."""
     page = read_page(write_report(short_run) or Path())

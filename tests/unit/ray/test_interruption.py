@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 
+from tests.helpers.training import ROOT
 from vime.config.parse import Config, parse
 from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
@@ -22,7 +24,7 @@ from vime.ray.assembly import Starter
 from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.interrupts import Interrupts
-from vime.ray.machine import Machine, Parts, Watchers
+from vime.ray.machine import Machine, Parts, Watchers, has_work
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.trainers import TrainedRound
 from vime.ray.waits import Interrupted
@@ -87,7 +89,7 @@ def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Machine:
 def test_the_first_signal_is_a_request_and_the_second_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
-        interrupts.has_work = True
+        interrupts.has_work = lambda: True
         interrupts.raise_if_asked("nothing")
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted, match="a wait"):
@@ -103,8 +105,39 @@ def test_before_there_is_anything_to_save_no_save_is_promised(capfd: pytest.Capt
         os.kill(os.getpid(), signal.SIGINT)
         said = capfd.readouterr().err
         assert interrupts.is_asked
-    assert "nothing has been trained yet, so there is nothing to save" in said
+    assert "nothing has been trained that is not saved, so there is nothing to save" in said
     assert "saving the state" not in said
+
+
+def test_a_save_is_promised_from_the_first_step_of_a_round_until_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = make_machine(parse([]), tmp_path, num_rollout=9)
+    assert not has_work(machine)  # round 0 is generated
+    seen = []
+    trained = TrainedRound(metrics={}, stepped=[])
+    monkeypatch.setattr(machine.parts.trainers, "train", lambda *_, **__: seen.append(has_work(machine)) or trained)
+    machine.train(GeneratedRound(rollout_id=0, ticket=None, metrics={}))
+    assert seen == [True]
+    assert has_work(machine)
+    machine.save()
+    assert not has_work(machine)  # until round 1 is trained
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["train_async.py"], ["-m", "vime", "train"]])
+def test_ctrl_c_while_modules_are_loaded_ends_without_a_traceback(command: list[str], tmp_path: Path) -> None:
+    """The module that takes longest to load is one that sends the signal."""
+    (tmp_path / "ray.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    search = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *command, "--lr", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "\nstopped: nothing was started.\n")
 
 
 def test_parts_of_a_start_that_ends_are_not_waited_for_and_those_of_a_run_are(tmp_path: Path) -> None:

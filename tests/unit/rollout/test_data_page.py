@@ -15,6 +15,8 @@ import pytest
 from pyarrow import parquet
 
 from vime.config.parse import parse
+from vime.rollout.data_check import data_faults
+from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.prompts import Prompt, read_prompts
 from vime.types import DataError
 
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "examples" / "quickstart" / "model"
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}{{ tools }}"
 EXAMPLE = re.compile(r"## (?P<title>[^\n]+)\n(?P<text>(?:(?!\n## ).)*?)```json\n(?P<record>[^\n]+)\n```", re.DOTALL)
+EVALUATION = "Evaluation with keys of its own"
 FLAGS = re.compile(r"Flags:\s+`([^`]+)`")
 
 
@@ -52,10 +55,29 @@ def load(chat_model: Path) -> Callable[..., list[Prompt]]:
 
 
 def test_there_is_one_example_for_each_kind() -> None:
-    assert list(examples()) == ["Text", "Chat", "Tools", "Metadata", "Keys of your own"]
+    kinds = ["Text", "Chat", "Tools", "Metadata", "A reward chosen by the record", "Keys of your own", EVALUATION]
+    assert list(examples()) == kinds
 
 
-@pytest.mark.parametrize("title", list(examples()))
+def test_the_evaluation_set_loads_with_its_own_keys_beside_records_with_others(
+    tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, record = examples()[EVALUATION]
+    [text] = re.findall(rf"## {EVALUATION}\n.*?```toml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    (tmp_path / "sets.toml").write_text(text)
+    (tmp_path / "arithmetic.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "train.jsonl").write_text('{"input": "3 + 4 = ", "label": "7"}\n')
+    monkeypatch.chdir(tmp_path)
+    args = parse(["--hf-checkpoint", str(chat_model), "--prompt-data", "train.jsonl", *flags]).flat
+    assert list(data_faults(args)) == []
+    [(one, [prompt])] = eval_data_sets(args)
+    assert (one.name, prompt.text, prompt.label) == ("arithmetic", record["question"], record["answer"])
+    assert prompt.metadata == record["extra"]
+    assert (one.config.reward.rm_type, one.config.eval.n_samples_per_eval_prompt) == ("boxed_exact_match", 4)
+    assert read_prompts(args, "train.jsonl", flag="--prompt-data")[0].label == "7"
+
+
+@pytest.mark.parametrize("title", [title for title in examples() if title != EVALUATION])
 def test_the_example_loads(title: str, tmp_path: Path, load: Callable[..., list[Prompt]]) -> None:
     flags, record = examples()[title]
     (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")

@@ -1,13 +1,14 @@
 """Prompt files and the data source: what is refused, in which order prompts come, what a restart continues."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
 from vime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from vime.rollout.plugins import load_data_source
-from vime.types import ConfigError, DataError, SampleStatus
+from vime.types import ConfigError, DataError, PluginError, SampleStatus
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,41 @@ def test_unused_groups_come_first_and_survive_a_restart(model_dir, five):
     assert restored.buffer_length == 2
     assert [group[0].group_index for group in restored.get_samples(3)] == [0, 2, 3]
     assert len(restored) == 5
+
+
+FILTERS = Path(__file__).parents[2] / "helpers" / "slime_plugins" / "buffer_filters.py"
+
+
+def test_a_filter_of_slime_takes_from_the_buffer_and_what_it_forgets_is_dropped(model_dir, five):
+    data = source(model_dir, five, "--buffer-filter-path", f"{FILTERS}:pop_newest")
+    data.add_samples(data.get_samples(4))  # 0 to 3 wait
+    assert data.take_dropped() == []
+    assert [group[0].group_index for group in data.get_samples(1)] == [3]
+    assert [group[0].group_index for group in data.take_dropped()] == [0]  # 1 and 2 are left
+    assert data.take_dropped() == []
+    assert [group[0].group_index for group in data.get_samples(3)] == [2, 1, 4]  # then fresh ones
+
+
+def test_what_a_filter_answers_leaves_the_buffer_also_when_it_forgets_to(model_dir, five):
+    data = source(model_dir, five, "--buffer-filter-path", f"{FILTERS}:leaves_them")
+    data.add_samples(data.get_samples(2))
+    assert [group[0].group_index for _ in range(3) for group in data.get_samples(1)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("twice", "answered group 0 twice"),
+        ("made_up", "answered a group that is not in the buffer"),
+        ("too_many", "answered 3 groups, expected a list of at most 2"),
+        ("adds", "put a group into the buffer"),
+    ],
+)
+def test_a_filter_that_would_break_a_group_is_named(model_dir, five, name, says):
+    data = source(model_dir, five, "--buffer-filter-path", f"{FILTERS}:{name}")
+    data.add_samples(data.get_samples(3))
+    with pytest.raises(PluginError, match=rf"--buffer-filter-path .*{name}: .*{says}"):
+        data.get_samples(2)
 
 
 def test_a_source_without_buffer_refuses_returned_groups(model_dir, five):

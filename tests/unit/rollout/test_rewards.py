@@ -9,7 +9,7 @@ from aiohttp import web
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.rollout.filter_hub import check_reward_nonzero_std
 from vime.rollout.plugins import check_plugins, plugin
-from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward
+from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward, close_judges
 from vime.types import ConfigError, RewardError, Sample, SampleStatus
 
 
@@ -37,6 +37,53 @@ async def test_exact_match_compares_what_follows_the_last_thought_of_a_finished_
 async def test_a_missing_label_is_said():
     with pytest.raises(RewardError, match=r"sample 5: has no label.*--label-key"):
         await async_rm(make_args("--rm-type", "exact_match"), answer("w", label=None))
+
+
+class TestAsTheRecordSays:
+    """slime's `metadata["rm_type"]`, and `boxed_` in front of a grader's name."""
+
+    async def test_the_record_s_own_grader_wins_over_the_run_s(self):
+        args = make_args("--rm-type", "exact_match")
+        assert await async_rm(args, answer("the answer is (B).", "B", metadata={"rm_type": "gpqa"})) == 1.0
+        # 2 common words; precision 2/2, recall 2/3: 0.8
+        assert await async_rm(args, answer("cat sat", "cat sat down", metadata={"rm_type": "f1"})) == pytest.approx(0.8)
+        assert await async_rm(args, answer("cat sat", "cat sat down", metadata={"rm_type": ""})) == 0.0
+
+    async def test_no_flag_is_needed_where_every_record_says_it(self):
+        assert await async_rm(make_args(), answer("w", metadata={"rm_type": "exact_match"})) == 1.0
+        with pytest.raises(RewardError, match=r"sample 5: no reward function\. Give --rm-type"):
+            await async_rm(make_args(), answer("w"))
+
+    async def test_a_reward_of_one_s_own_is_asked_whatever_the_record_says(self, tmp_path):
+        plugin = tmp_path / "own.py"
+        plugin.write_text("def rm(args, sample):\n    return 0.25\n")
+        args = make_args("--custom-rm-path", f"{plugin}:rm")
+        assert await async_rm(args, answer("w", metadata={"rm_type": "exact_match"})) == 0.25
+
+    @pytest.mark.parametrize("rm_type", ["maths", 7, "boxed_dapo"])
+    async def test_a_grader_that_is_none_is_named(self, rm_type):
+        with pytest.raises(RewardError, match=rf"sample 5: metadata\['rm_type'\] is {rm_type!r}, expected one of"):
+            await async_rm(make_args("--rm-type", "f1"), answer("w", metadata={"rm_type": rm_type}))
+
+    @pytest.mark.parametrize(
+        ("rm_type", "response", "label", "expected"),
+        [
+            ("boxed_exact_match", r"so \boxed{no} or \boxed{yes} it is", "yes", 1.0),
+            ("boxed_exact_match", "yes", "yes", 0.0),  # no box
+            ("boxed_f1", r"the cat \boxed{cat sat}", "cat sat down", 0.8),
+            ("boxed_gpqa", r"(A)? no: \boxed{B}", "B", 1.0),
+            ("boxed_math", r"1/3 or \boxed{\frac{1}{2}}, not 3", "0.5", 1.0),
+            ("boxed_math", "0.5", "0.5", 0.0),
+        ],
+    )
+    async def test_boxed_judges_the_last_box_alone(self, rm_type, response, label, expected):
+        asked = answer(response, label)
+        assert await async_rm(make_args("--rm-type", rm_type), asked) == pytest.approx(expected)
+        assert await async_rm(make_args(), answer(response, label, metadata={"rm_type": rm_type})) == pytest.approx(
+            expected
+        )
+        assert asked.response == response
+        await close_judges()
 
 
 class TestReasoningGym:

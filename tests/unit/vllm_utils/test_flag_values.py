@@ -85,7 +85,7 @@ def test_the_router_s_own_flags_are_checked_before_it_starts(flags: str, says: s
 
 
 def test_the_engine_s_own_flags_are_checked_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_installed_flags", known)
+    monkeypatch.setattr(launch, "installed_flags", known)
     with pytest.raises(ConfigError, match=r"--vllm-seqs: got 0, expected at least 1"):
         launch.validate_vllm_flags(parse(["--vllm-seqs", "0"]))
     launch.validate_vllm_flags(parse(["--vllm-seqs", "2"]))

@@ -133,7 +133,7 @@ def known_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_vllm_flags_vllm_is_not_asked(monkeypatch):
-    monkeypatch.setattr(launch, "_installed_flags", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(launch, "installed_flags", lambda: pytest.fail("asked"))
     validate_vllm_flags(cpu())
 
 

@@ -161,14 +161,15 @@ def validate_vllm_flags(config: Config) -> None:
                 f"--vllm-{name.lstrip('-')} with --reference-mode, which decides how an engine batches and caches: one "
                 "sequence at a time, without a prefix cache. Leave one of the two out."
             )
-    check_values(config.vllm_flags, _installed_flags(), prefix="--vllm-", whose=f"vLLM {_vllm_version()}")
+    check_values(config.vllm_flags, installed_flags(), prefix="--vllm-", whose=f"vLLM {_vllm_version()}")
 
 
 def _names(flags: Sequence[str]) -> list[str]:
     return [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
 
 
-def _installed_flags() -> dict[str, FlagShape]:
+def installed_flags() -> dict[str, FlagShape]:
+    """Of the installed vLLM, which is asked once a version: some 10 s. scripts/install.sh calls it too."""
     cache = _cache_dir() / f"vllm-flag-shapes-{_vllm_version()}.json"
     try:
         return {name: FlagShape.of(shape) for name, shape in json.loads(cache.read_text()).items()}
