@@ -93,15 +93,15 @@ def serve(num_engines: int, transport: str) -> None:
         hf_checkpoint=str(MODEL), device="cpu", rollout_max_context_len=64, vllm_kv_cache_memory_bytes=32 << 20
     )
     calls: list[tuple[str, float, float]] = []
-    call = Fanout._call
+    call = Fanout._checked
 
-    def timed(fanout: Fanout, index: int, method: str, route: str, body: bytes | None) -> dict[str, Any]:
+    def timed(fanout: Fanout, *arguments: Any) -> dict[str, Any]:
         began = time.monotonic()
-        answer = call(fanout, index, method, route, body)
-        calls.append((route, began, time.monotonic()))
+        answer = call(fanout, *arguments)
+        calls.append((arguments[1], began, time.monotonic()))
         return answer
 
-    Fanout._call = timed  # type: ignore[method-assign]
+    Fanout._checked = timed  # type: ignore[method-assign]
     weights = load_file(MODEL / "model.safetensors")
     metadata = [TensorMeta.of(name, tensor) for name, tensor in weights.items()]
     with tempfile.TemporaryDirectory(prefix="vime-publish-") as directory:

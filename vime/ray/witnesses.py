@@ -34,7 +34,7 @@ class RunWitnesses:
         is_current: bool = True,
     ) -> None:
         """`rule`: by which the recorded log-probabilities should have come about. `version`: of the trainer's weights,
-        or with `is_current` False of the engines', while the trainer's are newer. `fleet` None: there are no engines."""
+        or with `is_current` False of the engines', while the trainer's are newer. `fleet` None: no engines."""
         self._config, self._trainers, self._texts_of = config, trainers, texts_of
         self._fleet = fleet
         self._is_current = is_current

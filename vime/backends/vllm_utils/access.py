@@ -4,8 +4,8 @@ A run has two keys. The one for control never passes through the router, whose o
 reaches the router can have it send requests, with their headers, to a server of his. What he would learn there is the
 other key, which opens generation alone.
 
-`RequireKey` stands in front of vLLM's server (routes.py) and reads the keys from the environment, so that they are on no command
-line. Imported by engines: standard library only.
+`RequireKey` stands in front of vLLM's server (routes.py) and reads the keys from the environment, so that they are on
+no command line. Imported by engines: standard library only.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Fanout:
         """Answers in the order of the engines. One failure ends the wait: the others may be waiting for that engine."""
         if len(bodies) != len(self.addresses):
             raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
-        sent = [self._pool.submit(self._call, index, method, route, body) for index, body in enumerate(bodies)]
+        sent = [self._pool.submit(self._checked, method, route, index, body) for index, body in enumerate(bodies)]
         finished, pending = concurrent.futures.wait(
             sent, timeout=self._deadline_s, return_when=concurrent.futures.FIRST_EXCEPTION
         )
@@ -87,7 +87,7 @@ class Fanout:
             raise WaitTimeoutError(f"{names} to answer {route}", self._deadline_s, "vLLM", "See RUN_DIR/logs.")
         return [future.result() for future in sent]
 
-    def _call(self, index: int, method: str, route: str, body: bytes | None) -> dict[str, Any]:
+    def _checked(self, method: str, route: str, index: int, body: bytes | None) -> dict[str, Any]:
         """The JSON of one engine's answer; EngineError names engine, route, status and body."""
         address = self.addresses[index]
         try:

@@ -1,8 +1,9 @@
 """The engine's side of a weight update. Runs inside vLLM's workers; found through plugin.py.
 
-`UpdateWorker` drives `start_weight_update` -> `update_weights` (one bucket each) -> `finish_weight_update`, asked by our
-route in vLLM's server (routes.py), and says what each worker received. What travels and how is `vime.weights`' matter;
-here the tensors enter the model, and two copies that vLLM's CPU build keeps beside the parameters are rebuilt.
+Our route in vLLM's server (routes.py) asks `UpdateWorker`, which drives vLLM's `start_weight_update` ->
+`update_weights` (one bucket each) -> `finish_weight_update` and says what each worker received. What travels and how is
+`vime.weights`' matter; here the tensors enter the model, and two copies that vLLM's CPU build keeps beside the
+parameters are rebuilt.
 """
 
 from __future__ import annotations
