@@ -290,7 +290,7 @@ class Machine:
             self.saver.poll()
             if interruptible:
                 self.watchers.interrupts.raise_if_asked("generation")
-            if interruptible and time.monotonic() - asked >= PROGRESS_S:
+            if interruptible and self.watchers.screen.is_live and time.monotonic() - asked >= PROGRESS_S:
                 asked = time.monotonic()
                 progress = said_meanwhile(self.parts.manager.progress.remote(), within_s=0.2)
                 if progress is not None:
