@@ -29,7 +29,6 @@ CORE = [
     "numpy",
     # Requests to engines and reward services, of which hundreds are open: benchmarks/http_client.py.
     "aiohttp>=3.14.3",
-    "httpx>=0.28",
     # Range: what transformers accepts; fetches models and data sets that are named instead of given as a path.
     "huggingface_hub>=1.31.0",
     "msgpack>=1.1",
@@ -126,6 +125,7 @@ setup(
         # Exact: the weight-transfer API and the generate route of this release are what weights/ and rollout/ speak.
         "gpu": ["vllm==0.32.0", "torch==2.13.0"],
         "dev": [
+            "httpx>=0.28",
             "hypothesis>=6.100",
             "mypy>=1.15",
             # From 9.0 on it can end a test that keeps the interpreter lock (faulthandler_exit_on_timeout).

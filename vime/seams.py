@@ -16,6 +16,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -119,6 +120,15 @@ class Carrier(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateAnswer:
+    """What all engines say about one bucket of weights; seconds are the slowest engine's."""
+
+    pause_s: float  # of the first bucket: until nothing was generated any more
+    confirm_s: float  # of the last one: from loaded to reported
+    reports: Sequence[EngineReport]  # of the last one
+
+
 class EngineControl(Protocol):
     """Control of every engine of the fleet at once; each call reaches all engines or raises EngineError."""
 
@@ -126,11 +136,10 @@ class EngineControl(Protocol):
     def addresses(self) -> Sequence[EngineAddress]: ...
     def world_sizes(self) -> list[int]: ...
     def init_transfer(self, init_info_by_engine: Sequence[dict[str, Any]]) -> None: ...
-    def pause(self, mode: str) -> None: ...
-    def start_update(self) -> None: ...
-    def update(self, update_info: dict[str, Any]) -> None: ...
-    def finish_update(self, version: Version) -> None: ...
-    def reports(self) -> list[EngineReport]: ...
+    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateAnswer:
+        """One bucket of `version`: the first pauses the engines, with the last they say what they hold."""
+        ...
+
     def resume(self) -> None: ...
 
 

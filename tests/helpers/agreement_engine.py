@@ -15,10 +15,12 @@ from tests.helpers.dist_launch import Ranks
 from tests.helpers.engines import KEYS, engine_config
 from tests.helpers.megatron_models import make_plan
 from vime.backends.vllm_utils.control import FleetControl
+from vime.backends.vllm_utils.routes import is_last
 from vime.config.checks import FP32_THRESHOLD
 from vime.ray.agreement import RunWitnesses
 from vime.ray.backends import make_backend
 from vime.rollout.engine_client import read_span
+from vime.seams import UpdateAnswer
 from vime.training.agreement import Disagreement, Judge
 from vime.training.diagnosis import diagnose
 from vime.training.evidence import Agreement
@@ -37,8 +39,18 @@ class CarelessControl(FleetControl):
 
     clears = True
 
-    def pause(self, mode: str) -> None:
-        self._http.post("/pause", params={"mode": mode, "clear_cache": str(self.clears).lower()})
+    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateAnswer:
+        """By vLLM's own routes, one after the other, which Vime's do in one."""
+        if self.clears:
+            return super().update(update_info, version=version, pause_mode=pause_mode)
+        if update_info["index"] == 0:
+            self._http.post(f"/pause?mode={pause_mode}&clear_cache=false")
+            self._http.post("/start_weight_update")
+        self._http.post("/update_weights", {"update_info": update_info})
+        if not is_last(update_info):
+            return UpdateAnswer(pause_s=0.0, confirm_s=0.0, reports=[])
+        self._http.post("/finish_weight_update", {"weight_version": str(version)})
+        return UpdateAnswer(pause_s=0.0, confirm_s=0.0, reports=self.reports())
 
 
 class Pair:
@@ -114,11 +126,10 @@ class Pair:
         if found.mean <= FP32_THRESHOLD:
             return {"mean": found.mean, "cause": None, "summary": ""}
         witnesses = RunWitnesses(
-            self.config, trainers=self, engines=[self.engine], texts_of=lambda indices: [None for _ in indices],
+            self.config, trainers=self, fleet=self.fleet, texts_of=lambda indices: [None for _ in indices],
             version=self.version, rule=SamplingRule(),
         )  # fmt: skip
         diagnosis = diagnose(found.suspects, witnesses, threshold=FP32_THRESHOLD)
-        witnesses.close()
         return {"mean": found.mean, "cause": str(diagnosis.cause), "summary": diagnosis.summary}
 
 

@@ -73,7 +73,7 @@ def send(store: dist.Store, backend: str, device: torch.device, ranks: Ranks) ->
     fleet: Any = StoreFleet(store)
     sender.connect(fleet)
     metadata = [TensorMeta.of(name, tensor) for name, tensor in weights.items()]
-    content = sender.send_update(iter(weights.items()), metadata, fleet)
+    content = sender.send_update(iter(weights.items()), metadata, fleet.update)
     received = fleet.finish()
     assert received == content.hexdigest(), (received, content.hexdigest())
     sender.close()

@@ -78,12 +78,12 @@ class EventLog:
         _end_torn_line(self._file)
         self._is_broken = False
 
-    def emit(self, kind: str, **fields: object) -> None:
+    def emit(self, kind: str, *, ago_s: float = 0.0, **fields: object) -> None:
         """Append one event. `kind` is an EventKind; fields are JSON values (others are written as text). On a full disk
         it is lost, with a warning: what must not be lost says so itself (spool, ledger, checkpoint)."""
         record: dict[str, object] = {
-            "t": time.time(),
-            "mono": time.monotonic(),
+            "t": time.time() - ago_s,
+            "mono": time.monotonic() - ago_s,
             "process": self.process,
             "kind": str(EventKind(kind)),
         }
@@ -139,6 +139,13 @@ def span(name: str, **fields: object) -> AbstractContextManager[object]:
     """`EventLog.span` in the log of this process. Where none was opened (a test, an example) only the registry of waits
     is told."""
     return _doing(name, fields) if _log is None else _log.span(name, **fields)
+
+
+def note_span(name: str, duration_s: float, *, ago_s: float = 0.0) -> None:
+    """A span that another process has measured; it ended `ago_s` ago."""
+    if _log is not None:
+        _log.emit(EventKind.SPAN_STARTED, ago_s=ago_s + duration_s, name=name)
+        _log.emit(EventKind.SPAN_ENDED, ago_s=ago_s, name=name, duration_s=duration_s, error=None)
 
 
 _log: EventLog | None = None

@@ -39,6 +39,7 @@ class Screen:
         self._run_dir, self._log_interval = Path(run_dir), log_interval
         self._log = _ProgressLog(self._run_dir)
         self._console = Console(file=stream or sys.stdout, highlight=False)
+        self.is_live = self._console.is_terminal  # else nobody sees `activity`
         self._started = self._stage_started = self._round_started = time.monotonic()
         self._stage: str | None = None
         self._total = 0

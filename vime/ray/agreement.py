@@ -13,7 +13,6 @@ Three comparisons, so that like always meets like (T: the version that trains):
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.observability.screen import Screen
@@ -32,7 +32,7 @@ from vime.ray.trainers import TrainedRound, Trainers
 from vime.ray.waits import wait_for
 from vime.ray.witnesses import RunWitnesses
 from vime.training.evidence import COMPARED, Agreement, Suspect, merge, of_rows
-from vime.types import AgreementError, EngineAddress, SamplingRule, TrainRow, Version, VimeError
+from vime.types import AgreementError, SamplingRule, TrainRow, Version, VimeError
 from vime.weights.versions import VersionLedger
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ SAID = {
 
 
 class AgreementGuard:
-    """Owned by the driver. `trainers` is None and `engines` empty when the run has none."""
+    """Owned by the driver. `trainers` and `fleet` are None when the run has none."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class AgreementGuard:
         *,
         trainers: Trainers | None,
         manager: Any,
-        engines: Sequence[EngineAddress],
+        fleet: FleetControl | None,
         screen: Screen,
         events: EventLog,
     ) -> None:
         self._config, self._run_dir = config, run_dir
-        self._trainers, self._manager, self._engines = trainers, manager, list(engines)
+        self._trainers, self._manager, self._fleet = trainers, manager, fleet
         self._screen, self._events = screen, events
         self._is_judged = config.agreement.on_train_rollout_diff != "ignore"
         self._unconfirmed: GeneratedRound | None = None  # trained, but none of its tokens could be compared
@@ -85,8 +85,7 @@ class AgreementGuard:
         rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
         trained = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
         if not isinstance(trained, TrainedRound):
-            with contextlib.closing(self._witnesses(rollout_id, version)) as witnesses:
-                self._examine(rollout_id, merge(trained), witnesses, Stage.BEFORE_TRAINING)
+            self._examine(rollout_id, merge(trained), self._witnesses(rollout_id, version), Stage.BEFORE_TRAINING)
             trained = self._ranks.train(rollout_id, ticket, version, is_judged=False, num_begun=num_begun)
         assert isinstance(trained, TrainedRound), "a round that is not judged is trained"
         self._unconfirmed = generated if trained.metrics.get(COMPARED) == 0 else None
@@ -98,7 +97,7 @@ class AgreementGuard:
         a prompt before any."""
         serving = versions.serving
         rows = [row for row in generated.probe if {span.version for span in row.token_policy_versions} == {serving}]
-        is_possible = self._is_judged and self._engines and self._trainers is not None
+        is_possible = self._is_judged and self._fleet is not None and self._trainers is not None
         if (
             not (is_possible and rows)
             or serving in (None, versions.trained)
@@ -106,29 +105,29 @@ class AgreementGuard:
         ):
             return
         rollout_id = generated.rollout_id
-        with contextlib.closing(self._witnesses(rollout_id, serving, is_current=False)) as witnesses:
-            opinions = witnesses.fresh_scores(rows)
-            if opinions:
-                found = of_rows(rows, opinions[0].log_probs)
-                self._rescored[rollout_id] = {RESCORED: found.mean}
-                self._examine_above(rollout_id, found, witnesses, Stage.AFTER_GENERATION)
+        witnesses = self._witnesses(rollout_id, serving, is_current=False)
+        opinions = witnesses.fresh_scores(rows)
+        if opinions:
+            found = of_rows(rows, opinions[0].log_probs)
+            self._rescored[rollout_id] = {RESCORED: found.mean}
+            self._examine_above(rollout_id, found, witnesses, Stage.AFTER_GENERATION)
 
     def after_publish(self, version: Version) -> dict[str, float]:
         """Compare fresh scores with the trainer's log-probabilities, when the last round had no token to compare."""
         generated, self._unconfirmed = self._unconfirmed, None
-        if generated is None or not (generated.probe and self._engines and self._is_judged):
+        if generated is None or not (generated.probe and self._fleet and self._is_judged):
             return {}
         rows, rule = list(generated.probe), SamplingRule()
-        with contextlib.closing(self._witnesses(generated.rollout_id, version, rule=rule)) as witnesses:
-            with ThreadPoolExecutor(1, thread_name_prefix="agreement") as beside:
-                asked = beside.submit(witnesses.fresh_scores, rows)
-                own = self._ranks.log_probs(rows, rule)
-                opinions = asked.result()
-            found = [of_rows(_with_recorded(rows, opinion.log_probs), own) for opinion in opinions]
-            if not found:
-                return {}
-            worst = max(found, key=lambda agreement: agreement.mean)
-            self._examine_above(generated.rollout_id, worst, witnesses, Stage.AFTER_PUBLISH)
+        witnesses = self._witnesses(generated.rollout_id, version, rule=rule)
+        with ThreadPoolExecutor(1, thread_name_prefix="agreement") as beside:
+            asked = beside.submit(witnesses.fresh_scores, rows)
+            own = self._ranks.log_probs(rows, rule)
+            opinions = asked.result()
+        found = [of_rows(_with_recorded(rows, opinion.log_probs), own) for opinion in opinions]
+        if not found:
+            return {}
+        worst = max(found, key=lambda agreement: agreement.mean)
+        self._examine_above(generated.rollout_id, worst, witnesses, Stage.AFTER_PUBLISH)
         return worst.metrics()
 
     @property
@@ -148,7 +147,7 @@ class AgreementGuard:
         return RunWitnesses(
             self._config,
             trainers=self._ranks,
-            engines=self._engines,
+            fleet=self._fleet,
             texts_of=partial(self._texts, rollout_id),
             version=version,
             is_current=is_current,

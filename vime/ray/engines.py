@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.backends.vllm_utils.access import EngineKeys
+from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.router import RouterProcess
 from vime.config.parse import Config
@@ -23,6 +25,7 @@ from vime.types import EngineAddress, WaitTimeoutError
 from vime.utils.waits import waiting
 
 STOP_S, AT_START_STOP_S = 30.0, 3.0
+ASKED_TIMEOUT_S = 60.0  # a busy engine is asked while it generates
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 
 
@@ -100,6 +103,11 @@ class Engines:
     def __len__(self) -> int:
         return len(self._actors)
 
+    @cached_property
+    def fleet(self) -> FleetControl:
+        """The driver's questions to the engines, when they are ready."""
+        return FleetControl(self.addresses, timeout_s=ASKED_TIMEOUT_S)
+
     @property
     def generate_key(self) -> str:
         """What whoever asks for answers has to show."""
@@ -163,6 +171,8 @@ class Engines:
         """Router first, then engines; an actor that is gone took its child with it. `grace_s` 0, of a start that
         failed: an actor that does not stand yet is not waited for, but a server that is there shall not outlive the
         run."""
+        if self.addresses:
+            self.fleet.close()
         routers = [] if self._router is None else [self._router]
         for actors in (routers, self._actors):
             if not actors:

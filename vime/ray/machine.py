@@ -98,7 +98,7 @@ class Machine:
             run_dir,
             trainers=parts.trainers,
             manager=parts.manager,
-            engines=parts.engines.addresses if parts.engines is not None else [],
+            fleet=parts.engines.fleet if parts.engines is not None else None,
             screen=watchers.screen,
             events=watchers.events,
         )
@@ -222,7 +222,7 @@ class Machine:
             engines=[address.name for address in engines.addresses],
         )
         if self.config.weights.check_weight_update_equal:
-            check_engines_agree(self.config, trainers, engines.addresses, self.versions.trained)
+            check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
         self.watchers.books.add({**report.metrics(), **agreement})
 
     def evaluate(self, rollout_id: int) -> None:
@@ -290,7 +290,7 @@ class Machine:
             self.saver.poll()
             if interruptible:
                 self.watchers.interrupts.raise_if_asked("generation")
-            if interruptible and time.monotonic() - asked >= PROGRESS_S:
+            if interruptible and self.watchers.screen.is_live and time.monotonic() - asked >= PROGRESS_S:
                 asked = time.monotonic()
                 progress = said_meanwhile(self.parts.manager.progress.remote(), within_s=0.2)
                 if progress is not None:

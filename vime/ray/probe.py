@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.ray.trainers import Trainers
-from vime.types import EngineAddress, PublishError, TrainRow, Version, VersionSpan
+from vime.types import PublishError, TrainRow, Version, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +22,7 @@ FP32_BOUND = 1e-3  # of the largest difference
 BF16_BOUND = 0.1  # of the median, twice the largest mean of sound models; rounding moves single tokens by whole nats
 
 
-def check_engines_agree(
-    config: Config, trainers: Trainers, engines: Sequence[EngineAddress], version: Version
-) -> float:
+def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl, version: Version) -> float:
     """How far an engine's log-probabilities are from the trainer's, at worst; PublishError above the bound."""
     tokens = [5 + (7 * position) % 23 for position in range(PROBE_LENGTH)]
     response = PROBE_LENGTH - 1
@@ -44,10 +41,9 @@ def check_engines_agree(
         truncated=False,
     )
     [expected_R] = trainers.log_probs([row])
-    fleet = FleetControl(engines, timeout_s=60)
     bound = BF16_BOUND if config.parallel.bf16 else FP32_BOUND
     worst = 0.0
-    for address, [got_R] in zip(engines, fleet.prompt_log_probs([tokens]), strict=True):
+    for address, [got_R] in zip(fleet.addresses, fleet.prompt_log_probs([tokens]), strict=True):
         differences = [abs(a - b) for a, b in zip(got_R, expected_R, strict=True)]
         difference = statistics.median(differences) if config.parallel.bf16 else max(differences)
         worst = max(worst, difference)
@@ -57,6 +53,5 @@ def check_engines_agree(
                 f"{version} (bound {bound:g}), although the bytes were confirmed. The engine computes with other "
                 "weights: restart the run with --load, and report this with the model type."
             )
-    fleet.close()
     logger.info("version %d: engines agree with the trainer within %.2g", version, worst)
     return worst

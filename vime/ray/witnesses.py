@@ -11,12 +11,10 @@ from vime.ray.retelling import retellings
 from vime.ray.rollout_manager import SampleText
 from vime.ray.trainers import Trainers
 from vime.training.evidence import EngineOpinion, Retelling
-from vime.types import EngineAddress, EngineError, SamplingRule, TrainRow, Version
+from vime.types import EngineError, SamplingRule, TrainRow, Version
 
 logger = logging.getLogger(__name__)
 
-ENGINE_TIMEOUT_S = 60.0
-"""A busy engine is asked while it generates; what it does not answer by then is left out of the report."""
 TextsOf = Callable[[list[int]], list[SampleText | None]]
 """Sample indices -> what those samples said."""
 
@@ -29,16 +27,16 @@ class RunWitnesses:
         config: Config,
         *,
         trainers: Trainers,
-        engines: Sequence[EngineAddress],
+        fleet: FleetControl | None,
         texts_of: TextsOf,
         version: Version,
         rule: SamplingRule,
         is_current: bool = True,
     ) -> None:
         """`rule`: by which the recorded log-probabilities should have come about. `version`: of the trainer's weights,
-        or with `is_current` False of the engines', while the trainer's are newer."""
+        or with `is_current` False of the engines', while the trainer's are newer. `fleet` None: no engines."""
         self._config, self._trainers, self._texts_of = config, trainers, texts_of
-        self._fleet = FleetControl(engines, timeout_s=ENGINE_TIMEOUT_S) if engines else None
+        self._fleet = fleet
         self._is_current = is_current
         self.rule, self.version = rule, version
 
@@ -88,10 +86,6 @@ class RunWitnesses:
 
     def retellings(self, rows: Sequence[TrainRow]) -> Sequence[Retelling]:
         return retellings(self._config, rows, self._texts_of([row.sample_index for row in rows]))
-
-    def close(self) -> None:
-        if self._fleet is not None:
-            self._fleet.close()
 
 
 def _mean_gap(one: dict[int, float], other: dict[int, float]) -> float:

@@ -24,7 +24,7 @@ from vime.types import WaitTimeoutError
 from vime.utils.waits import waiting
 from vime.weights.meeting import join_store, open_store
 from vime.weights.plan import Bucket
-from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
+from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -80,9 +80,9 @@ class BroadcastSender(BucketSender):
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
 
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
         """Broadcast while the engines receive. Waits for their answer first: theirs is the error that explains."""
-        answer = self._pool.submit(fleet.update, bucket_to_wire(bucket))
+        answer = self._pool.submit(deliver, bucket_to_wire(bucket))
         work = _broadcast(self._group, buffer)
         try:
             with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from vime.seams import EngineControl
 from vime.types import PublishError
 from vime.weights.plan import Bucket
-from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
+from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire
 
 KEPT_UPDATES = 2
 
@@ -49,13 +49,13 @@ class DiskSender(BucketSender):
             shutil.rmtree(stale)
         self._current.mkdir()
 
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
         final = self._current / f"model-{bucket.index + 1:05d}-of-{bucket.count:05d}.safetensors"
         partial = final.with_name(f".partial_{final.name}")
         # clone: the format refuses tensors that share one memory
         save_file({slot.meta.name: slot.view(buffer).clone() for slot in bucket.slots}, partial)
         os.replace(partial, final)
-        fleet.update({**bucket_to_wire(bucket), "path": str(final)})
+        deliver({**bucket_to_wire(bucket), "path": str(final)})
 
 
 class DiskReceiver(BucketReceiver):

@@ -1,10 +1,14 @@
 """One weight update: publish -> confirm -> release, in this order and no other.
 
+    fill a bucket                                      while the engines still answer
     pause every engine, clearing its prefix cache      no token of the new version may rest on KV of the old one
-    start, buckets, finish(version)                    the transport's part
+    start, load buckets, finish as the new version     the transport's part
     reports: version and content hash of each engine   computed by the engine over what it received
     compare with the hash of what was sent             a difference stops here
     resume                                             the only way on from a confirmed update
+
+A bucket is one call of each engine: with the first it pauses and starts, with the last it finishes and reports. So an
+update of one bucket is two calls, the other is resume.
 
 A failed update leaves the engines paused: vLLM cannot recover a half-loaded model, and resuming one lets it
 answer from a mixture of versions or die at the next request. The owner of the engines must replace them.
@@ -16,9 +20,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vime.seams import EngineControl
+from vime.seams import EngineControl, UpdateAnswer
 from vime.types import EngineReport, PublishError, PublishLostError, Version, WaitTimeoutError, may_pass
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import check_reports
@@ -42,7 +46,6 @@ class PublishReport:
     num_tensors: int
     num_bytes: int
     pause_s: float  # from the engines' pause to their resume: nothing is generated
-    transfer_s: float
     confirm_s: float
 
     def metrics(self) -> dict[str, float]:
@@ -102,32 +105,32 @@ def _publish(
 
     if not metadata:
         raise PublishError(f"weight update to version {version}: the metadata names no tensor")
+    answers: list[UpdateAnswer] = []
+    asked: list[float] = []
+
+    def deliver(update_info: dict[str, Any]) -> None:
+        failpoint(Point.SEND)
+        asked.append(mark())
+        answers.append(fleet.update(update_info, version=version, pause_mode=pause_mode))
+
     failpoint(Point.PAUSE)
-    fleet.pause(pause_mode)
-    failpoint(Point.SEND)
-    paused = mark()
-    fleet.start_update()
-    content = sender.send_update(stream, metadata, fleet)
-    fleet.finish_update(version)
+    content = sender.send_update(stream, metadata, deliver)
     failpoint(Point.CONFIRM)
-    sent = mark()
-    reports = fleet.reports()
+    mark()
     expected = content.hexdigest()
+    reports = answers[-1].reports if answers else ()
     names = [address.name for address in fleet.addresses]
     check_reports(reports, version=version, content_hash=expected, engines=names)
-    confirmed = mark()
     failpoint(Point.CONFIRMED)
     fleet.resume()
-    resumed = time.monotonic()
     return PublishReport(
         version=version,
         content_hash=expected,
         engine_reports=tuple(reports),
         num_tensors=content.num_tensors,
         num_bytes=content.num_bytes,
-        pause_s=resumed - paused,
-        transfer_s=sent - paused,
-        confirm_s=confirmed - sent,
+        pause_s=time.monotonic() - asked[0] - answers[0].pause_s,
+        confirm_s=answers[-1].confirm_s,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from vime.seams import EngineControl
 from vime.types import PublishError
 from vime.weights.plan import Bucket
-from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire
+from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire
 
 
 class ShmSender(BucketSender):
@@ -45,8 +45,8 @@ class ShmSender(BucketSender):
             self._memory = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
         return self._memory[:nbytes]
 
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:  # noqa: ARG002
-        fleet.update({**bucket_to_wire(bucket), "path": f"/proc/{os.getpid()}/fd/{self._file}"})
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:  # noqa: ARG002
+        deliver({**bucket_to_wire(bucket), "path": f"/proc/{os.getpid()}/fd/{self._file}"})
 
 
 class ShmReceiver(BucketReceiver):

@@ -1,6 +1,6 @@
 """The two ends of a transfer, without the transport: cutting, checking and hashing are the same for all of them.
 
-One `/update_weights` call carries one bucket. Its `update_info` names the tensors (`names`, `dtypes`, `shapes`), says
+One call of each engine carries one bucket. Its `update_info` names the tensors (`names`, `dtypes`, `shapes`), says
 which bucket of how many it is (`index`, `count`), and adds what the transport needs to find the bytes. It carries no
 hash: the engine computes its own from what it received, and the two are compared afterwards.
 """
@@ -8,7 +8,7 @@ hash: the engine computes its own from what it received, and the two are compare
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,9 @@ from vime.types import PublishError
 from vime.weights.hashing import ContentHash
 from vime.weights.plan import Bucket, TensorMeta, cut_buckets, single_bucket
 
+Deliver = Callable[[dict[str, Any]], None]
+"""Brings the `update_info` of a bucket to every engine; returns when all of them have loaded it."""
+
 
 class WeightSender(Protocol):
     """The trainer's end of one transport. Owned by the one trainer rank that publishes."""
@@ -26,9 +29,9 @@ class WeightSender(Protocol):
         """Meet the engines. Called once before the first update, and again after the fleet has changed."""
 
     def send_update(
-        self, stream: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], fleet: EngineControl
+        self, stream: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], deliver: Deliver
     ) -> ContentHash:
-        """Send all tensors of `metadata` from `stream`, between the engines' start and finish of an update."""
+        """Send all tensors of `metadata` from `stream`, a bucket by each call of `deliver`."""
 
     def close(self) -> None: ...
 
@@ -47,7 +50,7 @@ class BucketSender(ABC):
     def connect(self, fleet: EngineControl) -> None: ...
 
     def send_update(
-        self, stream: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], fleet: EngineControl
+        self, stream: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], deliver: Deliver
     ) -> ContentHash:
         content = ContentHash()
         pairs = checked_stream(stream, metadata)
@@ -58,7 +61,7 @@ class BucketSender(ABC):
                 tensor = next(pairs)
                 content.add(slot.meta, tensor)
                 slot.view(buffer).copy_(tensor.detach())
-            self._deliver(bucket, buffer, fleet)
+            self._deliver(bucket, buffer, deliver)
         for _ in pairs:  # runs the check that the stream ends where the metadata ends
             pass
         return content
@@ -74,7 +77,7 @@ class BucketSender(ABC):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     @abstractmethod
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, fleet: EngineControl) -> None:
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
         """Bring the bucket to every engine and return when all of them have loaded it."""
 
 

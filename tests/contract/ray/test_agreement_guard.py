@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.rows import make_row
+from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
 from vime.observability.events import EventLog, read_events
@@ -81,7 +82,7 @@ class Setup:
             tmp_path,
             trainers=ranks,
             manager=None,
-            engines=[engine.address],
+            fleet=FleetControl([engine.address], timeout_s=60),
             screen=Screen(tmp_path, stream=self.stream),
             events=EventLog(tmp_path, "driver"),
         )

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
 from vime.ray.probe import check_engines_agree
@@ -32,7 +33,9 @@ def engine() -> Iterator[FakeEngine]:
 
 
 def check(engine: FakeEngine, ranks: Ranks, *, bf16: bool) -> float:
-    return check_engines_agree(Config().replace(bf16=bf16), cast(Any, ranks), [engine.address], version=1)
+    return check_engines_agree(
+        Config().replace(bf16=bf16), cast(Any, ranks), FleetControl([engine.address], timeout_s=10), version=1
+    )
 
 
 def test_in_fp32_one_token_that_differs_is_enough(engine: FakeEngine) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.helpers import tiny_models
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
+from vime.backends.vllm_utils.routes import UPDATE_ROUTE
 from vime.types import EngineError, PublishError
 from vime.weights.hashing import content_hash
 from vime.weights.plan import TensorMeta
@@ -163,16 +165,17 @@ def test_every_engine_of_a_fleet_gets_every_byte(transport, two_fakes, tmp_path)
 def test_control_calls_arrive_in_the_sacred_order(two_fakes, tmp_path):
     first, _, control = two_fakes
     send_small(control, "shm", tmp_path)
-    assert first.calls[1:] == [  # after /init_weight_transfer_engine
-        "/pause?mode=keep&clear_cache=true",
-        "/start_weight_update",
-        # 128-byte buckets: a alone (200 bytes), then b (42 bytes) with c (4 bytes)
-        "/update_weights",
-        "/update_weights",
-        "/finish_weight_update",
-        "/collective_rpc",
-        "/resume",
-    ]
+    # 128-byte buckets: a alone (200 bytes), then b (42 bytes) with c (4 bytes)
+    assert first.calls[1:] == [UPDATE_ROUTE, UPDATE_ROUTE, "/resume"]  # after /init_weight_transfer_engine
+
+
+def test_an_update_of_one_bucket_is_two_calls_over_one_connection(two_fakes, tmp_path):
+    first, second, control = two_fakes
+    control.is_paused()  # opens the connection
+    send_small(control, "shm", tmp_path, weights={"a": WEIGHTS["a"]})
+    for engine in (first, second):
+        assert engine.calls == ["/init_weight_transfer_engine", UPDATE_ROUTE, "/resume"]
+        assert engine.num_connections == 1
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -181,9 +184,7 @@ def test_control_calls_arrive_in_the_sacred_order(two_fakes, tmp_path):
     [
         ({"wrong_hash": True}, "e1 serves version 1 with hash 0000"),
         ({"wrong_version": "0"}, "e1 serves version 0"),
-        ({"status": {"/update_weights": 500}}, "e1 .*/update_weights: status 500"),
-        ({"status": {"/finish_weight_update": 500}}, "e1 .*/finish_weight_update: status 500"),
-        ({"status": {"/pause": 503}}, "e1 .*/pause: status 503"),
+        ({"status": {UPDATE_ROUTE: 503}}, f"e1 .*{UPDATE_ROUTE}: status 503"),
     ],
 )
 def test_one_bad_engine_stops_the_whole_fleet(transport, fault, message, two_fakes, tmp_path):
@@ -197,17 +198,17 @@ def test_one_bad_engine_stops_the_whole_fleet(transport, fault, message, two_fak
 def test_a_dead_engine_is_named_with_route_and_cause(two_fakes):
     _, second, control = two_fakes
     second.stop()
-    with pytest.raises(EngineError, match=r"e1 \(http://127.*\) /pause: ConnectError") as dead:
-        control.pause("keep")
+    with pytest.raises(EngineError, match=r"e1 \(http://127.*\) /resume: ConnectionRefusedError") as dead:
+        control.resume()
     assert "e0" not in str(dead.value)
 
 
 def test_an_engine_that_does_not_answer_ends_at_the_timeout(two_fakes):
     first, second, _ = two_fakes
-    second.faults.stall["/pause"] = threading.Event()
+    second.faults.stall["/resume"] = threading.Event()
     control = FleetControl([first.address, second.address], timeout_s=1.0)
-    with pytest.raises(EngineError, match=r"e1 .*/pause: ReadTimeout"):
-        control.pause("keep")
+    with pytest.raises(EngineError, match=r"e1 .*/resume: TimeoutError"):
+        control.resume()
     control.close()
 
 
@@ -240,8 +241,7 @@ def test_a_tensor_that_the_metadata_does_not_name_never_reaches_an_engine(two_fa
             deadline_s=30,
         )
     sender.close()
-    assert "/finish_weight_update" not in first.calls
-    assert "/resume" not in first.calls
+    assert first.calls[1:] == [UPDATE_ROUTE]  # the first bucket's
 
 
 def test_disk_keeps_the_two_newest_updates(two_fakes, tmp_path):
@@ -249,11 +249,10 @@ def test_disk_keeps_the_two_newest_updates(two_fakes, tmp_path):
     sender = make_sender("disk", bucket_bytes=1 << 20, directory=tmp_path, timeout_s=10)
     sender.connect(control)
     for version in range(4):
-        control.start_update()
+        deliver = partial(control.update, version=version, pause_mode="keep")
         sender.send_update(
-            iter(WEIGHTS.items()), [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()], control
+            iter(WEIGHTS.items()), [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()], deliver
         )
-        control.finish_update(version)
     kept = sorted(path.name for path in tmp_path.glob("update_*"))
     assert kept == ["update_0000003", "update_0000004"]
     assert [path.name for path in (tmp_path / kept[-1]).iterdir()] == ["model-00001-of-00001.safetensors"]
@@ -276,9 +275,9 @@ def test_a_failed_broadcast_is_reported_at_once_though_another_engine_still_wait
         control = FleetControl([engine.address for engine in (first, second, third)], timeout_s=60)
         sender = make_sender("gloo", bucket_bytes=128, directory=tmp_path, timeout_s=60)
         sender.connect(control)
-        third.faults.status["/update_weights"] = 500
+        third.faults.status[UPDATE_ROUTE] = 500
         started = time.monotonic()
-        with pytest.raises(PublishError, match=r"e2 .*/update_weights: status 500"):
+        with pytest.raises(PublishError, match=f"e2 .*{UPDATE_ROUTE}: status 500"):
             publish(
                 iter(WEIGHTS.items()),
                 [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()],

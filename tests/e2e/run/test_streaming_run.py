@@ -35,7 +35,7 @@ def assert_every_round_trained_once(finished: Finished, num_rounds: int, *, last
     assert undocumented(name for line in finished.metrics().values() for name in line) == []
 
 
-ENGINE_ROUTES = ("/collective_rpc", "/pause", "/start_weight_update", "/update_weights", "/inference/v1/generate")
+ENGINE_ROUTES = ("/collective_rpc", "/pause", "/update_weights", "/vime/update_weights", "/inference/v1/generate")
 RAY_METHODS = (
     "NodeInfoGcsService/GetClusterId", "JobInfoGcsService/GetAllJobInfo", "NodeManagerService/GetNodeStats",
     "CoreWorkerService/GetCoreWorkerStats", "CoreWorkerService/PushTask", "ObjectManagerService/Pull",

@@ -146,7 +146,9 @@ def test_an_update_in_the_middle_of_an_answer_shows_in_its_version_spans(vllm_en
 
 
 def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
-    [[report]] = pusher.fleet.call_workers("vime_process_report")
+    url = f"{vllm_engine.url}/collective_rpc"
+    answer = httpx.post(url, json={"method": "vime_process_report"}, headers=HEADERS, timeout=60).json()
+    [report] = answer["results"]
     assert report == {"current_device_module": "torch.cuda", "trainer_imported": False, "megatron_imported": False}
 
 

@@ -78,7 +78,7 @@ def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Machine:
     parts: Any = Parts(
         manager=None,
         trainers=FakeTrainers(),
-        engines=SimpleNamespace(addresses=[]),
+        engines=SimpleNamespace(addresses=[], fleet=None),
         carrier=SimpleNamespace(clear=lambda _ticket: None),
         num_rollout=num_rollout,
     )

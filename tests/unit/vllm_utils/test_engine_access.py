@@ -6,10 +6,11 @@ import json
 import httpx
 import pytest
 
-from vime.backends.vllm_utils.access import EngineKeys, RequireKey
+from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.backends.vllm_utils.launch import engine_command
+from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, EngineMiddleware
 from vime.config.parse import Config
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.generation import engine_headers, use_engine_key
@@ -20,7 +21,7 @@ CONTROL_ROUTES = [
     ("POST", "/pause"), ("POST", "/resume"), ("POST", "/collective_rpc"), ("POST", "/start_weight_update"),
     ("POST", "/update_weights"), ("POST", "/init_weight_transfer_engine"), ("GET", "/is_paused"),
     ("GET", "/weight_info"), ("GET", "/metrics"), ("GET", "/docs"), ("POST", "/health"), ("GET", "/health/"),
-    ("GET", "/"), ("GET", "/inference"),
+    ("GET", "/"), ("GET", "/inference"), ("POST", UPDATE_ROUTE), ("GET", WEIGHTS_ROUTE),
 ]  # fmt: skip
 DATA_ROUTES = [("POST", "/inference/v1/generate"), ("POST", "/abort_requests"), ("POST", "/v1/completions")]
 
@@ -46,7 +47,7 @@ def test_only_the_router_s_health_check_needs_no_key():
 def test_an_engine_without_keys_in_its_environment_does_not_start(monkeypatch):
     monkeypatch.delenv("VIME_ENGINE_CONTROL_KEY", raising=False)
     with pytest.raises(RuntimeError, match="would answer everyone"):
-        RequireKey(None)
+        EngineMiddleware(None)
 
 
 def ask(monkeypatch, scope: dict) -> list[dict]:
@@ -61,7 +62,7 @@ def ask(monkeypatch, scope: dict) -> list[dict]:
     async def send(message):
         sent.append(message)
 
-    asyncio.run(RequireKey(application)(scope, None, send))
+    asyncio.run(EngineMiddleware(application)(scope, None, send))
     return sent
 
 
@@ -74,6 +75,14 @@ def test_the_middleware_lets_pass_what_shows_the_key_and_the_server_s_own_start(
     assert (start["status"], KEY_HEADER in json.loads(body["body"])["error"]) == (401, True)
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", UPDATE_ROUTE), ("GET", WEIGHTS_ROUTE)])
+@pytest.mark.parametrize("key", [b"generate-key", b"wrong", b""])
+def test_our_own_routes_answer_nobody_without_the_control_key(monkeypatch, method, path, key):
+    scope = {"type": "http", "method": method, "path": path, "headers": [(b"x-vime-key", key)]}  # no app behind it
+    start, _ = ask(monkeypatch, scope)
+    assert start["status"] == 401
+
+
 def test_the_middleware_closes_a_websocket_without_a_key(monkeypatch):
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
     assert ask(monkeypatch, scope) == [{"type": "websocket.close", "code": 1008}]
@@ -81,8 +90,8 @@ def test_the_middleware_closes_a_websocket_without_a_key(monkeypatch):
 
 def test_vllm_is_started_with_the_middleware_and_no_key_on_its_command_line():
     command = engine_command(Config().replace(hf_checkpoint="m", device="cpu"), index=0, host="127.0.0.1", port=1)
-    assert command[command.index("--middleware") + 1] == "vime.backends.vllm_utils.access.RequireKey"
-    assert not any("key" in word.lower() for word in command if word != "vime.backends.vllm_utils.access.RequireKey")
+    assert command[command.index("--middleware") + 1] == "vime.backends.vllm_utils.routes.EngineMiddleware"
+    assert not any("key" in word.lower() for word in command)
 
 
 def test_a_control_client_shows_the_key_of_each_engine_and_is_refused_with_another():
@@ -92,7 +101,7 @@ def test_a_control_client_shows_the_key_of_each_engine_and_is_refused_with_anoth
         fleet.close()
         stranger = FleetControl([EngineAddress(name="fake-0", url=engine.address.url, key="wrong")], timeout_s=10)
         with pytest.raises(EngineError, match="status 401, expected 200"):
-            stranger.pause("abort")
+            stranger.resume()
         stranger.close()
         assert httpx.post(engine.address.url + "/pause").status_code == 401
         assert httpx.get(engine.address.url + "/health").status_code == 200

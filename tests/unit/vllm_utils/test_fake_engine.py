@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+import torch
 
 from vime.backends.vllm_utils.fake import FakeEngine
+from vime.backends.vllm_utils.routes import UPDATE_ROUTE
 
 
 @pytest.fixture
@@ -102,13 +104,22 @@ def test_an_unknown_route_or_mode_is_an_error(engine):
     assert control(engine, "/pause?mode=nonsense").status_code == 500
 
 
-def test_update_calls_out_of_order_are_errors_as_in_vllm(engine):
-    assert control(engine, "/start_weight_update").status_code == 500  # nobody has connected
-    body = {"init_info": {"transport": "shm"}}
-    assert httpx.post(engine.address.url + "/init_weight_transfer_engine", json=body).status_code == 200
-    assert control(engine, "/finish_weight_update").status_code == 500
-    assert control(engine, "/start_weight_update").status_code == 200
-    assert control(engine, "/start_weight_update").status_code == 500
+def test_buckets_out_of_order_are_errors_as_in_vllm(engine, tmp_path):
+    weights = torch.arange(64, dtype=torch.uint8)
+    weights.numpy().tofile(tmp_path / "weights")
+
+    def bucket(index: int) -> int:
+        info = {"index": index, "count": 3, "names": ["w"], "dtypes": ["uint8"], "shapes": [[64]]}
+        body = {"update_info": info | {"path": str(tmp_path / "weights")}, "version": 1, "pause_mode": "keep"}
+        return control(engine, UPDATE_ROUTE, body).status_code
+
+    assert bucket(0) == 500  # nobody has connected
+    assert control(engine, "/init_weight_transfer_engine", {"init_info": {"transport": "shm"}}).status_code == 200
+    assert bucket(1) == 500  # no update is open
+    assert bucket(0) == 200
+    assert bucket(0) == 500  # one is open
+    assert bucket(2) == 500  # the second is missing, and that ends it
+    assert bucket(1) == 500
 
 
 def test_a_stopped_engine_refuses_connections(engine):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from vime.seams import UpdateAnswer
 from vime.types import EngineAddress, EngineError, EngineReport, PublishError
 from vime.weights.hashing import ContentHash, content_hash
 from vime.weights.plan import TensorMeta
@@ -17,11 +18,11 @@ METADATA = [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()]
 
 
 class ScriptedFleet:
-    """Writes down the calls; `fail_at` raises there; answers `reports` with what it was made with."""
+    """Writes down the calls; `fail_at` raises there; reports what it was made with, after the tensor `last`."""
 
-    def __init__(self, content_hash: str, *, fail_at: str = "") -> None:
+    def __init__(self, content_hash: str, *, fail_at: str = "", last: str = "b") -> None:
         self.calls: list[str] = []
-        self._fail_at, self._hash, self._version = fail_at, content_hash, -1
+        self._fail_at, self._hash, self._last = fail_at, content_hash, last
 
     @property
     def addresses(self) -> Sequence[EngineAddress]:
@@ -32,22 +33,11 @@ class ScriptedFleet:
         if call == self._fail_at:
             raise EngineError(f"e0 {call}: status 500")
 
-    def pause(self, mode: str) -> None:
-        self._note(f"pause {mode}")
-
-    def start_update(self) -> None:
-        self._note("start")
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        self._note("update")
-
-    def finish_update(self, version: int) -> None:
-        self._version = version
-        self._note(f"finish {version}")
-
-    def reports(self) -> list[EngineReport]:
-        self._note("reports")
-        return [EngineReport(engine="e0", version=self._version, content_hash=self._hash, num_tensors=2)]
+    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateAnswer:
+        [name] = update_info["names"]
+        self._note(f"{pause_mode} {name} as {version}")
+        report = EngineReport(engine="e0", version=version, content_hash=self._hash, num_tensors=2)
+        return UpdateAnswer(pause_s=0.0, confirm_s=0.0, reports=[report] if name == self._last else [])
 
     def resume(self) -> None:
         self._note("resume")
@@ -56,11 +46,11 @@ class ScriptedFleet:
 class HashingSender:
     """Sends nothing, but consumes and hashes as every sender does."""
 
-    def send_update(self, stream, metadata, fleet) -> ContentHash:
+    def send_update(self, stream, metadata, deliver) -> ContentHash:
         content = ContentHash()
         for meta, tensor in zip(metadata, checked_stream(stream, metadata), strict=True):
             content.add(meta, tensor)
-            fleet.update({"names": [meta.name]})
+            deliver({"names": [meta.name]})
         return content
 
 
@@ -97,22 +87,29 @@ def run(fleet: ScriptedFleet, stream, *, metadata=METADATA, deadline_s: float = 
 def test_engines_resume_only_after_every_report_was_compared():
     fleet = ScriptedFleet(content_hash(WEIGHTS))
     report = run(fleet, iter(WEIGHTS.items()))
-    assert fleet.calls == ["pause keep", "start", "update", "update", "finish 4", "reports", "resume"]
+    assert fleet.calls == ["keep a as 4", "keep b as 4", "resume"]
     assert (report.version, report.content_hash, report.num_tensors) == (4, content_hash(WEIGHTS), 2)
     assert report.num_bytes == 2 * 4 + 3 * 4
     assert report.engine_reports[0].engine == "e0"
-    assert report.transfer_s + report.confirm_s <= report.pause_s
+    assert report.confirm_s <= report.pause_s
 
 
 def test_another_hash_stops_before_resume():
     fleet = ScriptedFleet("0" * 32)
     with pytest.raises(PublishError, match="not confirmed"):
         run(fleet, iter(WEIGHTS.items()))
-    assert fleet.calls[-1] == "reports"
+    assert fleet.calls[-1] == "keep b as 4"
 
 
-@pytest.mark.parametrize("step", ["pause keep", "start", "update", "finish 4", "reports"])
-def test_a_failure_at_any_step_drains_the_stream_and_never_resumes(step):
+def test_engines_that_never_got_the_last_bucket_stop_before_resume():
+    fleet = ScriptedFleet(content_hash(WEIGHTS), last="c")
+    with pytest.raises(PublishError, match="no engine reported"):
+        run(fleet, iter(WEIGHTS.items()))
+    assert "resume" not in fleet.calls
+
+
+@pytest.mark.parametrize("step", ["keep a as 4", "keep b as 4", "resume"])
+def test_a_failure_at_any_step_drains_the_stream_and_goes_no_further(step):
     fleet, stream = ScriptedFleet(content_hash(WEIGHTS), fail_at=step), CountedStream(WEIGHTS)
     with pytest.raises(PublishError, match=r"version 4 failed: EngineError.*status 500.*must be restarted"):
         run(fleet, stream)
@@ -134,7 +131,7 @@ def test_a_stream_that_differs_from_its_metadata_is_refused(sent, message):
     fleet, stream = ScriptedFleet(content_hash(WEIGHTS)), CountedStream(sent)
     with pytest.raises(PublishError, match=message):
         run(fleet, stream)
-    assert "finish 4" not in fleet.calls
+    assert "resume" not in fleet.calls
     assert stream.is_exhausted
 
 

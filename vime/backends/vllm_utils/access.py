@@ -4,8 +4,8 @@ A run has two keys. The one for control never passes through the router, whose o
 reaches the router can have it send requests, with their headers, to a server of his. What he would learn there is the
 other key, which opens generation alone.
 
-`RequireKey` is given to vLLM with --middleware and reads the keys from the environment, so that they are on no command
-line. Imported by engines: standard library only.
+`RequireKey` stands in front of vLLM's server (routes.py) and reads the keys from the environment, so that they are on
+no command line. Imported by engines: standard library only.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ def _same(key: str, expected: str) -> bool:
 
 Message = MutableMapping[str, Any]
 Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
     """ASGI middleware in front of every route of vLLM's server."""
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: Application) -> None:
         keys = EngineKeys.from_environment(os.environ)
         if keys is None:
             raise RuntimeError(f"{CONTROL_VARIABLE} is not set: this server would answer everyone.")
@@ -80,12 +81,17 @@ class RequireKey:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = json.dumps(REFUSED).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await send_json(send, 401, REFUSED)
 
     def _admits(self, scope: Message) -> bool:
         name = KEY_HEADER.lower().encode()
         key = next((value.decode("latin-1") for header, value in scope["headers"] if header.lower() == name), "")
         return self._keys.admit(scope.get("method", ""), scope["path"], key)
+
+
+async def send_json(send: Send, status: int, answer: Any) -> None:
+    """Answer an HTTP request as an ASGI application."""
+    body = json.dumps(answer).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

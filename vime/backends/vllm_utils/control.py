@@ -6,18 +6,28 @@ Not through the router, which would pick one engine and drop the query string.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Sequence
+import json
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import httpx
-
-from vime.observability.events import span
-from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport, Version, WaitTimeoutError, may_pass
+from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, is_last
+from vime.observability.events import note_span, span
+from vime.seams import UpdateAnswer
+from vime.types import (
+    EngineAddress,
+    EngineError,
+    EngineLostError,
+    EngineReport,
+    Version,
+    WaitTimeoutError,
+    may_pass,
+)
+from vime.utils.http import CONNECT_S, FAILURES, HttpClient
 from vime.utils.waits import waiting
 
-CONNECT_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 1.0
 SHOWN_BODY = 600
 CALLS_AT_ONCE = 8  # to one engine
@@ -29,31 +39,21 @@ class Fanout:
 
     def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float) -> None:
         self.addresses = tuple(addresses)
-        self._deadline_s = CONNECT_TIMEOUT_S + timeout_s + FAILURE_GRACE_S
-        self._client = httpx.Client(
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
-            trust_env=False,  # a proxy of the environment must not stand between a host and its own engines
-            # A connection for each call: vLLM closes a kept one after an error, which the next call would trip over.
-            limits=httpx.Limits(max_keepalive_connections=0),
-            verify=False,  # nothing is encrypted on the way to an engine, and reading certificates costs 20 ms a time
-        )
+        self._deadline_s = CONNECT_S + timeout_s + FAILURE_GRACE_S
+        self._clients = [HttpClient(each.url, timeout_s=timeout_s, headers=each.headers) for each in addresses]
         # For several calls to each engine, and for those that a failed one left waiting.
         self._pool = ThreadPoolExecutor(max_workers=CALLS_AT_ONCE * len(addresses), thread_name_prefix="fleet-control")
 
     def get(self, route: str) -> list[dict[str, Any]]:
-        return self._on_each(route, lambda index: self._send("GET", index, route))
+        return self._on_each("GET", route, [None] * len(self.addresses))
 
-    def post(self, route: str, body: Any = None, *, params: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    def post(self, route: str, body: Any = None) -> list[dict[str, Any]]:
         """The same body to every engine."""
-        return self.post_each(route, [body] * len(self.addresses), params=params)
+        return self._on_each("POST", route, [None if body is None else json.dumps(body).encode()] * len(self.addresses))
 
-    def post_each(
-        self, route: str, bodies: Sequence[Any], *, params: dict[str, str] | None = None
-    ) -> list[dict[str, Any]]:
+    def post_each(self, route: str, bodies: Sequence[Any]) -> list[dict[str, Any]]:
         """Its own body to each engine."""
-        if len(bodies) != len(self.addresses):
-            raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
-        return self._on_each(route, lambda index: self._send("POST", index, route, json=bodies[index], params=params))
+        return self._on_each("POST", route, [json.dumps(body).encode() for body in bodies])
 
     def post_all(self, route: str, bodies: Sequence[Any]) -> list[list[dict[str, Any]]]:
         """Every body to every engine, all at once: [engine][body]."""
@@ -62,16 +62,15 @@ class Fanout:
         return [[answers[index] for answers in by_body] for index in range(len(self.addresses))]
 
     def close(self) -> None:
-        self._client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for client in self._clients:
+            client.close()
 
-    def _send(self, method: str, index: int, route: str, **content: Any) -> httpx.Response:
-        address = self.addresses[index]
-        return self._client.request(method, address.url + route, headers=address.headers, **content)
-
-    def _on_each(self, route: str, send: Callable[[int], httpx.Response]) -> list[dict[str, Any]]:
+    def _on_each(self, method: str, route: str, bodies: Sequence[bytes | None]) -> list[dict[str, Any]]:
         """Answers in the order of the engines. One failure ends the wait: the others may be waiting for that engine."""
-        sent = [self._pool.submit(self._checked, send, route, index) for index in range(len(self.addresses))]
+        if len(bodies) != len(self.addresses):
+            raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
+        sent = [self._pool.submit(self._checked, method, route, index, body) for index, body in enumerate(bodies)]
         finished, pending = concurrent.futures.wait(
             sent, timeout=self._deadline_s, return_when=concurrent.futures.FIRST_EXCEPTION
         )
@@ -88,21 +87,19 @@ class Fanout:
             raise WaitTimeoutError(f"{names} to answer {route}", self._deadline_s, "vLLM", "See RUN_DIR/logs.")
         return [future.result() for future in sent]
 
-    def _checked(self, send: Callable[[int], httpx.Response], route: str, index: int) -> dict[str, Any]:
+    def _checked(self, method: str, route: str, index: int, body: bytes | None) -> dict[str, Any]:
         """The JSON of one engine's answer; EngineError names engine, route, status and body."""
         address = self.addresses[index]
         try:
             with waiting(f"an answer to {route}", address.name, deadline_s=self._deadline_s):
-                response = send(index)
-        except httpx.HTTPError as error:
+                status, content = self._clients[index].call(method, route, body)
+        except FAILURES as error:
             raise EngineLostError(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            kind = EngineLostError if response.status_code >= 500 else EngineError
-            raise kind(
-                f"{address.name} ({address.url}) {route}: status {response.status_code}, expected 200: "
-                f"{response.text[:SHOWN_BODY]}"
-            )
-        return dict(response.json()) if response.content else {}
+        if status != 200:
+            kind = EngineLostError if status >= 500 else EngineError
+            told = content[:SHOWN_BODY].decode(errors="replace")
+            raise kind(f"{address.name} ({address.url}) {route}: status {status}, expected 200: {told}")
+        return dict(json.loads(content)) if content else {}
 
 
 class FleetControl:
@@ -130,33 +127,30 @@ class FleetControl:
         bodies = [{"init_info": info} for info in init_info_by_engine]
         self._http.post_each("/init_weight_transfer_engine", bodies)
 
-    def pause(self, mode: str) -> None:
-        """Stop generating: `wait` for running requests, `keep` them for later, or `abort` them with what they have.
-
-        Clears the prefix cache, in every mode: the weights are about to change under it.
-        """
-        with span("pause_engines"):
-            self._http.post("/pause", params={"mode": mode, "clear_cache": "true"})
-
-    def start_update(self) -> None:
-        self._http.post("/start_weight_update")
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        self._http.post("/update_weights", {"update_info": update_info})
-
-    def finish_update(self, version: Version) -> None:
+    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateAnswer:
+        """One bucket. Before the first the engines stop generating (`wait` for running requests, `keep` them for later,
+        or `abort` them with what they have) and clear their prefix caches: the weights change under them. With the last
+        they hold `version`, and say what it is that they hold."""
+        body = {"update_info": update_info, "version": version, "pause_mode": pause_mode}
+        began = time.monotonic()
         with span("load_weights", version=version):
-            self._http.post("/finish_weight_update", {"weight_version": str(version)})
+            answers = self._http.post(UPDATE_ROUTE, body)
+            whole_s = time.monotonic() - began
+            pause_s, confirm_s = (max(float(each[name]) for each in answers) for name in ("pause_s", "confirm_s"))
+            if update_info["index"] == 0:
+                note_span("pause_engines", pause_s, ago_s=whole_s - pause_s)
+            if is_last(update_info):
+                note_span("confirm_weights", confirm_s)
+        reports = self._reports(answers) if is_last(update_info) else ()
+        return UpdateAnswer(pause_s=pause_s, confirm_s=confirm_s, reports=reports)
 
-    def reports(self) -> list[EngineReport]:
+    def reports(self) -> Sequence[EngineReport]:
         """Version and content hash of each engine. EngineError when an engine's own workers disagree."""
         with span("confirm_weights"):
-            versions = self._http.get("/weight_info")
-            workers = self.call_workers("vime_weight_report")
-        return [
-            _report(address, str(version["weight_version"]), reports)
-            for address, version, reports in zip(self._http.addresses, versions, workers, strict=True)
-        ]
+            return self._reports(self._http.get(WEIGHTS_ROUTE))
+
+    def _reports(self, answers: Sequence[dict[str, Any]]) -> tuple[EngineReport, ...]:
+        return tuple(_report(address, answer) for address, answer in zip(self.addresses, answers, strict=True))
 
     def resume(self) -> None:
         with span("resume_engines"):
@@ -164,10 +158,6 @@ class FleetControl:
 
     def is_paused(self) -> list[bool]:
         return [bool(answer["is_paused"]) for answer in self._http.get("/is_paused")]
-
-    def call_workers(self, method: str) -> list[list[Any]]:
-        """The answers of every worker of every engine to a method of its worker class."""
-        return [answer["results"] for answer in self._http.post("/collective_rpc", {"method": method})]
 
     def prompt_log_probs(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """[engine][row]: the log-probability of each of the row's tokens but the first, given those before it (before
@@ -203,7 +193,8 @@ def _likeliest(answer: dict[str, Any]) -> dict[int, float]:
     return {int(top["token_id"]): float(top["logprob"]) for top in entry["top_logprobs"]}
 
 
-def _report(address: EngineAddress, version: str, workers: Sequence[dict[str, Any]]) -> EngineReport:
+def _report(address: EngineAddress, answer: dict[str, Any]) -> EngineReport:
+    version, workers = str(answer["weight_version"]), answer["workers"]
     if not version.isdigit():
         raise EngineError(
             f"{address.name} serves version {version!r}, which no trainer has published. Publish weights to it first."

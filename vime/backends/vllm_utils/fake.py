@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from vime.backends.vllm_utils.access import REFUSED, EngineKeys
+from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, is_last
 from vime.types import KEY_HEADER, EngineAddress, VimeError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and an engine answers before it has weights
@@ -82,8 +83,10 @@ class FakeEngine:
         keys: EngineKeys | None = None,
     ) -> None:
         self.keys = keys
+        self.is_stopped = False
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
+        self.num_connections = 0
         self._answer, self._token_s = answer, token_s
         self._receiver: BucketReceiver | None = None
         self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
@@ -111,7 +114,9 @@ class FakeEngine:
         self.stop()
 
     def stop(self) -> None:
-        """Close the listening socket: later connections are refused. Also how a test lets the engine die."""
+        """Close the listening socket: later connections are refused, and kept ones end without an answer. Also how a
+        test lets the engine die."""
+        self.is_stopped = True
         with self._changed:
             self.faults.stall_tokens_after = None
             self._is_paused = self._is_frozen = False
@@ -149,7 +154,6 @@ class FakeEngine:
             "/readiness": {},
             "/get_world_size": {"world_size": 1},
             "/is_paused": {"is_paused": self._is_paused},
-            "/weight_info": {"weight_version": self.faults.wrong_version or self._version},
             "/reset_prefix_cache": {"success": True},
         }
         if route in simple:
@@ -169,43 +173,47 @@ class FakeEngine:
         elif route in ("/abort_requests", "/inference/v1/abort_requests"):
             self._abort(body.get("request_ids"))
         elif route == "/init_weight_transfer_engine":
-            self._connect(body["init_info"])
-        elif route.endswith("_weight_update") or route == "/update_weights":
-            self._update(route, body)
-        elif route == "/collective_rpc" and body.get("method") == "vime_weight_report":
-            received = self._receiver
-            content_hash = "0" * 32 if self.faults.wrong_hash or received is None else received.content_hash
-            return 200, {"results": [{"content_hash": content_hash, "num_tensors": len(self.weights)}]}
+            import torch
+
+            from vime.weights.transports import make_receiver
+
+            self._receiver = make_receiver(body["init_info"]["transport"], torch.device("cpu"))
+            self._receiver.connect(body["init_info"], 0)
+        elif route == UPDATE_ROUTE:
+            return 200, self._update(**body)
+        elif route == WEIGHTS_ROUTE:
+            return 200, self._held()
         else:
             return 404, {"error": f"the scripted engine has no {route}"}
         return 200, {}
 
-    def _connect(self, init_info: dict[str, Any]) -> None:
-        import torch
-
-        from vime.weights.transports import make_receiver
-
-        self._receiver = make_receiver(init_info["transport"], torch.device("cpu"))
-        self._receiver.connect(init_info, 0)
-
-    def _update(self, route: str, body: dict[str, Any]) -> None:
-        """One step of an update session; as in vLLM, an error ends the session."""
+    def _update(self, update_info: dict[str, Any], version: int, pause_mode: str) -> dict[str, Any]:
+        """One bucket; as in vLLM, an error ends the update."""
+        is_first = update_info["index"] == 0
         if self._receiver is None:
-            raise RuntimeError(f"{route} before init_weight_transfer_engine")
-        if self._is_updating == (route == "/start_weight_update"):
-            raise RuntimeError(f"{route}: a session is {'open' if self._is_updating else 'not open'}")
-        self._is_updating = False
-        if route == "/start_weight_update":
+            raise RuntimeError(f"{UPDATE_ROUTE} before init_weight_transfer_engine")
+        if self._is_updating == is_first:
+            raise RuntimeError(f"{UPDATE_ROUTE}: an update is {'open' if is_first else 'not open'}")
+        if is_first:
+            self._pause(pause_mode)
             self._receiver.start()
             self.weights = {}
-        elif route == "/update_weights":
-            self.weights.update(self._receiver.receive(body["update_info"]))
-        else:
-            self._receiver.finish()
-            with self._changed:
-                self._version, self._content_hash = str(body["weight_version"]), self._receiver.content_hash
-                self._changed.notify_all()
-        self._is_updating = route != "/finish_weight_update"
+        self._is_updating = False
+        self.weights.update(self._receiver.receive(update_info))
+        self._is_updating = not is_last(update_info)
+        if self._is_updating:
+            return {"pause_s": 0.0, "confirm_s": 0.0}
+        self._receiver.finish()
+        with self._changed:
+            self._version, self._content_hash = str(version), self._receiver.content_hash
+            self._changed.notify_all()
+        return {"pause_s": 0.0, "confirm_s": 0.0, **self._held()}
+
+    def _held(self) -> dict[str, Any]:
+        received = self._receiver
+        content_hash = "0" * 32 if self.faults.wrong_hash or received is None else received.content_hash
+        worker = {"content_hash": content_hash, "num_tensors": len(self.weights)}
+        return {"weight_version": self.faults.wrong_version or self._version, "workers": [worker]}
 
     def _pause(self, mode: str) -> None:
         if mode not in ("abort", "wait", "keep"):
@@ -314,6 +322,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
+    def setup(self) -> None:
+        super().setup()
+        self.engine.num_connections += 1
+
     def do_GET(self) -> None:
         self._serve()
 
@@ -325,6 +337,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.engine.is_stopped:
+            self.close_connection = True
+            return
         parts, keys = urlsplit(self.path), self.engine.keys
         if keys is not None and not keys.admit(self.command, parts.path, self.headers.get(KEY_HEADER, "")):
             status, answer = 401, REFUSED

@@ -25,8 +25,8 @@ from vime.types import ConfigError
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 CPU_SERVER_MODULE = "vime.backends.vllm_utils.cpu_server"  # the same, started in half the time
 PLUGIN = "vime_weight_transfer"  # the entry point's name in setup.py
-MIDDLEWARE = "vime.backends.vllm_utils.access.RequireKey"
-WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.WorkerReport"
+MIDDLEWARE = "vime.backends.vllm_utils.routes.EngineMiddleware"
+WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.UpdateWorker"
 SERVED_MODEL = "policy"
 FLAG_LIST_MODULE = "vime.backends.vllm_utils.flag_list"
 LIST_FLAGS_TIMEOUT_S = 180

@@ -11,10 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import httpx
-
 from vime.backends.vllm_utils import guard
 from vime.types import EngineError, EngineLostError, WaitTimeoutError
+from vime.utils.http import FAILURES, status_of
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -76,14 +75,13 @@ class ServerProcess:
     def wait_ready(self, deadline_s: float) -> None:
         """Return when the server answers. EngineLostError when it ends instead; WaitTimeoutError at the deadline."""
         started = time.monotonic()
-        starting = waiting(f"the server of {self.name} to be ready", deadline_s=deadline_s)
-        with starting, httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+        with waiting(f"the server of {self.name} to be ready", deadline_s=deadline_s):
             while True:
                 self.check()
                 try:
-                    if client.get(self._ready_url).status_code == 200:
+                    if status_of(self._ready_url, timeout_s=PROBE_TIMEOUT_S) == 200:
                         break
-                except httpx.TransportError:
+                except FAILURES:
                     pass  # not listening yet
                 if time.monotonic() - started > deadline_s:
                     advice = f"Raise --start-timeout-secs. Its last log lines ({self.log_path}):\n{self.log_tail()}"
@@ -106,13 +104,11 @@ class ServerProcess:
         """EngineLostError when the child has ended, or lives and does not answer `url` within `deadline_s`."""
         self.check()
         try:
-            # verify: nothing is encrypted on the way to an own child, and reading certificates costs 20 ms a time
             with waiting(f"the server of {self.name} to say how it is", deadline_s=deadline_s):
-                answer = httpx.get(url, headers=headers, timeout=deadline_s, trust_env=False, verify=False)
-                got = f"status {answer.status_code}"
-        except httpx.TimeoutException:
+                got = f"status {status_of(url, timeout_s=deadline_s, headers=headers)}"
+        except TimeoutError:
             got = f"no answer within {deadline_s:g} s (--engine-health-timeout-secs)"
-        except httpx.TransportError as error:
+        except FAILURES as error:
             got = f"{type(error).__name__}: {error}"
         if got == "status 200":
             return

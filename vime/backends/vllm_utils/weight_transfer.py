@@ -1,15 +1,16 @@
 """The engine's side of a weight update. Runs inside vLLM's workers; found through plugin.py.
 
-vLLM drives `start_weight_update` -> `update_weights` (one bucket each) -> `finish_weight_update`. What travels and how
-is `vime.weights`' matter; here the tensors enter the model, and two copies that vLLM's CPU build keeps beside
-the parameters are rebuilt. `WorkerReport` lets the trainer read what each worker received, by `/collective_rpc`.
+Our route in vLLM's server (routes.py) asks `UpdateWorker`, which drives vLLM's `start_weight_update` ->
+`update_weights` (one bucket each) -> `finish_weight_update` and says what each worker received. What travels and how is
+`vime.weights`' matter; here the tensors enter the model, and two copies that vLLM's CPU build keeps beside the
+parameters are rebuilt.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,23 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
         return self.receiver
 
 
-class WorkerReport:
-    """Mixed into vLLM's worker by --worker-extension-cls; every method can be called by `/collective_rpc`."""
+class UpdateWorker:
+    """Mixed into vLLM's worker by --worker-extension-cls; every method can be called by `collective_rpc`."""
 
-    weight_transfer_engine: VimeEngine  # of the worker class
+    # of the worker class, which knows whether an update is open
+    weight_transfer_engine: VimeEngine
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+
+    def vime_update_weights(self, update_info: dict[str, Any]) -> dict[str, str | int]:
+        """Load a bucket; an update begins with its first and ends with its last. Answers `vime_weight_report`."""
+        if update_info["index"] == 0:
+            self.start_weight_update()
+        self.update_weights(update_info)
+        if update_info["index"] + 1 == update_info["count"]:
+            self.finish_weight_update()
+        return self.vime_weight_report()
 
     def vime_weight_report(self) -> dict[str, str | int]:
         """Content hash and number of tensors of the newest update, as this worker received it."""

@@ -1,0 +1,89 @@
+"""Our own routes in vLLM's server: a bucket of weights in one call, with all that surrounds it, and what is held.
+
+    POST /vime/update_weights {"update_info": ..., "version": 7, "pause_mode": "keep"}
+    GET  /vime/weights
+
+By vLLM's own routes an update of one bucket is six calls (pause, start, update, finish, version, report), which cost
+more than the weights of a small model. The order is the same here, and each step waits for the one before it.
+
+Runs in vLLM's API server, which is given `EngineMiddleware` with --middleware. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from vime.backends.vllm_utils.access import Application, Message, Receive, RequireKey, Send, send_json
+
+logger = logging.getLogger(__name__)
+
+UPDATE_ROUTE, WEIGHTS_ROUTE = "/vime/update_weights", "/vime/weights"
+
+
+class EngineMiddleware(RequireKey):
+    """The routes, and in front of them and of vLLM's own the question for a key."""
+
+    def __init__(self, app: Application) -> None:
+        super().__init__(_Routes(app))
+
+
+class _Routes:
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        asked = (scope["type"], scope.get("method"), scope.get("path"))
+        if asked not in (("http", "POST", UPDATE_ROUTE), ("http", "GET", WEIGHTS_ROUTE)):
+            await self._app(scope, receive, send)
+            return
+        engine = scope["app"].state.engine_client
+        try:
+            if scope["method"] == "POST":
+                answer = await _update(engine, **json.loads(await _body(receive)))
+            else:
+                answer = await _held(engine, await engine.collective_rpc("vime_weight_report"))
+        except Exception as error:  # boundary: the trainer stops the update, whatever it was
+            logger.exception("%s failed", scope["path"])
+            await send_json(send, 500, {"error": f"{type(error).__name__}: {error}"})
+        else:
+            await send_json(send, 200, answer)
+
+
+def is_last(update_info: Mapping[str, Any]) -> bool:
+    """Whether it is of the last bucket of an update."""
+    return bool(update_info["index"] + 1 == update_info["count"])
+
+
+async def _update(engine: Any, update_info: dict[str, Any], version: int, pause_mode: str) -> dict[str, Any]:
+    """Load one bucket."""
+    began = paused = time.monotonic()
+    if update_info["index"] == 0:
+        # As `AsyncLLM.pause_generation` does it. That sleeps 20 ms more, so that the last answers are on their way
+        # before it returns; theirs are the tokens and versions of before, whenever they leave.
+        await engine.renderer.clear_mm_cache_async()
+        await engine.engine_core.pause_scheduler_async(mode=pause_mode, clear_cache=True)
+        paused = time.monotonic()
+    workers = await engine.collective_rpc("vime_update_weights", kwargs={"update_info": update_info})
+    loaded, held = time.monotonic(), {}
+    if is_last(update_info):
+        await engine.update_weight_version(str(version))
+        held = await _held(engine, workers)
+    return {"pause_s": paused - began, "confirm_s": time.monotonic() - loaded, **held}
+
+
+async def _held(engine: Any, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the engine puts on its tokens, and what each of its workers has received."""
+    return {"weight_version": await engine.get_weight_version(), "workers": workers}
+
+
+async def _body(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
