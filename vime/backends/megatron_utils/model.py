@@ -22,8 +22,8 @@ from vime.backends.megatron_utils.value_head import ValueHead
 from vime.config.machine import ParallelConfig
 from vime.types import ConfigError
 
-LOGIT_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 28}
-"""Of the logits that are held at once, by type of device: 128 MiB, and 1 GiB, in fp32."""
+LOGIT_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 29}
+"""Of a chunk of logits, by type of device: 128 MiB, and 2 GiB, in fp32. Fewer are not cut, and cost nothing more."""
 
 
 def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> TransformerConfig:
