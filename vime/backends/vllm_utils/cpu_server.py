@@ -10,7 +10,6 @@ process group, of which vLLM makes a dozen for one worker: they share an event l
 
 from __future__ import annotations
 
-import gc
 import importlib
 import multiprocessing
 import os
@@ -41,7 +40,6 @@ def import_engine() -> Any:
 
 def main() -> None:
     import_engine().get_mp_context = lambda: multiprocessing.get_context("fork")
-    gc.freeze()  # a collector would write to every object that both processes have, and so copy its page
     from torch.distributed import distributed_c10d
 
     distributed_c10d.ProcessGroupGloo = one_event_loop(distributed_c10d.ProcessGroupGloo)
