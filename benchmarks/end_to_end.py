@@ -295,6 +295,7 @@ class Watcher:
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0
         self.peak_bytes_of: dict[str, int] = {}
+        self.members: dict[int, str] = {}  # the processes of the newest sample
         self._pid = pid
         self._used: list[tuple[float, dict[str, float]]] = []  # wall clock, CPU seconds by process until then
         self._has_ended = threading.Event()
@@ -331,15 +332,18 @@ class Watcher:
             except psutil.NoSuchProcess:
                 continue
             held: dict[str, int] = {}
+            names: dict[int, str] = {}
             is_look = len(self._used) % SAMPLES_A_LOOK == 0
             for member in members:
                 try:
                     name, times = role(member), member.cpu_times()
+                    names[member.pid] = name
                     cpu_s[member.pid, member.create_time()] = name, times.user + times.system
                     if is_look:
                         held[name] = held.get(name, 0) + pss(member.pid)
                 except (psutil.NoSuchProcess, OSError):
                     continue
+            self.members = names
             used: dict[str, float] = {}
             for name, seconds in cpu_s.values():
                 used[name] = used.get(name, 0.0) + seconds

@@ -108,7 +108,7 @@ class Carrier(Protocol):
     """Hands one round from the RolloutManager to the trainer ranks. Modes `off` and `buffer` are two carriers.
 
     `put` runs in the RolloutManager and answers a small picklable ticket; `fetch` runs in the source rank of each DP
-    index with that ticket; `clear` runs in the driver when every consumer is done.
+    index with that ticket; the driver asks for `clear` when every consumer is done.
     """
 
     def put(self, plan: RoundPlan, groups: Sequence[TrainGroup], *, portion: int = 0) -> Any:

@@ -43,6 +43,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp2-dp2-overlap": (4, {**VPP2, **OVERLAP}),
 }
 ONEDNN_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {}), "tp2": (2, TP2)}
+CHUNK_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "tp2-sequence": (2, {**TP2, "sequence_parallel": True}),
+    "tp2-pp2": (4, {**TP2, **PP2}),
+    "cp2-dp2-distributed": (4, {**CP2, **DISTRIBUTED}),
+    "dp2-overlap": (2, OVERLAP),
+    "recompute": (1, RECOMPUTE),
+}
 SHARED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {}), "tp2": (2, TP2), "dp2": (2, {})}
 TIED_LAYOUTS = {"tied-pp2": (2, PP2), "tied-tp2-pp2": (4, {**TP2, **PP2}), "tied-vpp2-cp2": (4, {**VPP2, **CP2})}
 MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -137,6 +145,12 @@ def layout_cases(models: Path) -> list[Case]:
             case(f"grpo-onednn-{name}", "trained_by_onednn", world, {**grpo, **flags}, num_steps=2)
             for name, (world, flags) in ONEDNN_LAYOUTS.items()
         ),
+        *(
+            case(f"grpo-chunks-{name}", "trained_in_chunks", world, {**grpo, **flags}, num_steps=2)
+            for name, (world, flags) in CHUNK_LAYOUTS.items()
+        ),
+        case("grpo-chunks-tied", "trained_in_chunks", flags={**grpo, **kinds["tied"]}, num_steps=2),
+        case("grpo-chunks-moe-ep2", "trained_in_chunks", 2, {**grpo, **moe, **EP2}, num_steps=2),
         *(
             case(f"groups-shared-{name}", "trained_in_groups", world, {**grpo, **flags}, is_shared=True, num_steps=2)
             for name, (world, flags) in SHARED_LAYOUTS.items()

@@ -159,6 +159,19 @@ def trained_by_onednn(bench: Bench, **plan: Any) -> dict[str, Any]:
         cpu_linear.MIN_FLOPS = usual
 
 
+def trained_in_chunks(bench: Bench, **plan: Any) -> dict[str, Any]:
+    """`trained`, with logits of 5 rows at a time, and gradients of a few rows of a weight at a time, by oneDNN too."""
+    from vime.backends.megatron_utils import cpu_linear, model
+
+    usual = model.LOGIT_ENTRIES, cpu_linear.BLOCK_ENTRIES
+    # of 99 tokens (100 with a padded one, over two tensor-parallel ranks, each of which then holds 10 rows)
+    model.LOGIT_ENTRIES, cpu_linear.BLOCK_ENTRIES = {"cpu": 5 * 100}, 300
+    try:
+        return trained_by_onednn(bench, **plan)
+    finally:
+        model.LOGIT_ENTRIES, cpu_linear.BLOCK_ENTRIES = usual
+
+
 def trained_in_groups(bench: Bench, is_shared: bool, **plan: Any) -> dict[str, Any]:
     """`trained`, on rows of which those of a group have one prompt. `is_shared`: it is computed once, however many
     calls of attention that takes; else for each row."""

@@ -59,7 +59,7 @@ class TransferQueueBridge:
         """Store a round and answer its ticket. Runs in the RolloutManager, the only writer.
 
         Waits for: room, at most `max staleness + 1` rounds may lie in the queue; a portion is part of one of them.
-        Unblocked by: the driver's `clear`.
+        Unblocked by: `clear`, which the driver asks for.
         """
         dealt = deal_rows(plan, groups)
         partition = f"{self._prefix}_{plan.rollout_id}" + (f"_portion{portion}" if portion else "")
@@ -95,7 +95,7 @@ class TransferQueueBridge:
         return plan, dict(zip(numbers, rows, strict=True))
 
     def clear(self, ticket: QueueTicket) -> None:
-        """Remove a round. Runs in the driver when every consumer is done; makes room for the next `put`."""
+        """Remove a round. The driver asks for it when every consumer is done; makes room for the next `put`."""
         self._client.clear_partition(ticket.partition)
 
     def close(self) -> None:

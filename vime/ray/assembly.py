@@ -22,7 +22,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
-from vime.ray.carriers import connect_carrier, import_queue_meanwhile, start_queue, stop_queue
+from vime.ray.carriers import start_queue, stop_queue
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.damage import doubts
@@ -160,7 +160,6 @@ def _start_parts(
     if not config.debug.debug_rollout_only:
         trainers = Trainers(config, run_dir, queue_address)
         stack.callback(lambda: trainers.stop(starter.grace(TRAINERS_STOP_S)))
-    import_queue_meanwhile(config)
     with starter.part("rollout_manager", "reading prompts and plug-ins"):
         [info] = wait_for(
             [manager.prepare.remote(cursor)],
@@ -188,9 +187,7 @@ def _start_parts(
     if trainers is not None:
         with starter.part("trainers", f"building the model on {len(trainers)} trainer rank(s)"):
             trainers.wait_ready(starter.poll)
-    carrier = connect_carrier(config, queue_address)
-    stack.callback(carrier.close)
-    return Parts(manager, trainers, engines, carrier, num_rollout)
+    return Parts(manager, trainers, engines, num_rollout)
 
 
 def _node_of(_actor: Any) -> str:

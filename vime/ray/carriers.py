@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,9 @@ from vime.config.parse import Config
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_types import SPOOL_NAME
 from vime.handoff.object_refs import ObjectRefCarrier
-from vime.handoff.queue_modules import load_modules
 from vime.handoff.spool import Fsync, Spool
 from vime.ray.cluster import QUEUE_CPUS
 from vime.seams import Carrier
-
-
-def import_queue_meanwhile(config: Config) -> None:
-    """Begin to import what `connect_carrier` needs, in a thread: the driver has time while other parts start."""
-    if config.queue.transferqueue_mode == "off":
-        return
-    threading.Thread(target=_load_queue, name="vime-import-queue", daemon=True).start()
-
-
-def _load_queue() -> None:
-    with contextlib.suppress(ImportError):  # `connect_carrier` says what is wrong
-        load_modules("transfer_queue")
 
 
 def start_queue(config: Config) -> Any:

@@ -29,7 +29,6 @@ from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import said_meanwhile, wait_for
-from vime.seams import Carrier
 from vime.types import AgreementError
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
@@ -54,7 +53,6 @@ class Parts:
     manager: Any
     trainers: Trainers | None
     engines: Engines | None
-    carrier: Carrier
     num_rollout: int
     stream: Stream | None = None  # mode streaming
 
@@ -183,9 +181,6 @@ class Machine:
             self.parts.stream.trained(generated.rollout_id, receipt)
         self.trained_round, self._cursor = generated.rollout_id, generated.cursor
         self.doing = None
-        failpoint(Point.CLEAR)
-        with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
-            self.parts.carrier.clear(generated.ticket)
         self.watchers.events.emit(
             EventKind.ROUND_TRAINED,
             rollout_id=generated.rollout_id,
@@ -193,6 +188,9 @@ class Machine:
             receipt=receipt,
         )
         self.watchers.books.add(metrics)
+        failpoint(Point.CLEAR)
+        with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
+            _clear(self, generated.ticket)
 
     def publish(self) -> None:
         """Bring the newest weights to every engine: pause, transfer, confirm by hash, resume."""
@@ -331,7 +329,22 @@ def _begin_training(machine: Machine, rollout_id: int) -> None:
             return
         with books.timed("perf/early_train_time"):
             parts.trainers.begin(rollout_id, ticket, machine.versions.trained)
-        parts.carrier.clear(ticket)
+        _clear(machine, ticket)
+
+
+def _clear(machine: Machine, ticket: Any) -> None:
+    """Have the RolloutManager remove from the queue what every rank has read. The driver is no client of the queue:
+    torch, which a client brings, would be most of its memory. Mode off: the objects go with their ticket."""
+    queue = machine.config.queue
+    if queue.transferqueue_mode == "off":
+        return
+    wait_for(
+        [machine.parts.manager.clear.remote(ticket)],
+        name="a trained round to leave the queue",
+        owner="RolloutManager",
+        deadline_s=queue.transferqueue_timeout_secs + GRACE_S,
+        on_poll=machine._poll(interruptible=False),
+    )
 
 
 def _note_saved(machine: Machine, rollout_id: int, path: Path) -> None:

@@ -75,7 +75,7 @@ class SampleText:
 
 @ray.remote(max_concurrency=4)
 class RolloutManager:
-    """Prompt -> scored group -> carrier. One round at a time; `progress` may be asked meanwhile."""
+    """Prompt -> scored group -> carrier. One round at a time; `progress` and `clear` may be asked meanwhile."""
 
     def __init__(self, config: Config, run_dir: str, queue_address: Any) -> None:
         limit_threads(config)
@@ -140,15 +140,14 @@ class RolloutManager:
             portions=portions,
         )
 
-    def start_producing(self) -> None:
-        """The engines serve: answer prompts from now on, whatever the trainers do."""
+    def produce(self, is_on: bool) -> None:
+        """The engines serve: answer prompts from now on, whatever the trainers do. Or answer none any more; with
+        --partial-rollout what is under way is kept, if the engines still answer."""
         assert self._producer is not None
-        self._producer.start()
-
-    def stop_producing(self) -> None:
-        """Answer no prompt any more; with --partial-rollout what is under way is kept, if the engines still answer."""
-        assert self._producer is not None
-        self._producer.stop()
+        if is_on:
+            self._producer.start()
+        else:
+            self._producer.stop()
 
     def forget(self, lease: RoundLease) -> None:
         """The round's payloads need not be in the queue any more."""
@@ -234,6 +233,10 @@ class RolloutManager:
                 with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
                     return self._carrier.put(planned.plan, groups, portion=len(self._begun))
         return None
+
+    def clear(self, ticket: Any) -> None:
+        """Every rank has read this round or portion: it leaves the carrier, which makes room for the next."""
+        self._carrier.clear(ticket)
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
         """What the samples of a recent round said as text; None for one that is not there any more."""

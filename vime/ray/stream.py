@@ -102,7 +102,7 @@ class Stream:
 
     def begin(self) -> None:
         """The first weights are confirmed: prompts may be answered."""
-        self._ask(self._manager.start_producing.remote(), "the producer to start")
+        self._ask(self._manager.produce.remote(True), "the producer to start")
 
     def leased(self, lease: RoundLease) -> None:
         """The round is in the driver's hands until `trained`."""
@@ -144,7 +144,7 @@ class Stream:
         is_first = not self._is_closed.is_set()
         self._is_closed.set()
         if is_first and self._config.rollout.partial_rollout:
-            stopped = self._manager.stop_producing.remote()
+            stopped = self._manager.produce.remote(False)
             try:
                 wait_for([stopped], name="answers under way to be kept", owner="RolloutManager", deadline_s=CLOSE_S)
             except VimeError as error:  # they are answered again

@@ -46,6 +46,7 @@ from vime.types import (
     WaitTimeoutError,
 )
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.heap import FreedMemory
 from vime.utils.imports import without_collector
 from vime.utils.manifest import Entry, compare_hashes, share_of
 from vime.utils.network import free_port
@@ -106,6 +107,7 @@ class TrainerActor:
         self._pending_saves: list[PendingSave] = []
         self._saved = Path()  # where they go
         self._begun: BegunRound | None = None
+        self._freed = FreedMemory()
 
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
         """Collective over all ranks; answers the device's name. The backend is imported here, so that processes start
@@ -214,6 +216,8 @@ class TrainerActor:
     def publish(self, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
         """Collective over the ranks that hold shards: rank 0 sends, the others take part in the gathering."""
         actor = self._worker.actor
+        if self._config.cluster.device == "cpu":
+            self._freed.give_back()  # now, because the engines are about to take memory
         if not actor.takes_part_in_export:
             return None
         with span("publish_weights", version=version):

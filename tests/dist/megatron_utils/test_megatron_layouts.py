@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers import reference_policy as reference
 from tests.helpers.megatron_cases import (
+    CHUNK_LAYOUTS,
     LAYOUTS,
     MOE_LAYOUTS,
     ONEDNN_LAYOUTS,
@@ -42,6 +43,9 @@ def assert_trained_alike(got: dict[str, Any], expected: dict[str, Any]) -> None:
 SINGLE = {
     **{f"grpo-{layout}": "grpo-single" for layout in LAYOUTS},
     **{f"grpo-onednn-{layout}": "grpo-single" for layout in ONEDNN_LAYOUTS},
+    **{f"grpo-chunks-{layout}": "grpo-single" for layout in CHUNK_LAYOUTS},
+    "grpo-chunks-tied": "grpo-tied-single",
+    "grpo-chunks-moe-ep2": "grpo-moe-single",
     **{f"grpo-moe-{layout}": "grpo-moe-single" for layout in MOE_LAYOUTS},
     **{f"groups-shared-{layout}": "groups-copied" for layout in SHARED_LAYOUTS},
     "groups-shared-moe": "groups-copied-moe",

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from vime.backends.megatron_utils import cpu_linear
 from vime.backends.megatron_utils.cpu_linear import (
+    ADD_WEIGHT_GRADIENT,
     FORWARD,
     INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
     Ways,
+    embedding,
     linear,
     pays,
     with_onednn,
 )
 
-WAYS = max(len(kind.ways) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
+WAYS = max(len(kind.ways) for kind in (FORWARD, INPUT_GRADIENT, ADD_WEIGHT_GRADIENT))
 
 
 @pytest.mark.parametrize("columns", [(48, 20), (20, 48)])  # either factor of the weight's gradient may be the smaller
@@ -30,7 +31,7 @@ WAYS = max(len(kind.ways) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 def test_a_layer_and_its_gradients_are_their_formula_by_every_way(
     columns: tuple[int, int], has_bias: bool, way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+    for kind in (FORWARD, INPUT_GRADIENT, ADD_WEIGHT_GRADIENT):
         monkeypatch.setattr(kind, "ways", [kind.ways[way % len(kind.ways)]])
         monkeypatch.setattr(kind, "chosen", {})
     inputs, outputs = columns
@@ -61,6 +62,50 @@ def test_the_answer_may_be_overwritten_as_the_logits_are() -> None:
     y.sum().backward()
     assert weight_NK.grad is not None
     assert weight_NK.grad.tolist() == [[3.0] * 4] * 2  # three rows of ones
+
+
+def learning(weight: Tensor) -> Tensor:
+    """A parameter whose gradients are added up in a buffer of 1.0, as `PolicyOptimizer` asks."""
+    parameter = torch.nn.Parameter(weight)
+    parameter.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+    parameter.is_summed_in_place = True  # type: ignore[attr-defined]
+    return parameter
+
+
+@pytest.mark.parametrize("entries", [1 << 21, 60, 1])  # blocks of all rows, of 3 of the 20, of one at least
+def test_a_learning_weights_gradients_are_added_up_where_they_are_made(
+    entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_linear, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(ADD_WEIGHT_GRADIENT, "chosen", {})  # so that trials are among what may go wrong
+    draw = torch.Generator().manual_seed(0)
+    weight = learning(torch.randn(20, 16, generator=draw))
+    expected = torch.ones(20, 16, dtype=torch.float64)
+    for length in (37, 5):
+        x = torch.randn(length, 16, generator=draw)
+        direction = torch.randn(length, 20, generator=draw)
+        linear(x, weight, None, None).backward(direction)
+        expected += direction.double().T @ x.double()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=3e-5)  # type: ignore[attr-defined]
+
+
+def test_an_embedding_adds_the_gradients_of_its_tokens() -> None:
+    weight = learning(torch.arange(12.0).view(4, 3))
+    tokens = torch.tensor([[2, 0, 2]])
+    out = embedding(tokens, weight)
+    assert out.tolist() == [[[6.0, 7.0, 8.0], [0.0, 1.0, 2.0], [6.0, 7.0, 8.0]]]
+    out.backward(torch.tensor([[[1.0] * 3, [10.0] * 3, [100.0] * 3]]))
+    assert weight.grad is None
+    # 1 in the beginning; token 2 gets 1 + 100, token 0 gets 10
+    assert weight.main_grad.tolist() == [[11.0] * 3, [1.0] * 3, [102.0] * 3, [1.0] * 3]  # type: ignore[attr-defined]
+
+
+def test_an_embedding_without_a_buffer_leaves_its_gradient_to_autograd() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    embedding(torch.tensor([1, 1]), weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[0.0] * 3, [2.0] * 3, [0.0] * 3, [0.0] * 3]
 
 
 PLAIN = {"bias": None, "sequence_parallel": False, "gradient_accumulation_fusion": False, "allreduce_dgrad": False}

@@ -35,8 +35,10 @@ def test_importing_the_driver_redirects_nothing_and_loads_no_engine() -> None:
 
 
 def test_the_driver_needs_no_torch() -> None:
-    """400 MB and a second; only TransferQueue's own client brings it. `PublishReport` is what a rank answers with."""
-    probe = "import sys, vime.ray.launch, vime.weights.publish; sys.exit('torch' in sys.modules)"
+    """200 MB and two seconds. `PublishReport` is what a rank answers with, a ticket of `bridge` what a round is known
+    by."""
+    received = "vime.weights.publish, vime.handoff.bridge, vime.handoff.object_refs"
+    probe = f"import sys, vime.ray.launch, vime.ray.assembly, {received}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
 
 
@@ -91,7 +93,7 @@ def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from
     monkeypatch.setattr(machine_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
     trainers = Mock(train=Mock(return_value=TrainedRound(metrics={}, stepped=[])))
     trainers.save.return_value.wait.return_value = {}
-    parts = Parts(Mock(), trainers, None, Mock(), num_rollout=6)
+    parts = Parts(Mock(), trainers, None, num_rollout=6)
     watchers = Watchers(
         screen=Mock(), interrupts=Mock(), events=Mock(), books=Mock(timed=lambda _: contextlib.nullcontext())
     )

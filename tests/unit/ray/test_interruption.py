@@ -79,10 +79,10 @@ def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Machine:
         manager=None,
         trainers=FakeTrainers(),
         engines=SimpleNamespace(addresses=[], fleet=None),
-        carrier=SimpleNamespace(clear=lambda _ticket: None),
         num_rollout=num_rollout,
     )
     watchers = Watchers(screen=screen, interrupts=Interrupts(), events=events, books=books)
+    config = config.replace(transferqueue_mode="off")  # nothing lies anywhere that would have to be cleared
     return Machine(config, run_dir, parts, watchers, VersionLedger(), Start(rollout_id=0, checkpoint=None))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vime.backends.megatron_utils.cpu_linear import with_onednn
+from vime.backends.megatron_utils.cpu_linear import embedding, with_onednn
 from vime.weights.event_loop import one_event_loop
 
 CPU = torch.device("cpu")
@@ -99,6 +99,15 @@ def _cpu_factory(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return factory
+
+
+class _ScopedFunctional(types.ModuleType):
+    """`torch.nn.functional` as one megatron module sees it, with an embedding of ours."""
+
+    embedding = staticmethod(embedding)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn.functional, name)
 
 
 class _ScopedTorch(types.ModuleType):
@@ -268,6 +277,11 @@ REDIRECTIONS: tuple[Redirection, ...] = (
         "megatron.core.tensor_parallel.layers.linear_with_frozen_weight",
         "the same, for models that do not learn",
         with_onednn,
+    ),
+    Redirection(
+        "megatron.core.tensor_parallel.layers.F",
+        "the gradient of an embedding is as large as the vocabulary, however few tokens there are",
+        _constant(_ScopedFunctional("torch.nn.functional")),
     ),
     Redirection(
         "torch.Tensor.cuda",

@@ -9,6 +9,10 @@ algorithms) it is oneDNN, always.
 
 For each new shape oneDNN first compiles a kernel (0.4 ms), and packs differ in length: small products stay with MKL.
 
+The gradient of a weight is added to its sum over the micro-batches where it is made, a block of rows at a time. As a
+tensor of its own the gradient of a large vocabulary would be the largest of a step, twice: of the head and of the
+embedding, which are one weight in a tied model.
+
 T: packed tokens, K: columns of the input, N: those of the output.
 """
 
@@ -25,6 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+BLOCK_ENTRIES = 1 << 21
+"""Of a block of a weight's gradient: 8 MiB. Above the largest weight of a layer of small models, and far below their
+vocabulary's."""
 MIN_FLOPS = 1 << 27
 """Of one product; about 1 ms. Above 0, because oneDNN refuses factors without rows (an expert that got no tokens)."""
 NUM_TRIALS = 2
@@ -62,13 +69,41 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: dist.Proc
     return y_TN.unflatten(0, x.shape[:-1])
 
 
+def gradient_sum(weight: Tensor) -> Tensor | None:
+    """Where gradients of this weight are added up: megatron's buffer, of a weight whose gradient nobody else waits for
+    (`PolicyOptimizer` says so). None: autograd carries them."""
+    return weight.main_grad if getattr(weight, "is_summed_in_place", False) else None  # type: ignore[attr-defined]
+
+
+def embedding(token_T: Tensor, weight_VK: Tensor) -> Tensor:
+    """`F.embedding`, of whose gradient only the rows of the tokens that are there are touched."""
+    if gradient_sum(weight_VK) is None:
+        return F.embedding(token_T, weight_VK)
+    return _Embedding.apply(token_T, weight_VK)  # type: ignore[no-any-return]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token_T: Tensor, weight_VK: Tensor) -> Tensor:
+        ctx.save_for_backward(token_T)
+        ctx.sum = gradient_sum(weight_VK)
+        return F.embedding(token_T, weight_VK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[None, None]:
+        (token_T,) = ctx.saved_tensors
+        ctx.sum.index_add_(0, token_T.flatten(), grad_TK.flatten(0, -2).to(ctx.sum.dtype))
+        return None, None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: dist.ProcessGroup | None
     ) -> Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
-        ctx.group = group
+        ctx.group, ctx.sum = group, gradient_sum(weight_NK)
         return FORWARD(x_TK, weight_NK.t(), bias_N)
 
     @staticmethod
@@ -81,10 +116,18 @@ class _Linear(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(grad_x, group=ctx.group)
         if ctx.needs_input_grad[1]:
-            grad_weight = WEIGHT_GRADIENT(grad_TN, x_TK)
+            if ctx.sum is None:
+                grad_weight = torch.zeros_like(weight_NK)
+            _add_weight_gradient(grad_TN, x_TK, ctx.sum if grad_weight is None else grad_weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_TN.sum(0)
         return grad_x, grad_weight, grad_bias, None
+
+
+def _add_weight_gradient(grad_TN: Tensor, x_TK: Tensor, sum_NK: Tensor) -> None:
+    size = max(1, BLOCK_ENTRIES // x_TK.size(1))
+    for grad_TB, sum_BK in zip(grad_TN.split(size, 1), sum_NK.split(size), strict=True):
+        ADD_WEIGHT_GRADIENT(grad_TB, x_TK, sum_BK)
 
 
 def _by_onednn(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -93,16 +136,17 @@ def _by_onednn(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 def _weight_gradient_from_smaller(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
     """oneDNN copies its first factor when it is transposed: let it be the smaller one. When that is the input, the
-    answer comes transposed, and is copied."""
+    answer comes transposed."""
     if grad_TN.size(1) > x_TK.size(1):
-        return _by_onednn(x_TK.t(), grad_TN.t()).t().contiguous()
+        return _by_onednn(x_TK.t(), grad_TN.t()).t()
     return _by_onednn(grad_TN.t(), x_TK.t())
 
 
 class Ways:
     """The ways to make one kind of product, and which is the fastest by shape. The first is that of --reference-mode.
 
-    T counts by its power of 2. The clock is this thread's CPU time: who else wants the core does not enter.
+    T counts by its power of 2. The clock is this thread's CPU time: who else wants the core does not enter. A way may
+    add its product to the last factor: trials do so to a copy.
     """
 
     def __init__(self, ways: Sequence[Callable[..., Tensor]]) -> None:
@@ -118,7 +162,8 @@ class Ways:
             way = self.chosen[shape] = self._fastest(first, second, *others)
         return way(first, second, *others)
 
-    def _fastest(self, *factors: Tensor | None) -> Callable[..., Tensor]:
+    def _fastest(self, first: Tensor, second: Tensor, *others: Tensor | None) -> Callable[..., Tensor]:
+        factors = first, second, *(other if other is None else other.clone() for other in others)
         seconds = dict.fromkeys(self.ways, float("inf"))
         for _ in range(NUM_TRIALS):
             for way in self.ways:
@@ -135,10 +180,10 @@ FORWARD = Ways(
     )
 )
 INPUT_GRADIENT = Ways((lambda grad_TN, weight_NK: _by_onednn(grad_TN, weight_NK.t()), torch.mm))
-WEIGHT_GRADIENT = Ways(
+ADD_WEIGHT_GRADIENT = Ways(
     (
-        _weight_gradient_from_smaller,
-        lambda grad_TN, x_TK: _by_onednn(grad_TN.t(), x_TK.t()),
-        lambda grad_TN, x_TK: torch.mm(grad_TN.t(), x_TK),
+        lambda grad_TN, x_TK, sum_NK: sum_NK.add_(_weight_gradient_from_smaller(grad_TN, x_TK)),
+        lambda grad_TN, x_TK, sum_NK: sum_NK.add_(_by_onednn(grad_TN.t(), x_TK.t())),
+        lambda grad_TN, x_TK, sum_NK: sum_NK.addmm_(grad_TN.t(), x_TK),
     )
 )

@@ -137,16 +137,21 @@ def from_shards(kind: Kind, shards: Sequence[Tensor], *, architecture: Architect
     if kind is Kind.REPLICATED:
         return [shards[0]]
     if kind is Kind.ROW:
-        return [torch.cat(list(shards), 1)]
+        return [_joined(shards, 1)]
     if kind is Kind.VOCAB:
-        return [torch.cat(list(shards))[: architecture.vocab_size]]
+        return [_joined(shards)[: architecture.vocab_size]]
     if kind is Kind.GATE_UP:
         halves = [shard.chunk(2, 0) for shard in shards]
-        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
-    grouped = torch.cat(list(shards)).unflatten(0, (architecture.num_kv_heads, -1))
+        return [_joined([half[part] for half in halves]) for part in (0, 1)]
+    grouped = _joined(shards).unflatten(0, (architecture.num_kv_heads, -1))
     heads_per_group = architecture.num_heads // architecture.num_kv_heads
     sizes = [heads_per_group * architecture.head_dim, architecture.head_dim, architecture.head_dim]
     return [part.flatten(0, 1) for part in grouped.split(sizes, 1)]
+
+
+def _joined(parts: Sequence[Tensor], dimension: int = 0) -> Tensor:
+    """Of one part the part itself, which `torch.cat` would copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dimension)
 
 
 def hf_shapes(

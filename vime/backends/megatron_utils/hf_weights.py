@@ -2,7 +2,8 @@
 
 Load reads each HF tensor that this rank needs, one at a time, and keeps its slice. Export is a generator of whole HF
 tensors in buckets: its extra memory is about two buckets (or two times the largest tensor), whatever the model's size.
-Measured on a 538 MB model: 32 MiB buckets cost 265 MB, one bucket 1,075 MB.
+Measured on a 538 MB model: 32 MiB buckets cost 265 MB, one bucket 1,075 MB. Where a replica is one rank there is
+nothing to gather, and what is exported shares the memory of the parameters: whoever keeps it copies it.
 """
 
 from __future__ import annotations
@@ -168,6 +169,11 @@ class HFWeights:
         generator, because each bucket is one all-gather over the tensor group of the stage that owns it, one over the
         expert group if it holds experts, and one broadcast along the pipeline.
         """
+        groups = self._tensor_group, self._pipeline_group, self._expert_tensor_group, self._expert_group
+        if all(group.size() == 1 for group in groups):  # nothing to gather: the parameters, or parts of them
+            for _, shard in self._order:
+                yield from self._hf_tensors(shard.name, self._parameters[shard.name].detach().unsqueeze(0))
+            return
         for (stage, holds_experts), items in itertools.groupby(self._order, lambda item: (item[0], item[1].is_expert)):
             pieces = self._tensor_group.size()
             if holds_experts:
@@ -195,10 +201,13 @@ class HFWeights:
         for shard in bucket:
             for holder, name in enumerate(self._names(shard)):
                 pieces = by_rank[holder, :, offset : offset + shard.numel].view(size, *shard.shape)
-                hf_names, kind = hf_names_and_kind(name)
-                tensors = from_shards(kind, list(pieces), architecture=self._architecture)
-                yield from zip(hf_names, tensors, strict=True)
+                yield from self._hf_tensors(name, pieces)
             offset += shard.numel
+
+    def _hf_tensors(self, name: str, pieces: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """`pieces`: one of each tensor-parallel rank."""
+        hf_names, kind = hf_names_and_kind(name)
+        yield from zip(hf_names, from_shards(kind, list(pieces), architecture=self._architecture), strict=True)
 
 
 def _gathered(flat: Tensor, group: dist.ProcessGroup) -> Tensor:

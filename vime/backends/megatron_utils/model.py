@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from vime.backends.megatron_utils.architecture import Architecture
 from vime.backends.megatron_utils.fused import rotation
@@ -19,6 +21,9 @@ from vime.backends.megatron_utils.layer_spec import block_spec
 from vime.backends.megatron_utils.value_head import ValueHead
 from vime.config.machine import ParallelConfig
 from vime.types import ConfigError
+
+LOGIT_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 29}
+"""Of a chunk of logits, by type of device: 128 MiB, and 2 GiB, in fp32. Fewer are not cut, and cost nothing more."""
 
 
 def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> TransformerConfig:
@@ -205,15 +210,43 @@ class AnswerModel(GPTModel):
 
     def _postprocess(
         self, hidden_states: Tensor, *arguments: Any, packed_seq_params: PackedSeqParams, **options: Any
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         """megatron's own, behind the decoder; `hidden_states` [L, 1, H], or [L / TP, 1, H] under sequence parallelism.
-        Collective over the tensor-parallel group then."""
+        Collective over the tensor-parallel group then. With `read_logits` of the pack its answer to the logits [A, V],
+        instead of them."""
         answer_U = getattr(packed_seq_params, "answer_U", None)
         if self.post_process and answer_U is not None:
             if self._gathers:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
             hidden_states = hidden_states.index_select(0, answer_U)
-        return super()._postprocess(hidden_states, *arguments, packed_seq_params=packed_seq_params, **options)
+
+        def logits(hidden_A1H: Tensor) -> Tensor:
+            return super(AnswerModel, self)._postprocess(  # type: ignore[no-any-return]
+                hidden_A1H, *arguments, packed_seq_params=packed_seq_params, **options
+            )
+
+        read = getattr(packed_seq_params, "read_logits", None)
+        if not self.post_process or read is None:
+            return logits(hidden_states)
+        width = self.vocab_size // self.config.tensor_model_parallel_size
+        return _read_in_chunks(hidden_states, lambda chunk, rows: read(logits(chunk).squeeze(0), rows), width)
+
+
+def _read_in_chunks(
+    hidden_A1H: Tensor, read: Callable[[Tensor, slice], tuple[Tensor, ...]], width: int
+) -> tuple[Tensor, ...]:
+    """What `read` says of all rows, [A] each, while the logits of at most two chunks of them are held: backward
+    computes those of each chunk but the last anew."""
+    size = max(1, LOGIT_ENTRIES[hidden_A1H.device.type] // width)
+    parts = []
+    for start in range(0, len(hidden_A1H), size):
+        rows = slice(start, start + size)
+        is_last = start + size >= len(hidden_A1H)
+        if is_last or not torch.is_grad_enabled():
+            parts.append(read(hidden_A1H[rows], rows))
+        else:
+            parts.append(checkpoint(read, hidden_A1H[rows], rows, use_reentrant=False, preserve_rng_state=False))
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
 
 def with_precision(chunks: list[GPTModel], config: TransformerConfig) -> list[MegatronModule]:

@@ -66,11 +66,11 @@ def forward_backward(
     """
     scale = len(packs) * parallel_state.get_data_parallel_world_size()
 
-    def on_logits(logits_1AV: Tensor, part: BatchPart) -> tuple[Tensor, Tensor]:
-        loss, statistics_S = loss_function(*_token_values(logits_1AV, part, sampling), part.batch)
+    def on_output(output: ModelOutput, part: BatchPart) -> tuple[Tensor, Tensor]:
+        loss, statistics_S = loss_function(*_token_values(output, part), part.batch)
         return loss * scale, statistics_S.detach()
 
-    return _run(chunks, packs, on_logits, forward_only=False, has_logits=sampling is not None)
+    return _run(chunks, packs, on_output, forward_only=False, sampling=sampling)
 
 
 @torch.no_grad()
@@ -86,13 +86,10 @@ def forward_values(
     Collective over the model-parallel group of this data-parallel index.
     """
 
-    def on_logits(logits_1AV: Tensor, part: BatchPart) -> Tensor:
-        if rule is not None:
-            assert sampling is not None, "a value head samples nothing"
-            return _log_probs_under(logits_1AV.squeeze(0), part, sampling.vocab_size, rule)
-        return _token_values(logits_1AV, part, sampling)[0]
+    def on_output(output: ModelOutput, part: BatchPart) -> Tensor:
+        return _token_values(output, part)[0]
 
-    return _run(chunks, packs, on_logits, forward_only=True, has_logits=sampling is not None)
+    return _run(chunks, packs, on_output, forward_only=True, sampling=sampling, rule=rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,71 +146,91 @@ def _tokens_per_call(chunks: Sequence[MegatronModule]) -> float | None:
     return CALL_OPERATIONS / (6 * weights)  # forward and backward: 6 operations a weight
 
 
-def _token_values(logits_1AV: Tensor, part: BatchPart, sampling: Sampling | None) -> tuple[Tensor, Tensor]:
-    """(logp [T], entropy [T]) of the whole pack, from the logits of this rank's part of it; 0 where no response token
-    is predicted. The logits are used up. (return [T], zeros) from the one column of a value head."""
-    if sampling is None:
-        value_NL = logits_1AV[..., 0].float()
+ModelOutput = Tensor | tuple[Tensor, ...]
+"""Of the last stage: (logp [A], entropy [A]), only the first under a `SamplingRule`; of a value head [1, L, 1]."""
+
+
+def _read_logits(
+    part: BatchPart, sampling: Sampling, rule: SamplingRule | None
+) -> Callable[[Tensor, slice], tuple[Tensor, ...]]:
+    """What `AnswerModel` asks about the logits [A, V] of each chunk of the answers' tokens. They are used up."""
+    assert part.answer_A is not None
+    group = parallel_state.get_tensor_model_parallel_group()
+    label_A = part.part(part.batch.labels_T)[part.answer_A]
+
+    def read(logits_AV: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        if rule is not None:
+            return (_log_probs_under(logits_AV, label_A[rows], sampling.vocab_size, rule, group),)
+        return logprobs_and_entropy(
+            logits_AV,
+            label_A[rows],
+            group=group,
+            vocab_size=sampling.vocab_size,
+            temperature=sampling.temperature,
+            overwrite=True,
+        )
+
+    return read
+
+
+def _token_values(output: ModelOutput, part: BatchPart) -> tuple[Tensor, Tensor]:
+    """(logp [T], entropy [T]) of the whole pack; 0 where no response token is predicted, and of what the model does not
+    say. (return [T], zeros) from a value head."""
+    if isinstance(output, Tensor):
+        value_NL = output[..., 0].float()
         value_T = value_NL[0] if part.cut is None else part.cut.whole(value_NL)[0]
         return value_T, torch.zeros_like(value_T)
     assert part.answer_A is not None
-    labels_L = part.part(part.batch.labels_T)
-    values_A = logprobs_and_entropy(
-        logits_1AV.squeeze(0),  # a view back and forth; indexing would make a gradient of zeros first
-        labels_L[part.answer_A],
-        group=parallel_state.get_tensor_model_parallel_group(),
-        vocab_size=sampling.vocab_size,
-        temperature=sampling.temperature,
-        overwrite=True,
-    )
+    num_here = part.batch.num_tokens if part.cut is None else len(part.cut.here_L)
     # one by one: without an entropy term in the loss no gradient of the entropy is asked for
-    logp_L, entropy_L = (
-        value_A.new_zeros(labels_L.shape).index_copy(0, part.answer_A, value_A) for value_A in values_A
-    )
-    if part.cut is None:
-        return logp_L, entropy_L
-    logp_T, entropy_T = part.cut.whole(torch.stack([logp_L, entropy_L])).unbind()
+    values_L = [value_A.new_zeros(num_here).index_copy(0, part.answer_A, value_A) for value_A in output]
+    if part.cut is not None:
+        values_L = list(part.cut.whole(torch.stack(values_L)).unbind())
+    logp_T, entropy_T = values_L if len(values_L) > 1 else (values_L[0], torch.zeros_like(values_L[0]))
     return logp_T, entropy_T
 
 
-def _log_probs_under(logits_AV: Tensor, part: BatchPart, vocab_size: int, rule: SamplingRule) -> Tensor:
-    """[T] of the whole pack. Truncation looks at the whole vocabulary, so it is gathered, a few tokens at a time."""
-    assert part.answer_A is not None
-    group = parallel_state.get_tensor_model_parallel_group()
-    labels_L = part.part(part.batch.labels_T)
+def _log_probs_under(
+    logits_AV: Tensor, label_A: Tensor, vocab_size: int, rule: SamplingRule, group: dist.ProcessGroup
+) -> Tensor:
+    """[A]. Truncation looks at the whole vocabulary, so it is gathered, a few tokens at a time."""
 
     def whole(part_CV: Tensor) -> Tensor:
         columns = [torch.empty_like(part_CV) for _ in range(group.size())]
         dist.all_gather(columns, part_CV.contiguous(), group=group)
         return torch.cat(columns, dim=-1)[:, :vocab_size]
 
-    logp_A = torch.cat(
+    return torch.cat(
         [
             log_probs_under(whole(part_CV), label_C, rule)
-            for part_CV, label_C in zip(logits_AV.split(CHUNK), labels_L[part.answer_A].split(CHUNK), strict=True)
+            for part_CV, label_C in zip(logits_AV.split(CHUNK), label_A.split(CHUNK), strict=True)
         ]
     )
-    logp_L = logp_A.new_zeros(labels_L.shape).index_copy(0, part.answer_A, logp_A)
-    return logp_L if part.cut is None else part.cut.whole(logp_L.unsqueeze(0))[0]
 
 
 def _run(
     chunks: Sequence[MegatronModule],
     packs: Sequence[PackedBatch],
-    on_logits: Callable[[Tensor, BatchPart], object],
+    on_output: Callable[[ModelOutput, BatchPart], object],
     *,
     forward_only: bool,
-    has_logits: bool,
+    sampling: Sampling | None,
+    rule: SamplingRule | None = None,
 ) -> list[Tensor]:
-    """Drive megatron's schedule; answers what `on_logits` said (its second value when training), per pack."""
+    """Drive megatron's schedule; answers what `on_output` said (its second value when training), per pack."""
 
     tokens_per_call = _tokens_per_call(chunks)
 
-    def forward_step(iterator: Iterator[PackedBatch], model: MegatronModule) -> tuple[Tensor, Callable[..., object]]:
-        part = _batch_part(next(iterator), has_logits=has_logits, tokens_per_call=tokens_per_call)
+    def forward_step(
+        iterator: Iterator[PackedBatch], model: MegatronModule
+    ) -> tuple[ModelOutput, Callable[..., object]]:
+        part = _batch_part(next(iterator), has_logits=sampling is not None, tokens_per_call=tokens_per_call)
         tokens_U, positions_U = part.computed(part.batch.tokens_T), part.computed(part.batch.position_T)
-        output = model(tokens_U.unsqueeze(0), positions_U.unsqueeze(0), None, packed_seq_params=packed_params(part))
-        return output, lambda logits_1AV, non_loss_data=False: on_logits(logits_1AV, part)  # noqa: ARG005  megatron names it
+        params = packed_params(part)
+        if sampling is not None:
+            params.read_logits = _read_logits(part, sampling, rule)  # type: ignore[attr-defined] # for AnswerModel
+        output = model(tokens_U.unsqueeze(0), positions_U.unsqueeze(0), None, packed_seq_params=params)
+        return output, lambda output, non_loss_data=False: on_output(output, part)  # noqa: ARG005  megatron names it
 
     for chunk in chunks:
         chunk.train(not forward_only)

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vime.types import PublishError
+from vime.utils.heap import FreedMemory
 from vime.weights.transports import make_receiver
 from vime.weights.wire import BucketReceiver
 
@@ -35,6 +36,7 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
         self.receiver: BucketReceiver | None = None
         self._received: set[str] = set()
         self._required: frozenset[str] | None = None
+        self._freed = FreedMemory()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
         return init_dict
@@ -77,6 +79,7 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             refresh_packed_copies(self.model)
+            self._freed.give_back()
 
     def shutdown(self) -> None:
         if self.receiver is not None:

@@ -1,0 +1,74 @@
+"""Memory that was freed and that the C library keeps for the next step, given back to the kernel when that pays.
+
+Without a GPU glibc keeps what a process frees (decision 0014): a step gets the pages of the step before. But tensors
+differ in size from step to step, so that more and more of what is kept fits nothing, and what an engine needed once to
+load its weights it would keep for ever. Giving all of it back costs a call, and later a fresh page for each that is
+used again; so it is done where a round or an update of weights has ended, and no more often than it is cheap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+MIN_BYTES = 128 << 20
+COST_S_PER_BYTE = 0.35 / (1 << 30)
+"""CPU seconds to give pages back and to get as many fresh ones, measured."""
+MAX_SHARE = 0.02
+"""Of the wall time since the last time, which giving back may cost."""
+
+
+class FreedMemory:
+    """What this process keeps. `last_s`: when it was given back, on the monotonic clock; not yet: after a start, which
+    frees much that is not used again."""
+
+    def __init__(self) -> None:
+        self.last_s = -math.inf
+
+    def give_back(self) -> int:
+        """Give it back if it is much and if this is cheap; answers how many bytes it was, 0 where it stays.
+
+        Does nothing where the C library is not glibc."""
+        library = _glibc()
+        if library is None:
+            return 0
+        now, kept = time.monotonic(), kept_bytes(library)
+        if kept < MIN_BYTES or kept * COST_S_PER_BYTE > MAX_SHARE * (now - self.last_s):
+            return 0
+        library.malloc_trim(0)
+        self.last_s = now
+        return kept
+
+
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`: `hblkhd` bytes are in mappings of their own; of the rest `uordblks` are in use and
+    `fordblks` are free."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def kept_bytes(library: Any) -> int:
+    """Anonymous memory of this process that is in no block that is in use: freed, and not given back."""
+    heap = library.mallinfo2()
+    with open("/proc/self/statm", "rb") as file:
+        resident, shared = (int(pages) for pages in file.read().split()[1:3])
+    anonymous = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min(int(heap.fordblks), anonymous - int(heap.uordblks) - int(heap.hblkhd)))
+
+
+@functools.cache
+def _glibc() -> Any:
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2") or not hasattr(library, "malloc_trim"):
+        return None
+    mallinfo: Callable[[], _Heap] = library.mallinfo2
+    mallinfo.restype = _Heap  # type: ignore[attr-defined]
+    return library
