@@ -84,7 +84,8 @@ def write_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None
     try:
         return build_report(Path(run_dir), queue_fates).write(Path(run_dir) / REPORT_FILE)
     except Exception as error:  # boundary: a page about a run must not change how the run ends
-        logger.warning("%s could not be written: %s: %s", REPORT_FILE, type(error).__name__, error, exc_info=True)
+        is_ours = not isinstance(error, OSError)  # else the message says all
+        logger.warning("%s could not be written: %s: %s", REPORT_FILE, type(error).__name__, error, exc_info=is_ours)
         return None
 
 

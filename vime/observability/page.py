@@ -85,8 +85,11 @@ class Page:
         text = template.replace("{{TITLE}}", html.escape(self.title)).replace("{{DATA}}", _packed(data))
         text = text.replace("{{LIBRARY}}", _library())
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # of a disk that is full
         return path
 
 

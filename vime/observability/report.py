@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -35,9 +37,17 @@ def show_report(summary: RunSummary, console: Console) -> None:
     if (page := summary.run_dir / "report.html").is_file():
         _line(console, "Report", f"{page} (open it in a browser; it needs no network)")
     if summary.rewards:
-        _line(console, "Curve", str(reward_curve_png(summary.run_dir)))
-    _line(console, "Trace", f"{write_trace(summary.run_dir)} (open it in ui.perfetto.dev)")
+        _line(console, "Curve", _written(reward_curve_png, summary.run_dir))
+    _line(console, "Trace", _written(write_trace, summary.run_dir, " (open it in ui.perfetto.dev)"))
     _line(console, "Run directory", str(summary.run_dir))
+
+
+def _written(write: Callable[[Path], Path], run_dir: Path, then: str = "") -> str:
+    """Where the file is; the run may be somebody else's, or its disk full."""
+    try:
+        return f"{write(run_dir)}{then}"
+    except OSError as error:
+        return f"not written: {error}"
 
 
 def duration(seconds: float) -> str:

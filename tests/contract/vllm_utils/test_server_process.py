@@ -73,20 +73,24 @@ server = make_server(Path({str(tmp_path)!r}))
 server.start()
 server.wait_ready(30)
 group = Path(f"/proc/{{server.pid}}/autogroup")
-print(os.getpriority(os.PRIO_PROCESS, server.pid), group.read_text().split()[-1] if group.exists() else "none")
+of_session = group.read_text().split()[-1] if group.exists() else "none"
+print(os.nice(0), os.getpriority(os.PRIO_PROCESS, server.pid), of_session)
 server.stop()
 """
     said = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, timeout=4 * DEADLINE_S)
-    assert said.stdout.split()[0] == "7", said.stderr
-    assert said.stdout.split()[1] in ("7", "none")
+    assert said.returncode == 0, said.stderr
+    own, of_server, of_session = said.stdout.split()
+    assert (of_server, of_session) in ((own, own), (own, "none"))
+    assert int(own) > os.nice(0) or own == "19"
 
 
 def test_a_server_that_has_started_yields_with_all_its_threads_and_as_a_session(server):
     yield_to_trainers(Config().replace(device="cpu"), session=server.pid)
     threads = [thread.id for process in server_and_child(server) for thread in process.threads()]
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in [server.pid, *threads]} == {GENERATION_NICENESS}
+    niceness = max(GENERATION_NICENESS, os.nice(0))  # a run that was told to yield to others goes on to
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in [server.pid, *threads]} == {niceness}
     group = Path(f"/proc/{server.pid}/autogroup")
-    assert not group.exists() or group.read_text().split()[-1] == str(GENERATION_NICENESS)
+    assert not group.exists() or group.read_text().split()[-1] == str(niceness)
 
 
 def test_stop_ends_the_server_its_child_and_the_guard(server):

@@ -158,6 +158,22 @@ def test_text_of_any_script_is_shown_also_where_the_terminal_knows_few(tmp_path:
     assert "    ????" in shown["ascii"]
 
 
+def test_the_report_of_a_run_that_may_only_be_read_is_shown_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else's run; directories stand in the way, because these tests may be root's."""
+    run = write_run(tmp_path / "run", num_rounds=3, groups=1)
+    for name in ("report.html", "reward_curve.png", "trace.json"):
+        (run / name).mkdir()
+    text = said(capsys, "report", str(run))
+    assert re.search(r"Curve: +not written: .*reward_curve.png", text)
+    assert re.search(r"Trace: +not written: .*trace.json", text)
+    [record] = [record for record in caplog.records if "report.html could not be written" in record.message]
+    assert not record.exc_info  # the message says it
+    assert list(run.glob(".report*")) == []
+    assert "3 rounds" in text
+
+
 def test_ls_names_state_rounds_and_reward_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", num_rounds=3, groups=1)
     write_run(tmp_path / "b", num_rounds=5, groups=1, error="interrupted during generation")
