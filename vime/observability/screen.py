@@ -27,6 +27,7 @@ from vime.observability.summary import RunSummary, summarise
 
 PROGRESS_FILE = "progress.log"
 TOKENS_PER_S = "perf/tokens_per_sec"
+OF_EVAL = ("reward_mean", "pass@", "response_len_mean", "truncated_ratio")
 # Time left is judged by the latest rounds: the first ones hold one-off costs, and answers grow in training.
 ROUNDS_IN_ESTIMATE = 10
 
@@ -96,9 +97,12 @@ class Screen:
         self._show("")
 
     def note_eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """One line about an evaluation of the weights before round `rollout_id`."""
-        whole = {name.removeprefix("eval/"): value for name, value in metrics.items() if "/by_" not in name}
-        shown = ", ".join(f"{name} {value:.3g}" for name, value in sorted(whole.items()))
+        """One line about an evaluation of the weights before round `rollout_id`; metrics.jsonl has the rest of it."""
+        shown = ", ".join(
+            f"{name.removeprefix('eval/')} {value:.3g}"
+            for name, value in sorted(metrics.items())
+            if "/by_" not in name and name.rpartition("/")[2].startswith(OF_EVAL)
+        )
         self._say(f"evaluation before round {rollout_id}: {shown}")
 
     def note(self, text: str) -> None:

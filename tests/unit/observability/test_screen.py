@@ -45,7 +45,7 @@ def test_in_a_pipe_each_stage_and_each_round_is_one_plain_line(tmp_path: Path) -
     screen.begin(0, 30)
     screen.activity("round 0: 3/16 groups")
     screen.round_done(0, ROUND)
-    screen.note_eval(1, {"eval/held_out/reward_mean": 0.5})
+    screen.note_eval(1, {"eval/held_out/reward_mean": 0.5, "eval/held_out/num_tokens": 800.0})
     lines = pipe.getvalue().splitlines()
     assert lines[:3] == [f"Run directory: {tmp_path}", "[0:00] starting Ray", "training: rounds 0 to 29"]
     assert lines[3].startswith("round 1/30: reward 0.412, length 8.1, 2310 tokens/s, 0.0 s, left 0:0")
