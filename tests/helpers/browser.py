@@ -21,7 +21,7 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--single-process", "--no-zygote", "--disable-gpu", "--hide-scrollbars",
     "--no-first-run", "--remote-debugging-port=0", "--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1400,900",
 )  # fmt: skip
-START_S, LOAD_S = 30.0, 60.0
+START_S, LOAD_S = 120.0, 120.0
 
 
 def find_browser() -> str | None:
@@ -95,13 +95,23 @@ async def opened_tab(browser: str, profile: Path) -> AsyncIterator[Tab]:
     try:
         port = await _port(profile / "DevToolsActivePort", process)
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                [target] = [entry for entry in await answer.json() if entry["type"] == "page"]
+            target = await _page(session, f"http://127.0.0.1:{port}/json/list")
             async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 yield Tab(socket)
     finally:
         process.kill()
         process.wait(timeout=START_S)
+
+
+async def _page(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """The empty tab, which may come a moment after the port."""
+    async with asyncio.timeout(START_S):
+        while True:
+            async with session.get(url) as answer:
+                pages = [entry for entry in await answer.json() if entry["type"] == "page"]
+            if pages:
+                return dict(pages[0])
+            await asyncio.sleep(0.05)
 
 
 async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:

@@ -83,7 +83,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     """Print the table and the flags that differ; write the curves."""
     paths: list[Path] = arguments.runs
     if len(paths) < 2:
-        raise ConfigError(f"compare: got {len(paths)} run, expected two or more. `vime report` shows one.")
+        raise ConfigError(f"got {len(paths)} run, expected two or more. `vime report` shows one.")
     for path in paths:
         check_run_dir(path)
     patterns = [_pattern(text) for text in arguments.metric]
@@ -155,7 +155,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    raise ConfigError(f"compare: {paths[0]} is given twice. Name different runs.")
+    raise ConfigError(f"{paths[0]} is given twice. Name different runs.")
 
 
 def _seen(path: Path, name: str) -> SeenRun:

@@ -3,6 +3,7 @@ waits for to RUN_DIR/waits."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
@@ -16,6 +17,24 @@ NOISY = (
     "httpx", "httpcore", "urllib3", "asyncio", "filelock", "matplotlib", "fontTools", "PIL", "h5py", "numba",
     "megatron", "transformers", "datasets", "tensorboard", "wandb", "git", "transfer_queue",
 )  # fmt: skip
+
+
+class _LogHandler(logging.FileHandler):
+    """A disk that is full costs one line on the screen; what the run does about it is said by who needs the disk."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            sys.stderr.write(f"WARNING {self.baseFilename} cannot be written: {error}\n")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what the full disk has not taken
+            super().close()
 
 
 class _ScreenHandler(logging.StreamHandler[TextIO]):
@@ -34,7 +53,7 @@ def setup_logging(run_dir: Path, process: str, *, level: int = logging.INFO) -> 
     call takes its place."""
     path = Path(run_dir) / "logs" / f"{process}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path)
+    to_file = _LogHandler(path)
     to_file.setFormatter(logging.Formatter(FORMAT))
     to_screen = _ScreenHandler()
     to_screen.setLevel(logging.WARNING)

@@ -1,6 +1,7 @@
 """The driver's look at engines while it waits for something else, with actors that stand in for engines."""
 
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,22 @@ class RouterThatWaits:
         time.sleep(600)
 
 
-def started(monkeypatch, tmp_path: Path, count: int, router=Stub) -> Engines:
-    monkeypatch.setattr(engines_module, "EngineActor", Stub)
-    monkeypatch.setattr(engines_module, "RouterActor", router)
-    flags = ["--engine-health-interval-secs", "0.5", "--engine-health-timeout-secs", "0.5"]
-    return Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags]), tmp_path)
+@pytest.fixture
+def start(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Engines]]:
+    """start(count): engines whose actors, which take CPUs of the cluster, end with the test."""
+    made: list[Engines] = []
+
+    def started(count: int, router=Stub) -> Engines:
+        monkeypatch.setattr(engines_module, "EngineActor", Stub)
+        monkeypatch.setattr(engines_module, "RouterActor", router)
+        flags = ["--engine-health-interval-secs", "0.5", "--engine-health-timeout-secs", "0.5"]
+        made.append(Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags]), tmp_path))
+        return made[-1]
+
+    yield started
+    for engines in made:
+        for actor in [*engines._actors, *([engines._router] if engines._router else [])]:
+            ray.kill(actor)
 
 
 def check_until_raised(engines: Engines, deadline_s: float = 60, **how: bool) -> None:
@@ -57,24 +69,24 @@ def check_until_raised(engines: Engines, deadline_s: float = 60, **how: bool) ->
 
 
 @pytest.mark.parametrize("is_updating", [False, True])
-def test_an_engine_that_is_not_well_ends_the_wait_by_its_own_words(monkeypatch, tmp_path, is_updating) -> None:
-    engines = started(monkeypatch, tmp_path, count=2)
+def test_an_engine_that_is_not_well_ends_the_wait_by_its_own_words(start, is_updating) -> None:
+    engines = start(count=2)
     with pytest.raises(EngineError, match=f"engine-1 asked with 0.5 s, is_updating {is_updating}"):
         check_until_raised(engines, is_updating=is_updating)
 
 
-def test_an_engine_that_ends_before_the_router_is_ready_is_named_instead_of_the_router(monkeypatch, tmp_path) -> None:
+def test_an_engine_that_ends_before_the_router_is_ready_is_named_instead_of_the_router(start) -> None:
     """Killed between its own start and the router's, which waits for it without end."""
-    engines = started(monkeypatch, tmp_path, count=2, router=RouterThatWaits)
+    engines = start(count=2, router=RouterThatWaits)
     engines._deadline_s = 30
     with pytest.raises(EngineError, match=r"engine-1 asked with 0.5 s"):
         engines.wait_ready(ray.get_runtime_context().get_node_id())
 
 
-def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(engines_module, "GRACE_S", 0.5)
-    engines = started(monkeypatch, tmp_path, count=3)
-    ray.get(engines._starting)  # else an actor of Ray that is slow to start is the silent one
+def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(start, monkeypatch) -> None:
+    monkeypatch.setattr(engines_module, "GRACE_S", 3.0)  # engine-0 answers in time
+    engines = start(count=3)
+    ray.get(engines._starting, timeout=120)  # else an actor of Ray that is slow to start is the silent one
     engines._watched.pop("engine-1")  # it would raise first
     with pytest.raises(WaitTimeoutError, match=r"waited \S+ s for engine-2 to say how it is"):
         check_until_raised(engines)

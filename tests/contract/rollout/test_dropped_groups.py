@@ -56,7 +56,8 @@ def test_by_default_a_reward_that_raises_ends_the_round_and_says_what_else_there
 
 @pytest.mark.parametrize("code", [FAILS_FOR_A, ANSWERS_NAN_FOR_A])
 def test_with_drop_the_whole_group_is_left_out_and_counted_and_no_zero_takes_its_place(play, code):
-    output = play(code, "--on-reward-error", "drop")
+    one_by_one = ("--over-sampling-batch-size", 1)  # of two that take a's place the faster one would be kept
+    output = play(code, "--on-reward-error", "drop", *one_by_one)
     assert [group[0].prompt for group in output.samples] == ["b", "c"]
     assert output.metrics["rollout/dropped_reward_error"] == 1
     assert output.metrics["rollout/reward_mean_before_filter"] == 0.5  # b and c, each 0 and 1

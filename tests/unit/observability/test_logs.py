@@ -47,3 +47,17 @@ def test_libraries_that_chatter_are_held_to_warnings(tmp_path: Path) -> None:
     path = setup_logging(tmp_path, "driver")
     logging.getLogger("httpx").info("HTTP Request: POST /generate")
     assert "HTTP Request" not in path.read_text()
+
+
+def test_a_log_on_a_full_disk_costs_one_line_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's handlers print the stack of whoever logged, for each line."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "driver.log").symlink_to("/dev/full")
+    setup_logging(tmp_path, "driver")
+    for _ in range(3):
+        logging.getLogger("vime").info("a line")
+    said = capsys.readouterr().err
+    assert said.count("driver.log cannot be written: [Errno 28] No space left on device") == 1
+    assert "Traceback" not in said
