@@ -21,6 +21,7 @@ from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
 from vime.weights.shm import ShmSender
 from vime.weights.transports import make_sender
+from vime.weights.versions import check_reports
 
 BUCKET_BYTES = 60_000  # the tiny model has about 379 kB in fp32: several buckets
 TIMEOUT_S = 60.0
@@ -96,24 +97,67 @@ def test_the_answer_after_an_update_carries_its_version(pause_mode, fleet, model
         assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
 
 
-class FlippingSender(ShmSender):
-    """Changes one bit of the second bucket after it was hashed: what a fault on the way does."""
+class FaultySender(ShmSender):
+    """Does to one bucket, after it was hashed, what a fault on the way does."""
 
-    def _deliver(self, bucket, buffer, fleet) -> None:
-        if bucket.index == 1:
+    def __init__(self, fault: str) -> None:
+        super().__init__(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+        self.fault, self._before = fault, torch.empty(0)
+
+    def _deliver(self, bucket, buffer, deliver) -> None:
+        now = buffer.clone()
+        if bucket.index == 1 and self.fault == "flipped":
             buffer[3] ^= 1
-        super()._deliver(bucket, buffer, fleet)
+        elif bucket.index == 1 and self.fault == "stale":
+            buffer.copy_(self._before)
+        elif self.fault == "swapped":
+            alike = [slot for slot in bucket.slots if slot.meta.shape == bucket.slots[-1].meta.shape]
+            first, last = alike[0].view(buffer), alike[-1].view(buffer)
+            first[:], last[:] = last.clone(), first.clone()
+        if bucket.index == 1:
+            self._before = now
+        if (self.fault, bucket.index) not in (("lost", 1), ("last lost", bucket.count - 1)):
+            super()._deliver(bucket, buffer, deliver)
 
 
-def test_one_bit_flipped_on_the_way_stops_the_update_and_the_engine_stays_paused(fleet, model):
-    sender = FlippingSender(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("fault", ["flipped", "stale", "swapped"])
+def test_other_bytes_than_were_sent_stop_the_update_and_the_engine_stays_paused(fault, fleet, model):
+    sender = FaultySender("none")
     sender.connect(fleet)
+    tiny_models.perturb(model, seed=8)
+    send(model, fleet, sender, 8)
+    tiny_models.perturb(model, seed=9)
+    sender.fault = fault
     expected = content_hash(dict(tiny_models.stream(model)))
     with pytest.raises(PublishError, match=f"version 9 with hash {expected}") as refused:
         send(model, fleet, sender, 9)
     assert fleet.addresses[0].name in str(refused.value)
     assert fleet.is_paused() == [True]
     sender.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("lost", "got bucket 2 of [0-9]+, expected bucket 1"), ("last lost", "version 9: no engine reported")],
+)
+def test_a_lost_bucket_stops_the_update_and_the_engines_stay_paused(fault, message, two_fakes, model):
+    _, _, control = two_fakes
+    sender = FaultySender(fault)
+    sender.connect(control)
+    with pytest.raises(PublishError, match=message):
+        send(model, control, sender, 9)
+    assert control.is_paused() == [True, True]
+    sender.close()
+
+
+def test_an_engine_that_was_passed_over_is_named(two_fakes, tmp_path):
+    first, _, both = two_fakes
+    send_small(both, "shm", tmp_path)
+    one = FleetControl([first.address], timeout_s=10)
+    send_small(one, "shm", tmp_path, version=2)
+    with pytest.raises(PublishError, match="e1 serves version 1 "):
+        check_reports(both.reports(), version=2, content_hash=content_hash(WEIGHTS), engines=["e0", "e1"])
+    one.close()
 
 
 def test_engine_that_never_got_weights_has_no_version_to_report():

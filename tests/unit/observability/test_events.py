@@ -6,10 +6,12 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from vime.observability.events import EventKind, EventLog, read_events
+from vime.observability import events
+from vime.observability.events import EventKind, EventLog, note_span, read_events
 from vime.types import DataError
 
 
@@ -59,6 +61,17 @@ def test_a_span_says_how_long_it_took_and_what_ended_it(tmp_path: Path, monkeypa
     assert (started.kind, started.fields) == ("span_started", {"name": "train_round", "rollout_id": 3})
     assert (ended.kind, ended.fields["error"]) == ("span_ended", "RuntimeError: boom")
     assert ended.fields["duration_s"] == ended.monotonic_s - started.monotonic_s == 2.5
+
+
+def test_a_span_that_another_process_measured_lies_where_it_was(tmp_path: Path, monkeypatch: Any) -> None:
+    log = EventLog(tmp_path, "trainer-0")
+    monkeypatch.setattr(events, "_log", log)
+    note_span("pause_engines", 0.25, ago_s=0.5)
+    log.emit(EventKind.RUN_FINISHED)
+    started, ended, now = read_events(tmp_path)
+    assert (started.kind, ended.kind, ended.fields["duration_s"]) == ("span_started", "span_ended", 0.25)
+    assert ended.monotonic_s - started.monotonic_s >= 0.25
+    assert now.monotonic_s - ended.monotonic_s >= 0.5
 
 
 def test_the_end_of_a_long_log_and_a_log_without_spans_are_read_in_whole_lines(tmp_path: Path) -> None:
