@@ -136,9 +136,9 @@ def _by_onednn(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 def _weight_gradient_from_smaller(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
     """oneDNN copies its first factor when it is transposed: let it be the smaller one. When that is the input, the
-    answer comes transposed."""
+    answer comes transposed; and the gradient must lie without gaps, or oneDNN takes a thousand times as long."""
     if grad_TN.size(1) > x_TK.size(1):
-        return _by_onednn(x_TK.t(), grad_TN.t()).t()
+        return _by_onednn(x_TK.t(), grad_TN.contiguous().t()).t()
     return _by_onednn(grad_TN.t(), x_TK.t())
 
 
