@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vime.backends.megatron_utils.cpu_linear import embedding, with_onednn
+from vime.backends.megatron_utils.cpu_linear import embedding, keep_few_kernels, with_onednn
 from vime.weights.event_loop import one_event_loop
 
 CPU = torch.device("cpu")
@@ -47,6 +47,7 @@ def install() -> list[str]:
     if torch.cuda.is_available():
         return []
     if not _originals:
+        keep_few_kernels()
         for entry in REDIRECTIONS:
             owner, attribute = _resolve(entry.name)
             original = getattr(owner, attribute, _MISSING)

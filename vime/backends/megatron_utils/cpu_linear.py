@@ -7,7 +7,8 @@ of summation is not. So the first product of each kind and shape is made by ever
 is kept for the process (`Ways`). Where sums must not depend on a clock (--reference-mode asks torch for deterministic
 algorithms) it is oneDNN, always.
 
-For each new shape oneDNN first compiles a kernel (0.4 ms), and packs differ in length: small products stay with MKL.
+For each new shape oneDNN first compiles a kernel (0.4 ms), and packs differ in length: small products stay with MKL,
+and few kernels are kept (`keep_few_kernels`).
 
 The gradient of a weight is added to its sum over the micro-batches where it is made, a block of rows at a time. As a
 tensor of its own the gradient of a large vocabulary would be the largest of a step, twice: of the head and of the
@@ -19,6 +20,7 @@ T: packed tokens, K: columns of the input, N: those of the output.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,8 +36,20 @@ BLOCK_ENTRIES = 1 << 21
 vocabulary's."""
 MIN_FLOPS = 1 << 27
 """Of one product; about 1 ms. Above 0, because oneDNN refuses factors without rows (an expert that got no tokens)."""
+NUM_KERNELS = 16
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Of oneDNN itself, and of torch's wrapper of it, which read these when they are first used."""
 NUM_TRIALS = 2
 """Of each way to make a product, the first time that one of its shape is due."""
+
+
+def keep_few_kernels() -> None:
+    """Before the first product: kernels of so many shapes as one pass over the layers has, not of 1,024. Each takes
+    600 KB, so a run whose packs differ in length held more than a GB of them after some rounds; and they lay between
+    the tensors, so that what a step freed had room for ever less of the next. Which shapes come back is all but chance,
+    but for the layers of one pass. What the user's environment says counts."""
+    for name in KERNEL_CACHES:
+        os.environ.setdefault(name, str(NUM_KERNELS))
 
 
 def with_onednn(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -136,9 +150,9 @@ def _by_onednn(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 def _weight_gradient_from_smaller(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
     """oneDNN copies its first factor when it is transposed: let it be the smaller one. When that is the input, the
-    answer comes transposed."""
+    answer comes transposed; and the gradient must lie without gaps, or oneDNN takes a thousand times as long."""
     if grad_TN.size(1) > x_TK.size(1):
-        return _by_onednn(x_TK.t(), grad_TN.t()).t()
+        return _by_onednn(x_TK.t(), grad_TN.contiguous().t()).t()
     return _by_onednn(grad_TN.t(), x_TK.t())
 
 
