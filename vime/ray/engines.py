@@ -170,11 +170,11 @@ class Engines:
     def stop(self, grace_s: float = STOP_S) -> None:
         """Router first, then engines; an actor that is gone took its child with it. `grace_s` 0, of a start that
         failed: an actor that does not stand yet is not waited for, but a server that is there shall not outlive the
-        run."""
+        run, so all of them together get a moment."""
         if self.addresses:
             self.fleet.close()
         routers = [] if self._router is None else [self._router]
-        for actors in (routers, self._actors):
+        for actors in (routers, self._actors) if grace_s else ([*routers, *self._actors],):
             if not actors:
                 continue
             refs = [actor.stop.remote() for actor in actors]

@@ -19,7 +19,7 @@ from vime.config.parse import Config, parse
 from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
-from vime.ray import launch, rollout_manager
+from vime.ray import engines, launch, rollout_manager
 from vime.ray.assembly import Starter
 from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
@@ -145,6 +145,25 @@ def test_parts_of_a_start_that_ends_are_not_waited_for_and_those_of_a_run_are(tm
     assert starter.grace(20.0) == 0.0
     starter.is_done = True
     assert starter.grace(20.0) == 20.0
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "waited"), [(0.0, [(["router", "engine"], 3.0)]), (30.0, [(["router"], 30.0), (["engine"], 30.0)])]
+)
+def test_servers_of_a_start_that_ends_are_waited_for_together(
+    grace_s: float, waited: list[tuple[list[str], float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, as in a run, they could take twice as long."""
+    seen: list[tuple[list[str], float]] = []
+    monkeypatch.setattr(engines.ray, "wait", lambda refs, *, num_returns, timeout: seen.append((refs, timeout)))
+    monkeypatch.setattr(engines.ray, "kill", lambda _actor: None)
+    fleet = engines.Engines.__new__(engines.Engines)
+    fleet._router, fleet._actors = (
+        SimpleNamespace(stop=SimpleNamespace(remote=lambda: "router")),
+        [SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine"))],
+    )
+    fleet.stop(grace_s)
+    assert seen == waited
 
 
 def test_a_signal_ends_the_start_before_its_next_part(tmp_path: Path) -> None:
