@@ -158,6 +158,7 @@ def test_servers_of_a_start_that_ends_are_waited_for_together(
     monkeypatch.setattr(engines.ray, "wait", lambda refs, *, num_returns, timeout: seen.append((refs, timeout)))
     monkeypatch.setattr(engines.ray, "kill", lambda _actor: None)
     fleet = engines.Engines.__new__(engines.Engines)
+    fleet.addresses = []
     fleet._router, fleet._actors = (
         SimpleNamespace(stop=SimpleNamespace(remote=lambda: "router")),
         [SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine"))],
