@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 CONNECT_S = 10.0
 IDLE_S = 4.0
-"""After which an idle connection is given up: before vLLM's server does it, which is after 5 s."""
+"""After which an idle connection is given up: below vLLM's own 5 s, so that its server is never the first to close."""
 FAILURES = (OSError, http.client.HTTPException)
 """What a call without an answer raises."""
 
