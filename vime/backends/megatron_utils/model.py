@@ -210,10 +210,11 @@ class AnswerModel(GPTModel):
 
     def _postprocess(
         self, hidden_states: Tensor, *arguments: Any, packed_seq_params: PackedSeqParams, **options: Any
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Tensor:
         """megatron's own, behind the decoder; `hidden_states` [L, 1, H], or [L / TP, 1, H] under sequence parallelism.
         Collective over the tensor-parallel group then. With `read_logits` of the pack its answer to the logits [A, V],
-        instead of them."""
+        instead of them: the first value, and all of them as the pack's `values` (megatron's schedule takes no tuple).
+        """
         answer_U = getattr(packed_seq_params, "answer_U", None)
         if self.post_process and answer_U is not None:
             if self._gathers:
@@ -229,7 +230,9 @@ class AnswerModel(GPTModel):
         if not self.post_process or read is None:
             return logits(hidden_states)
         width = self.vocab_size // self.config.tensor_model_parallel_size
-        return _read_in_chunks(hidden_states, lambda chunk, rows: read(logits(chunk).squeeze(0), rows), width)
+        values = _read_in_chunks(hidden_states, lambda chunk, rows: read(logits(chunk).squeeze(0), rows), width)
+        packed_seq_params.values = values  # type: ignore[attr-defined]
+        return values[0]
 
 
 def _read_in_chunks(

@@ -221,16 +221,19 @@ def _run(
 
     tokens_per_call = _tokens_per_call(chunks)
 
-    def forward_step(
-        iterator: Iterator[PackedBatch], model: MegatronModule
-    ) -> tuple[ModelOutput, Callable[..., object]]:
+    def forward_step(iterator: Iterator[PackedBatch], model: MegatronModule) -> tuple[Tensor, Callable[..., object]]:
         part = _batch_part(next(iterator), has_logits=sampling is not None, tokens_per_call=tokens_per_call)
         tokens_U, positions_U = part.computed(part.batch.tokens_T), part.computed(part.batch.position_T)
         params = packed_params(part)
         if sampling is not None:
             params.read_logits = _read_logits(part, sampling, rule)  # type: ignore[attr-defined] # for AnswerModel
         output = model(tokens_U.unsqueeze(0), positions_U.unsqueeze(0), None, packed_seq_params=params)
-        return output, lambda output, non_loss_data=False: on_output(output, part)  # noqa: ARG005  megatron names it
+
+        def use(output: Tensor, non_loss_data: bool = False) -> object:  # noqa: ARG001  megatron names it
+            # taken out: what backward computes anew holds `params`, which would hold itself by them
+            return on_output(vars(params).pop("values", output), part)
+
+        return output, use
 
     for chunk in chunks:
         chunk.train(not forward_only)
