@@ -41,6 +41,8 @@ DASHES = ("--", "\u2013", "\u2014")
 NEARLY_THE_SAME = 0.9
 """Share of equal letters above which an unknown flag is taken for a slip of the pen: `--rollout-batchsize`."""
 TOLERANCE = 1e-9
+WANDB_PAGES = "https://wandb.ai"
+"""Slime's default for --wandb-host, which wandb no longer takes for the address of a server."""
 _OF_VERL = re.compile(r"\+?[a-z_]+(\.[a-z_0-9]+)+=")
 """A setting as Hydra takes it: `data.train_batch_size=64`."""
 
@@ -244,6 +246,9 @@ class _Translator:
         """Without the value in any message."""
         if len(item.values) != 1:
             self._problems.add(f"{item.flag}: expected one value behind it.")
+            return
+        if item.flag == "--wandb-host" and item.values[0].rstrip("/") == WANDB_PAGES:
+            self._taken.append(f"{item}: those are wandb's pages; its own server is the default. Left out.")
             return
         self.environment[variable] = item.values[0]
         self._taken.append(f"{item.flag}: taken as {variable} of the environment.")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.slime_scripts import SCRIPTS, Script
+from vime.config.migration import SECRETS, TO_ENVIRONMENT
 from vime.config.parse import parse_command_line
 from vime.ray.preflight import preflight
 from vime.types import ConfigError
@@ -18,7 +19,9 @@ async def reward_func(args, sample, **kwargs): ...
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> dict[str, Path]:
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    for name in (*TO_ENVIRONMENT.values(), *SECRETS.values()):
+        monkeypatch.setenv(name, "as it was")  # a script sets it, for the tests behind this one too
     (tmp_path / "plugin.py").write_text(PLUGIN)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "messages": "1", "label": "1", "reward_model": "1"}\n')
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -50,12 +50,20 @@ def test_a_refusal_beside_it_does_not_repeat_the_key() -> None:
 def test_team_and_host_are_wandb_s_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_ENTITY", "WANDB_BASE_URL", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "former")
-    flags = ["--wandb-team", "ours", "--wandb-host", "https://wandb.ai/", "--wandb-key", SECRET]
+    flags = ["--wandb-team", "ours", "--wandb-host", "https://wandb.example/", "--wandb-key", SECRET]
     with pytest.raises(ConfigError) as refusal:  # nothing else is given
         parse_command_line(flags)
     assert "wandb" not in str(refusal.value)
-    assert (os.environ["WANDB_ENTITY"], os.environ["WANDB_BASE_URL"]) == ("ours", "https://wandb.ai/")
+    assert (os.environ["WANDB_ENTITY"], os.environ["WANDB_BASE_URL"]) == ("ours", "https://wandb.example/")
     assert os.environ["WANDB_API_KEY"] == SECRET
+
+
+def test_wandb_s_own_pages_are_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slime's default, which wandb refuses when it is said."""
+    monkeypatch.setenv("WANDB_BASE_URL", "former")
+    with pytest.raises(ConfigError):
+        parse_command_line(["--wandb-host", "https://wandb.ai/"])
+    assert os.environ["WANDB_BASE_URL"] == "former"
 
 
 def test_a_key_that_is_missing_is_said() -> None:

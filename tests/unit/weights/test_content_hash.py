@@ -45,3 +45,11 @@ def test_a_transposed_view_hashes_as_its_values_not_as_its_memory():
 def test_scalars_and_empty_tensors_can_be_hashed():
     assert content_hash({"s": torch.tensor(1.0)}) != content_hash({"s": torch.tensor(2.0)})
     assert content_hash({"e": torch.zeros(0, 2)}) != content_hash({"e": torch.zeros(2, 0)})
+
+
+def test_a_tensor_that_was_hashed_can_still_be_resized() -> None:
+    """A trainer that sleeps gives its storages up."""
+    tensor = torch.arange(6.0)
+    content_hash({"weight": tensor, "none": torch.empty(0)})
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
