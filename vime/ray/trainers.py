@@ -49,7 +49,7 @@ from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import FreedMemory
 from vime.utils.imports import without_collector
 from vime.utils.manifest import Entry, compare_hashes, share_of
-from vime.utils.network import free_port
+from vime.utils.network import kept_port
 from vime.utils.waits import doing, waiting
 
 logger = logging.getLogger(__name__)
@@ -282,9 +282,9 @@ def _compare_share(actor: TrainerActor, directory: Path, files: dict[str, Entry]
 
 
 def _meeting_place(_rank_0: Any, config: Config) -> tuple[str, int]:
-    """Where rank 0, in whose process this runs, lets the others meet."""
+    """Where rank 0, in whose process this runs, lets the others meet. It listens there from now on."""
     host = listen_host(config)
-    return host, free_port(host)
+    return host, kept_port(host, backlog=max(128, num_trainer_ranks(config)))
 
 
 def _fetch(

@@ -12,6 +12,7 @@ LOOPBACK = "127.0.0.1"
 FIRST = 20_000  # Ray gives its workers the ports from 10,002 to 19,999
 TRIES = 100
 _answered: set[int] = set()
+_kept: dict[int, socket.socket] = {}
 
 
 def address_of_interface(name: str) -> str:
@@ -49,6 +50,19 @@ def free_port(host: str = LOOPBACK) -> int:
             _answered.add(port)
             return port
     raise OSError(f"no free port among {TRIES} tried from {FIRST} to {_first_of_connections() - 1}")
+
+
+def kept_port(host: str, backlog: int) -> int:
+    """A port where this process listens from now on, so that nobody else can take it: `listener` hands it over."""
+    kept = socket.create_server((host, 0), backlog=backlog)
+    port = int(kept.getsockname()[1])
+    _kept[port] = kept
+    return port
+
+
+def listener(host: str, port: int, backlog: int) -> socket.socket:
+    """The socket of a `kept_port`, once; for any other port a new one. OSError when somebody else listens there."""
+    return _kept.pop(port, None) or socket.create_server((host, port), backlog=backlog)
 
 
 def _first_of_connections() -> int:

@@ -6,18 +6,19 @@ run reach (docs/security.md).
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from vime.utils.network import listener
 
 
 def open_store(
     host: str, port: int, world_size: int, *, timeout: timedelta, wait_for_workers: bool = False
 ) -> dist.TCPStore:
     """The store of the process that lets the others meet; port 0 takes a free one. OSError when the port is taken."""
-    listener = socket.create_server((host, port), backlog=max(128, world_size))
-    port = listener.getsockname()[1]
+    server = listener(host, port, backlog=max(128, world_size))
+    port = server.getsockname()[1]
     return dist.TCPStore(
         host,
         port,
@@ -25,7 +26,7 @@ def open_store(
         is_master=True,
         timeout=timeout,
         wait_for_workers=wait_for_workers,
-        master_listen_fd=listener.detach(),  # the store closes it
+        master_listen_fd=server.detach(),  # the store closes it
     )
 
 
