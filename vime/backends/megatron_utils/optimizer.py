@@ -6,10 +6,10 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -148,11 +148,11 @@ class PolicyOptimizer:
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
             return norm
-        if self._settings.clip_grad > 0:
-            for part in self.parts:
-                parameters = part.get_parameters()
-                if parameters:
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._settings.clip_grad, total_norm=norm)
+        if 0 < self._settings.clip_grad < norm + 1e-6:
+            parameters = [parameter for part in self.parts for parameter in part.get_parameters()]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if gradients:  # in place: megatron, without Apex, makes a scaled copy of each first
+                torch._foreach_mul_(gradients, self._settings.clip_grad / (norm + 1e-6))
         optimizer.step_with_ready_grads()
         self.scheduler.step(1)
         return norm
