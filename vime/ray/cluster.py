@@ -50,6 +50,7 @@ WORKER_CONNECT_S = "2"
 GENERATION_NICENESS = 3
 """Half of the weight of a process of niceness 0 (Linux: 1.25 times less for each step). More would leave generation
 next to nothing beside other work: 15 is 3 % of a core."""
+LOWEST_PRIORITY = 19  # of Linux
 KEEP_FREED_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
@@ -104,7 +105,7 @@ def limit_threads(config: Config) -> None:
 
 def yield_to_trainers(config: Config, *, session: int | None = None) -> None:
     """Lower the priority of this process and of all that it starts, or of the processes of a session, a little: to
-    GENERATION_NICENESS.
+    GENERATION_NICENESS above what this process was started with, so also in a run that was itself told to be nice.
 
     Without a GPU, engines, rewards and trainers share few cores: a trainer is one thread that computes, generation is
     many that come and go and would push it aside. So generation has half of a trainer's weight on a core that both
@@ -116,9 +117,15 @@ def yield_to_trainers(config: Config, *, session: int | None = None) -> None:
             # Linux keeps a niceness for each thread; new ones inherit their maker's
             for thread in psutil.Process(pid).threads():
                 mine = os.getpriority(os.PRIO_PROCESS, thread.id)
-                os.setpriority(os.PRIO_PROCESS, thread.id, max(mine, GENERATION_NICENESS))
+                os.setpriority(os.PRIO_PROCESS, thread.id, max(mine, yielding_niceness()))
     if session is not None:
         weigh_session(session)
+
+
+@functools.cache
+def yielding_niceness() -> int:
+    """What generation that this process owns has. Cached: asked again, this process has been lowered already."""
+    return min(LOWEST_PRIORITY, os.getpriority(os.PRIO_PROCESS, os.getpid()) + GENERATION_NICENESS)
 
 
 def listen_host(config: Config) -> str:
