@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
 from vime.handoff.audit import AuditReport, audit
 from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import IssuedPrompt, LedgerRules, Payload, RoundLease, Task
 
 TIMEOUT_S = 10.0
@@ -86,3 +89,18 @@ def checked(directory: Path, *, checkpoint_round: int | None = None) -> AuditRep
     report = audit(directory / "ledger.db", checkpoint_round=checkpoint_round, spool=None)
     assert report.findings == (), "\n".join(map(str, report.findings))
     return report
+
+
+class AsLedger:
+    """A `LedgerPort` in the shape of the ledger, so that the functions of this file take either."""
+
+    def __init__(self, port):
+        self.prompts, self.rounds = _AsPart(port, PromptDesk), _AsPart(port, RoundDesk)
+
+
+class _AsPart:
+    def __init__(self, port, part):
+        self._port, self._part = port, part
+
+    def __getattr__(self, name):
+        return functools.partial(self._port.call, getattr(self._part, name))

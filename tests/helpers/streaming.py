@@ -10,6 +10,7 @@ from tests.helpers.rollout_setup import make_args, write_jsonl
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerRules, RoundOrder
 from vime.handoff.memory import MemoryRows
 from vime.handoff.payload import bytes_to_rows, rows_to_bytes
@@ -78,7 +79,7 @@ class Streaming:
     def status(self):
         """Asked through the port like every call: the producer's thread calls the ledger too, and two threads on its
         connection can wait for each other for ever (SQLite calls Python for the checksum of a row)."""
-        return self.port.call("", "status")
+        return self.port.call(Ledger.status)
 
     def look(self, sql, *values):
         """What stands in the ledger's file, read by a connection of its own."""
@@ -96,8 +97,8 @@ class Streaming:
         step = StepPlan(micro_batches=((tuple(rows),),), num_samples=len(rows), num_tokens=1)
         stepped = stepped_groups(RoundPlan(rollout_id=round_id, steps=(step,)), rows, 0)
         receipt = self.receipts.note(round_id, round_id, stepped)
-        self.port.call("rounds", "trained", round_id, self.source.lease.fence, receipt)
-        self.port.call("rounds", "release", round_id + 1)
+        self.port.call(RoundDesk.trained, round_id, self.source.lease.fence, receipt)
+        self.port.call(RoundDesk.release, round_id + 1)
 
     def play(self, round_id):
         output = self.lease(round_id)

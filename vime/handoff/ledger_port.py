@@ -1,42 +1,60 @@
 """How producers and readers of the queue call the ledger, wherever it lives.
 
-`LedgerPort` is the seam: the ledger's calls by name, and one way to wait for news instead of asking again and again.
-`LocalLedgerPort` is the ledger in this process, for tests and examples; `ray/ledger_actor.py` is the one of a run.
+`LedgerPort` is the protocol: the ledger's methods, checked by type as if they were called directly, and one way to wait
+for news instead of asking again and again. `LocalLedgerPort` is the ledger in this process, for tests and examples;
+`ray/ledger_actor.py` is the one of a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import TransitionError
 
-CALLS = {
-    "prompts": frozenset({"issue", "admit", "commit", "drop", "retry", "heartbeat", "abandon"}),
-    "rounds": frozenset({"lease", "ready", "heartbeat", "trained", "release", "durable"}),
-    "": frozenset({"status", "sync", "commit_each", "needed_payloads"}),
+Part = TypeVar("Part", Ledger, PromptDesk, RoundDesk)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CALLS: dict[str, Callable[..., object]] = {
+    method.__qualname__: method
+    for method in (
+        *(PromptDesk.issue, PromptDesk.admit, PromptDesk.commit, PromptDesk.drop, PromptDesk.retry),
+        *(PromptDesk.heartbeat, PromptDesk.abandon),
+        *(RoundDesk.lease, RoundDesk.ready, RoundDesk.heartbeat, RoundDesk.trained, RoundDesk.release),
+        RoundDesk.durable,
+        *(Ledger.status, Ledger.sync, Ledger.commit_each, Ledger.needed_payloads),
+    )
 }
-"""Desk -> what another process may call there. Not `restore`: the owner of the ledger brings the spool."""
+"""What another process may call, by the name that travels. Not `restore`: the owner of the ledger brings the spool."""
 
 
-def call_ledger(ledger: Ledger, desk: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """One call of CALLS by its name; any other name is refused, whoever asks."""
-    if name not in CALLS.get(desk, ()):
-        known = ", ".join(f"{at}.{call}".lstrip(".") for at in CALLS for call in sorted(CALLS[at]))
-        raise TransitionError(f"the ledger has no call {desk}.{name}; expected one of {known}.")
-    return getattr(getattr(ledger, desk) if desk else ledger, name)(*arguments, **options)
+def call_ledger(ledger: Ledger, name: str, arguments: Sequence[object], options: Mapping[str, object]) -> object:
+    """One of CALLS by its name; any other name is refused, whoever asks."""
+    if name not in CALLS:
+        raise TransitionError(f"the ledger has no call {name}; expected one of {', '.join(sorted(CALLS))}.")
+    part = name.partition(".")[0]
+    owner = ledger.prompts if part == "PromptDesk" else ledger.rounds if part == "RoundDesk" else ledger
+    return CALLS[name](owner, *arguments, **options)
 
 
 class LedgerPort(Protocol):
-    """`desk` is "prompts", "rounds", or "" for the ledger itself; names and arguments as in vime/handoff/ledger.py.
+    """`call(PromptDesk.issue, "p", 3, request="r")` is `ledger.prompts.issue("p", 3, request="r")`; a method of
+    RoundDesk is called on `ledger.rounds`, one of Ledger on the ledger itself. Each must be one of CALLS.
 
     Every call has a deadline of its own and raises the ledger's refusals.
     """
 
-    def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any: ...
-    async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any: ...
+    def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R: ...
+
+    async def call_async(
+        self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs
+    ) -> R: ...
 
     def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
         """Until the ledger has written more than line `seen` of its history and `Ledger.has(**has)`, or `timeout_s`
@@ -58,17 +76,17 @@ class LocalLedgerPort:
         self._changed = threading.Condition()
         self._wakers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}  # of coroutines that wait for news
 
-    def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
+    def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         with self._changed:
             try:
-                return call_ledger(self._ledger, desk, name, arguments, options)
+                return cast("R", call_ledger(self._ledger, method.__qualname__, arguments, options))
             finally:
                 self._changed.notify_all()
                 for woken, loop in self._wakers.items():
                     loop.call_soon_threadsafe(woken.set)
 
-    async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
-        return self.call(desk, name, *arguments, **options)
+    async def call_async(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
+        return self.call(method, *arguments, **options)
 
     def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
         with self._changed:

@@ -13,13 +13,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, cast
 
 import ray
 
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_before import lasting_file
-from vime.handoff.ledger_port import CALLS, call_ledger
+from vime.handoff.ledger_port import P, Part, R, call_ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, LedgerRules, RestoreReport, Task
 from vime.handoff.spool import SpoolReader
 from vime.handoff.spool_check import check_spool
@@ -45,13 +45,13 @@ class LedgerActor:
         self._news = asyncio.Condition()
         self._told = self._ledger.sequence  # up to which line of the history waiters were told
 
-    async def call(self, desk: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    async def call(self, name: str, arguments: tuple[object, ...], options: dict[str, object]) -> object:
         """One of `ledger_port.CALLS`; a refusal comes back as the error that it is."""
         if self._expiring is None:
             self._expiring = asyncio.create_task(self._expire())
         try:
-            answer = call_ledger(self._ledger, desk, name, arguments, options)
-            if name.startswith("commit"):
+            answer = call_ledger(self._ledger, name, arguments, options)
+            if ".commit" in name:
                 failpoint(Point.LEDGER_COMMIT)
             return answer
         finally:
@@ -116,12 +116,10 @@ def _has_none(task: Task, checksum: int) -> bool:  # noqa: ARG001
 
 
 class LedgerClient:
-    """The ledger as callers in other processes see it: `client.prompts`, `client.rounds` and their calls as in
-    vime/handoff/ledger.py, each with a deadline. A `LedgerPort`. Picklable."""
+    """The ledger as callers in other processes see it, each call with a deadline. A `LedgerPort`. Picklable."""
 
     def __init__(self, handle: Any, deadline_s: float) -> None:
         self._handle, self._deadline_s = handle, deadline_s
-        self.prompts, self.rounds = RemoteDesk(self, "prompts"), RemoteDesk(self, "rounds")
 
     @classmethod
     def start(
@@ -152,16 +150,16 @@ class LedgerClient:
         """Process of the actor now; another one after a restart."""
         return int(self._wait(self._handle.pid.remote(), "the ledger to start"))
 
-    def call(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
-        """`ledger.<desk>.<name>(...)`; desk "" for the ledger itself. One of `ledger_port.CALLS`."""
-        return self._wait(self._handle.call.remote(desk, name, arguments, options), f"the ledger's answer to {name}")
+    def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
+        """The method in the ledger's process. It must be one of `ledger_port.CALLS`."""
+        name = method.__qualname__
+        return cast("R", self._wait(self._handle.call.remote(name, arguments, options), _answer_to(name)))
 
-    async def call_async(self, desk: str, name: str, *arguments: Any, **options: Any) -> Any:
+    async def call_async(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         """The same on the caller's event loop."""
-        ref = self._handle.call.remote(desk, name, arguments, options)
-        return await wait_for_async(
-            ref, name=f"the ledger's answer to {name}", owner="ledger", deadline_s=self._deadline_s
-        )
+        name = method.__qualname__
+        ref = self._handle.call.remote(name, arguments, options)
+        return cast("R", await wait_for_async(ref, name=_answer_to(name), owner="ledger", deadline_s=self._deadline_s))
 
     def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
         ref = self._handle.wait_for_news.remote(seen, timeout_s, has)
@@ -179,14 +177,6 @@ class LedgerClient:
         return answer
 
 
-class RemoteDesk:
-    """`client.prompts` or `client.rounds`: the desk's calls of `ledger_port.CALLS`, in the ledger's process."""
-
-    def __init__(self, client: LedgerClient, desk: str) -> None:
-        self._client, self._desk = client, desk
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        # Names with an underscore first: pickle asks for some before there is a `_desk`.
-        if name.startswith("_") or name not in CALLS[self._desk]:
-            raise AttributeError(name)
-        return lambda *arguments, **options: self._client.call(self._desk, name, *arguments, **options)
+def _answer_to(name: str) -> str:
+    """How a wait for the answer to `PromptDesk.issue` is named."""
+    return f"the ledger's answer to {name.rpartition('.')[2]}"

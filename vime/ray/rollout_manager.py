@@ -15,6 +15,7 @@ from vime.batching.flops import RoundWork
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER, STREAMING
 from vime.handoff.group_store import GroupStore
+from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import RoundLease
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
@@ -157,7 +158,7 @@ class RolloutManager:
     def compact(self) -> int:
         """Drop from the spool what no restart can need; answers the bytes freed."""
         assert self._store is not None
-        return self._store.compact(self._ledger.call("", "needed_payloads"))
+        return self._store.compact(self._ledger.call(Ledger.needed_payloads))
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where a checkpoint's `GeneratedRound.cursor` points."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vime.config.parse import Config
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerMark, LedgerRules, RestoreReport, RoundLease, RoundOrder, StalePolicy
 from vime.handoff.queue_view import copy_queue
 from vime.handoff.spool import Fsync
@@ -113,7 +115,7 @@ class Stream:
         the lease ended meanwhile."""
         lease = self._leases[round_id]
         with span("note_trained", rollout_id=round_id):
-            self.ledger.rounds.trained(round_id, lease.fence, receipt)
+            self.ledger.call(RoundDesk.trained, round_id, lease.fence, receipt)
         del self._leases[round_id]
         if not self._config.queue.transferqueue_ack_on_train_data:
             self._ask(self._manager.forget.remote(lease), "the trained round to leave the queue")
@@ -121,19 +123,19 @@ class Stream:
     def release(self, version: Version) -> None:
         """Every engine confirmed `version`."""
         with span("release_slots", version=version):
-            self.ledger.rounds.release(version)
+            self.ledger.call(RoundDesk.release, version)
 
     def saving(self) -> LedgerMark:
         """What the checkpoint carries must be in the ledger's file before anyone can see the checkpoint. That keeps the
         answer."""
-        mark: LedgerMark = self.ledger.call("", "sync")
+        mark: LedgerMark = self.ledger.call(Ledger.sync)
         return mark
 
     def saved(self, rollout_id: int) -> None:
         """The checkpoint is visible. A failure here loses nothing: the next restore marks what it carries."""
         failpoint(Point.DURABLE)
         try:
-            self.ledger.rounds.durable(rollout_id)
+            self.ledger.call(RoundDesk.durable, rollout_id)
             failpoint(Point.COMPACT)
             self._ask(self._manager.compact.remote(), "the spool to be compacted")
         except VimeError as error:
@@ -167,6 +169,6 @@ class Stream:
         while not self._is_closed.wait(self._config.queue.transferqueue_lease_timeout_secs / 3):
             for lease in list(self._leases.values()):
                 try:
-                    self.ledger.rounds.heartbeat(lease.round_id, lease.fence)
+                    self.ledger.call(RoundDesk.heartbeat, lease.round_id, lease.fence)
                 except VimeError as error:
                     logger.warning("round %d: %s", lease.round_id, error)

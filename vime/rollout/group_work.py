@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, RoundOrder, Task, TransitionError
 from vime.handoff.payload import bytes_to_samples, samples_to_bytes
 from vime.handoff.receipts import group_content
@@ -123,7 +124,7 @@ class GroupWork:
         if reason == MIXED and self._args.stale_policy == "retry":
             stats.retried_groups += 1
             with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
-                await self._ledger.call_async("prompts", "retry", task, MIXED)
+                await self._ledger.call_async(PromptDesk.retry, task, MIXED)
             return
         if reason is None:
             verdict = filter_verdict(self._args, samples)
@@ -131,7 +132,7 @@ class GroupWork:
         if reason is not None:
             stats.dropped[reason] += 1
             BOOK.note_dropped(task.group, reason, samples)
-            await self._ledger.call_async("prompts", "drop", task, reason)
+            await self._ledger.call_async(PromptDesk.drop, task, reason)
             self._errors.note(samples)
             self._streak.dropped(reason)
             return
@@ -150,7 +151,7 @@ class GroupWork:
             failpoint(Point.KEEP)
         stats.retried_groups += 1
         with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
-            await self._ledger.call_async("prompts", "retry", task, "aborted", partial=checksum)
+            await self._ledger.call_async(PromptDesk.retry, task, "aborted", partial=checksum)
 
     async def _commit(self, task: Task, samples: list[Sample]) -> None:
         stats = self.stats
@@ -182,7 +183,7 @@ class GroupWork:
         ends, seen = time.monotonic() + limit_s, -1
         while True:
             answer: Admission = await self._ledger.call_async(
-                "prompts", "admit", task, num_tokens=num_tokens, num_bytes=num_bytes
+                PromptDesk.admit, task, num_tokens=num_tokens, num_bytes=num_bytes
             )
             if answer.granted:
                 return

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vime.handoff.group_store import GroupStore
+from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import CommitOutcome, Payload, Task, TransitionError
 from vime.observability.events import span
@@ -125,6 +126,6 @@ class GroupWriter:
             for entry, checksum in zip(batch, checksums, strict=True)
         ]
         with span("commit_groups", num_groups=len(batch)):
-            outcomes = await self._ledger.call_async("", "commit_each", groups)
+            outcomes = await self._ledger.call_async(Ledger.commit_each, groups)
         failpoint(Point.COMMITTED)
         return seconds, outcomes

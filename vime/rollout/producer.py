@@ -15,6 +15,7 @@ from typing import Any
 
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_types import PromptGrant, Task
 from vime.rollout.group_work import NEWS_S, GroupWork, ProducerStats, PromptsByNumber
 from vime.rollout.halt import KEEP_S, Halt
@@ -109,7 +110,7 @@ class GroupProducer:
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while not self._halt.is_set:
                 grant: PromptGrant = await self._ledger.call_async(
-                    "prompts", "issue", self.name, wanted, request=uuid.uuid4().hex
+                    PromptDesk.issue, self.name, wanted, request=uuid.uuid4().hex
                 )
                 self.waits_for = grant.waits_for
                 if grant.prompts:
@@ -121,7 +122,7 @@ class GroupProducer:
         """Keep what this producer works on; give up what the ledger gave to others. Waits for: the clock."""
         while True:
             await asyncio.sleep(self._args.transferqueue_lease_timeout_secs / 3)
-            trusted = await self._ledger.call_async("prompts", "heartbeat", self.name)
+            trusted = await self._ledger.call_async(PromptDesk.heartbeat, self.name)
             for task, work in list(self._running.items()):
                 if task not in trusted and not work.done():
                     work.cancel(f"group {task} was given to another attempt")

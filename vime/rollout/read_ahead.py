@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LeasedGroup, Task
 from vime.handoff.payload import bytes_to_samples
 from vime.types import HandoffError, Sample, Version, VimeError
@@ -85,7 +86,7 @@ class ReadAhead:
         while not self._is_closed.is_set():
             try:
                 seen = self._ledger.wait_for_news(seen, NEWS_S, ready=len(self._held) + 1)
-                self._begin(self._ledger.call("rounds", "ready", version=self._version, count=self._limit))
+                self._begin(self._ledger.call(RoundDesk.ready, version=self._version, count=self._limit))
             except VimeError as error:
                 logger.info("nothing is read ahead any more: %s", error)  # the round's own calls tell the user
                 return

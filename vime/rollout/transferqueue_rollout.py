@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from vime.handoff.group_store import GroupStore
-from vime.handoff.ledger import LedgerStatus
+from vime.handoff.ledger import Ledger, LedgerStatus
 from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LeaseAnswer, LeasedGroup, RoundLease
 from vime.observability.events import span
 from vime.rollout import vllm_rollout
@@ -182,9 +183,9 @@ class TransferQueueDataSource:
         limit_s, began, seen = args.rollout_timeout_secs, time.monotonic(), -1
         while True:
             answer: LeaseAnswer = self._ledger.call(
-                "rounds", "lease", self._round_id, version=self._round_id, holder="trainer", count=num_groups
+                RoundDesk.lease, self._round_id, version=self._round_id, holder="trainer", count=num_groups
             )
-            self._status = self._ledger.call("", "status")
+            self._status = self._ledger.call(Ledger.status)
             self._post_progress(num_groups, self._status, answer, time.monotonic() - began)
             if answer.lease is not None:
                 return answer.lease
@@ -204,7 +205,7 @@ class TransferQueueDataSource:
         portions = self.portions
         if not portions.minimum:
             return {"round_of": num_groups}
-        ready = self._ledger.call("rounds", "ready", version=self._round_id, count=num_groups, of_round=True)
+        ready = self._ledger.call(RoundDesk.ready, version=self._round_id, count=num_groups, of_round=True)
         if len(ready) < num_groups:
             portions.offer(ready)
         wanted = min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))

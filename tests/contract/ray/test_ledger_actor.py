@@ -5,7 +5,21 @@ import signal
 
 import pytest
 
-from tests.helpers.ledger_cases import RULES, checked, groups_of, issue, lease, make_ready, open_ledger, payload, train
+from tests.helpers.ledger_cases import (
+    RULES,
+    AsLedger,
+    checked,
+    groups_of,
+    issue,
+    lease,
+    make_ready,
+    open_ledger,
+    payload,
+    train,
+)
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import (
     CommitOutcome,
     LateAttemptError,
@@ -35,30 +49,30 @@ def kill(client):
 
 def test_a_killed_ledger_goes_on_where_it_was(client, tmp_path):
     first = client.pid()
-    train(client, 0)
-    answered = client.prompts.issue("p", 3, request="x")
+    train(AsLedger(client), 0)
+    answered = client.call(PromptDesk.issue, "p", 3, request="x")
     kill(client)
-    assert client.prompts.issue("p", 3, request="x") == answered
+    assert client.call(PromptDesk.issue, "p", 3, request="x") == answered
     assert client.pid() != first
     tasks = [prompt.task for prompt in answered.prompts]
-    assert [client.prompts.commit(task, payload(task.group, version=1)) for task in tasks] == [
+    assert [client.call(PromptDesk.commit, task, payload(task.group, version=1)) for task in tasks] == [
         CommitOutcome.COMMITTED
     ] * 3
     kill(client)
-    assert client.prompts.commit(tasks[0], payload(tasks[0].group)) is CommitOutcome.DUPLICATE
-    found = lease(client, 1)
+    assert client.call(PromptDesk.commit, tasks[0], payload(tasks[0].group)) is CommitOutcome.DUPLICATE
+    found = lease(AsLedger(client), 1)
     kill(client)
-    assert client.rounds.trained(1, found.fence)
+    assert client.call(RoundDesk.trained, 1, found.fence)
     kill(client)
-    assert not client.rounds.trained(1, found.fence)
-    client.call("", "sync")
-    client.rounds.durable(1)
-    assert client.call("", "status").active == 3  # one ready, and round 1, whose weights are not served
+    assert not client.call(RoundDesk.trained, 1, found.fence)
+    client.call(Ledger.sync)
+    client.call(RoundDesk.durable, 1)
+    assert client.call(Ledger.status).active == 3  # one ready, and round 1, whose weights are not served
     assert checked(tmp_path, checkpoint_round=1).groups == {"durable": 4, "ready": 1}
 
 
 def test_when_it_is_closed_its_file_alone_is_the_ledger(client, tmp_path):
-    train(client, 0)
+    train(AsLedger(client), 0)
     assert (tmp_path / "ledger.db-wal").stat().st_size > 0
     client.close()
     assert not (tmp_path / "ledger.db-wal").exists()
@@ -67,33 +81,29 @@ def test_when_it_is_closed_its_file_alone_is_the_ledger(client, tmp_path):
 
 
 def test_refusals_keep_their_type(client, tmp_path):
-    [task] = issue(client, 1)
-    client.prompts.abandon("p")
+    [task] = issue(AsLedger(client), 1)
+    client.call(PromptDesk.abandon, "p")
     with pytest.raises(LateAttemptError, match="came too late"):
-        client.prompts.commit(task, payload())
+        client.call(PromptDesk.commit, task, payload())
     with pytest.raises(LeaseLostError):
-        client.rounds.trained(0, 1)
+        client.call(RoundDesk.trained, 0, 1)
     with pytest.raises(LedgerFileError, match="another process writes it"):
         open_ledger(tmp_path)
 
 
 def test_a_restore_asks_the_spool_of_the_run(client, tmp_path):
-    make_ready(client, 2)
-    assert groups_of(lease(client, 0)) == [0, 1]
+    make_ready(AsLedger(client), 2)
+    assert groups_of(lease(AsLedger(client), 0)) == [0, 1]
     report = client.restore(None)  # no spool: every payload counts as lost
     assert report.regenerated == (Task("train", 0, 1), Task("train", 1, 1))
     assert report.replayed_rounds == ()
 
 
-@pytest.mark.parametrize(
-    ("desk", "name"),
-    [("", "close"), ("", "expire"), ("rounds", "restore"), ("rounds", "_book"), ("_connection", "execute"),
-     ("", "__init__"), ("prompts", "__class__"), ("elsewhere", "issue")],
-)  # fmt: skip
-def test_the_ledger_s_process_runs_no_method_that_is_not_on_its_list(client, desk, name):
-    with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of prompts\.abandon, "):
-        client.call(desk, name)
-    assert client.call("", "status").active == 0  # and it goes on
+@pytest.mark.parametrize("method", [Ledger.close, Ledger.expire, RoundDesk.restore, Ledger.__init__, str.upper])
+def test_the_ledger_s_process_runs_no_method_that_is_not_on_its_list(client, method):
+    with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of Ledger\.commit_each, "):
+        client.call(method)
+    assert client.call(Ledger.status).active == 0  # and it goes on
 
 
 def test_a_client_that_travels_to_another_process_is_a_client_there(client):
@@ -101,8 +111,6 @@ def test_a_client_that_travels_to_another_process_is_a_client_there(client):
 
     @ray.remote(num_cpus=0)
     def status(travelled):
-        return travelled.rounds.ready(version=0, count=1), travelled.call("", "status").active
+        return travelled.call(RoundDesk.ready, version=0, count=1), travelled.call(Ledger.status).active
 
     assert ray.get(status.remote(client), timeout=DEADLINE_S) == ((), 0)
-    with pytest.raises(AttributeError):
-        client.rounds.restore(0)

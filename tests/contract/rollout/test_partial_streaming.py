@@ -3,6 +3,8 @@
 from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
 from vime.handoff.audit import audit_run
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.payload import bytes_to_samples
 from vime.rollout import halt
 from vime.types import VersionSpan
@@ -67,7 +69,7 @@ def test_tokens_in_the_spool_outlive_attempts_that_add_none(tmp_path, model_dir)
     with ScriptedEngine(script) as engine:
         stop_with_one_held(tmp_path, engine, model_dir, PARTIAL)
         with Streaming(tmp_path, engine, model_dir, PARTIAL, starts=False) as killed:
-            [prompt] = killed.port.call("prompts", "issue", "of the dead", 1, request="r").prompts
+            [prompt] = killed.port.call(PromptDesk.issue, "of the dead", 1, request="r").prompts
             assert prompt.partial is not None
         asked = len(engine.requests)
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as third:
@@ -120,7 +122,7 @@ def test_an_engine_that_is_deaf_to_the_abort_does_not_hold_the_end_up(tmp_path, 
 
 def test_the_spool_keeps_what_a_retry_goes_on_from_and_drops_it_when_it_is_whole(tmp_path, model_dir):
     def compacted(run):
-        run.store.compact(run.port.call("", "needed_payloads"))
+        run.store.compact(run.port.call(Ledger.needed_payloads))
         return {(task.group, task.attempt) for task, _, _ in run.spool.entries() if task.group < 2}
 
     with ScriptedEngine(Cutting("b")) as engine:

@@ -20,6 +20,7 @@ from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_dire
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import Ledger, LedgerStatus
 from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerRules, StalePolicy
 from vime.handoff.memory import MemoryRows
 from vime.handoff.spool import Spool
@@ -110,7 +111,7 @@ class Run:
 
     def status(self) -> LedgerStatus:
         """Through the port, as in tests/helpers/streaming.py."""
-        status: LedgerStatus = self.port.call("", "status")
+        status: LedgerStatus = self.port.call(Ledger.status)
         return status
 
     def close(self) -> None:
@@ -126,8 +127,8 @@ class Run:
 
     def train(self, round_id: int) -> None:
         assert self.source.lease is not None
-        self.port.call("rounds", "trained", round_id, self.source.lease.fence)
-        self.port.call("rounds", "release", round_id + 1)
+        self.port.call(RoundDesk.trained, round_id, self.source.lease.fence)
+        self.port.call(RoundDesk.release, round_id + 1)
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ import pytest
 
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.observability.samples import read_fates
 from vime.rollout.sample_book import BOOK
 from vime.types import HandoffError, RewardError, WaitTimeoutError
@@ -38,18 +41,18 @@ def test_each_group_is_in_one_round_in_the_order_of_the_prompts(tmp_path, model_
         assert rounds[2].metrics["rollout/version_oldest"] == 2
         # six groups for three rounds of two, and not one prompt more
         assert run.status().active == 0
-        assert run.port.call("prompts", "issue", "p", 1, request="r").waits_for.startswith("a slot")
+        assert run.port.call(PromptDesk.issue, "p", 1, request="r").waits_for.startswith("a slot")
 
 
 def test_at_staleness_0_no_prompt_is_sent_before_the_weights_of_the_round_are_served(tmp_path, model_dir):
     served = ServedVersion()
     with ScriptedEngine(served) as engine, Streaming(tmp_path, engine, model_dir) as run:
         run.lease(0)
-        run.port.call("rounds", "trained", 0, run.source.lease.fence)
+        run.port.call(RoundDesk.trained, 0, run.source.lease.fence)
         assert len(engine.requests) == 2  # one for each group of round 0
         assert run.status().active == 2  # trained, but the engines serve older weights
         served.version = 1
-        run.port.call("rounds", "release", 1)
+        run.port.call(RoundDesk.release, 1)
         assert groups_of(run.lease(1)) == [2, 3]
 
 
@@ -59,7 +62,7 @@ def test_at_staleness_1_the_next_round_is_answered_while_one_trains(tmp_path, mo
         fence = run.source.lease.fence
         second = run.lease(1)  # version 0 tokens, one behind; round 0 is still being trained
         assert sorted(groups_of(first) + groups_of(second)) == [0, 1, 2, 3]
-        run.port.call("rounds", "trained", 0, fence)
+        run.port.call(RoundDesk.trained, 0, fence)
         run.train(1)
 
 
@@ -203,7 +206,7 @@ def test_a_group_whose_lease_went_to_another_attempt_is_thrown_away(tmp_path, mo
         wait_until(run, lambda: run.status().ready == 1)  # group 1; group 0 is held up
         for _ in range(3):  # one step of the clock counts half a lease at most
             run.clock.time += 6.0
-            run.port.call("", "status")  # which takes back what is overdue
+            run.port.call(Ledger.status)  # which takes back what is overdue
         assert groups_of(run.lease(0)) == [0, 1]
         assert {group.task.group: group.task.attempt for group in run.source.lease.groups} == {0: 2, 1: 1}
         sys.modules["vime_plugin_slow_generate"].go_on.set()

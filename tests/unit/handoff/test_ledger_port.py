@@ -6,7 +6,10 @@ import threading
 import pytest
 
 from tests.helpers.ledger_cases import issue
-from vime.handoff.ledger_port import CALLS, LocalLedgerPort
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_port import CALLS, LocalLedgerPort, call_ledger
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import TransitionError
 
 
@@ -17,7 +20,7 @@ def test_a_coroutine_that_waits_is_woken_by_a_change_from_another_thread(ledger)
     async def run():
         waiting = asyncio.create_task(port.wait_for_news_async(seen, 60.0))
         await asyncio.sleep(0)  # it waits from here on
-        await asyncio.to_thread(port.call, "prompts", "issue", "p", 1, request="r")
+        await asyncio.to_thread(port.call, PromptDesk.issue, "p", 1, request="r")
         return await waiting
 
     assert asyncio.run(run()) == ledger.sequence > seen
@@ -42,20 +45,28 @@ def test_a_wait_that_is_cancelled_leaves_no_thread_that_would_hold_the_process_u
 
     before = set(threading.enumerate())
     assert asyncio.run(run()) <= before
-    port.call("", "sync")  # wakes nobody who is gone
+    port.call(Ledger.sync)  # wakes nobody who is gone
+
+
+@pytest.mark.parametrize("method", [Ledger.close, Ledger.expire, RoundDesk.restore, RoundDesk.expire, Ledger.__init__])
+def test_a_call_that_is_not_on_the_list_is_refused(ledger, method):
+    with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of Ledger\.commit_each, "):
+        LocalLedgerPort(ledger).call(method)
 
 
 @pytest.mark.parametrize(
-    ("desk", "name"),
-    [("", "close"), ("", "expire"), ("rounds", "restore"), ("rounds", "_book"), ("prompts", "__class__"),
-     ("_connection", "execute"), ("elsewhere", "issue")],
-)  # fmt: skip
-def test_a_call_that_is_not_on_the_list_is_refused(ledger, desk, name):
-    with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of prompts\.abandon, "):
-        LocalLedgerPort(ledger).call(desk, name)
+    "name",
+    ["close", "RoundDesk._book", "PromptDesk.__class__", "Ledger._book.connection.execute", "Elsewhere.issue", ""],
+)
+def test_a_name_that_is_not_on_the_list_is_refused_whoever_sends_it(ledger, name):
+    with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of Ledger\.commit_each, "):
+        call_ledger(ledger, name, (), {})
 
 
-def test_every_call_on_the_list_is_one_of_the_ledger(ledger):
-    for desk, names in CALLS.items():
-        owner = getattr(ledger, desk) if desk else ledger
-        assert [name for name in names if not callable(getattr(owner, name, None))] == []
+def test_every_call_on_the_list_is_called_on_its_own_part_of_the_ledger(ledger):
+    for name in CALLS:
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such_option'"):
+            call_ledger(ledger, name, (), {"no_such_option": 1})
+    assert call_ledger(ledger, "PromptDesk.heartbeat", ("p",), {}) == frozenset()
+    assert call_ledger(ledger, "RoundDesk.ready", (), {"version": 0, "count": 1}) == ()
+    assert call_ledger(ledger, "Ledger.needed_payloads", (), {}) == {}

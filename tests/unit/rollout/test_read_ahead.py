@@ -7,6 +7,8 @@ import pytest
 from tests.helpers.ledger_cases import open_ledger
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import Payload, RoundOrder
 from vime.handoff.memory import MemoryRows
 from vime.handoff.payload import samples_to_bytes
@@ -34,7 +36,7 @@ class Run:
 
     def issue(self, count):
         """Through the port: the reading thread calls the ledger too."""
-        grant = self.port.call("prompts", "issue", "p", count, request="r")
+        grant = self.port.call(PromptDesk.issue, "p", count, request="r")
         return [prompt.task for prompt in grant.prompts]
 
     def finish(self, *tasks):
@@ -47,10 +49,10 @@ class Run:
             payload = Payload(
                 checksum=checksum, num_bytes=len(data), num_tokens=2, num_rows=1, min_version=0, max_version=0
             )
-            self.port.call("prompts", "commit", task, payload)
+            self.port.call(PromptDesk.commit, task, payload)
 
     def take_round(self, count):
-        answer = self.port.call("rounds", "lease", 0, version=0, holder="t", count=count)
+        answer = self.port.call(RoundDesk.lease, 0, version=0, holder="t", count=count)
         return [samples[0].reward for samples in self.ahead.take(answer.lease.groups, next_version=1)]
 
     def wait_until_held(self, *tasks):
