@@ -32,6 +32,8 @@ CORE = [
     # Range: what transformers accepts; fetches models and data sets that are named instead of given as a path.
     "huggingface_hub>=1.31.0",
     "msgpack>=1.1",
+    # Range: reads engines' answers by type, an eighth of json's time (benchmarks/unit_costs.py); vLLM brings it too.
+    "msgspec>=0.19",
     "pyarrow>=17",
     "pyyaml",
     "rich>=14",

@@ -19,14 +19,14 @@ from vime.backends.vllm_utils.routes import is_last
 from vime.config.checks import FP32_THRESHOLD
 from vime.ray.agreement import RunWitnesses
 from vime.ray.backends import make_backend
-from vime.rollout.engine_client import read_span
+from vime.rollout.engine_client import read_version
 from vime.seams import UpdateAnswer
 from vime.training.agreement import Disagreement, Judge
 from vime.training.diagnosis import diagnose
 from vime.training.evidence import Agreement
 from vime.training.export import weights_hash
 from vime.training.worker import TrainWorker
-from vime.types import EngineAddress, RankInfo, SamplingRule, TrainRow
+from vime.types import EngineAddress, RankInfo, SamplingRule, TrainRow, VersionSpan
 from vime.weights.publish import publish
 from vime.weights.transports import make_sender
 
@@ -107,7 +107,10 @@ class Pair:
                 response_length=NUM_TOKENS,
                 loss_mask=(1,) * NUM_TOKENS,
                 rollout_log_probs=tuple(entry["logprob"] for entry in choice["logprobs"]["content"]),
-                token_policy_versions=tuple(read_span(span) for span in choice["weight_versions"]),
+                token_policy_versions=tuple(
+                    VersionSpan(read_version(span["version"]), span["start"], span["end"])
+                    for span in choice["weight_versions"]
+                ),
                 reward=1.0,
                 raw_reward=1.0,
                 status="truncated",

@@ -6,6 +6,7 @@ can disagree on the number of micro-batches, which would stop the pipeline and g
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from vime.types import ConfigError, HandoffError, RoundPlan, StepPlan
@@ -131,13 +132,18 @@ def _balanced(rows: range, loads: Sequence[int], dp_size: int) -> Batches:
     # Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest rank with room.
     per_rank = len(rows) // dp_size
     shares: Batches = [[] for _ in range(dp_size)]
-    totals = [0] * dp_size
+    with_room = [(0, rank) for rank in range(dp_size)]  # a heap of (load, rank)
+    heaviest = 0
     for row in sorted(rows, key=lambda row: (-loads[row], row)):
-        rank = min((r for r in range(dp_size) if len(shares[r]) < per_rank), key=lambda r: (totals[r], r))
+        load, rank = with_room[0]
         shares[rank].append(row)
-        totals[rank] += loads[row]
+        heaviest = max(heaviest, load + loads[row])
+        if len(shares[rank]) < per_rank:
+            heapq.heapreplace(with_room, (load + loads[row], rank))
+        else:
+            heapq.heappop(with_room)
     consecutive = _consecutive(rows, dp_size)  # equal counts bind the greedy choice, so it may lose to luck
-    if max(totals) > max(sum(loads[row] for row in share) for share in consecutive):
+    if heaviest > max(sum(loads[row] for row in share) for share in consecutive):
         return consecutive
     return [sorted(share) for share in shares]
 

@@ -7,10 +7,9 @@ part. Used by `vime why-stuck` and by the driver's own deadlines.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from pathlib import Path
@@ -106,13 +105,33 @@ def _rank(chain: Chain) -> tuple[Kind, int, float]:
     return chain.kind, -len(chain.links) if chain.kind is Kind.OVERDUE else 0, -chain.age_s
 
 
-def owned_by(owner: str, processes: Sequence[RunProcess], *, but: RunProcess) -> list[RunProcess]:
-    """The processes that `owner` names: `engine-0`, or for `engine` every `engine-<number>`; how a name is spelled
-    (`RolloutManager`, `rollout-manager`) does not matter. A process does not wait for itself."""
-    pattern = re.compile(rf"{re.escape(_plain(owner))}\d*")
-    named = [process for process in processes if pattern.fullmatch(_plain(process.name))]
-    exact = [process for process in named if _plain(process.name) == _plain(owner)]
-    return [process for process in exact or named if process is not but]
+class Names:
+    """Which processes a name means: `engine-0` one, `engine` every `engine-<number>`; how it is spelled
+    (`RolloutManager`, `rollout-manager`) does not matter. Found by look-up, because thousands of ranks may each wait
+    for all the others."""
+
+    def __init__(self, processes: Iterable[RunProcess]) -> None:
+        self._exact: dict[str, list[RunProcess]] = {}
+        self._numbered: dict[str, list[RunProcess]] = {}
+        for process in processes:
+            name = _plain(process.name)
+            self._exact.setdefault(name, []).append(process)
+            while name[-1:].isdecimal():
+                name = name[:-1]
+                self._numbered.setdefault(name, []).append(process)
+
+    def owned_by(self, owner: str, *, but: RunProcess) -> list[RunProcess]:
+        """The processes that `owner` names. A process does not wait for itself."""
+        return [process for process in self._all_of(owner) if process is not but]
+
+    def is_other(self, owner: str, *, than: RunProcess) -> bool:
+        """Whether `owner` names any process but `than`."""
+        named = self._all_of(owner)
+        return len(named) > 1 or (len(named) == 1 and named[0] is not than)
+
+    def _all_of(self, owner: str) -> Sequence[RunProcess]:
+        name = _plain(owner)
+        return self._exact.get(name) or self._numbered.get(name, ())
 
 
 def _plain(name: str) -> str:
@@ -122,14 +141,12 @@ def _plain(name: str) -> str:
 def _chains(by_name: dict[str, RunProcess], start: RunProcess, *, is_over: bool = False) -> Iterator[Chain]:
     """Shortest first, each process once. `is_over`: everything is dead, and only what it waited for last is of
     interest."""
-    everyone = list(by_name.values())
+    names = Names(by_name.values())
     todo: deque[tuple[tuple[tuple[RunProcess, SeenWait], ...], RunProcess]] = deque([((), start)])
-    visited: set[str] = set()
+    queued = {start.name}
+    whole: set[str] = set()  # owners all of whose processes are queued
     while todo:
         links, process = todo.popleft()
-        if process.name in visited:
-            continue
-        visited.add(process.name)
         if process.state is not State.ALIVE and not is_over:
             yield Chain(links=links, end=process, kind=_OF_STATE[process.state])
             continue
@@ -141,22 +158,24 @@ def _chains(by_name: dict[str, RunProcess], start: RunProcess, *, is_over: bool 
             yield Chain(links=links, end=process, kind=_leaf(process))
         for wait, owner in steps:
             further = (*links, (process, wait))
-            parties = owned_by(owner, everyone, but=process)
-            if not parties:
+            if not names.is_other(owner, than=process):
                 yield Chain(links=further, end=owner, kind=Kind.OUTSIDE if "://" in owner else Kind.ABSENT)
-            todo.extend((further, party) for party in parties)
+            elif owner not in whole:
+                parties = names.owned_by(owner, but=process)
+                todo.extend((further, party) for party in parties if party.name not in queued)
+                queued.update(party.name for party in parties)
+                whole.add(owner)  # `process` itself, if it is one of them, was queued before
 
 
 def _circle(by_name: dict[str, RunProcess], start: RunProcess) -> Chain:
     """For when no chain has an end: any walk comes back to where it was."""
-    everyone, here = list(by_name.values()), start
+    names, here = Names(by_name.values()), start
     links: list[tuple[RunProcess, SeenWait]] = []
-    while all(here is not process for process, _ in links):
+    seen: set[str] = set()
+    while here.name not in seen:
+        seen.add(here.name)
         wait, following = next(
-            (wait, party)
-            for wait in here.waits
-            for owner in wait.owners
-            for party in owned_by(owner, everyone, but=here)
+            (wait, party) for wait in here.waits for owner in wait.owners for party in names.owned_by(owner, but=here)
         )
         links.append((here, wait))
         here = following

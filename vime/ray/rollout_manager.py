@@ -37,6 +37,7 @@ from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.seams import calling_plugin
 from vime.types import ConfigError, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup, TrainRow
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.heap import collect_garbage, collect_when_asked
 
 if TYPE_CHECKING:
     from vime.ray.planning import PlannedRound
@@ -115,6 +116,7 @@ class RolloutManager:
         if resumed is not None and hasattr(self._source, "recognise"):
             self._source.recognise(resumed)
         too_long = int(getattr(self._source, "num_too_long", 0))
+        collect_when_asked()
         return ManagerInfo(num_prompts=len(self._source), num_too_long=too_long)
 
     def connect(self, config: Config, engine_key: str) -> None:
@@ -169,6 +171,7 @@ class RolloutManager:
         """Generate (or replay) one round, convert it, plan it, put it."""
         from vime.rollout.convert import to_train_groups  # brings torch, which the driver can do without
 
+        collect_garbage()
         began = time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
             output = _samples(self._config, self._generate, self._source, rollout_id)

@@ -439,7 +439,7 @@ class Trainers:
 
     def begin(self, rollout_id: int, ticket: Any, version: Version) -> None:
         """A portion of a round that is not whole yet."""
-        self._policy.call("begin", rollout_id, ticket, version)
+        self._policy.call("begin", rollout_id, ray.put(ticket), version)
 
     def train(
         self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool, num_begun: int = 0
@@ -450,6 +450,7 @@ class Trainers:
         Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give
         the mean of the round.
         """
+        ticket = ray.put(ticket)  # once, instead of once for each rank
         given: ArrayColumns = {}
         for columns in all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
             given |= _merged(columns)

@@ -11,7 +11,6 @@ import asyncio
 import base64
 import contextlib
 import io
-import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.rollout.exchanges import note_answers
 from vime.rollout.halt import current_halt, is_halted
 from vime.rollout.turns import Slots
-from vime.types import KEY_HEADER, EngineError, EngineLostError, VersionSpan, WaitTimeoutError
+from vime.types import KEY_HEADER, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class EngineClient:
             self._slots.release()
         if answer is None:
             return [NOTHING] * n
-        answers = _read_answers(answer, n)
+        answers = read_answers(answer, n, f"{self.url}{ROUTE}")
         note_answers(token_ids, answers)
         return answers
 
@@ -154,7 +154,7 @@ class EngineClient:
     async def aclose(self) -> None:
         await self._http.close()
 
-    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
+    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> bytes | None:
         """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
         not again: None."""
         trouble = ""
@@ -165,13 +165,13 @@ class EngineClient:
                 return None
             try:
                 async with self._http.post(f"{self.url}{ROUTE}", json=body, headers=headers) as response:
-                    status, text = response.status, await response.text(errors="replace")
+                    status, data = response.status, await response.read()
             except aiohttp.ClientError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
             else:
                 if status == 200:
-                    return _json(text, self.url)
-                trouble = f"HTTP {status}: {text[:500]}"
+                    return data
+                trouble = f"HTTP {status}: {data[:500].decode(errors='replace')}"
                 if status not in REPEATABLE_STATUS:
                     raise EngineError(f"{self.url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
             logger.warning("generation request failed (attempt %d of %d): %s", attempt + 1, MAX_ATTEMPTS, trouble)
@@ -181,48 +181,73 @@ class EngineClient:
         )
 
 
-def _json(text: str, url: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise EngineError(f"{url}{ROUTE}: answered something that is not JSON: {text[:200]!r}.") from error
+class _LogProb(msgspec.Struct, gc=False):
+    logprob: float
 
 
-def _read_answers(body: Any, n: int) -> list[Answer]:
+class _LogProbs(msgspec.Struct, gc=False):
+    content: list[_LogProb] | None = None
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int
+    token_ids: list[int] | None
+    finish_reason: str | None
+    logprobs: _LogProbs | None
+    weight_versions: list[_Span] | None
+    routed_experts: str | None = None
+
+
+class _Body(msgspec.Struct, gc=False):
+    """What is read of the engine's JSON; the rest is passed over without being built, and no part of it is an object
+    that the garbage collector would look at (docs/decisions/0029)."""
+
+    choices: list[_Choice]
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+def read_answers(data: bytes, n: int, source: str) -> list[Answer]:
+    """The engine's JSON as n answers, in the order of their index. EngineError, naming `source`, when it is none."""
     try:
-        choices = sorted(body["choices"], key=lambda choice: choice["index"])
+        choices = sorted(_DECODER.decode(data).choices, key=lambda choice: choice.index)
         answers = [_read_choice(choice) for choice in choices]
-    except (KeyError, TypeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise EngineError(
-            f"the engine's answer cannot be read: {type(error).__name__} {error}; got {str(body)[:300]}. Expected the "
-            "format of vLLM 0.32's /inference/v1/generate."
+            f"{source}: the engine's answer cannot be read: {error}; got {data[:300]!r}. Expected the format of vLLM "
+            "0.32's /inference/v1/generate."
         ) from error
     if len(answers) != n:
-        raise EngineError(f"the engine answered {len(answers)} samples, expected {n}.")
+        raise EngineError(f"{source}: the engine answered {len(answers)} samples, expected {n}.")
     return answers
 
 
-def _read_choice(choice: Mapping[str, Any]) -> Answer:
-    token_ids = list(choice["token_ids"] or [])
-    content = (choice["logprobs"] or {}).get("content") or []
-    log_probs = [float(entry["logprob"]) for entry in content]
+def _read_choice(choice: _Choice) -> Answer:
+    token_ids = choice.token_ids or []
+    log_probs = [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
     if len(log_probs) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens with {len(log_probs)} log-probabilities")
-    versions = [read_span(span) for span in choice["weight_versions"] or []]
+    versions = [VersionSpan(read_version(span.version), span.start, span.end) for span in choice.weight_versions or ()]
     covered = versions[-1].end if versions else 0
     if covered != len(token_ids):
         raise ValueError(f"weight_versions cover {covered} of {len(token_ids)} tokens")
-    encoded = choice.get("routed_experts")
+    encoded = choice.routed_experts
     return Answer(
         token_ids=token_ids,
         log_probs=log_probs,
         versions=versions,
-        finish_reason=str(choice["finish_reason"]),
+        finish_reason=str(choice.finish_reason),
         routed_experts=np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False) if encoded else None,
     )
 
 
-def read_span(span: Mapping[str, Any]) -> VersionSpan:
+def read_version(text: str | int) -> Version:
     """vLLM says "default" until the first weight update: those are the initial weights, version 0."""
-    text = str(span["version"])
-    return VersionSpan(0 if text == "default" else int(text), int(span["start"]), int(span["end"]))
+    return 0 if text == "default" else int(text)

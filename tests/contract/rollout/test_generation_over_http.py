@@ -219,6 +219,11 @@ class TestFailures:
             ({"weight_versions": None}, "weight_versions cover 0 of 2 tokens"),
             ({"weight_versions": [{"version": "abc", "start": 0, "end": 2}]}, "abc"),
             ({"finish_reason": "tired"}, "ended an answer with 'tired'"),
+            ({"token_ids": [1, 2.5]}, r"Expected `int`, got `float` - at `\$.choices\[0\].token_ids\[1\]`"),
+            ({"token_ids": "12"}, "Expected `array \\| null`, got `str`"),
+            ({"index": None}, "Expected `int`, got `null`"),
+            ({"weight_versions": [{"version": "1", "end": 2}]}, "missing required field `start`"),
+            ({"routed_experts": "no array"}, "cannot be read"),
         ],
     )
     def test_a_malformed_answer_is_refused(self, ask, changes, message):

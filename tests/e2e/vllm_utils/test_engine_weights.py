@@ -25,7 +25,7 @@ from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import RouterProcess
-from vime.rollout.engine_client import Answer, EngineClient
+from vime.rollout.engine_client import Answer, EngineClient, read_answers
 from vime.rollout.halt import Halt
 from vime.types import ConfigError, EngineAddress, EngineError, PublishError
 from vime.weights.plan import TensorMeta
@@ -80,7 +80,11 @@ def sample(url: str, prompt: list[int], num_tokens: int, **params: object) -> di
     body = {"token_ids": prompt, "sampling_params": sampling}
     answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers=HEADERS, timeout=60)
     answer.raise_for_status()
-    return answer.json()["choices"][0]
+    choice = answer.json()["choices"][0]
+    [read] = read_answers(answer.content, 1, url)  # what a run reads of these bytes
+    assert read.token_ids == choice["token_ids"]
+    assert read.log_probs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return choice
 
 
 def difference(choice: dict, model: torch.nn.Module, prompt: list[int], *, temperature: float = 1.0) -> float:

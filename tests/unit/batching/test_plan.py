@@ -1,7 +1,8 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vime.batching import plan
 from vime.batching.plan import plan_round
 from vime.types import ConfigError, HandoffError
 
@@ -132,3 +133,27 @@ def test_the_heaviest_rank_is_never_heavier_than_with_consecutive_rows(loads, dp
         return max(sum(loads[row] for batch in rank for row in batch) for rank in step.micro_batches)
 
     assert heaviest(loads=loads) <= heaviest()
+
+
+def slow_balanced(rows, loads, dp_size):
+    """`plan._balanced` as it was: every rank with room is looked at for every row."""
+    per_rank = len(rows) // dp_size
+    shares = [[] for _ in range(dp_size)]
+    totals = [0] * dp_size
+    for row in sorted(rows, key=lambda row: (-loads[row], row)):
+        rank = min((r for r in range(dp_size) if len(shares[r]) < per_rank), key=lambda r: (totals[r], r))
+        shares[rank].append(row)
+        totals[rank] += loads[row]
+    consecutive = [list(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp_size)]
+    if max(totals) > max(sum(loads[row] for row in share) for share in consecutive):
+        return consecutive
+    return [sorted(share) for share in shares]
+
+
+@given(st.integers(1, 7), st.integers(1, 6), st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_heap_gives_each_rank_the_rows_that_looking_at_all_ranks_gives(dp_size, per_rank, data):
+    count = dp_size * per_rank
+    loads = data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 100]), min_size=2 * count, max_size=2 * count))
+    for rows in (range(count), range(count, 2 * count)):  # also those of a later step
+        assert plan._balanced(rows, loads, dp_size) == slow_balanced(rows, loads, dp_size)

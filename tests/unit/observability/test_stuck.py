@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from vime.observability.stuck import PATIENCE_S, Verdict, judge, owned_by
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime.observability import stuck
+from vime.observability.stuck import OVERDUE_S, PATIENCE_S, Chain, Kind, Names, Verdict, judge
 from vime.observability.waits import RunProcess, SeenWait, SeenWork, State
 
 NOW = 1_000_000.0
@@ -189,7 +194,7 @@ def test_an_owner_is_a_process_a_family_of_them_or_a_class() -> None:
 
     def owned(owner: str, but: str = "driver") -> list[str]:
         [asking] = [each for each in everyone if each.name == but]
-        return [each.name for each in owned_by(owner, everyone, but=asking)]
+        return [each.name for each in Names(everyone).owned_by(owner, but=asking)]
 
     assert owned("engine") == ["engine-0", "engine-1", "engine-10"]
     assert owned("engine", but="engine-1") == ["engine-0", "engine-10"]
@@ -197,3 +202,88 @@ def test_an_owner_is_a_process_a_family_of_them_or_a_class() -> None:
     assert owned("RolloutManager") == ["rollout-manager"]
     assert owned("SimpleStorageUnit") == ["SimpleStorageUnit-0"]
     assert owned("vLLM") == []
+
+
+def slow_owned_by(owner: str, processes, *, but):
+    """`Names.owned_by` as it was: every name compared."""
+    plain = owner.lower().replace("-", "")
+    named = [each for each in processes if re.fullmatch(rf"{re.escape(plain)}\d*", each.name.lower().replace("-", ""))]
+    exact = [each for each in named if each.name.lower().replace("-", "") == plain]
+    return [each for each in exact or named if each is not but]
+
+
+def slow_chains(by_name, start):
+    """`stuck._chains` as it was, quadratic in ranks that wait for each other: every link of every process is queued."""
+    everyone, todo, visited = list(by_name.values()), [((), start)], set()
+    while todo:
+        links, at = todo.pop(0)
+        if at.name in visited:
+            continue
+        visited.add(at.name)
+        if at.state is not State.ALIVE:
+            yield Chain(links=links, end=at, kind=OF_STATE[at.state])
+            continue
+        late = next((each for each in at.waits if each.left_s is not None and each.left_s < -OVERDUE_S), None)
+        if late is not None:
+            yield Chain(links=(*links, (at, late)), end=", ".join(late.owners) or at, kind=Kind.OVERDUE)
+        steps = [(each, owner) for each in at.waits for owner in each.owners]
+        if not steps:
+            kind = Kind.WITHIN if at.waits else Kind.BUSY if at.is_busy else Kind.IDLE
+            yield Chain(links=links, end=at, kind=kind)
+        for each, owner in steps:
+            further, parties = (*links, (at, each)), slow_owned_by(owner, everyone, but=at)
+            if not parties:
+                yield Chain(links=further, end=owner, kind=Kind.OUTSIDE if "://" in owner else Kind.ABSENT)
+            todo += [(further, party) for party in parties]
+
+
+OF_STATE = {State.DEAD: Kind.DEAD, State.STOPPED: Kind.STOPPED, State.SILENT: Kind.SILENT}
+NAMES = ["driver", "rollout-manager", "router", "engine-0", "engine-1", "engine-12", "trainer-0", "trainer-1", "ledger"]
+OWNERS = [*NAMES, "engine", "trainer", "RolloutManager", "engine-", "http://judge", "nobody", "ledger1"]
+
+
+@st.composite
+def runs(draw):
+    waits = st.builds(
+        wait,
+        st.sampled_from("abc"),
+        *(st.sampled_from(OWNERS),) * 2,
+        age_s=st.sampled_from([1.0, 40.0, 41.0, 90.0]),
+        deadline_s=st.sampled_from([None, 10.0, 1800.0]),
+    )
+    names = ["driver", *draw(st.lists(st.sampled_from(NAMES[1:]), unique=True))]
+    return [
+        process(
+            name,
+            *draw(st.lists(waits, max_size=3)),
+            state=draw(st.sampled_from([State.ALIVE] * 5 + list(OF_STATE))),
+            cpu_share=draw(st.sampled_from([0.0, 0.9])),
+        )
+        for name in names
+    ]
+
+
+@given(runs())
+@settings(max_examples=300, deadline=None)
+def test_chains_are_those_of_looking_at_every_link_of_every_process(everyone):
+    by_name = {each.name: each for each in everyone}
+    assert list(stuck._chains(by_name, by_name["driver"])) == list(slow_chains(by_name, by_name["driver"]))
+
+
+def test_ranks_that_all_wait_for_all_others_are_looked_at_once_each():
+    """4,096 ranks in a collective that one of them has not reached: 17 million links, of which 4,096 are followed."""
+    ranks = [process(f"trainer-{rank}", wait("its peers", "trainer")) for rank in range(4095)]
+    late = process("trainer-4095", state=State.STOPPED)
+    links = []
+    names = Names.owned_by
+
+    def counted(self, owner, *, but):
+        links.append(owner)
+        return names(self, owner, but=but)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Names, "owned_by", counted)
+        found = verdict(process("driver", wait("trainer ranks to train", "trainer")), *ranks, late)
+    assert found.is_stuck
+    assert found.line.endswith("from trainer-4095; trainer-4095 (pid 100) is STOPPED")
+    assert len(links) == 1

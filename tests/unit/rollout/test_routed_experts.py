@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vime.rollout.engine_client import Answer, _read_choice
+from vime.rollout.engine_client import Answer, read_answers
 from vime.rollout.routed_experts import join_routed_experts, routed_experts_column
 from vime.types import HandoffError, Sample, VersionSpan
 
@@ -60,16 +60,22 @@ def test_the_engines_base64_array_is_read() -> None:
     buffer = io.BytesIO()
     np.save(buffer, experts(4))
     choice = {
+        "index": 0,
         "token_ids": [5, 6],
         "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
         "finish_reason": "stop",
         "routed_experts": base64.b64encode(buffer.getvalue()).decode(),
     }
-    read = _read_choice(choice).routed_experts
+
+    def read_experts(**changes: object) -> Any:
+        [read] = read_answers(json.dumps({"choices": [choice | changes]}).encode(), 1, "engine")
+        return read.routed_experts
+
+    read = read_experts()
     assert read is not None
     np.testing.assert_array_equal(read, experts(4))
-    assert _read_choice({**choice, "routed_experts": None}).routed_experts is None
+    assert read_experts(routed_experts=None) is None
 
 
 def test_of_a_continued_answer_each_token_keeps_the_experts_it_was_sampled_behind() -> None:

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the kernel where it is much and where that is cheap."""
+"""Freed memory goes back to the kernel where it is much and where that is cheap; held memory is walked when asked."""
 
 from __future__ import annotations
 
@@ -105,3 +105,33 @@ def test_what_is_in_use_is_not_counted() -> None:
     block = ctypes.create_string_buffer(b"1" * (64 * MIB))
     assert kept_bytes(library) - before < 32 * MIB
     assert len(block) > 0
+
+
+WATCHED = """
+import gc, weakref
+from vime.utils.heap import collect_garbage, collect_when_asked
+
+class Node: pass
+
+collect_when_asked()
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+node, other = Node(), Node()
+node.other, other.other = other, node
+old = weakref.ref(node)
+gc.collect(1)  # it has lived for a while
+del node, other
+held = [[[at] for at in range(100)] for _ in range(20_000)]  # 2 million objects: full collections otherwise
+while_held, survived = len(full), old() is not None
+collect_garbage()
+print(while_held, survived, old() is None, len(full))
+"""
+
+
+def test_a_full_collection_comes_between_rounds_only_and_frees_the_circles_of_plug_ins() -> None:
+    said = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=120)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split() == ["0", "True", "True", "2"]
+    without = WATCHED.replace("collect_when_asked()\nfull", "full")
+    said = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, timeout=120)
+    assert int(said.stdout.split()[0]) > 0, "the objects above bring no full collection, so nothing was tested"
