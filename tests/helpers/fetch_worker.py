@@ -66,5 +66,6 @@ def run(ranks: Ranks) -> dict[str, Any]:
     answer["after"] = fetch_round(carrier, ticket, **common)[1]
     by_itself = {"dp_rank": dp_rank, "is_source": True, "source_rank": ranks.rank, "group": alone[ranks.rank]}
     answer["alone"] = fetch_round(carrier, ticket, **by_itself)[1]
+    dist.barrier()  # rank 0 holds the store through which a slower rank may only now be meeting its own group
     dist.destroy_process_group()
     return answer
