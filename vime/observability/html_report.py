@@ -67,6 +67,8 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("Speed", "Seconds a round", r"perf/(step_time)", ""),
     ("Speed", "Memory of the fullest rank, GiB", r"perf/(peak_memory)", ""),
 )  # fmt: skip
+EXACT = frozenset({"Learning rate"})
+"""Titles of charts of what was set, not measured: smoothing would show values that never were."""
 UNTRAINED = {
     "rollout/surplus_groups": "surplus: the round was full",
     "rollout/aborted_groups": "aborted: the round was full",
@@ -100,7 +102,7 @@ def build_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None
     )
     for name, points in by_name(rounds).items():
         page.add_points(name, points)
-    page.add_section("", [_tiles(summary, rounds)])
+    page.add_section("", [_tiles(summary, rounds, read_fates(run_dir))])
     page.add_section("Warnings", _warnings(run_dir, summary, events, rounds))
     for section in dict.fromkeys(entry[0] for entry in CHARTS):
         charts = [chart for chart in _charts(page, section) if chart["series"]]
@@ -159,7 +161,7 @@ def _charts(page: Page, section: str) -> Iterator[Block]:
         if of_section == section:
             matches = [match for name in names if (match := re.fullmatch(pattern, name))]
             lines = [Line(key=match[0], name=match[1]) for match in sorted(matches, key=_natural)]
-            yield chart_block(title, lines, note=note)
+            yield chart_block(title, lines, note=note, kind="exact" if title in EXACT else "line")
 
 
 def _natural(match: re.Match[str]) -> list[tuple[int, str]]:
@@ -186,7 +188,7 @@ def run_state(run_dir: Path, ended: str) -> str:
     return "running" if is_alive(run_dir) else "ended without a word"
 
 
-def _tiles(summary: RunSummary, rounds: Rounds) -> Block:
+def _tiles(summary: RunSummary, rounds: Rounds, fates: Mapping[int, RoundFates]) -> Block:
     tiles: list[tuple[str, Any]] = [("rounds", summary.num_rounds), ("wall time", duration(summary.wall_s))]
     rewards = list(summary.rewards.values())
     if rewards:
@@ -199,6 +201,10 @@ def _tiles(summary: RunSummary, rounds: Rounds) -> Block:
             values = list(points.values())
             change = f"{values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f"{values[-1]:.3f}"
             tiles.append((f"{match[1]}: {match[2].replace('_', ' ')}", change))
+    num_dropped = sum(len(groups) for fate in fates.values() for groups in fate.dropped.values())
+    if num_dropped:
+        num_judged = num_dropped + sum(len(fate.kept) for fate in fates.values())
+        tiles.append((f"groups dropped of {num_judged:,}", f"{num_dropped:,} ({num_dropped / num_judged:.0%})"))
     tiles += [("samples", summary.num_samples), ("response tokens", summary.num_tokens)]
     if summary.wall_s > 0 and summary.num_tokens:
         tiles.append(("response tokens a second, start-up included", f"{summary.num_tokens / summary.wall_s:,.0f}"))
@@ -304,8 +310,15 @@ def _group_blocks(
     lines = [Line(key=f"group|{name}", name=name) for name in counts]
     totals = [(name, int(sum(points.values()))) for name, points in counts.items()]
     totals += [(f"ledger, at the end: {name}", sum(map(len, found.values()))) for name, found in of_queue.items()]
+    charts = [chart_block("Groups of each round, by fate", lines, kind="stack")]
+    if reasons := sorted({reason for fate in fates.values() for reason in fate.dropped}):
+        shares = []
+        for reason in reasons:
+            page.add_points(f"dropped share|{reason}", {step: _dropped_share(fates[step], reason) for step in fates})
+            shares.append(Line(key=f"dropped share|{reason}", name=reason))
+        charts.append(chart_block("Share of finished groups that were dropped, by reason", shares, kind="stack"))
     blocks: list[Block] = [
-        {"kind": "charts", "charts": [chart_block("Groups of each round, by fate", lines, kind="stack")]},
+        {"kind": "charts", "charts": charts},
         table_block(("fate", "groups"), totals),
         {"kind": "lookup", "fates": _looked_up(fates, of_queue)},
     ]
@@ -313,6 +326,11 @@ def _group_blocks(
         blocks.append(table_block(("round", "group", "reason"), lost, closed=f"All {len(lost):,} dropped groups"))
     note = "A group is one prompt with its answers. Groups that a full round did not take are asked again later."
     return blocks, note
+
+
+def _dropped_share(fate: RoundFates, reason: str) -> float:
+    finished = len(fate.kept) + sum(map(len, fate.dropped.values()))
+    return len(fate.dropped.get(reason, ())) / finished if finished else 0.0
 
 
 def _counts(fates: Mapping[int, RoundFates], rounds: Rounds) -> dict[str, dict[int, float]]:

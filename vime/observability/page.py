@@ -96,7 +96,7 @@ class Page:
 def chart_block(
     title: str, lines: Sequence[Line], *, kind: str = "line", x: str = "round", note: str = "", is_log: bool = False
 ) -> Block:
-    """A chart of points that the page has; `kind`: line or stack."""
+    """A chart of points that the page has; `kind`: line, exact (a line that is never smoothed) or stack."""
     series = [{"key": line.key, "name": line.name, "colour": line.colour} for line in lines]
     for entry in series:
         if entry["colour"] is None:

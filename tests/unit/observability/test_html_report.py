@@ -17,6 +17,7 @@ from tests.helpers.long_run import write_run
 from vime.cli.main import main
 from vime.observability.html_report import REPORT_FILE, build_report, write_report
 from vime.observability.page import MAX_BYTES, MAX_POINTS, Page, thinned_points
+from vime.observability.samples import read_fates
 from vime.types import HandoffError
 
 
@@ -105,6 +106,29 @@ def test_every_group_is_accounted_for(short_run: Path) -> None:
     assert lookup["fates"]["dropped: zero_std"]["5"] == [23]
     assert [11, 47, "zero_std"] in lost["rows"]
     assert len(lost["rows"]) == 12
+
+
+def test_how_much_was_dropped_is_a_number_and_a_curve_by_reason(short_run: Path) -> None:
+    page = read_page(write_report(short_run) or Path())
+    fates = read_fates(short_run).values()
+    dropped = sum(len(groups) for fate in fates for groups in fate.dropped.values())
+    judged = dropped + sum(len(fate.kept) for fate in fates)
+    assert 0 < dropped < judged
+    [tiles] = page["sections"][0]["blocks"]
+    assert [f"groups dropped of {judged}", f"{dropped} ({dropped / judged:.0%})"] in tiles["tiles"]
+    reasons = sorted({reason for fate in fates for reason in fate.dropped})
+    shares = charts(page)["Share of finished groups that were dropped, by reason"]
+    assert shares == [f"dropped share|{reason}" for reason in reasons]
+    drawn = [page["series"][key][1] for key in shares]
+    for fate, *values in zip(fates, *drawn, strict=True):
+        here = sum(map(len, fate.dropped.values()))
+        assert sum(values) == pytest.approx(here / (here + len(fate.kept)), abs=1e-4)
+
+
+def test_what_was_set_and_not_measured_is_never_smoothed(short_run: Path) -> None:
+    page = read_page(write_report(short_run) or Path())
+    drawn = [chart for section in page["sections"] for block in section["blocks"] for chart in block.get("charts", [])]
+    assert [chart["title"] for chart in drawn if chart["kind"] == "exact"] == ["Learning rate"]
 
 
 def test_what_only_the_ledger_knows_is_added(short_run: Path) -> None:
