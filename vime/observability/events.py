@@ -53,6 +53,15 @@ class EventKind(StrEnum):
     SPAN_ENDED = "span_ended"  # name, duration_s, error
 
 
+_LOOKED_UP: Mapping[str, Mapping[str, type]] = {
+    EventKind.ROUND_TRAINED: {"rollout_id": int, "version": int},
+    EventKind.WEIGHTS_CONFIRMED: {"version": int, "content_hash": str},
+    EventKind.SPAN_STARTED: {"name": str},
+    EventKind.SPAN_ENDED: {"name": str},
+}
+"""Fields that readers take for granted. A line where a damaged disk changed a name is JSON still, and no event."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One line of the log."""
@@ -194,17 +203,28 @@ def _read_file(path: Path, newest_bytes: int | None, with_spans: bool) -> Iterat
         if not line.strip() or (not with_spans and _SPAN in line):
             continue
         try:
-            record = json.loads(line)
-            yield Event(
-                time_s=float(record["t"]),
-                monotonic_s=float(record["mono"]),
-                process=str(record["process"]),
-                kind=str(record["kind"]),
-                fields={name: value for name, value in record.items() if name not in _OWN_FIELDS},
-            )
+            event = _read_line(line)
         except (ValueError, KeyError, TypeError):
             where = f"{path}:{number}" if not skipped else f"{path}: line {number} behind byte {skipped}"
             logger.warning("%s: left out a line that is not an event (torn by a crash?)", where)
+        else:
+            yield event
+
+
+def _read_line(line: bytes) -> Event:
+    """Raises ValueError, KeyError or TypeError for what no writer of ours has written."""
+    record = json.loads(line)
+    kind = str(record["kind"])
+    for name, expected in _LOOKED_UP.get(kind, {}).items():
+        if not isinstance(record[name], expected):
+            raise TypeError(name)
+    return Event(
+        time_s=float(record["t"]),
+        monotonic_s=float(record["mono"]),
+        process=str(record["process"]),
+        kind=kind,
+        fields={name: value for name, value in record.items() if name not in _OWN_FIELDS},
+    )
 
 
 def _end_torn_line(file: int) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from vime.observability import events
+from vime.observability.claims import read_claims
 from vime.observability.events import EventKind, EventLog, note_span, read_events
+from vime.observability.trace import trace_events
 from vime.types import DataError
 
 
@@ -79,12 +81,30 @@ def test_the_end_of_a_long_log_and_a_log_without_spans_are_read_in_whole_lines(t
     log.emit(EventKind.RUN_STARTED)
     with log.span("train"):
         pass
-    log.emit(EventKind.ROUND_TRAINED, rollout_id=0)
+    log.emit(EventKind.ROUND_TRAINED, rollout_id=0, version=1)
     last = len(log.path.read_bytes().splitlines(keepends=True)[-1])
     # two bytes more than the last line: the line before is cut, and left out
     assert [event.kind for event in read_events(tmp_path, newest_bytes=last + 2)] == ["round_trained"]
     assert [event.kind for event in read_events(tmp_path, with_spans=False)] == ["run_started", "round_trained"]
     assert len(read_events(tmp_path, newest_bytes=1 << 20)) == 4
+
+
+def test_no_flipped_bit_of_any_line_ends_a_reader(tmp_path: Path) -> None:
+    """A name of a field that changed by a bit is JSON still: once it was a KeyError in the audit and in a resume."""
+    log = EventLog(tmp_path, "driver")
+    log.emit(EventKind.ROUND_TRAINED, rollout_id=12, version=13, receipt="ab12")
+    log.emit(EventKind.WEIGHTS_CONFIRMED, version=13, content_hash="cd34", engines=["engine-0"])
+    with log.span("train", rollout_id=12):
+        pass
+    whole = log.path.read_bytes()
+    read = read_claims(tmp_path)
+    assert (read.receipts, read.hashes) == ({12: {"ab12"}}, {13: {"cd34"}})
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        log.path.write_bytes(damaged)
+        read_claims(tmp_path)
+        trace_events(read_events(tmp_path))
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:

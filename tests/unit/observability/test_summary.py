@@ -54,7 +54,10 @@ def test_the_time_between_a_crash_and_the_resumption_is_not_wall_time(tmp_path: 
     records = [(100, "run_started"), (130, "round_trained"), (1000, "run_started"), (1015, "run_finished")]
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "driver.jsonl").write_text(
-        "".join(json.dumps({"t": t, "mono": t, "process": "driver", "kind": kind}) + "\n" for t, kind in records)
+        "".join(
+            json.dumps({"t": t, "mono": t, "process": "driver", "kind": kind, "rollout_id": 0, "version": 1}) + "\n"
+            for t, kind in records
+        )
     )
     summary = summarise(tmp_path)
     assert summary.wall_s == 45  # 30 + 15
