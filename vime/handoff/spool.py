@@ -83,8 +83,8 @@ class SpoolReader:
         return (task, checksum) in self._places
 
     def entries(self) -> Iterator[tuple[Task, int, Place]]:
-        """Every record, in the order in which it was appended."""
-        for (task, checksum), place in self._places.items():
+        """The records that are there now, in the order in which they were appended. A thread may append meanwhile."""
+        for (task, checksum), place in list(self._places.items()):
             yield task, checksum, place
 
     def tail(self) -> Tail | None:

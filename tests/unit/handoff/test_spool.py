@@ -49,6 +49,17 @@ def test_what_was_appended_is_read_back_also_by_another_process_and_after_reopen
         assert [t for t, _, _ in found.entries()] == [task(0), task(1), Task("eval/x y", 1, 2)]
 
 
+def test_what_a_thread_appends_while_the_records_are_listed_comes_with_the_next_list(tmp_path):
+    spool = Spool(tmp_path)
+    spool.append([(task(group), data(group)) for group in range(3)])
+    listed = []
+    for entry, _, _ in spool.entries():
+        listed.append(entry.group)
+        spool.append([(task(entry.group + 10), data(entry.group))])
+    assert listed == [0, 1, 2]
+    assert held(spool) == [0, 1, 2, 10, 11, 12]
+
+
 def test_a_second_delivery_is_not_written_twice_and_other_bytes_of_one_task_stay_apart(tmp_path):
     spool = Spool(tmp_path)
     [first] = spool.append([(task(0), b"first")])
