@@ -18,9 +18,10 @@ from vime.algo.losses import policy_loss
 from vime.algo.reductions import reduce_loss
 from vime.batching.pack import pack
 from vime.batching.plan import plan_round
+from vime.data.rows import TrainRow
 from vime.handoff.memory import MemoryCarrier
 from vime.handoff.staleness import check_staleness
-from vime.types import EngineReport, Sample, SampleStatus, TrainGroup, TrainRow, Version, VersionSpan
+from vime.types import EngineReport, Sample, SampleStatus, Version, VersionSpan
 from vime.weights.hashing import content_hash
 from vime.weights.versions import VersionLedger
 

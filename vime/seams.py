@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from vime.data.rows import TrainRow
 from vime.types import (
     ConfigError,
     DynamicFilterOutput,
@@ -30,11 +31,8 @@ from vime.types import (
     RankPlace,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
-    RoundPlan,
     Sample,
     SamplingRule,
-    TrainGroup,
-    TrainRow,
     Version,
     VimeError,
     is_machine_fault,
@@ -102,22 +100,6 @@ class LossFunction(Protocol):
     """
 
     def __call__(self, args: Any, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor: ...
-
-
-class Carrier(Protocol):
-    """Hands one round from the RolloutManager to the trainer ranks. Modes `off` and `buffer` are two carriers.
-
-    `put` runs in the RolloutManager and answers a small picklable ticket; `fetch` runs in the source rank of each DP
-    index with that ticket; the driver asks for `clear` when every consumer is done.
-    """
-
-    def put(self, plan: RoundPlan, groups: Sequence[TrainGroup], *, portion: int = 0) -> Any:
-        """`portion`: number from 1 of a part of the round that is put before the round; the round itself is 0."""
-        ...
-
-    def fetch(self, ticket: Any, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]: ...
-    def clear(self, ticket: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -236,13 +236,12 @@ class Sample:
             )
         return float(reward)
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict that shares nothing with the sample; `from_dict` is its inverse."""
-        record = {
-            entry.name: _COPIES.get(entry.name, copy.deepcopy)(getattr(self, entry.name))
-            for entry in dataclasses.fields(self)
-        }
-        own = {name: value for name, value in vars(self).items() if name not in record and _is_json(value)}
+    def to_dict(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """A JSON-ready dict that shares nothing with the sample; `from_dict` is its inverse. `without`: fields that are
+        left out."""
+        names = [entry.name for entry in dataclasses.fields(self)]
+        record = {name: _COPIES.get(name, copy.deepcopy)(getattr(self, name)) for name in names if name not in without}
+        own = {name: value for name, value in vars(self).items() if name not in names and _is_json(value)}
         return {**record, OWN: copy.deepcopy(own)} if own else record
 
     @classmethod
@@ -254,50 +253,6 @@ class Sample:
         sample = cls(**fields)
         vars(sample).update(own)
         return sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRow:
-    """One sample as training sees it: numbers only, immutable."""
-
-    sample_index: int
-    group_index: int
-    rollout_id: int
-    tokens: Sequence[int]  # prompt + response
-    response_length: int
-    loss_mask: Sequence[int]  # [R] 1 where the token may be trained
-    rollout_log_probs: Sequence[float]  # [R] behaviour log-probabilities, from the engine
-    token_policy_versions: Sequence[VersionSpan]  # tiles [0, R)
-    reward: float  # the number the advantage is made of (group-normalised for GRPO)
-    raw_reward: float  # as the reward function answered
-    status: str
-    truncated: bool
-    extra: Mapping[str, Any] = field(default_factory=dict)  # optional columns by name
-    attempt: int = 0  # at the prompt, which the ledger of mode streaming counts from 1
-
-    @property
-    def total_length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_trainable(self) -> int:
-        return sum(self.loss_mask)
-
-    @property
-    def oldest_version(self) -> Version:
-        """Oldest version among the trainable tokens; of all tokens when none is trainable."""
-        oldest = oldest_trainable(self.token_policy_versions, self.loss_mask)
-        if oldest is None:
-            raise StaleError(f"sample {self.sample_index}: no token carries a policy version")
-        return oldest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainGroup:
-    """All rows of one prompt: the unit that is handed over, and never split between rounds."""
-
-    group_index: int
-    rows: tuple[TrainRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

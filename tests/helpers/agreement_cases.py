@@ -8,9 +8,10 @@ from typing import Any
 
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import Bench, Case, exported
+from vime.data.rows import TrainRow
 from vime.training.agreement import Disagreement, Judge
 from vime.training.evidence import Agreement
-from vime.types import SamplingRule, TrainRow, VersionSpan
+from vime.types import SamplingRule, VersionSpan
 
 TEMPERATURE = 0.8
 OTHER = 3  # rows of this version are not compared in round 0

@@ -17,6 +17,7 @@ from tests.helpers.megatron_models import make_plan
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.routes import is_last
 from vime.config.checks import FP32_THRESHOLD
+from vime.data.rows import TrainRow
 from vime.ray.agreement import RunWitnesses
 from vime.ray.backends import make_backend
 from vime.rollout.engine_client import read_version
@@ -26,7 +27,7 @@ from vime.training.diagnosis import diagnose
 from vime.training.evidence import Agreement
 from vime.training.export import weights_hash
 from vime.training.worker import TrainWorker
-from vime.types import EngineAddress, RankInfo, SamplingRule, TrainRow, VersionSpan
+from vime.types import EngineAddress, RankInfo, SamplingRule, VersionSpan
 from vime.weights.publish import publish
 from vime.weights.transports import make_sender
 

@@ -12,7 +12,8 @@ from tests.helpers.megatron_worker import Bench, Case, exported
 from tests.helpers.reference_algorithms import RECIPES
 from vime.config.algo_checks import resolve_algo
 from vime.config.parse import Config
-from vime.types import Role, RoundPlan, TrainRow, VersionSpan
+from vime.data.rows import TrainRow
+from vime.types import Role, RoundPlan, VersionSpan
 
 ROUND = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

@@ -11,10 +11,10 @@ from tests.helpers.engine_contract import SETTINGS, exported
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
 from vime.batching.plan import join_plans
+from vime.data.rows import TrainRow
 from vime.training.agreement import Disagreement, Judge
 from vime.training.early import BegunRound
 from vime.training.worker import TrainWorker
-from vime.types import TrainRow
 
 PORTIONS = ((0, 4), (4, 6), (6, 8))  # rows, unequally many; their trainable tokens differ more
 RECIPES: dict[str, dict[str, Any]] = {

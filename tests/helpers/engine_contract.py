@@ -21,9 +21,10 @@ from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
 from tests.helpers.reference_ppo import Critic
 from vime.batching.pack import PackedBatch
+from vime.data.rows import TrainRow
 from vime.seams import TrainBackend, TrainEngine
 from vime.training.export import weights_hash
-from vime.types import EngineSpec, Role, RoundPlan, SamplingRule, StepPlan, TrainRow, VimeError
+from vime.types import EngineSpec, Role, RoundPlan, SamplingRule, StepPlan, VimeError
 
 ENTROPY, CRITIC_LR = 0.05, 2e-4
 RULE = SamplingRule(temperature=0.7, top_k=40, top_p=0.9)  # another than the run's

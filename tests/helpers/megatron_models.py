@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from vime.types import RoundPlan, StepPlan, TrainRow, VersionSpan
+from vime.data.rows import TrainRow
+from vime.types import RoundPlan, StepPlan, VersionSpan
 
 VOCAB_SIZE = 99  # odd: under tensor parallelism the vocabulary is padded
 SHAPE: dict[str, Any] = {

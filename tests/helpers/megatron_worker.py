@@ -30,11 +30,12 @@ from tests.helpers.dist_launch import Ranks, launch
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.routing import perturbed, with_foreign_experts, with_own_experts
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.ray.backends import make_backend
 from vime.seams import TrainBackend
 from vime.training.export import save_hf, weights_hash
 from vime.training.worker import TrainWorker
-from vime.types import RankInfo, Role, TrainRow, VimeError
+from vime.types import RankInfo, Role, VimeError
 
 TOTAL_STEPS = 8
 TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tests.helpers.reference_policy import TEMPERATURE, log_probs, response_values, run_steps
 from tests.helpers.reference_ppo import Critic, advantages_and_returns, update_critic
-from vime.types import RoundPlan, TrainRow
+from vime.data.rows import TrainRow
+from vime.types import RoundPlan
 
 LOW, HIGH, DUAL = 0.002, 0.004, 1.003  # narrow: a second step of this size must meet them
 CLIPS = {"eps_clip": LOW, "eps_clip_high": HIGH}

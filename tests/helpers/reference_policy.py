@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vime.types import RoundPlan, SamplingRule, TrainRow
+from vime.data.rows import TrainRow
+from vime.types import RoundPlan, SamplingRule
 
 CLIP, KL_COEF, ENTROPY_COEF = 0.2, 0.1, 0.01
 PEAK_LR, FINAL_LR, TOTAL_STEPS = 1e-3, 1e-4, 8

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers.reference_policy import run_steps
-from vime.types import RoundPlan, TrainRow
+from vime.data.rows import TrainRow
+from vime.types import RoundPlan
 
 
 class Critic(torch.nn.Module):

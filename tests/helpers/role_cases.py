@@ -13,11 +13,12 @@ from tests.helpers import reference_policy as reference
 from tests.helpers.engine_contract import SETTINGS, exported
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
+from vime.data.rows import TrainRow
 from vime.training.columns import RETURN, ArrayColumns, Columns, from_arrays, to_arrays
 from vime.training.export import weights_hash
 from vime.training.roles import needed_roles
 from vime.training.worker import TrainWorker
-from vime.types import Role, TrainRow
+from vime.types import Role
 
 ALGORITHM: dict[str, Any] = {
     "advantage_estimator": "rloo", "use_opd": True, "opd_kl_coef": 0.5,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers import megatron_models as models
-from vime.types import TrainRow
+from vime.data.rows import TrainRow
 
 LAYERS, EXPERTS, TOP_K = models.SHAPE["num_hidden_layers"], models.EXPERTS["num_experts"], 2
 COLUMN = "rollout_routed_experts"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from vime.batching.plan import plan_round
-from vime.types import RoundPlan, TrainGroup, TrainRow, VersionSpan
+from vime.data.rows import TrainRow
+from vime.types import RoundPlan, VersionSpan
 
 STATUSES = ("pending", "completed", "truncated", "aborted", "failed")
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vime.types import NOT_RECORDED, HandoffError, TrainRow
+from vime.data.rows import TrainRow
+from vime.types import NOT_RECORDED, HandoffError
 
 MIN_DUMMY_TOKENS = 2
 ROUTED_EXPERTS = "rollout_routed_experts"

@@ -27,7 +27,7 @@ from vime.config.model_files import what_is_there
 from vime.config.parse import SECTIONS, Config
 from vime.config.paths import EXPECTED_PROMPTS, absolute_paths, prompt_files
 from vime.config.problems import Problems
-from vime.config.queue_checks import check_queue, default_round_order, resolve_rollout_function
+from vime.config.queue_checks import check_queue, default_round_order
 from vime.config.reference_checks import check_reference_mode
 from vime.config.schedule import steps_of_round
 from vime.types import ConfigError
@@ -78,9 +78,6 @@ def _derive(config: Config, found: Problems) -> Config:
         transferqueue_round_order=queue.transferqueue_round_order or default_round_order(queue),
         mixed_version_policy=queue.mixed_version_policy
         or ("mask" if rollout.mask_offpolicy_in_partial_rollout else "correct"),
-        rollout_function_path=found.attempt(
-            resolve_rollout_function, rollout, mode, otherwise=rollout.rollout_function_path
-        ),
         transfer_queue_extra_data_fields=_resolve_columns(config),
         **resolve_algo(config.algo, max_staleness=staleness),
         critic_lr=_resolve_critic_lr(config),

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from vime.config.parse import Config
-from vime.config.rollout import RolloutConfig
 from vime.config.run import DebugConfig
 from vime.config.training import QueueConfig
 from vime.types import ConfigError
 
 BUFFER, STREAMING = "buffer", "streaming"
-ROUNDS, GROUPS = "vime.rollout.vllm_rollout.generate_rollout", "vime.rollout.transferqueue_rollout.generate_rollout"
-
-
-def resolve_rollout_function(rollout: RolloutConfig, mode: str) -> str:
-    """The default rollout function is that of the mode."""
-    return GROUPS if mode == STREAMING and rollout.rollout_function_path == ROUNDS else rollout.rollout_function_path
+ROUNDS = "vime.rollout.vllm_rollout.generate_rollout"
 
 
 def default_round_order(queue: QueueConfig) -> str:
@@ -35,13 +29,11 @@ def _bounds(queue: QueueConfig) -> list[str]:
 def check_queue(config: Config) -> None:
     """Flags that contradict the mode, and bounds under which a run would wait for ever."""
     rollout, queue, mode = config.rollout, config.queue, config.queue.transferqueue_mode
-    if (rollout.rollout_function_path == GROUPS) != (mode == STREAMING):
-        advice = (
-            "Remove the flag; --custom-generate-function-path, rewards and filters work group by group."
-            if mode == STREAMING
-            else f"It needs --transferqueue-mode {STREAMING}."
+    if mode == STREAMING and rollout.rollout_function_path != ROUNDS:
+        raise ConfigError(
+            f"--rollout-function-path {rollout.rollout_function_path} with mode {mode}: groups are generated one by "
+            "one there. Remove the flag; --custom-generate-function-path, rewards and filters work group by group."
         )
-        raise ConfigError(f"--rollout-function-path {rollout.rollout_function_path} with mode {mode}: {advice}")
     _check_partial(config)
     if mode != STREAMING:
         return

@@ -176,9 +176,9 @@ READ_WHEN = (
     ),
     Condition(
         (
-            *("stale_policy", "transferqueue_durable", "transferqueue_fsync", "transferqueue_ack_on_train_data"),
+            *("stale_policy", "transferqueue_durable", "transferqueue_fsync"),
             *("transferqueue_lease_timeout_secs", "transferqueue_max_groups", "transferqueue_max_tokens"),
-            *("transferqueue_max_bytes", "transferqueue_prefetch_groups", "train_early_groups"),
+            *("transferqueue_max_bytes", "train_early_groups"),
             "transferqueue_round_order",
         ),
         lambda config: config.queue.transferqueue_mode == "streaming",

@@ -235,9 +235,6 @@ class QueueConfig:
         "streaming: when groups are forced to disk: commit: each before it counts; never: a power cut may lose some",
         choices=("never", "commit", "always"),
     )
-    transferqueue_ack_on_train_data: bool = flag(
-        True, "streaming: groups leave the queue when they are converted for training; else when they are trained"
-    )
     transferqueue_lease_timeout_secs: float = flag(
         600.0,
         "streaming: prompts and rounds whose holder is silent for so long go to others, seconds",
@@ -248,9 +245,6 @@ class QueueConfig:
         "streaming: trainers begin the optimizer step of a round with so many finished groups at a time, "
         "while the others are being answered; 0: when all are finished",
         minimum=0,
-    )
-    transferqueue_prefetch_groups: int = flag(
-        0, "streaming: finished groups whose payloads are read before their round is complete; 0: none", minimum=0
     )
     transferqueue_max_groups: int | None = flag(
         None, "streaming: finished groups that may wait to be trained; empty: as many as staleness allows", minimum=1

@@ -31,6 +31,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from vime.data.payload import record_size, split_record, unpack_rows
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.audit_receipts import CommittedGroup, LedgerRound, SavedReceipt, audit_receipts
 from vime.handoff.ledger_before import lasting_file
@@ -39,7 +40,6 @@ from vime.handoff.ledger_identity import find_difference
 from vime.handoff.ledger_schema import expected_schema, open_for_reading
 from vime.handoff.ledger_seals import find_faults
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
-from vime.handoff.payload import bytes_to_samples, payload_size
 from vime.handoff.receipts import group_content
 from vime.handoff.spool import SpoolReader
 from vime.handoff.spool_check import find_known_tail
@@ -357,7 +357,7 @@ def _check_payloads(facts: list[GroupFacts], spool: SpoolReader, history: Histor
             continue
         try:
             data = spool.read(fact.task, fact.checksum)
-            size = len(data), payload_size(data)[1]
+            size = len(data), record_size(data)[1]
             story = history.groups.get((fact.partition, fact.group))
             content = story.content if story is not None else ""
             found = _content(data) if content else ""
@@ -372,4 +372,5 @@ def _check_payloads(facts: list[GroupFacts], spool: SpoolReader, history: Histor
 
 
 def _content(data: bytes) -> str:
-    return group_content((sample.index, sample.tokens, sample.response_length) for sample in bytes_to_samples(data))
+    rows = [row for chunk in split_record(data)[0] for row in unpack_rows(chunk)]
+    return group_content((row.sample_index, row.tokens, row.response_length) for row in rows)

@@ -1,52 +1,99 @@
-"""Where the payloads of finished groups lie: in TransferQueue for readers anywhere, in the spool for restarts.
+"""Finished groups: as bytes, stored for the ranks and for restarts, and found again.
 
-`put` before the ledger's `commit`: a crash between the two leaves an orphan payload, never a visible group without
-data. What a reader gets is what was put, byte for byte, by the checksum that the ledger keeps. A payload that
-TransferQueue lost (its actors died with an earlier run) is read from the spool.
+A group is encoded where it was generated. Its chunks go into the payload store, from which the ranks read rows by key;
+its record (the chunks and what else its samples hold) into the spool. `put` comes before the ledger's `commit`: a crash
+between the two leaves an orphan payload, never a visible group without data.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
+import time
+import uuid
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
+from vime.data.groups import GroupFacts, GroupNotes, facts_of
+from vime.data.payload import cut, join_record, join_samples, pack_rows, pack_story, split_record, unpack_rows
+from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool
-from vime.types import HandoffError, HandoffLostError, WaitTimeoutError
+from vime.handoff.stores import PayloadStore
+from vime.types import HandoffError, HandoffLostError, Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import waiting
+
+logger = logging.getLogger(__name__)
+CAPACITY_POLL_S = 0.05
 
 
-class Rows(Protocol):
-    """A keyed store of bytes: `queue_client.QueueClient` over TransferQueue, `memory.MemoryRows` without processes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGroup:
+    """A finished group as it is stored. `story` is empty where nobody will ask for the samples."""
 
-    def put_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None: ...
-    def get_rows(self, partition: str, keys: list[str]) -> list[bytes]: ...
-    def clear_rows(self, partition: str, keys: list[str]) -> None: ...
-    def close(self) -> None: ...
+    facts: GroupFacts
+    chunks: tuple[bytes, ...]
+    story: bytes = b""
+
+    @property
+    def record(self) -> bytes:
+        return join_record(self.chunks, self.story)
+
+    def samples(self) -> list[Sample]:
+        return join_samples([row for chunk in self.chunks for row in unpack_rows(chunk)], self.story)
+
+
+def encode_group(
+    rows: Sequence[TrainRow],
+    *,
+    notes: GroupNotes | None = None,
+    removed: Sequence[bool] = (),
+    samples: Sequence[Sample] = (),
+) -> EncodedGroup:
+    """Check the rows of one group, the only time that anybody does, and encode them. `samples`: what they were made
+    from, when they will be asked for; `removed`: which rows are out of the loss."""
+    check_group(rows)
+    parts = list(cut(rows))
+    facts = GroupFacts(group_index=rows[0].group_index, rows=facts_of(parts, removed), notes=notes or GroupNotes())
+    return EncodedGroup(facts=facts, chunks=tuple(map(pack_rows, parts)), story=pack_story(samples) if samples else b"")
+
+
+def chunk_keys(task: Task, num_chunks: int) -> list[str]:
+    """Keys of a group's chunks in the queue. No other attempt of the run has them."""
+    return [f"{task}.{number}" for number in range(num_chunks)]
+
+
+def groups_partition(train_partition: str) -> str:
+    """Where chunks of finished groups lie in mode streaming."""
+    return f"{train_partition}_groups"
 
 
 class GroupStore:
     """Owned by the process that produces; `spool` None: --no-transferqueue-durable. Callable from any thread."""
 
-    def __init__(self, rows: Rows, spool: Spool | None, *, partition: str) -> None:
-        self._rows, self._spool, self._partition = rows, spool, f"{partition}_groups"
+    def __init__(self, store: PayloadStore, spool: Spool | None, *, partition: str) -> None:
+        self._store, self._spool, self._partition = store, spool, groups_partition(partition)
         self._lock = threading.Lock()  # of the spool
-        self._held: set[str] = set()  # keys that this process put into the queue and did not clear
+        self._held: dict[Task, tuple[int, EncodedGroup]] = {}  # until the round that trained them is written down
         self.num_spool_reads = 0
 
-    def put(self, groups: Sequence[tuple[Task, bytes]]) -> list[int]:
-        """Store payloads; answers their checksums when all are stored in both places."""
-        checksums = [zlib.crc32(data) for _, data in groups]
+    def put(self, groups: Sequence[tuple[Task, EncodedGroup]]) -> list[int]:
+        """Store groups; answers the checksums of their records when all are stored in both places."""
+        records = [(task, group.record) for task, group in groups]
         if self._spool is not None:
             with self._lock:
-                checksums = self._spool.append(groups)
+                checksums = self._spool.append(records)
+        else:
+            checksums = [zlib.crc32(data) for _, data in records]
         failpoint(Point.SPOOLED)
-        keys = [_key(task) for task, _ in groups]
-        self._rows.put_rows(self._partition, keys, [data for _, data in groups])
+        keys = [key for task, group in groups for key in chunk_keys(task, len(group.chunks))]
+        self._store.put(self._partition, keys, [chunk for _, group in groups for chunk in group.chunks])
         with self._lock:
-            self._held.update(keys)
+            self._held |= {task: (crc, group) for (task, group), crc in zip(groups, checksums, strict=True)}
         return checksums
 
     def keep(self, task: Task, data: bytes) -> int | None:
@@ -57,28 +104,56 @@ class GroupStore:
             [checksum] = self._spool.append([(task, data)])
         return checksum
 
-    def get(self, payloads: Sequence[tuple[Task, int]]) -> list[bytes]:
-        """The payloads with these checksums, in this order."""
+    def record(self, task: Task, checksum: int) -> bytes:
+        """What `put` or `keep` stored with this checksum."""
         with self._lock:
-            queued = [task for task, _ in payloads if _key(task) in self._held]
-        try:
-            found = self._rows.get_rows(self._partition, [_key(task) for task in queued])
-        except (HandoffError, WaitTimeoutError):
+            held = self._held.get(task)
+            if held is not None and held[0] == checksum:
+                return held[1].record
             if self._spool is None:
-                raise
-            found, queued = [], []
-        held = dict(zip(queued, found, strict=True))
-        return [self._verified(task, checksum, held.get(task)) for task, checksum in payloads]
+                raise HandoffLostError(
+                    f"group {task}: its payload is not here, and --no-transferqueue-durable keeps no other copy. "
+                    "Resume with --load: the group is generated again."
+                )
+            self.num_spool_reads += 1
+            return self._spool.read(task, checksum)
 
-    def forget(self, tasks: Sequence[Task]) -> None:
-        """Nobody will read these from the queue any more. The spool keeps its copies until `compact`."""
+    def samples(self, task: Task, checksum: int) -> list[Sample]:
+        """The answers of a finished group, also of an earlier life of the run."""
         with self._lock:
-            keys = [_key(task) for task in tasks if _key(task) in self._held]
-            self._held.difference_update(keys)
-        self._rows.clear_rows(self._partition, keys)
+            held = self._held.get(task)
+        if held is not None and held[0] == checksum:
+            return held[1].samples()
+        chunks, story = split_record(self.record(task, checksum))
+        return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story)
+
+    def restore(self, groups: Sequence[tuple[Task, int]]) -> None:
+        """Put chunks into the queue again that an earlier life of the run stored: its queue died with it."""
+        for task, checksum in groups:
+            chunks, _ = split_record(self.record(task, checksum))
+            self._store.put(self._partition, chunk_keys(task, len(chunks)), chunks)
+
+    def forget_attempt(self, task: Task) -> None:
+        """The group came too late, or became too old: nobody will train it."""
+        with self._lock:
+            held = self._held.pop(task, None)
+        if held is not None:
+            self._store.clear(self._partition, chunk_keys(task, len(held[1].chunks)))
+
+    def release(self, tasks: Sequence[Task]) -> None:
+        """Nobody asks for the samples of these groups any more; their round is trained. The spool keeps its copies
+        until `compact`."""
+        with self._lock:
+            for task in tasks:
+                self._held.pop(task, None)
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
-        """Drop spool segments that hold nothing of `needed` (`Ledger.needed_payloads`); answers the bytes freed."""
+        """Drop spool segments that hold nothing of `needed` (`Ledger.needed_payloads`), and chunks of groups that
+        became too old to be trained; answers the bytes freed on disk."""
+        with self._lock:
+            given_up = [task for task in self._held if task not in needed]
+        for task in given_up:
+            self.forget_attempt(task)
         if self._spool is None:
             return 0
         with self._lock:
@@ -91,25 +166,67 @@ class GroupStore:
 
     def close(self) -> None:
         """Leave queue and spool; what is stored stays. Calling it again does nothing."""
-        self._rows.close()
+        self._store.close()
         if self._spool is not None:
             with self._lock:
                 self._spool.close()
 
-    def _verified(self, task: Task, checksum: int, data: bytes | None) -> bytes:
-        if data is not None and zlib.crc32(data) == checksum:
-            return data
-        if self._spool is None:
-            what = "is not in the queue any more" if data is None else "came back changed"
-            raise HandoffLostError(
-                f"group {task}: its payload {what}, and --no-transferqueue-durable keeps no other copy. Resume with "
-                "--load: the group is generated again."
-            )
-        with self._lock:
-            self.num_spool_reads += 1
-            return self._spool.read(task, checksum)
 
+class RoundStore:
+    """Rounds of the modes off and buffer, put as a whole by the one process that generates them.
 
-def _key(task: Task) -> str:
-    """No other attempt of the run has it."""
-    return str(task)
+    Each has a partition of its own (`train_<rollout_id>`). At most `capacity` may lie in the store; `put` waits for
+    room, which `clear` makes.
+    """
+
+    def __init__(self, store: PayloadStore, *, prefix: str, capacity: int, timeout_s: float) -> None:
+        self._store, self._prefix = store, prefix
+        self._capacity, self._timeout_s = capacity, timeout_s
+
+    def put(self, rollout_id: int, groups: Sequence[EncodedGroup]) -> tuple[str, list[list[Any]]]:
+        """Waits for: room. Unblocked by: `clear`, which the driver asks for. The partition, and the handles of each
+        group's chunks."""
+        partition = f"{self._prefix}_{rollout_id}"
+        with waiting("room in the queue for a round", "driver", deadline_s=self._timeout_s):
+            self._wait_for_room(partition)
+        attempt = uuid.uuid4().hex[:12]
+        keys = [
+            [f"{group.facts.group_index}.{number}#{attempt}" for number in range(len(group.chunks))] for group in groups
+        ]
+        flat = [key for of_group in keys for key in of_group]
+        try:
+            handles = iter(self._store.put(partition, flat, [chunk for group in groups for chunk in group.chunks]))
+        except (HandoffError, WaitTimeoutError):
+            self._discard(partition)
+            raise
+        return partition, [[next(handles) for _ in of_group] for of_group in keys]
+
+    def clear(self, partition: str) -> None:
+        """Every rank has read this round; makes room for the next `put`."""
+        self._store.clear_partition(partition)
+
+    def _wait_for_room(self, partition: str) -> None:
+        ends = time.monotonic() + self._timeout_s
+        pattern = re.compile(rf"{re.escape(self._prefix)}_\d+")
+        while True:
+            lying = sorted(name for name in self._store.partitions() if pattern.fullmatch(name))
+            if partition in lying:
+                raise HandoffError(f"partition {partition} is there already; clear it before the round is put again.")
+            if len(lying) < self._capacity:
+                return
+            if time.monotonic() > ends:
+                raise WaitTimeoutError(
+                    f"room for partition {partition}",
+                    self._timeout_s,
+                    "driver",
+                    f"It must clear {', '.join(lying)}; --transferqueue-max-staleness {self._capacity - 1} lets at "
+                    f"most {self._capacity} wait. See what the trainer does, or raise --transferqueue-timeout-secs.",
+                )
+            time.sleep(CAPACITY_POLL_S)
+
+    def _discard(self, partition: str) -> None:
+        """Remove what a failed put left behind, so that a second attempt is possible."""
+        try:
+            self._store.clear_partition(partition)
+        except (HandoffError, WaitTimeoutError) as error:
+            logger.warning("partition %s may hold an incomplete round: %s", partition, error)

@@ -37,9 +37,11 @@ _ISSUE_NEW = """insert into prompt_group(partition, grp, attempt, state, produce
 _ISSUE_AGAIN = """update prompt_group set state = 'issued', attempt = attempt + 1, producer = ?, request = ?,
     reason = null where partition = ? and grp = ?"""
 _COMMIT = """update prompt_group set state = 'ready', ready_sequence = ?, checksum = ?, num_bytes = ?, num_tokens = ?,
-    num_rows = ?, min_version = ?, max_version = ?, admitted = 1, partial_attempt = null, partial_checksum = null
+    num_rows = ?, min_version = ?, max_version = ?, facts = ?, admitted = 1, partial_attempt = null,
+    partial_checksum = null
     where partition = ? and grp = ?"""
-_BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0, reason = ?,
+_BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0, facts = null,
+    reason = ?,
     partial_attempt = coalesce(?, partial_attempt), partial_checksum = coalesce(?, partial_checksum)
     where partition = ? and grp = ?"""
 
@@ -153,7 +155,8 @@ class PromptDesk:
         with book.transaction():
             sequence = self._note("ready", row, task, payload.num_tokens, payload.num_bytes, payload.content or None)
             size = (payload.checksum, payload.num_bytes, payload.num_tokens, payload.num_rows)
-            book.change(_COMMIT, sequence, *size, payload.min_version, payload.max_version, row.partition, task.group)
+            known = (payload.min_version, payload.max_version, payload.facts)
+            book.change(_COMMIT, sequence, *size, *known, row.partition, task.group)
             if is_train:
                 more = (payload.num_tokens - row.num_tokens, payload.num_bytes - row.num_bytes)
                 book.memory.usage.hold(*more, groups=1 - row.admitted)

@@ -6,7 +6,7 @@ Each function runs inside a transaction of the caller and leaves the counts in m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vime.handoff.ledger_before import keep_before, note_going_back, undo_unless
 from vime.handoff.ledger_book import Book, known_partition
@@ -21,7 +21,7 @@ _PARTIAL = """select p.id, p.name, g.grp, g.partial_attempt, g.partial_checksum 
     indexed by retry_group join partition p on p.id = g.partition
     where g.state = 'retry' and g.partial_attempt is not null"""
 _SEND_BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0,
-    round = null, position = null, reason = ? where partition = ? and grp = ?"""
+    facts = null, round = null, position = null, reason = ? where partition = ? and grp = ?"""
 _FORGET_PARTIAL = """update prompt_group set partial_attempt = null, partial_checksum = null
     where partition = ? and grp = ?"""
 
@@ -39,7 +39,7 @@ class RoundRow(NamedTuple):
     is_final: int  # it was trained: its groups may not change any more, whatever is restored
 
 
-PAYLOAD = "grp, attempt, checksum, num_bytes, num_tokens, num_rows, min_version, max_version"
+PAYLOAD = "grp, attempt, checksum, num_bytes, num_tokens, num_rows, min_version, max_version, facts"
 OF_ROUND = f"select {PAYLOAD} from prompt_group indexed by round_group where round = ? order by position"
 
 
@@ -48,11 +48,18 @@ def find_round(book: Book, round_id: int) -> RoundRow | None:
     return None if row is None else RoundRow(*row)
 
 
-def leased_group(partition: str, line: tuple[int, ...]) -> LeasedGroup:
+def leased_group(partition: str, line: tuple[Any, ...]) -> LeasedGroup:
     """From the columns of PAYLOAD."""
-    group, attempt, *numbers = line
-    names = ("checksum", "num_bytes", "num_tokens", "num_rows", "min_version", "max_version")
-    payload = Payload(**dict(zip(names, numbers, strict=True)))  # type: ignore[arg-type]  # `content` is not leased
+    group, attempt, checksum, num_bytes, num_tokens, num_rows, oldest, newest, facts = line
+    payload = Payload(
+        checksum=checksum,
+        num_bytes=num_bytes,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        min_version=oldest,
+        max_version=newest,
+        facts=facts or b"",
+    )
     return LeasedGroup(task=Task(partition, group, attempt), payload=payload)
 
 

@@ -35,7 +35,7 @@ from vime.handoff.ledger_file import (
     write_note,
 )
 from vime.handoff.ledger_identity import make_identity
-from vime.handoff.ledger_seals import Schema, find_faults, keep_sealed, make_seals, read_schema
+from vime.handoff.ledger_seals import Schema, add_facts, find_faults, keep_sealed, make_seals, read_schema
 from vime.handoff.ledger_types import LedgerFileError
 
 APPLICATION_ID = 0x56494D45  # "VIME"
@@ -70,7 +70,7 @@ MOVING_ROUNDS = "round indexed by moving_round where state in ('leased', 'replay
 """Rounds that are not durable, to be followed by further conditions: few, however long the run is."""
 Migration = str | Callable[[sqlite3.Connection], None]
 """SQL, or a function that is called inside a transaction."""
-MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity, make_seals)
+MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity, make_seals, add_facts)
 
 
 def open_for_writing(

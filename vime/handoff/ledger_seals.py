@@ -23,7 +23,7 @@ SEALED = {
         (
             *("partition", "grp", "attempt", "state", "producer", "request", "admitted", "round", "position"),
             *("ready_sequence", "checksum", "num_bytes", "num_tokens", "num_rows", "min_version", "max_version"),
-            *("partial_attempt", "partial_checksum", "reason"),
+            *("partial_attempt", "partial_checksum", "reason", "facts"),
         ),
     ),
 }
@@ -34,9 +34,16 @@ Schema = Sequence[tuple[str, str, str]]
 
 def make_seals(connection: sqlite3.Connection) -> None:
     """Give every row a seal. Inside a transaction, once."""
+    for table in SEALED:
+        connection.execute(f"alter table {table} add column seal integer")
+
+
+def add_facts(connection: sqlite3.Connection) -> None:
+    """Give groups a column for what a round is planned from, and every row a seal that covers it. Inside a transaction,
+    once."""
+    connection.execute("alter table prompt_group add column facts blob")
     _add_function(connection)
     for table, (_, columns) in SEALED.items():
-        connection.execute(f"alter table {table} add column seal integer")
         connection.execute(f"update {table} set seal = vime_seal({', '.join(columns)})")
 
 

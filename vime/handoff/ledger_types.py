@@ -5,7 +5,7 @@ Standard library only: producers, consumers, the audit and the command line shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from vime.types import HandoffError, LostError, Version
@@ -94,6 +94,7 @@ class Payload:
     min_version: Version  # oldest among trainable tokens of the group
     max_version: Version
     content: str = ""  # `receipts.group_content` of its rows; the history keeps it, what is leased does not know it
+    facts: bytes = field(default=b"", repr=False)  # `groups.encode_facts`: what a round is planned from, no token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

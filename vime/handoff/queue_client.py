@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController
 from vime.handoff.queue_keys import QueueKeys, secure_sockets
 from vime.types import HandoffLostError, VimeError, WaitTimeoutError
+from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def start_queue(
 
 
 def stop_queue(address: QueueAddress) -> None:
-    """End the queue's actors. For the driver, when every process has closed its bridge."""
+    """End the queue's actors. For the driver, when every process has left the queue."""
     for actor in (*address.storage_units, address.controller):
         actor.__ray_terminate__.remote()
 
@@ -106,34 +107,31 @@ class QueueClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vime-queue-client", daemon=True)
         self._thread.start()
 
-    def put_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
-        """Store one payload per key; returns when the controller shows all of them."""
-        self.store_rows(partition, keys, payloads)
-        self.confirm_rows(partition, keys)
+    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Any]:
+        """Store one chunk per key; returns when the controller shows all of them. The keys are the handles."""
+        if keys:
+            rows = [_frame(key, chunk) for key, chunk in zip(keys, chunks, strict=True)]
+            self._call(_store_rows(self._client, partition, keys, rows), f"put of {len(keys)} rows into {partition}")
+            failpoint(Point.PUT_HALF)
+            self._call(_confirm_rows(self._client, partition, keys), f"look at {len(keys)} rows of {partition}")
+        return list(keys)
 
-    def store_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
-        """The first half of a put: the payloads lie in the storage units."""
-        rows = [_frame(key, payload) for key, payload in zip(keys, payloads, strict=True)]
-        self._call(_store_rows(self._client, partition, keys, rows), f"put of {len(keys)} rows into {partition}")
-
-    def confirm_rows(self, partition: str, keys: list[str]) -> None:
-        """The second half of a put: the controller shows them to whoever asks."""
-        self._call(_confirm_rows(self._client, partition, keys), f"look at {len(keys)} rows of {partition}")
-
-    def get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
-        """The payloads under `keys`, in this order, each verified to be the one that was put under its key; a missing
+    def get(self, partition: str, handles: Sequence[Any]) -> list[bytes]:
+        """The chunks under these keys, in this order, each verified to be the one that was put under its key; a missing
         one is an error."""
-        if not keys:
+        if not handles:
             return []
+        keys = list(handles)
         rows = self._call(_get_rows(self._client, partition, keys), f"get of {len(keys)} rows of {partition}")
         return [_unframe(partition, key, row) for key, row in zip(keys, rows, strict=True)]
 
-    def clear_rows(self, partition: str, keys: list[str]) -> None:
-        """Remove the rows under `keys`; those that are not there are passed over."""
-        if keys:
+    def clear(self, partition: str, handles: Sequence[Any]) -> None:
+        """Remove the rows under these keys; those that are not there are passed over."""
+        if handles:
+            keys = list(handles)
             self._call(_clear_rows(self._client, partition, keys), f"clear of {len(keys)} rows of {partition}")
 
-    def list_partitions(self) -> list[str]:
+    def partitions(self) -> list[str]:
         return list(self._call(self._client.async_get_partition_list(), "list of partitions"))
 
     def clear_partition(self, partition: str) -> None:

@@ -16,14 +16,16 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from vime.types import HandoffError, RoundPlan, TrainRow, Version
+from vime.data.rows import TrainRow
+from vime.types import HandoffError, RoundPlan, Version
 from vime.utils.files import sync
 from vime.utils.hashing import new_hash
 
@@ -43,7 +45,7 @@ class SteppedGroup(NamedTuple):
     content: int
 
 
-def row_content(sample_index: int, tokens: Sequence[int], response_length: int) -> int:
+def row_content(sample_index: int, tokens: ArrayLike, response_length: int) -> int:
     """64 bits of the XXH3 hash of one row's tokens, and of where its response begins."""
     content = new_hash()
     content.update(np.asarray([sample_index, response_length], dtype="<i8").tobytes())
@@ -51,7 +53,7 @@ def row_content(sample_index: int, tokens: Sequence[int], response_length: int) 
     return content.intdigest() & _BITS
 
 
-def group_content(rows: Iterable[tuple[int, Sequence[int], int]]) -> str:
+def group_content(rows: Iterable[tuple[int, ArrayLike, int]]) -> str:
     """`SteppedGroup.content` of a whole group, as 16 digits: (sample index, tokens, response length) of each row."""
     return f"{sum(row_content(*row) for row in rows) & _BITS:016x}"
 

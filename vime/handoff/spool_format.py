@@ -21,7 +21,7 @@ from pathlib import Path
 from vime.handoff.ledger_types import Task
 from vime.types import HandoffError
 
-HEADER = b"VIMESPL\x01"  # the last byte is the version of the format
+HEADER = b"VIMESPL\x02"  # the last byte is the version of the format
 MAGIC = b"VREC"
 _START = struct.Struct("<4sIQII")
 _CRC = struct.Struct("<I")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vime.types import StaleError, TrainRow, Version
+from vime.data.rows import TrainRow
+from vime.types import StaleError, Version
 
 STALENESS_MEAN = "transferqueue/sample_staleness/mean"
 STALENESS_MAX = "transferqueue/sample_staleness/max"

@@ -18,7 +18,7 @@ import os
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,22 @@ class DroppedGroup:
     group_index: int
     reason: str
     samples: Sequence[Sample] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundGroup:
+    """A group that trains. Its samples may lie elsewhere: `read` answers them, and only those are read that are
+    written."""
+
+    group_index: int
+    num_tokens: int
+    read: Callable[[], Sequence[Sample]]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> RoundGroup:
+        """Of samples that are at hand."""
+        num_tokens = sum(len(sample.tokens) for sample in samples)
+        return cls(group_index=samples[0].group_index, num_tokens=num_tokens, read=lambda: samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +119,16 @@ class SampleStore:
             round_id: path.stat().st_size for round_id, path in _round_files(Path(run_dir)).items()
         }  # by round, ascending
 
-    def write(self, round_id: int, groups: Sequence[Sequence[Sample]], dropped: Sequence[DroppedGroup]) -> None:
+    def write(self, round_id: int, groups: Sequence[RoundGroup], dropped: Sequence[DroppedGroup]) -> None:
         """Keep a round; what an earlier life of the run wrote of this round and later ones is removed."""
         for later in [known for known in self._sizes if known >= round_id]:
             self._remove(later)
-        entries: list[tuple[Sequence[Sample], str | None]] = [(group, None) for group in groups if group]
-        entries += [(group.samples, group.reason) for group in dropped if group.samples]
-        size = sum(BYTES_A_TOKEN * len(sample.tokens) for group, _ in entries for sample in group)
+        entries: list[tuple[RoundGroup, str | None]] = [(group, None) for group in groups]
+        entries += [(RoundGroup.of(group.samples), group.reason) for group in dropped if group.samples]
+        size = sum(BYTES_A_TOKEN * group.num_tokens for group, _ in entries)
         stride = max(1, -(-size * SHARE_OF_A_ROUND // self._max_bytes))
         head = {"round": round_id, "groups": len(groups), "dropped": len(dropped), "every": stride}
-        lines = [json.dumps(head), *(_group_line(group, reason) for group, reason in entries[::stride])]
+        lines = [json.dumps(head), *(_group_line(group.read(), reason) for group, reason in entries[::stride])]
         path = self._path(round_id)
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_bytes(gzip.compress("\n".join(lines).encode() + b"\n", compresslevel=1))
@@ -122,11 +138,11 @@ class SampleStore:
         while sum(self._sizes.values()) > self._max_bytes and len(self._sizes) > 2:
             self._remove(thinned(sorted(self._sizes)))
 
-    def _write_fates(self, round_id: int, groups: Sequence[Sequence[Sample]], dropped: Sequence[DroppedGroup]) -> None:
+    def _write_fates(self, round_id: int, groups: Sequence[RoundGroup], dropped: Sequence[DroppedGroup]) -> None:
         reasons: dict[str, list[int]] = {}
         for group in dropped:
             reasons.setdefault(group.reason, []).append(group.group_index)
-        record = {"round": round_id, "kept": [group[0].group_index for group in groups if group], "dropped": reasons}
+        record = {"round": round_id, "kept": [group.group_index for group in groups], "dropped": reasons}
         line = json.dumps(record, separators=(",", ":")) + "\n"
         with (self._directory / FATES_FILE).open("ab+") as file:
             if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":  # torn by a crash

@@ -23,8 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.observability.events import EventKind, EventLog
 from vime.observability.screen import Screen
 from vime.ray.rollout_manager import GeneratedRound, SampleText
@@ -32,7 +35,7 @@ from vime.ray.trainers import TrainedRound, Trainers
 from vime.ray.waits import wait_for
 from vime.ray.witnesses import RunWitnesses
 from vime.training.evidence import COMPARED, Agreement, Suspect, merge, of_rows
-from vime.types import AgreementError, SamplingRule, TrainRow, Version, VimeError
+from vime.types import AgreementError, SamplingRule, Version, VimeError
 from vime.weights.versions import VersionLedger
 
 if TYPE_CHECKING:
@@ -216,7 +219,8 @@ class AgreementGuard:
 def _with_recorded(rows: Sequence[TrainRow], log_probs: Sequence[Sequence[float]]) -> list[TrainRow]:
     """The rows as if these had been recorded."""
     return [
-        dataclasses.replace(row, rollout_log_probs=tuple(values)) for row, values in zip(rows, log_probs, strict=True)
+        dataclasses.replace(row, rollout_log_probs=np.asarray(values, dtype=np.float32))
+        for row, values in zip(rows, log_probs, strict=True)
     ]
 
 
@@ -226,9 +230,9 @@ def _row_record(suspect: Suspect) -> dict[str, Any]:
         "sample_index": row.sample_index,
         "group_index": row.group_index,
         "mean": suspect.difference,
-        "prompt_tokens": list(row.tokens[: -row.response_length]),
-        "response_tokens": list(row.tokens[-row.response_length :]),
-        "recorded": list(row.rollout_log_probs),
+        "prompt_tokens": row.tokens[: -row.response_length].tolist(),
+        "response_tokens": row.tokens[-row.response_length :].tolist(),
+        "recorded": row.rollout_log_probs.tolist(),
         "trainer": list(suspect.logp_R),
         "is_compared": list(suspect.is_compared_R),
         "versions": [[span.version, span.start, span.end] for span in row.token_policy_versions],

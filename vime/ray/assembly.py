@@ -22,7 +22,6 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.books import RoundBooks
-from vime.ray.carriers import start_queue, stop_queue
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
 from vime.ray.damage import doubts
@@ -33,6 +32,7 @@ from vime.ray.ledger_choice import choose_ledger
 from vime.ray.machine import Machine, Parts, Watchers, has_work
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
 from vime.ray.servers import watched_ray
+from vime.ray.stores import start_queue, stop_queue
 from vime.ray.stream import Stream
 from vime.ray.trainers import STOP_S as TRAINERS_STOP_S
 from vime.ray.trainers import Trainers

@@ -6,6 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vime.batching.flops import RoundWork, executed_flops, forward_flops, layer_flops, train_flops
 from vime.batching.measure import plan_metrics
@@ -15,7 +19,7 @@ from vime.config.parse import Config
 from vime.ray.cluster import data_parallel_size
 from vime.training.columns import needs_old_log_prob
 from vime.training.roles import needed_roles, policy_moves
-from vime.types import Role, RoundPlan, TrainRow
+from vime.types import Role, RoundPlan
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +29,7 @@ class PlannedRound:
     """`plan` is of the rows that were asked for; `work` and `metrics` of the whole round, with what was begun of it."""
 
     plan: RoundPlan
-    rows: Sequence[TrainRow]
+    rows: NDArray[Any]  # FACTS of each row
     work: RoundWork
     metrics: dict[str, float]
 
@@ -44,13 +48,13 @@ class RoundPlanner:
     def plan(
         self,
         rollout_id: int,
-        rows: Sequence[TrainRow],
+        rows: NDArray[Any],
         begun: Sequence[PlannedRound] = (),
         *,
         is_portion: bool = False,
     ) -> PlannedRound:
-        """`begun`: portions of the round that were planned before, of which this is the rest. `is_portion`: a further
-        one will follow."""
+        """`rows`: of type FACTS, in the order in which the plan numbers them. `begun`: portions of the round that were
+        planned before, of which this is the rest. `is_portion`: a further one will follow."""
         batch, parallel = self._config.batch, self._config.parallel
         lengths, loads = self._loads(rows)
         balance_by = {"length": "tokens", "flops": "flops"}[batch.balance_data_by]
@@ -60,7 +64,7 @@ class RoundPlanner:
         plan = plan_round(
             rollout_id,
             lengths,
-            [row.num_trainable for row in rows],
+            rows["num_trainable"].tolist(),
             dp_size=data_parallel_size(self._config),
             samples_per_step=len(rows) if is_portion or begun else batch.global_batch_size or len(rows),
             micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
@@ -68,7 +72,7 @@ class RoundPlanner:
             loads=loads[balance_by] if batch.balance_data else None,
             micro_batch_multiple=parallel.micro_batch_multiple,
         )
-        every_row = [*(row for portion in begun for row in portion.rows), *rows]
+        every_row = np.concatenate([*(portion.rows for portion in begun), rows])
         whole = join_plans([*(portion.plan for portion in begun), plan]) if begun else plan
         lengths, loads = self._loads(every_row)
         metrics = plan_metrics(
@@ -77,10 +81,11 @@ class RoundPlanner:
         work = round_work(self._config, self._shape, whole, every_row)
         return PlannedRound(plan=plan, rows=rows, work=work, metrics=metrics)
 
-    def _loads(self, rows: Sequence[TrainRow]) -> tuple[list[int], dict[str, list[int]]]:
+    def _loads(self, rows: NDArray[Any]) -> tuple[list[int], dict[str, list[int]]]:
         """Tokens of each row, and what it weighs."""
-        lengths = [row.total_length for row in rows]
-        flops = [train_flops(self._shape, row.total_length, row.response_length) for row in rows]
+        lengths: list[int] = rows["total_length"].tolist()
+        sizes = zip(lengths, rows["response_length"].tolist(), strict=True)
+        flops = [train_flops(self._shape, *size) for size in sizes]
         return lengths, {"tokens": lengths, "flops": flops}
 
     def _warn_if_long(self, rollout_id: int, lengths: Sequence[int], max_tokens: int) -> None:
@@ -99,7 +104,7 @@ class RoundPlanner:
         )
 
 
-def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: Sequence[TrainRow]) -> RoundWork:
+def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: NDArray[Any]) -> RoundWork:
     """The policy learns, except in a round of the critic alone, where it is run forward once, to be compared with the
     engines; the old policy, the reference and a teacher are run forward where the algorithm asks for them; a critic is
     run forward and learns. Models of other roles are counted as if they had the policy's shape."""
@@ -108,11 +113,10 @@ def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: Sequenc
     num_forward += int(Role.REFERENCE in roles and (moves or config.algo.kl_coef > 0)) + int(Role.TEACHER in roles)
     recompute, passes = config.parallel.recompute_granularity, config.algo.num_ppo_epochs
     model = executed = 0
-    for row in rows:
-        size = (row.total_length, row.response_length)
+    for size in zip(rows["total_length"].tolist(), rows["response_length"].tolist(), strict=True):
         others = num_forward * forward_flops(shape, *size)
         if Role.CRITIC in roles:  # no vocabulary
-            others += (1 + 3 * passes) * layer_flops(shape, row.total_length)
+            others += (1 + 3 * passes) * layer_flops(shape, size[0])
         model += others + (passes * train_flops(shape, *size) if moves else 0)
         executed += others + (passes * executed_flops(shape, *size, recompute=recompute) if moves else 0)
-    return RoundWork(num_tokens=sum(row.total_length for row in rows), model_flops=model, executed_flops=executed)
+    return RoundWork(num_tokens=int(rows["total_length"].sum()), model_flops=model, executed_flops=executed)

@@ -20,7 +20,7 @@ from vime.config.layout import idle_under_fsdp
 from vime.config.parse import Config, parse_command_line, parse_readable
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import STREAMING
-from vime.handoff.columns import check_requested
+from vime.data.columns import check_requested
 from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_types import LEDGER_NAME
 from vime.handoff.spool import Fsync

@@ -12,8 +12,9 @@ import statistics
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.ray.trainers import Trainers
-from vime.types import PublishError, TrainRow, Version, VersionSpan
+from vime.types import PublishError, Version, VersionSpan
 
 logger = logging.getLogger(__name__)
 

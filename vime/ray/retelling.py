@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
 from vime.training.evidence import Retelling
-from vime.types import TrainRow
 
 SHOWN_TEXT = 40
 
@@ -28,7 +28,7 @@ def retellings(config: Config, rows: Sequence[TrainRow], texts: Sequence[SampleT
 def _of_row(
     tokenizer: Any, number: int, row: TrainRow, text: SampleText | None, *, is_template: bool
 ) -> Iterator[Retelling]:
-    tokens = list(row.tokens)
+    tokens = row.tokens.tolist()
     prompt, response = tokens[: -row.response_length], tokens[-row.response_length :]
 
     def told(new: list[int], says: str, *, contradicts: bool = False) -> Retelling:

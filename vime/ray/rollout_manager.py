@@ -5,37 +5,44 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from vime.batching.flops import RoundWork
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER, STREAMING
-from vime.handoff.group_store import GroupStore
+from vime.data.groups import check_versions
+from vime.data.rows import TrainRow
+from vime.handoff.group_store import groups_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import RoundLease
+from vime.handoff.stores import PayloadStore
+from vime.handoff.ticket import RoundTicket, make_ticket, read_some
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
-from vime.ray.carriers import connect_carrier, open_group_store
+from vime.observability.samples import RoundGroup
 from vime.ray.checkpoint import LEDGER_RUN
 from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
+from vime.ray.stores import connect_store, group_store, round_store
 from vime.rollout import sample_book  # by its module: Ray copies what an actor's class names itself
+from vime.rollout.convert import encoded_group, set_custom_rewards
+from vime.rollout.coordinator import RoundCoordinator, TakenGroup
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.portions import Portions
-from vime.rollout.producer import GroupProducer
-from vime.rollout.read_ahead import ReadAhead
 from vime.rollout.record import load_rollout, save_rollout, save_samples
-from vime.rollout.transferqueue_rollout import TransferQueueDataSource
 from vime.rollout.vllm_rollout import close_generation, generation_progress
+from vime.rollout.worker import RolloutWorker
 from vime.seams import calling_plugin
-from vime.types import ConfigError, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, TrainGroup, TrainRow
+from vime.types import ConfigError, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import collect_garbage, collect_when_asked
 
@@ -55,10 +62,10 @@ class ManagerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedRound:
-    """One round, handed to the carrier: the ticket to fetch it with, and what it was like."""
+    """One round, whose rows are stored: the ticket to read them with, and what it was like."""
 
     rollout_id: int
-    ticket: Any
+    ticket: RoundTicket | None  # None when nothing is trained
     metrics: dict[str, float]
     probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
     work: RoundWork | None = None  # None when nothing is trained
@@ -77,7 +84,7 @@ class SampleText:
 
 @ray.remote(max_concurrency=4)
 class RolloutManager:
-    """Prompt -> scored group -> carrier. One round at a time; `progress` and `clear` may be asked meanwhile."""
+    """Prompt -> scored group -> ticket. One round at a time; `progress` and `clear` may be asked meanwhile."""
 
     def __init__(self, config: Config, run_dir: str, queue_address: Any) -> None:
         limit_threads(config)
@@ -88,10 +95,10 @@ class RolloutManager:
         sample_book.BOOK.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
         self._queue_address = queue_address
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
+        self._taken: dict[int, Sequence[TakenGroup]] = {}  # mode streaming, whose samples lie elsewhere: the same
         self._source: Any = None  # a run that replays recorded rounds has none
-        self._producer: GroupProducer | None = None  # mode streaming
-        self._store: GroupStore | None = None
-        self._portion_lock = threading.Lock()  # of `_begun`, held until a claimed portion lies in the queue
+        self._coordinator: RoundCoordinator | None = None  # mode streaming
+        self._portion_lock = threading.Lock()  # of `_begun`, held until a claimed portion has its ticket
         self._begun: list[PlannedRound] = []  # portions of the round in hand
 
     def prepare(self, resumed: dict[str, Any] | None = None) -> ManagerInfo:
@@ -99,7 +106,8 @@ class RolloutManager:
         the data cursor of the checkpoint that the run goes on from."""
         args = self._config.flat
         self._generate = load_rollout_function(args)
-        self._carrier = connect_carrier(self._config, self._queue_address)
+        self._store: PayloadStore = connect_store(self._config, self._queue_address)
+        self._rounds = round_store(self._config, self._store)
         from vime.ray.planning import RoundPlanner  # brings torch, which the driver can do without
 
         self._planner = RoundPlanner(self._config)
@@ -125,42 +133,32 @@ class RolloutManager:
         use_engine_key(engine_key)
 
     def open_stream(self, ledger: LedgerClient) -> None:
-        """Mode streaming: connect to the ledger, the queue and the spool. Called after `connect`."""
+        """Mode streaming: connect to the ledger and the spool. Called after `connect`."""
         self._ledger = ledger
-        self._store = open_group_store(self._config, self._run_dir, self._queue_address)
         args = self._config.flat
-        self._producer = GroupProducer(args, source=self._source, ledger=ledger, store=self._store)
-        queue = self._config.queue
-        self._ahead = ReadAhead(ledger, self._store, limit=queue.transferqueue_prefetch_groups)
-        portions = Portions(minimum=queue.train_early_groups, row_multiple=data_parallel_size(self._config))
-        self._source = TransferQueueDataSource(
+        store = group_store(self._config, self._run_dir, self._store)
+        self._coordinator = RoundCoordinator(
             args,
-            prompts=self._source,
             ledger=ledger,
-            store=self._store,
-            producer=self._producer,
-            ahead=self._ahead,
-            portions=portions,
+            workers=RolloutWorker(args, source=self._source, ledger=ledger, store=store),
+            portions=Portions(
+                minimum=self._config.queue.train_early_groups, row_multiple=data_parallel_size(self._config)
+            ),
         )
 
     def produce(self, is_on: bool) -> None:
         """The engines serve: answer prompts from now on, whatever the trainers do. Or answer none any more; with
         --partial-rollout what is under way is kept, if the engines still answer."""
-        assert self._producer is not None
+        assert self._coordinator is not None
         if is_on:
-            self._producer.start()
+            self._coordinator.workers.start()
         else:
-            self._producer.stop()
-
-    def forget(self, lease: RoundLease) -> None:
-        """The round's payloads need not be in the queue any more."""
-        if hasattr(self._source, "ack_samples"):
-            self._source.ack_samples(lease)
+            self._coordinator.workers.stop()
 
     def compact(self) -> int:
         """Drop from the spool what no restart can need; answers the bytes freed."""
-        assert self._store is not None
-        return self._store.compact(self._ledger.call(Ledger.needed_payloads))
+        assert self._coordinator is not None
+        return self._coordinator.workers.compact(self._ledger.call(Ledger.needed_payloads))
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where a checkpoint's `GeneratedRound.cursor` points."""
@@ -168,83 +166,142 @@ class RolloutManager:
             self._source.load(state)
 
     def generate(self, rollout_id: int) -> GeneratedRound:
-        """Generate (or replay) one round, convert it, plan it, put it."""
-        from vime.rollout.convert import to_train_groups  # brings torch, which the driver can do without
-
+        """One round: its groups generated (or replayed, or leased), planned and stored."""
         collect_garbage()
+        if self._coordinator is not None:
+            return self._lease(self._coordinator, rollout_id)
+        config = self._config
+        args, debug = config.flat, config.debug
         began = time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
-            output = _samples(self._config, self._generate, self._source, rollout_id)
+            output = _samples(config, self._generate, self._source, rollout_id)
         metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
-        # which prompts were drawn up to this round; in mode streaming: where the ledger is that knows it
+        # which prompts were drawn up to this round
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
-        if self._producer is not None:
-            cursor |= {LEDGER_RUN: str(self._run_dir)}
         failpoint(Point.CONVERT)
-        with self._portion_lock:
-            begun, self._begun = self._begun, []
-        left, num_begun = output.samples, 0
-        if self._producer is not None and (done := self._source.begun_groups):
-            left = [group for group in left if group[0].group_index not in done]
-            num_begun = len(begun)
         with span("convert_round", rollout_id=rollout_id):
-            groups = to_train_groups(self._config.flat, left, rollout_id)
+            groups = [encoded_group(args, samples) for samples in output.samples]
+            facts = [group.facts for group in groups]
+            set_custom_rewards(args, facts, lambda: output.samples)
+        if not (debug.debug_rollout_only or debug.load_debug_rollout_data):
+            check_versions(facts, rollout_id, config.queue.transferqueue_max_staleness)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
-        sample_book.BOOK.write_round(rollout_id, output.samples)
-        if self._config.debug.debug_rollout_only:
+        sample_book.BOOK.write_round(rollout_id, [RoundGroup.of(samples) for samples in output.samples])
+        if debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
         with span("plan_round", rollout_id=rollout_id):
-            rows = [row for group in groups for row in group.rows]
-            planned = self._planner.plan(rollout_id, rows, begun[:num_begun])
+            planned = self._planner.plan(rollout_id, np.concatenate([known.rows for known in facts]))
         failpoint(Point.PUT)
         began = time.monotonic()
         with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
-            ticket = self._carrier.put(planned.plan, groups)
-        if self._config.queue.transferqueue_mode == BUFFER:  # mode streaming has put each group before
+            partition, handles = self._rounds.put(rollout_id, groups)
+        if config.queue.transferqueue_mode == BUFFER:
             metrics["transferqueue/put_latency"] = (time.monotonic() - began) / len(groups)
         failpoint(Point.STORED)
-        lease = self._source.lease if self._producer is not None else None
-        if lease is not None and self._config.queue.transferqueue_ack_on_train_data:
-            self.forget(lease)
+        ticket = make_ticket(planned.plan, list(zip(facts, handles, strict=True)), partition=partition)
+        return self._generated(ticket, planned, metrics, cursor=cursor)
+
+    def _lease(self, coordinator: RoundCoordinator, rollout_id: int) -> GeneratedRound:
+        """Mode streaming: the next finished groups, whose rows lie in the queue already."""
+        config, began = self._config, time.monotonic()
+        with span("generate_round", rollout_id=rollout_id):
+            coordinator.begin(rollout_id)
+            taken = coordinator.take(config.rollout.rollout_batch_size)
+        metrics = {**coordinator.metrics(taken), "perf/rollout_time": time.monotonic() - began}
+        # the prompts' own state, to recognise them; where the queue stands is in the ledger
+        cursor = {**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)}
+        failpoint(Point.CONVERT)
+        with self._portion_lock:
+            begun, self._begun = self._begun, []
+        begun = begun if taken.begun else []
+        self._keep_taken(rollout_id, taken.groups)
+        debug = config.debug
+        if debug.save_debug_rollout_data:
+            path = Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id))
+            save_rollout(path, coordinator.samples(taken.groups))
+        sample_book.BOOK.write_round(rollout_id, [_to_be_read(coordinator, group) for group in taken.groups])
+        with span("plan_round", rollout_id=rollout_id):
+            rows = np.concatenate([group.facts.rows for group in taken.left])
+            planned = self._planner.plan(rollout_id, rows, begun)
+        failpoint(Point.PUT)
+        ticket = self._ticket(planned, taken.left)
+        failpoint(Point.STORED)
+        return self._generated(ticket, planned, metrics, cursor=cursor, lease=taken.lease, num_begun=len(begun))
+
+    def _generated(
+        self,
+        ticket: RoundTicket,
+        planned: PlannedRound,
+        metrics: dict[str, float],
+        *,
+        cursor: dict[str, Any],
+        lease: RoundLease | None = None,
+        num_begun: int = 0,
+    ) -> GeneratedRound:
         may_be_stale = self._config.queue.transferqueue_max_staleness > 0
+        probe: tuple[TrainRow, ...] = ()
+        if may_be_stale:
+            trained = np.flatnonzero(planned.rows["num_trainable"]).tolist()
+            numbers = trained[:: max(1, len(trained) // NUM_PROBES)][:NUM_PROBES]
+            probe = tuple(read_some(self._store, ticket, numbers).values())
         return GeneratedRound(
-            rollout_id=rollout_id,
+            rollout_id=ticket.rollout_id,
             ticket=ticket,
             metrics=metrics | planned.metrics,
             work=planned.work,
-            probe=_probe(groups) if may_be_stale else (),
+            probe=probe,
             lease=lease,
             cursor=cursor,
             num_begun=num_begun,
         )
 
-    def portion(self, rollout_id: int) -> Any:
+    def portion(self, rollout_id: int) -> RoundTicket | None:
         """Ticket of finished groups of the round that `generate` waits for beside this, for the trainers to begin with.
         None when the round is whole, or failed: `generate` says."""
-        from vime.rollout.convert import to_train_groups
-
-        while self._source.portions.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
+        coordinator = self._coordinator
+        assert coordinator is not None
+        while coordinator.portions.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
             with self._portion_lock:
-                claimed = self._source.claim_portion()
+                claimed = coordinator.claim_portion()
                 if not claimed:
                     continue
-                groups = to_train_groups(self._config.flat, claimed, rollout_id)
-                planned = self._planner.plan(
-                    rollout_id, [row for group in groups for row in group.rows], is_portion=True
-                )
+                rows = np.concatenate([group.facts.rows for group in claimed])
+                planned = self._planner.plan(rollout_id, rows, is_portion=True)
                 self._begun.append(planned)
-                with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
-                    return self._carrier.put(planned.plan, groups, portion=len(self._begun))
+                return self._ticket(planned, claimed)
         return None
 
-    def clear(self, ticket: Any) -> None:
-        """Every rank has read this round or portion: it leaves the carrier, which makes room for the next."""
-        self._carrier.clear(ticket)
+    def _ticket(self, planned: PlannedRound, groups: Sequence[TakenGroup]) -> RoundTicket:
+        partition = groups_partition(self._config.queue.transferqueue_partition)
+        return make_ticket(planned.plan, [(group.facts, group.handles) for group in groups], partition=partition)
+
+    def _keep_taken(self, rollout_id: int, groups: Sequence[TakenGroup]) -> None:
+        """Of the last rounds only: one trains while the next is generated, and its texts may be asked for."""
+        assert self._coordinator is not None
+        self._taken[rollout_id] = groups
+        for old in [known for known in self._taken if known <= rollout_id - 2]:
+            self._coordinator.workers.release([group.task for group in self._taken.pop(old)])
+
+    def clear(self, ticket: RoundTicket) -> None:
+        """Every rank has read this round or portion: it leaves the queue, which makes room for the next. In mode
+        streaming the spool keeps it until a checkpoint carries the round."""
+        if self._coordinator is None:
+            self._rounds.clear(ticket.partition)
+        else:
+            self._store.clear(ticket.partition, ticket.handles)
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
         """What the samples of a recent round said as text; None for one that is not there any more."""
         texts = self._texts.get(rollout_id, {})
+        if self._coordinator is not None:
+            wanted = set(indices)
+            groups = [
+                group
+                for group in self._taken.get(rollout_id, ())
+                if not wanted.isdisjoint(group.facts.rows["sample_index"].tolist())
+            ]
+            texts = _texts(self._coordinator.samples(groups))
         return [texts.get(index) for index in indices]
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
@@ -264,14 +321,13 @@ class RolloutManager:
         return generation_progress()
 
     def close(self) -> None:
-        if self._producer is not None:
-            self._producer.stop()
-            self._ahead.close()
+        if self._coordinator is not None:
+            self._coordinator.workers.stop()
         close_generation()
         sample_book.BOOK.close()
-        if self._store is not None:
-            self._store.close()
-        self._carrier.close()
+        if self._coordinator is not None:
+            self._coordinator.workers.close()
+        self._store.close()
 
 
 def _samples(config: Config, generate: Any, source: Any, rollout_id: int) -> RolloutFnTrainOutput:
@@ -303,10 +359,9 @@ def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:
     }
 
 
-def _probe(groups: list[TrainGroup]) -> tuple[TrainRow, ...]:
-    """NUM_PROBES rows that train, spread over the round."""
-    rows = [row for group in groups for row in group.rows if row.num_trainable]
-    return tuple(rows[:: max(1, len(rows) // NUM_PROBES)][:NUM_PROBES])
+def _to_be_read(coordinator: RoundCoordinator, group: TakenGroup) -> RoundGroup:
+    num_tokens = int(group.facts.rows["total_length"].sum())
+    return RoundGroup(group_index=group.task.group, num_tokens=num_tokens, read=lambda: coordinator.samples([group])[0])
 
 
 def _replay_metrics(args: Any, groups: list[list[Sample]]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from vime.ray.ledger_actor import LedgerClient
 from vime.ray.ledger_choice import ORIGIN_NAME, LedgerChoice
 from vime.ray.waits import wait_for
 from vime.rollout.halt import KEEP_S
-from vime.rollout.producer import STOP_S
+from vime.rollout.worker import STOP_S
 from vime.types import Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 
@@ -117,8 +117,6 @@ class Stream:
         with span("note_trained", rollout_id=round_id):
             self.ledger.call(RoundDesk.trained, round_id, lease.fence, receipt)
         del self._leases[round_id]
-        if not self._config.queue.transferqueue_ack_on_train_data:
-            self._ask(self._manager.forget.remote(lease), "the trained round to leave the queue")
 
     def release(self, version: Version) -> None:
         """Every engine confirmed `version`."""

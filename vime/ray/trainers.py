@@ -1,6 +1,6 @@
 """Trainer ranks: one Ray actor each, and the driver's handle on all of them.
 
-A rank is a thin shell: it fetches its rows through the carrier, hands them to its worker and answers numbers. Every
+A rank is a thin shell: it reads its rows by key, hands them to its worker and answers numbers. Every
 method that reaches a collective is called on all ranks at once by `Trainers`.
 """
 
@@ -18,12 +18,12 @@ import ray
 
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
+from vime.data.rows import TrainRow
 from vime.handoff.receipts import SteppedGroup, add_up, stepped_groups
 from vime.handoff.staleness import check_staleness, staleness_metrics
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
-from vime.ray.carriers import connect_carrier
 from vime.ray.cluster import (
     TRAINER_CPUS,
     keep_collectives_on_interface,
@@ -33,18 +33,10 @@ from vime.ray.cluster import (
 )
 from vime.ray.damage import refuse_any_damage
 from vime.ray.ranks_save import RanksSave
+from vime.ray.stores import connect_store
 from vime.ray.waits import all_answers, wait_for
 from vime.training.roles import needed_roles, shared_roles
-from vime.types import (
-    EngineAddress,
-    RankInfo,
-    Role,
-    RoundPlan,
-    SamplingRule,
-    TrainRow,
-    Version,
-    WaitTimeoutError,
-)
+from vime.types import EngineAddress, RankInfo, Role, RoundPlan, SamplingRule, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import FreedMemory
 from vime.utils.imports import without_collector
@@ -59,8 +51,10 @@ GRACE_S = 60.0  # beyond the weight update's own deadline, so that its error, wh
 STOP_S = 20.0
 
 if TYPE_CHECKING:
+    from vime.handoff.stores import PayloadStore
+    from vime.handoff.ticket import RoundTicket
     from vime.ray.publisher import Publisher
-    from vime.seams import Carrier, PendingSave
+    from vime.seams import PendingSave
     from vime.training.columns import ArrayColumns, Columns
     from vime.training.early import BegunRound
     from vime.training.evidence import Agreement
@@ -101,7 +95,7 @@ class TrainerActor:
         setup_logging(Path(run_dir), name)
         self._config, self._rank, self._run_dir, self._roles = config, rank, Path(run_dir), roles
         open_events(self._run_dir, name)
-        self._carrier = connect_carrier(config, queue_address)
+        self._store = connect_store(config, queue_address)
         self._worker: TrainWorker
         self._publisher: Publisher | None = None
         self._pending_saves: list[PendingSave] = []
@@ -131,21 +125,21 @@ class TrainerActor:
             self._worker = TrainWorker(self._config, backend, total_steps=total_steps, roles=self._roles)
         return device_name(backend.device)
 
-    def compute(self, rollout_id: int, ticket: Any) -> ArrayColumns:
+    def compute(self, rollout_id: int, ticket: RoundTicket) -> ArrayColumns:
         """Collective over all ranks, of roles beside the policy: their columns; {} where a peer says the same."""
         from vime.training.columns import to_arrays
 
-        plan, rows = _fetch(self._worker, self._carrier, ticket, rollout_id)
+        plan, rows = _fetch(self._worker, self._store, ticket, rollout_id)
         with span("compute_columns", rollout_id=rollout_id):
             columns = self._worker.forward_columns(plan, rows)
         return to_arrays(columns) if self._worker.place.speaks else {}
 
-    def begin(self, rollout_id: int, ticket: Any, version: Version) -> None:
+    def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
         """Collective over all ranks of the policy: forward and backward over a portion of a round that is not whole
         yet. What an earlier round left unfinished is dropped."""
         from vime.training.early import BegunRound
 
-        plan, rows = _fetch(self._worker, self._carrier, ticket, rollout_id)
+        plan, rows = _fetch(self._worker, self._store, ticket, rollout_id)
         if self._begun is None or self._begun.rollout_id != rollout_id:
             self._begun = BegunRound(self._config, self._worker, rollout_id)
         bound = self._config.queue.transferqueue_max_staleness
@@ -154,7 +148,13 @@ class TrainerActor:
             self._begun.begin(plan, rows)
 
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, given: ArrayColumns, is_judged: bool, num_begun: int
+        self,
+        rollout_id: int,
+        ticket: RoundTicket,
+        version: Version,
+        given: ArrayColumns,
+        is_judged: bool,
+        num_begun: int,
     ) -> RankRound | Agreement:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
         columns of roles that other ranks play; `num_begun`: portions that the round was begun with, which `ticket` does
@@ -166,7 +166,7 @@ class TrainerActor:
 
         worker, began = self._worker, time.monotonic()
         failpoint(Point.FETCH)
-        plan, rows = _fetch(worker, self._carrier, ticket, rollout_id)
+        plan, rows = _fetch(worker, self._store, ticket, rollout_id)
         fetch_s = time.monotonic() - began
         failpoint(Point.FORWARD)
         is_replay = self._config.debug.load_debug_rollout_data is not None
@@ -200,11 +200,11 @@ class TrainerActor:
             stepped=stepped_groups(plan, rows, worker.place.dp_rank) if worker.place.is_source else [],
         )
 
-    def learn(self, rollout_id: int, ticket: Any, given: ArrayColumns) -> dict[str, float]:
+    def learn(self, rollout_id: int, ticket: RoundTicket, given: ArrayColumns) -> dict[str, float]:
         """Collective over all ranks of the critic: its steps of a round, by columns of the policy's ranks."""
         from vime.training.columns import from_arrays
 
-        plan, rows = _fetch(self._worker, self._carrier, ticket, rollout_id)
+        plan, rows = _fetch(self._worker, self._store, ticket, rollout_id)
         with span("train_round", rollout_id=rollout_id):
             return self._worker.update(plan, rows, from_arrays(given, rows))
 
@@ -271,7 +271,7 @@ class TrainerActor:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
-        self._carrier.close()
+        self._store.close()
         self._worker.backend.close()
 
 
@@ -288,7 +288,7 @@ def _meeting_place(_rank_0: Any, config: Config) -> tuple[str, int]:
 
 
 def _fetch(
-    worker: TrainWorker, carrier: Carrier, ticket: Any, rollout_id: int
+    worker: TrainWorker, store: PayloadStore, ticket: RoundTicket, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
     """The round's plan and the rows of this rank. Collective over the replica."""
     from vime.handoff.fetch import fetch_round  # brings torch, which the driver can do without
@@ -296,7 +296,7 @@ def _fetch(
     backend, place = worker.backend, worker.place
     with span("transferqueue_get_groups", rollout_id=rollout_id):
         return fetch_round(
-            carrier,
+            store,
             ticket,
             dp_rank=place.dp_rank,
             is_source=place.is_source,
@@ -437,12 +437,12 @@ class Trainers:
         for ranks in self._separate.values():
             ranks.wait_ready(on_poll)
 
-    def begin(self, rollout_id: int, ticket: Any, version: Version) -> None:
+    def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
         """A portion of a round that is not whole yet."""
         self._policy.call("begin", rollout_id, ray.put(ticket), version)
 
     def train(
-        self, rollout_id: int, ticket: Any, version: Version, *, is_judged: bool, num_begun: int = 0
+        self, rollout_id: int, ticket: RoundTicket, version: Version, *, is_judged: bool, num_begun: int = 0
     ) -> TrainedRound | list[Agreement]:
         """The round as it was trained, or every rank's Agreement when trainer and engine are too far apart.
         `num_begun`: the portions that `begin` had of it.

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.ray.retelling import retellings
 from vime.ray.rollout_manager import SampleText
 from vime.ray.trainers import Trainers
 from vime.training.evidence import EngineOpinion, Retelling
-from vime.types import EngineError, SamplingRule, TrainRow, Version
+from vime.types import EngineError, SamplingRule, Version
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class RunWitnesses:
             return []
         try:
             reports = self._fleet.reports()
-            scores = self._fleet.prompt_log_probs([row.tokens for row in rows])
+            scores = self._fleet.prompt_log_probs([row.tokens.tolist() for row in rows])
         except EngineError as error:
             logger.warning("no fresh score of the suspected rows: %s", error)
             return []
@@ -75,7 +76,7 @@ class RunWitnesses:
         gaps = {address.name: 0.0 for address in self._fleet.addresses}
         try:
             for row in rows:
-                for tokens in (row.tokens[: -row.response_length], row.tokens[:-1]):
+                for tokens in (row.tokens[: -row.response_length].tolist(), row.tokens[:-1].tolist()):
                     cached, fresh = (self._fleet.next_log_probs(tokens, with_cache=use) for use in (True, False))
                     for address, one, other in zip(self._fleet.addresses, cached, fresh, strict=True):
                         gaps[address.name] = max(gaps[address.name], _mean_gap(one, other))

@@ -1,17 +1,23 @@
-"""Samples -> training rows: rewards normalised by group, every list's length checked, versions checked.
+"""Samples -> training rows: rewards normalised by group, every list's length checked.
 
 The last station where plug-ins have had their say; behind it a row is numbers only and never changes.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from vime.algo.advantages import group_signal
+from vime.data.groups import GroupFacts, GroupNotes
+from vime.data.rows import TrainRow, as_array
+from vime.handoff.group_store import EncodedGroup, encode_group
+from vime.rollout.groups import mark_samples
+from vime.rollout.metrics import reward_entries, source_of
 from vime.rollout.plugins import is_of_slime, plugin, plugin_args
 from vime.rollout.routed_experts import routed_experts_column
 from vime.seams import calling_plugin
@@ -21,72 +27,130 @@ from vime.types import (
     PluginError,
     Sample,
     SampleStatus,
-    StaleError,
-    TrainGroup,
-    TrainRow,
     tiling_fault,
 )
 
 _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 
 
-def to_train_groups(args: Any, groups: list[list[Sample]], rollout_id: int) -> list[TrainGroup]:
-    """Groups in the given order as rows of round `rollout_id`.
+def group_rows(
+    args: Any, samples: Sequence[Sample], *, partition_id: str = "", producer_id: str = ""
+) -> list[TrainRow]:
+    """The rows of one finished group, of no round yet.
 
-    `row.reward` is what --advantage-estimator makes of the group's rewards (or what --custom-reward-post-process-path
-    answers), `row.raw_reward` the reward function's. Samples marked `remove_sample` count in the group's mean and leave
-    the loss: their mask is 0. Raises HandoffError for anything misaligned and StaleError for a token outside the
-    staleness bound.
+    `row.reward` is what --advantage-estimator makes of the group's rewards, `row.raw_reward` the reward function's;
+    with --custom-reward-post-process-path, which sees whole rounds, both are the same for now. Raises HandoffError for
+    anything misaligned.
     """
-    for group in groups:
-        _check_group(group)
-        for sample in group:
-            _check_alignment(sample)
-            _check_versions(args, sample, rollout_id)
-    rewards = _normalised(args, groups)
+    if not samples:
+        raise HandoffError("an empty group reached conversion. A rollout function must return whole groups.")
+    for sample in samples:
+        _check_alignment(sample)
+    raw = [_raw_reward(args, sample) for sample in samples]
     return [
-        TrainGroup(
-            group_index=group[0].group_index,
-            rows=tuple(
-                _row(args, sample, reward, rollout_id) for sample, reward in zip(group, group_rewards, strict=True)
-            ),
+        TrainRow(
+            sample_index=sample.index,
+            group_index=sample.group_index,
+            rollout_id=sample.rollout_id,
+            tokens=as_array(sample.tokens, np.int32, f"{_name(sample)}: tokens"),
+            response_length=sample.response_length,
+            loss_mask=as_array(sample.loss_mask, np.uint8, f"{_name(sample)}: loss_mask"),
+            rollout_log_probs=np.asarray(sample.rollout_log_probs, dtype=np.float32),
+            token_policy_versions=tuple(sample.token_policy_versions),
+            reward=reward,
+            raw_reward=raw_reward,
+            status=str(sample.status),
+            truncated=sample.status is SampleStatus.TRUNCATED,
+            extra=_extra_columns(args, sample),
+            attempt=sample.attempt,
+            partition_id=partition_id,
+            producer_id=producer_id,
         )
-        for group, group_rewards in zip(groups, rewards, strict=True)
+        for sample, reward, raw_reward in zip(samples, _normalised(args, raw), raw, strict=True)
     ]
 
 
-def _row(args: Any, sample: Sample, reward: float, rollout_id: int) -> TrainRow:
-    mask = [0] * sample.response_length if sample.remove_sample else list(sample.loss_mask)
-    return TrainRow(
-        sample_index=sample.index,
-        group_index=sample.group_index,
-        rollout_id=rollout_id,
-        tokens=tuple(sample.tokens),
-        response_length=sample.response_length,
-        loss_mask=tuple(mask),
-        rollout_log_probs=tuple(sample.rollout_log_probs),
-        token_policy_versions=tuple(sample.token_policy_versions),
-        reward=reward,
-        raw_reward=_raw_reward(args, sample),
-        status=str(sample.status),
-        truncated=sample.status is SampleStatus.TRUNCATED,
-        extra=_extra_columns(args, sample),
-        attempt=sample.attempt,
+def encoded_group(
+    args: Any, samples: Sequence[Sample], *, producer_id: str = "", with_samples: bool = False
+) -> EncodedGroup:
+    """One finished group as it is stored. `with_samples`: somebody may ask for the samples too."""
+    rows = group_rows(args, samples, partition_id=args.transferqueue_partition, producer_id=producer_id)
+    return encode_group(
+        rows,
+        notes=group_notes(args, samples, producer_id),
+        removed=[sample.remove_sample for sample in samples],
+        samples=samples if with_samples else (),
     )
 
 
+def group_notes(args: Any, samples: Sequence[Sample], producer_id: str = "") -> GroupNotes:
+    """What metrics ask beside numbers: the entries of dict rewards and the data's sources, where there are any."""
+    entries = [reward_entries(sample) for sample in samples]
+    sources = [source_of(sample, args.source_key) for sample in samples]
+    return GroupNotes(
+        producer=producer_id, entries=entries if any(entries) else (), sources=sources if any(sources) else ()
+    )
+
+
+def mark_removed(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
+    """Let --rollout-sample-filter-path take samples of a round out of the loss: their mask is 0, their reward stays in
+    the group's mean. `samples` reads the round's samples from where they are stored."""
+    if plugin(args, "rollout_sample_filter_path") is None:
+        return
+    found = samples()
+    mark_samples(args, found)
+    for facts, group in zip(groups, found, strict=True):
+        facts.remove([sample.remove_sample for sample in group])
+
+
+def set_custom_rewards(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
+    """Let --custom-reward-post-process-path, which sees a whole round, say what its advantages are made of."""
+    custom = plugin(args, "custom_reward_post_process_path")
+    if custom is not None:
+        for facts, rewards in zip(groups, _custom_rewards(args, custom, samples()), strict=True):
+            facts.rows["reward"] = rewards
+
+
 def _extra_columns(args: Any, sample: Sample) -> dict[str, Any]:
-    """Optional columns that were asked for (--transfer-queue-extra-data-fields) and that this room writes."""
+    """The columns of --transfer-queue-extra-data-fields."""
     writers = {"teacher_log_probs": _teacher_log_probs, "rollout_routed_experts": routed_experts_column}
-    where = f"sample {sample.index} of group {sample.group_index}"
     return {
-        name: write(args, sample, where)
-        for name, write in writers.items()
-        if name in args.transfer_queue_extra_data_fields
+        name: writers[name](args, sample, _name(sample)) if name in writers else _any_field(sample, name)
+        for name in args.transfer_queue_extra_data_fields
     }
 
 
-def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> tuple[float, ...]:
+def _any_field(sample: Sample, name: str) -> NDArray[Any] | bytes:
+    """A field that a plug-in wrote: an attribute of the sample, or an entry of its metadata. Numbers as an array, all
+    else as JSON."""
+    missing = object()
+    value = getattr(sample, name, missing)
+    value = sample.metadata.get(name, missing) if value is missing else value
+    if value is missing or value is None:
+        raise HandoffError(
+            f"{_name(sample)}: field {name!r} was requested (--transfer-queue-extra-data-fields) but the rollout did "
+            "not write it, neither as an attribute of the sample nor in its metadata. Write it for every sample, or do "
+            "not request it."
+        )
+    if isinstance(value, bytes):
+        return value
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf":
+            return array
+    except ValueError:  # lists of different lengths
+        pass
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise HandoffError(f"{_name(sample)}: field {name!r} cannot travel: {error}. Expected JSON values.") from error
+
+
+def _name(sample: Sample) -> str:
+    return f"sample {sample.index} of group {sample.group_index}"
+
+
+def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> NDArray[np.float32]:
     values = sample.teacher_log_probs
     if values is None or len(values) != sample.response_length or not all(map(math.isfinite, values)):
         got = "none" if values is None else f"{len(values)} values"
@@ -94,24 +158,26 @@ def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> tuple[float, .
             f"{where}: teacher_log_probs holds {got}, expected {sample.response_length} finite numbers, one per "
             "response token. The reward or generate plug-in must set sample.teacher_log_probs (--use-opd)."
         )
-    return tuple(float(value) for value in values)
+    return np.asarray(values, dtype=np.float32)
 
 
-def _normalised(args: Any, groups: list[list[Sample]]) -> list[list[float]]:
-    custom = plugin(args, "custom_reward_post_process_path")
-    if custom is None:
-        raw = [[_raw_reward(args, sample) for sample in group] for group in groups]
-        if args.loss_type == "sft_loss":
-            return raw
-        divide_by_std = not args.disable_grpo_std_normalization
-        return [
-            group_signal(
-                torch.tensor(reward, dtype=torch.float64),
-                estimator=args.advantage_estimator,
-                divide_by_std=divide_by_std,
-            ).tolist()
-            for reward in raw
-        ]
+def _normalised(args: Any, raw: list[float]) -> list[float]:
+    """What the advantages of one group are made of."""
+    if args.loss_type == "sft_loss" or plugin(args, "custom_reward_post_process_path") is not None:
+        return raw
+    import torch  # the driver, which knows this file's names, does without
+
+    from vime.algo.advantages import group_signal
+
+    signal = group_signal(
+        torch.tensor(raw, dtype=torch.float64),
+        estimator=args.advantage_estimator,
+        divide_by_std=not args.disable_grpo_std_normalization,
+    )
+    return list(signal.tolist())
+
+
+def _custom_rewards(args: Any, custom: Callable[..., Any], groups: list[list[Sample]]) -> list[list[float]]:
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
     with calling_plugin(where, custom, expected="Expected a list of lists of numbers."):
         answer = [[float(reward) for reward in group] for group in _post_processed(custom, args, groups)]
@@ -148,14 +214,6 @@ def _raw_reward(args: Any, sample: Sample) -> float:
     return sample.scalar_reward(args.reward_key)
 
 
-def _check_group(group: list[Sample]) -> None:
-    if not group:
-        raise HandoffError("an empty group reached conversion. A rollout function must return whole groups.")
-    indexes = {sample.group_index for sample in group}
-    if len(indexes) > 1:
-        raise HandoffError(f"one group holds samples of groups {sorted(indexes)}; expected a single group_index.")
-
-
 def _check_alignment(sample: Sample) -> None:
     """Every per-token list covers the response exactly."""
     where = f"sample {sample.index} of group {sample.group_index}"
@@ -176,21 +234,3 @@ def _check_alignment(sample: Sample) -> None:
     fault = tiling_fault(sample.token_policy_versions, length)
     if fault is not None:
         raise HandoffError(f"{where}: {fault}.")
-
-
-def _check_versions(args: Any, sample: Sample, rollout_id: int) -> None:
-    """Round r is trained by weights of version r: its tokens are of versions r - max staleness .. r.
-
-    Not asked of recorded rollouts and of --debug-rollout-only, whose weights never move.
-    """
-    if args.debug_rollout_only or args.load_debug_rollout_data:
-        return
-    oldest, newest = sample.oldest_trainable_version, sample.weight_versions[-1]
-    assert oldest is not None  # the spans tile the response
-    bound = args.transferqueue_max_staleness
-    is_too_old = any(sample.loss_mask) and rollout_id - oldest > bound  # context may be of any age
-    if is_too_old or newest > rollout_id:
-        raise StaleError(
-            f"sample {sample.index} of group {sample.group_index}: versions {sample.weight_versions} in round "
-            f"{rollout_id}, expected {max(0, rollout_id - bound)}..{rollout_id}: --transferqueue-max-staleness {bound}."
-        )

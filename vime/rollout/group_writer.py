@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vime.handoff.group_store import GroupStore
+from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import CommitOutcome, Payload, Task, TransitionError
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     """A finished group, and what whoever finished it waits for: the seconds that storing it took."""
 
     task: Task
-    data: bytes
+    group: EncodedGroup
     payload: Payload  # without its checksum
     is_written: asyncio.Future[float]
 
@@ -58,11 +58,11 @@ class GroupWriter:
             self._expected.discard(task)
             self._changed.set()
 
-    async def put(self, task: Task, data: bytes, payload: Payload) -> float:
+    async def put(self, task: Task, group: EncodedGroup, payload: Payload) -> float:
         """Store and commit; answers the seconds that storing took. Waits for: the write under way, company, then its
         own write, which whoever waits longest does for all. When that one fails or is cancelled, the others write
         again: nobody fails for another's payload. Raises TransitionError for a group that comes too late."""
-        mine = Entry(task, data, payload, asyncio.get_running_loop().create_future())
+        mine = Entry(task, group, payload, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
         self._changed.set()
         try:
@@ -118,7 +118,7 @@ class GroupWriter:
 
     async def _store_and_commit(self, batch: list[Entry]) -> tuple[float, list[CommitOutcome | TransitionError]]:
         began = time.monotonic()
-        checksums = await self.run(self._store.put, [(entry.task, entry.data) for entry in batch])
+        checksums = await self.run(self._store.put, [(entry.task, entry.group) for entry in batch])
         seconds = time.monotonic() - began
         failpoint(Point.COMMIT)
         groups = [

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vime.data.groups import AnswerFacts
 from vime.types import Sample, SampleStatus
 
 TASK_KEY = "reasoning_gym"  # of what `reasoning_gym_tasks` writes
@@ -19,13 +20,30 @@ SHORTEST = 16
 
 
 def sample_metrics(args: Any, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """Reward, length (tokens) and truncation of `samples`, and more by entry of the reward, source and length;
-    empty for no samples."""
-    if not samples:
+    """`answer_metrics` of samples that are at hand."""
+    return answer_metrics([answer_of(args, sample) for sample in samples], prefix)
+
+
+def answer_of(args: Any, sample: Sample) -> AnswerFacts:
+    return AnswerFacts(
+        reward=sample.scalar_reward(args.reward_key),
+        response_length=sample.response_length,
+        is_truncated=sample.status is SampleStatus.TRUNCATED,
+        is_removed=sample.remove_sample,
+        entries=reward_entries(sample),
+        source=source_of(sample, args.source_key),
+        oldest_version=min(sample.weight_versions, default=-1),
+        newest_version=max(sample.weight_versions, default=-1),
+    )
+
+
+def answer_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+    """Reward, length (tokens) and truncation, and more by entry of the reward, source and length; empty for no
+    answers."""
+    if not answers:
         return {}
-    rewards = [sample.scalar_reward(args.reward_key) for sample in samples]
-    lengths = sorted(sample.response_length for sample in samples)
-    truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in samples)
+    rewards = [answer.reward for answer in answers]
+    lengths = sorted(answer.response_length for answer in answers)
     return {
         f"{prefix}/reward_mean": statistics.fmean(rewards),
         f"{prefix}/reward_std": statistics.pstdev(rewards),
@@ -33,23 +51,32 @@ def sample_metrics(args: Any, samples: Sequence[Sample], prefix: str) -> dict[st
         f"{prefix}/response_len_p50": float(percentile(lengths, 0.50)),
         f"{prefix}/response_len_p95": float(percentile(lengths, 0.95)),
         f"{prefix}/response_len_max": float(lengths[-1]),
-        f"{prefix}/truncated_ratio": truncated / len(samples),
-        f"{prefix}/num_samples": float(len(samples)),
+        f"{prefix}/truncated_ratio": sum(answer.is_truncated for answer in answers) / len(answers),
+        f"{prefix}/num_samples": float(len(answers)),
         f"{prefix}/num_tokens": float(sum(lengths)),
-        **entry_metrics(samples, prefix),
-        **source_metrics(args.source_key, samples, rewards, prefix),
-        **length_metrics(samples, rewards, prefix),
+        **entry_metrics(answers, prefix),
+        **source_metrics(answers, prefix),
+        **length_metrics(answers, prefix),
     }
 
 
-def entry_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """Mean and deviation of each entry of dict rewards, over the samples that have it as a finite number."""
+def reward_entries(sample: Sample) -> dict[str, float] | None:
+    """The finite numbers of a dict reward, by the names that metrics have; None for another reward."""
+    if not isinstance(sample.reward, Mapping):
+        return None
+    return {
+        metric_name(name): float(value)
+        for name, value in sample.reward.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def entry_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+    """Mean and deviation of each entry of dict rewards, over the answers that have it."""
     entries: dict[str, list[float]] = {}
-    for sample in samples:
-        if isinstance(sample.reward, Mapping):
-            for name, value in sample.reward.items():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    entries.setdefault(metric_name(name), []).append(float(value))
+    for answer in answers:
+        for name, value in (answer.entries or {}).items():
+            entries.setdefault(name, []).append(value)
     found: dict[str, float] = {}
     for name, values in entries.items():
         found[f"{prefix}/reward/{name}/mean"] = statistics.fmean(values)
@@ -57,36 +84,35 @@ def entry_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     return found
 
 
-def source_metrics(key: str, samples: Sequence[Sample], rewards: Sequence[float], prefix: str) -> dict[str, float]:
-    """Reward, length and share of the samples of each data source; empty when no sample names one."""
-    names = [source_of(sample, key) for sample in samples]
-    if not any(names):
+def source_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+    """Reward, length and share of the answers of each data source; empty when none names one."""
+    if not any(answer.source for answer in answers):
         return {}
-    counts = Counter(name or OTHER for name in names)
+    counts = Counter(answer.source or OTHER for answer in answers)
     frequent = {name for name, _ in counts.most_common(MAX_SOURCES)}
-    members: dict[str, list[int]] = {}
-    for number, name in enumerate(names):
-        members.setdefault(name if name in frequent else OTHER, []).append(number)
+    members: dict[str, list[AnswerFacts]] = {}
+    for answer in answers:
+        members.setdefault(answer.source if answer.source in frequent else OTHER, []).append(answer)
     found: dict[str, float] = {}
-    for name, numbers in sorted(members.items()):
-        found[f"{prefix}/by_source/{name}/reward_mean"] = statistics.fmean(rewards[number] for number in numbers)
+    for name, of_source in sorted(members.items()):
+        found[f"{prefix}/by_source/{name}/reward_mean"] = statistics.fmean(answer.reward for answer in of_source)
         found[f"{prefix}/by_source/{name}/response_len_mean"] = statistics.fmean(
-            samples[number].response_length for number in numbers
+            answer.response_length for answer in of_source
         )
-        found[f"{prefix}/by_source/{name}/share"] = len(numbers) / len(samples)
+        found[f"{prefix}/by_source/{name}/share"] = len(of_source) / len(answers)
     return found
 
 
-def length_metrics(samples: Sequence[Sample], rewards: Sequence[float], prefix: str) -> dict[str, float]:
+def length_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
     """Reward of short and of long answers: by buckets of tokens, each twice as wide as the one before."""
     members: dict[int, list[float]] = {}
-    for sample, reward in zip(samples, rewards, strict=True):
-        members.setdefault(_bucket(sample.response_length), []).append(reward)
+    for answer in answers:
+        members.setdefault(_bucket(answer.response_length), []).append(answer.reward)
     found: dict[str, float] = {}
     for low, values in sorted(members.items()):
         name = f"{low}_{max(2 * low, SHORTEST) - 1}"
         found[f"{prefix}/by_length/{name}/reward_mean"] = statistics.fmean(values)
-        found[f"{prefix}/by_length/{name}/share"] = len(values) / len(samples)
+        found[f"{prefix}/by_length/{name}/share"] = len(values) / len(answers)
     return found
 
 
@@ -130,12 +156,15 @@ def _pass_at(size: int, answers: Iterable[bool]) -> float:
     return 1.0 - math.comb(wrong, size) / math.comb(len(marks), size)
 
 
-def version_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+def version_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
     """Oldest and newest policy version among the response tokens."""
-    versions = {version for sample in samples for version in sample.weight_versions}
-    if not versions:
+    known = [answer for answer in answers if answer.newest_version >= 0]
+    if not known:
         return {}
-    return {f"{prefix}/version_oldest": float(min(versions)), f"{prefix}/version_newest": float(max(versions))}
+    return {
+        f"{prefix}/version_oldest": float(min(answer.oldest_version for answer in known)),
+        f"{prefix}/version_newest": float(max(answer.newest_version for answer in known)),
+    }
 
 
 def drop_metrics(dropped: Mapping[str, int]) -> dict[str, float]:

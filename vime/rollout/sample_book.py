@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from vime.observability.samples import DroppedGroup, SampleStore
+from vime.observability.samples import DroppedGroup, RoundGroup, SampleStore
 from vime.types import Sample
 from vime.utils.waits import waiting
 
@@ -51,7 +51,7 @@ class SampleBook:
             held = tuple(samples) if len(self._dropped) < MAX_DROPPED else ()
             self._dropped.append(DroppedGroup(group_index=group_index, reason=reason, samples=held))
 
-    def write_round(self, round_id: int, groups: Sequence[Sequence[Sample]]) -> None:
+    def write_round(self, round_id: int, groups: Sequence[RoundGroup]) -> None:
         """Hand a round over. Its samples must not be changed any more."""
         if self._store is None or self._thread is None:
             return
@@ -83,9 +83,7 @@ class SampleBook:
                 return False
         return True
 
-    def _write(
-        self, store: SampleStore, round_id: int, groups: list[Sequence[Sample]], dropped: list[DroppedGroup]
-    ) -> None:
+    def _write(self, store: SampleStore, round_id: int, groups: list[RoundGroup], dropped: list[DroppedGroup]) -> None:
         try:
             store.write(round_id, groups, dropped)
         except Exception as error:  # boundary: what is kept for looking at does not end a run

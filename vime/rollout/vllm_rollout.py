@@ -27,7 +27,7 @@ from vime.rollout.generation import close_clients, train_sampling_params
 from vime.rollout.groups import filter_verdict, generate_and_rm_group, mark_samples, unusable_reason
 from vime.rollout.halt import Halt
 from vime.rollout.loops import raise_first, rollout_loop
-from vime.rollout.metrics import drop_metrics, sample_metrics, version_metrics
+from vime.rollout.metrics import answer_metrics, answer_of, drop_metrics, version_metrics
 from vime.rollout.partial import (
     PartialStats,
     is_unfinished,
@@ -232,17 +232,17 @@ class TrainingRound:
         self._streak.dropped(reason)
 
     def _metrics(self) -> dict[str, float]:
-        kept = [sample for group in self._kept for sample in group]
+        kept = [answer_of(self._args, sample) for group in self._kept for sample in group]
         everyone = [sample.scalar_reward(self._args.reward_key) for sample in self._finished_samples]
         return {
-            **sample_metrics(self._args, kept, "rollout"),
+            **answer_metrics(kept, "rollout"),
             **version_metrics(kept, "rollout"),
             **drop_metrics(self._dropped),
             "rollout/reward_mean_before_filter": sum(everyone) / len(everyone),
             "rollout/num_groups": float(len(self._kept)),
             "rollout/surplus_groups": float(self._num_finished_surplus),
             "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
-            "rollout/removed_samples": float(sum(sample.remove_sample for sample in kept)),
+            "rollout/removed_samples": float(sum(answer.is_removed for answer in kept)),
             **(self._partial.metrics() if self._args.partial_rollout else {}),
         }
 

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vime.batching.pack import PackedBatch
+from vime.data.rows import TrainRow
 from vime.seams import PackLoss, TrainBackend
 from vime.training.evidence import NUM_SUSPECTS, Agreement, Suspect
-from vime.types import StepPlan, TrainRow, Version, VimeError
+from vime.types import StepPlan, Version, VimeError
 
 
 class Disagreement(VimeError):

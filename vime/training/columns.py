@@ -22,7 +22,8 @@ from vime.algo.advantages import (
 from vime.algo.kl import kl_estimate
 from vime.algo.values import generalized_advantages
 from vime.config.training import AlgoConfig
-from vime.types import RankPlace, RoundPlan, StepPlan, TrainRow
+from vime.data.rows import TrainRow
+from vime.types import RankPlace, RoundPlan, StepPlan
 
 OLD_LOGP, REF_LOGP, TEACHER_LOGP = "old_logp", "ref_logp", "teacher_logp"
 ADVANTAGE, STALENESS = "advantage", "staleness"

@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vime.data.rows import TrainRow
 from vime.training.evidence import EngineOpinion, Retelling, Suspect
-from vime.types import SamplingRule, TrainRow, Version
+from vime.types import SamplingRule, Version
 
 EXPLAINS = 0.2
 """A prediction explains the difference when at most this share of it is left."""
@@ -274,7 +276,9 @@ def _tokenisation(case: _Case) -> Finding:
     told = case.witnesses.retellings(case.rows)
     if not told:
         return finding("the text of every row encodes back to its tokens", case.before)
-    rows = [replace(case.rows[retelling.suspect], tokens=tuple(retelling.tokens)) for retelling in told]
+    rows = [
+        replace(case.rows[retelling.suspect], tokens=np.asarray(retelling.tokens, dtype=np.int32)) for retelling in told
+    ]
     scores = [_tensor(logp) for logp in case.witnesses.trainer_log_probs(rows, case.witnesses.rule)]
     gaps: dict[int, list[tuple[float, str]]] = {}
     for retelling, score_R in zip(told, scores, strict=True):

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from vime.batching.plan import join_plans
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.training.agreement import AgreementCheck, Judge, Recording
 from vime.training.columns import OLD_LOGP, Columns
 from vime.training.loss_statistics import STATISTICS, rescale, to_metrics
 from vime.training.policy_loss import PolicyLoss
 from vime.training.round import accumulate, apply_step
 from vime.training.worker import TrainWorker
-from vime.types import RoundPlan, TrainRow
+from vime.types import RoundPlan
 
 Value = TypeVar("Value")
 

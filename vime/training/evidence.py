@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vime.types import TrainRow, Version
+from vime.data.rows import TrainRow
+from vime.types import Version
 
 NUM_SUSPECTS = 4
 DIFFERENCE, LARGEST = "train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"
@@ -25,7 +26,7 @@ class Suspect:
 
     def gaps(self) -> list[float]:
         """|recorded - trainer| of each compared token."""
-        pairs = zip(self.row.rollout_log_probs, self.logp_R, self.is_compared_R, strict=True)
+        pairs = zip(self.row.rollout_log_probs.tolist(), self.logp_R, self.is_compared_R, strict=True)
         return [abs(recorded - own) for recorded, own, is_compared in pairs if is_compared]
 
     @property

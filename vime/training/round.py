@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vime.config.training import BatchConfig
+from vime.data.rows import TrainRow
 from vime.observability.events import span
 from vime.seams import PackLoss, TrainBackend, TrainEngine
 from vime.training.columns import Columns
-from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, TrainRow, VimeError
+from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, VimeError
 from vime.utils.failpoints import Point, failpoint
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vime.config.parse import Config
 from vime.config.training import AlgoConfig
+from vime.data.rows import TrainRow
 from vime.seams import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
 from vime.training.agreement import AgreementCheck, Judge
 from vime.training.columns import (
@@ -28,7 +29,7 @@ from vime.training.policy_loss import CustomLoss, PolicyLoss
 from vime.training.roles import LEARNING, engine_spec, policy_moves, role_folder, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
-from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, StepPlan, TrainRow
+from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, StepPlan
 
 
 class TrainWorker:

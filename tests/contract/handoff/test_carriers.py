@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.rows import flatten, make_groups, make_row, plan_for
-from vime.types import HandoffError, RoundPlan, TrainGroup, TrainRow, WaitTimeoutError
+from vime.data.rows import TrainRow
+from vime.types import HandoffError, RoundPlan, WaitTimeoutError
 
 
 def _with_teacher(row: TrainRow) -> TrainRow:

@@ -18,13 +18,14 @@ from tests.helpers.rows import make_row
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.observability.events import EventLog, read_events
 from vime.observability.screen import Screen
 from vime.ray.agreement import RESCORED, AgreementGuard
 from vime.ray.rollout_manager import GeneratedRound, SampleText
 from vime.ray.trainers import TrainedRound
 from vime.training.evidence import COMPARED, DIFFERENCE, Agreement, Suspect
-from vime.types import AgreementError, EngineReport, SamplingRule, TrainRow, VersionSpan
+from vime.types import AgreementError, EngineReport, SamplingRule, VersionSpan
 from vime.weights.versions import VersionLedger
 
 SERVING, TRAINED, R = 3, 4, 8

@@ -10,8 +10,9 @@ import pytest
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.ray.probe import check_engines_agree
-from vime.types import PublishError, TrainRow
+from vime.types import PublishError
 
 NUM_TOKENS = 15  # of the probe's answer
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.rows import make_groups, make_row, plan_for, train_groups
+from vime.data.rows import TrainRow
 from vime.handoff.codec import (
     check_round,
     decode_plan,
@@ -15,7 +16,7 @@ from vime.handoff.codec import (
     from_buffer,
     to_buffer,
 )
-from vime.types import HandoffError, TrainGroup, TrainRow, VersionSpan
+from vime.types import HandoffError, VersionSpan
 
 EXTRA = ("teacher_log_probs",)
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.rows import make_row
+from vime.data.rows import TrainRow
 from vime.handoff.receipts import (
     RECEIPTS_NAME,
     ReceiptBook,
@@ -22,7 +23,7 @@ from vime.handoff.receipts import (
     row_content,
     stepped_groups,
 )
-from vime.types import HandoffError, RoundPlan, StepPlan, TrainRow
+from vime.types import HandoffError, RoundPlan, StepPlan
 
 GROUPS = [SteppedGroup(4, 1, rows=2, tokens=20, trainable=9, content=2**63)]
 

@@ -10,10 +10,11 @@ from tests.helpers.rows import make_row
 from vime.batching.flops import RoundWork, forward_flops, layer_flops, train_flops
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, parse
+from vime.data.rows import TrainRow
 from vime.ray.assembly import _num_rollout
 from vime.ray.planning import RoundPlanner
 from vime.ray.rollout_manager import ManagerInfo
-from vime.types import ConfigError, TrainRow
+from vime.types import ConfigError
 
 SHAPE = {
     "model_type": "qwen3",

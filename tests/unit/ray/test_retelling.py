@@ -9,11 +9,11 @@ import pytest
 from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.rows import make_row
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.ray.retelling import retellings
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
 from vime.training.evidence import Retelling
-from vime.types import TrainRow
 
 BOS, EOS = 1, 2
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
+from vime.data.rows import TrainRow
 from vime.training.agreement import Disagreement, comparable
 from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, Agreement, merge, of_rows
-from vime.types import TrainRow, VersionSpan
+from vime.types import VersionSpan
 
 ROW = TrainRow(
     sample_index=0, group_index=0, rollout_id=2, tokens=(5, 6, 7, 8, 9), response_length=4, loss_mask=(1, 0, 1, 1),

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tests.helpers.rows import make_row
 from vime.algo.sampling import log_probs_under
+from vime.data.rows import TrainRow
 from vime.training.diagnosis import Cause, Diagnosis, diagnose
 from vime.training.evidence import EngineOpinion, Retelling, Suspect
-from vime.types import SamplingRule, TrainRow, VersionSpan
+from vime.types import SamplingRule, VersionSpan
 
 V, R, VERSION, THRESHOLD = 13, 40, 6, 1e-4
 TABLE_VV = torch.randn(V, V, generator=torch.Generator().manual_seed(0)) * 1.5

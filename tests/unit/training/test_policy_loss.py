@@ -11,10 +11,11 @@ import torch
 from tests.helpers.rows import make_row
 from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
+from vime.data.rows import TrainRow
 from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import PolicyLoss
-from vime.types import PluginError, StepPlan, TrainRow
+from vime.types import PluginError, StepPlan
 
 
 def row(reward: float, mask: list[int]) -> TrainRow:

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vime.types import (
-    CheckpointError,
-    RewardError,
-    Sample,
-    SampleStatus,
-    StaleError,
-    TrainRow,
-    VersionSpan,
-    WaitTimeoutError,
-)
+from vime.data.rows import TrainRow
+from vime.types import CheckpointError, RewardError, Sample, SampleStatus, StaleError, VersionSpan, WaitTimeoutError
 
 
 def answered() -> Sample:

@@ -35,8 +35,9 @@ from vime.backends.fsdp_utils.probe import check_family, check_packing
 from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.seams import PackLoss, PendingSave
-from vime.types import ConfigError, EngineSpec, SamplingRule, TrainRow, VimeError
+from vime.types import ConfigError, EngineSpec, SamplingRule, VimeError
 from vime.utils.manifest import Entry
 from vime.weights.plan import TensorMeta
 

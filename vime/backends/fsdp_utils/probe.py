@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from vime.backends.fsdp_utils import attention
 from vime.backends.fsdp_utils.model import FLASH, ValueModel, bare_model, model_inputs
 from vime.batching.pack import pack
-from vime.types import ConfigError, EngineSpec, Role, TrainRow, describe
+from vime.data.rows import TrainRow
+from vime.types import ConfigError, EngineSpec, Role, describe
 
 NUM_TOKENS = 6  # of each of the two sequences
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}

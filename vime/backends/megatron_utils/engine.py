@@ -22,8 +22,9 @@ from vime.backends.megatron_utils.offload import Offload, learning_tensors
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
 from vime.config.parse import Config
+from vime.data.rows import TrainRow
 from vime.seams import PackLoss, PendingSave
-from vime.types import EngineSpec, Role, SamplingRule, TrainRow, VimeError
+from vime.types import EngineSpec, Role, SamplingRule, VimeError
 from vime.weights.plan import TensorMeta
 
 

@@ -24,8 +24,9 @@ from vime.backends.megatron_utils.context_parallel import ContextCut, context_cu
 from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.batching.prefixes import SharedPrompts, share_prompts
+from vime.data.rows import TrainRow
 from vime.seams import PackLoss
-from vime.types import SamplingRule, TrainRow
+from vime.types import SamplingRule
 
 CALL_OPERATIONS = 1e7
 """That a CPU's core does in the time of a call of attention, forward and backward: 0.15 ms, measured."""

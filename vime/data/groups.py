@@ -1,0 +1,162 @@
+"""What is known of a group without its tokens: the facts that travel through the ledger to the coordinator of rounds.
+
+A plan, the staleness bound and the metrics of a round need nothing else. The size of the facts does not depend on the
+length of an answer: 62 bytes an answer, and a few for what only some runs have (entries of a dict reward, sources).
+
+    facts = u16 rows | rows of FACTS | JSON of GroupNotes
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vime.data.rows import STATUS_CODES, TrainRow
+from vime.types import HandoffError, SampleStatus, StaleError, Version
+
+FACTS = np.dtype(
+    [
+        ("sample_index", "<i8"),
+        ("reward", "<f8"),  # what the advantage is made of
+        ("raw_reward", "<f8"),
+        ("total_length", "<i4"),
+        ("response_length", "<i4"),
+        ("num_trainable", "<i4"),
+        ("oldest_trainable", "<i4"),  # version, among the trainable tokens; of all when none is
+        ("oldest_version", "<i4"),  # among all response tokens; -1 without one
+        ("newest_version", "<i4"),
+        ("chunk", "<u2"),  # of the group's payload
+        ("place", "<u2"),  # in the chunk
+        ("status", "u1"),  # place in STATUS_CODES
+        ("is_removed", "u1"),
+    ]
+)
+_COUNT = struct.Struct("<H")
+_TRUNCATED = STATUS_CODES.index(SampleStatus.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNotes:
+    """What metrics ask beside the numbers of FACTS. Each list has one entry for each row, or is empty."""
+
+    producer: str = ""  # the process that stored the payload
+    entries: Sequence[Mapping[str, float] | None] = ()  # of dict rewards
+    sources: Sequence[str] = ()  # of the data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFacts:
+    """One answer, as metrics see it."""
+
+    reward: float  # as the reward function answered
+    response_length: int
+    is_truncated: bool
+    is_removed: bool = False
+    entries: Mapping[str, float] | None = None
+    source: str = ""
+    oldest_version: Version = -1
+    newest_version: Version = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """One group. `rows` are of type FACTS."""
+
+    group_index: int
+    rows: NDArray[Any]
+    notes: GroupNotes = field(default_factory=GroupNotes)
+
+    @property
+    def num_chunks(self) -> int:
+        return int(self.rows["chunk"].max()) + 1
+
+    def remove(self, is_removed: Sequence[bool]) -> None:
+        """Take rows out of the loss; one entry for each row."""
+        self.rows["is_removed"] = is_removed
+        self.rows["num_trainable"][self.rows["is_removed"] > 0] = 0
+
+    def answers(self) -> Iterator[AnswerFacts]:
+        for number, row in enumerate(self.rows):
+            yield AnswerFacts(
+                reward=float(row["raw_reward"]),
+                response_length=int(row["response_length"]),
+                is_truncated=row["status"] == _TRUNCATED,
+                is_removed=bool(row["is_removed"]),
+                entries=self.notes.entries[number] if self.notes.entries else None,
+                source=self.notes.sources[number] if self.notes.sources else "",
+                oldest_version=int(row["oldest_version"]),
+                newest_version=int(row["newest_version"]),
+            )
+
+
+def facts_of(chunks: Sequence[Sequence[TrainRow]], removed: Sequence[bool] = ()) -> NDArray[Any]:
+    """FACTS of the rows of a group, which lie in `chunks`; `removed` has one entry for each row, or none."""
+    found: list[tuple[Any, ...]] = []
+    for chunk, rows in enumerate(chunks):
+        for place, row in enumerate(rows):
+            versions = [span.version for span in row.token_policy_versions]
+            is_removed = bool(removed) and removed[len(found)]
+            oldest = min(versions, default=-1)
+            found.append(
+                (
+                    row.sample_index,
+                    row.reward,
+                    row.raw_reward,
+                    row.total_length,
+                    row.response_length,
+                    0 if is_removed else row.num_trainable,
+                    oldest if is_removed or not versions else row.oldest_version,
+                    oldest,
+                    max(versions, default=-1),
+                    chunk,
+                    place,
+                    STATUS_CODES.index(row.status),
+                    is_removed,
+                )
+            )
+    return np.array(found, dtype=FACTS)
+
+
+def encode_facts(facts: GroupFacts) -> bytes:
+    notes = facts.notes
+    record = {"producer": notes.producer, "entries": list(notes.entries), "sources": list(notes.sources)}
+    text = json.dumps({name: value for name, value in record.items() if value}, separators=(",", ":"))
+    return _COUNT.pack(len(facts.rows)) + facts.rows.tobytes() + text.encode()
+
+
+def decode_facts(group_index: int, data: bytes) -> GroupFacts:
+    """Inverse of `encode_facts`."""
+    try:
+        [count] = _COUNT.unpack_from(data)
+        end = _COUNT.size + count * FACTS.itemsize
+        rows = np.frombuffer(data[_COUNT.size : end], dtype=FACTS).copy()
+        if len(rows) != count or not count:
+            raise ValueError(f"{len(rows)} of {count} rows")
+        notes = GroupNotes(**json.loads(data[end:]))
+    except (struct.error, ValueError, TypeError) as error:
+        raise HandoffError(
+            f"group {group_index}: its facts cannot be read ({len(data)} bytes: {error}). The writer is of another "
+            "version."
+        ) from error
+    return GroupFacts(group_index=group_index, rows=rows, notes=notes)
+
+
+def check_versions(groups: Sequence[GroupFacts], rollout_id: int, max_staleness: int) -> None:
+    """Refuse a row of which a trainable token is older than the bound, or any token newer than the weights. Round r is
+    trained by weights of version r: its tokens are of versions r - max staleness .. r."""
+    for group in groups:
+        rows = group.rows
+        is_too_old = (rows["num_trainable"] > 0) & (rollout_id - rows["oldest_trainable"] > max_staleness)
+        wrong = np.flatnonzero(is_too_old | (rows["newest_version"] > rollout_id))
+        for row in rows[wrong[:1]]:
+            raise StaleError(
+                f"sample {row['sample_index']} of group {group.group_index}: versions "
+                f"{sorted({int(row['oldest_version']), int(row['newest_version'])})} in round {rollout_id}, expected "
+                f"{max(0, rollout_id - max_staleness)}..{rollout_id}: --transferqueue-max-staleness {max_staleness}."
+            )

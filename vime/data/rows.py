@@ -1,0 +1,153 @@
+"""A training row: one answer as training sees it, numbers only.
+
+Per-token values are numpy arrays from the moment a row is made. `check_row` is called once, where a row is made; behind
+it a checksum says that nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vime.types import HandoffError, SampleStatus, StaleError, Version, VersionSpan, tiling_fault
+
+STATUS_CODES = tuple(str(status) for status in SampleStatus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainRow:
+    """One answer with its prompt. T: tokens, R: response tokens.
+
+    Any sequence of numbers is taken for the arrays and held in their type. Two rows are equal when every number is.
+    """
+
+    sample_index: int
+    group_index: int
+    rollout_id: int  # -1 until a round has it
+    tokens: NDArray[np.int32]  # [T] prompt + response
+    response_length: int
+    loss_mask: NDArray[np.uint8]  # [R] 1 where the token may be trained
+    rollout_log_probs: NDArray[np.float32]  # [R] behaviour log-probabilities, from the engine
+    token_policy_versions: Sequence[VersionSpan]  # tiles [0, R)
+    reward: float  # the number the advantage is made of (group-normalised for GRPO)
+    raw_reward: float  # as the reward function answered
+    status: str
+    truncated: bool
+    extra: Mapping[str, Any] = field(default_factory=dict)  # optional columns by name: an array, or bytes
+    attempt: int = 0  # at the prompt, which the ledger of mode streaming counts from 1
+    partition_id: str = ""  # of the queue
+    producer_id: str = ""  # the process that generated it
+
+    def __post_init__(self) -> None:
+        for name, kind in _ARRAYS.items():
+            object.__setattr__(self, name, as_array(getattr(self, name), kind, f"{self.name}: {name}"))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TrainRow):
+            return NotImplemented
+        return all(_is_same(getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have none
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"sample {self.sample_index} of group {self.group_index}"
+
+    @property
+    def global_index(self) -> int:
+        """The RFC's name of the number that no other answer of the run has."""
+        return self.sample_index
+
+    @property
+    def total_length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_trainable(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def version_start(self) -> Version:
+        """Of the first response token; -1 without one."""
+        return self.token_policy_versions[0].version if self.token_policy_versions else -1
+
+    @property
+    def version_end(self) -> Version:
+        """Of the last response token; -1 without one."""
+        return self.token_policy_versions[-1].version if self.token_policy_versions else -1
+
+    @property
+    def oldest_version(self) -> Version:
+        """Oldest version among the trainable tokens; of all tokens when none is trainable."""
+        spans = self.token_policy_versions
+        if not spans:
+            raise StaleError(f"sample {self.sample_index}: no token carries a policy version")
+        trainable = [span.version for span in spans if self.loss_mask[span.start : span.end].any()]
+        return min(trainable or [span.version for span in spans])
+
+
+_ARRAYS: dict[str, type[np.generic]] = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32}
+
+
+def as_array(values: ArrayLike, kind: type[np.generic], where: str) -> NDArray[Any]:
+    """The numbers in type `kind`; HandoffError, which names `where`, for one that does not fit."""
+    try:
+        return np.asarray(values, dtype=kind)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise HandoffError(f"{where}: a value does not fit {np.dtype(kind)}: {error}") from error
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        left, right = np.asarray(one), np.asarray(other)
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return list(one) == list(other)
+    return bool(one == other)
+
+
+def check_row(row: TrainRow) -> None:
+    """Refuse a row whose parts do not line up or whose numbers cannot be trained on."""
+    name, length = row.name, row.response_length
+    if not 0 <= length < row.total_length:
+        raise HandoffError(f"{name}: {row.total_length} tokens, {length} of them response; expected a prompt too.")
+    if len(row.loss_mask) != length or len(row.rollout_log_probs) != length:
+        raise HandoffError(
+            f"{name}: {length} response tokens, {len(row.loss_mask)} mask entries and {len(row.rollout_log_probs)} "
+            "log-probabilities; expected equally many. Grow samples with append_response_tokens only."
+        )
+    if row.tokens.min() < 0 or (length and row.loss_mask.max() > 1):
+        raise HandoffError(f"{name}: token ids must be >= 0 and mask entries 0 or 1.")
+    if not np.isfinite(row.rollout_log_probs).all():
+        raise HandoffError(f"{name}: a log-probability is not finite. The engine answered nonsense; see its log.")
+    if not np.isfinite([row.reward, row.raw_reward]).all():
+        raise HandoffError(f"{name}: reward {row.reward}, raw reward {row.raw_reward}; expected finite numbers.")
+    if row.status not in STATUS_CODES:
+        raise HandoffError(f"{name}: status {row.status!r}; expected one of {', '.join(STATUS_CODES)}.")
+    fault = tiling_fault(row.token_policy_versions, length)
+    if fault is not None:
+        raise HandoffError(f"{name}: {fault}.")
+
+
+def check_group(rows: Sequence[TrainRow]) -> None:
+    """Refuse rows that are not the whole of one group, or of which one cannot be trained on."""
+    if not rows:
+        raise HandoffError("a group has no rows; a rollout function must return whole groups.")
+    for row in rows:
+        check_row(row)
+    groups = sorted({row.group_index for row in rows})
+    if len(groups) > 1:
+        raise HandoffError(
+            f"one group holds samples of groups {groups}; expected a single group_index. The rollout function mixed "
+            "groups."
+        )
+    indices = [row.sample_index for row in rows]
+    if len(set(indices)) != len(indices):
+        raise HandoffError(f"group {groups[0]}: sample indices {indices} repeat; each sample needs its own.")

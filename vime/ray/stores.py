@@ -1,0 +1,61 @@
+"""Where the rows of this run lie: Ray objects (mode off) or TransferQueue, and where finished groups are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.config.parse import Config
+from vime.handoff.group_store import GroupStore, RoundStore
+from vime.handoff.ledger_types import SPOOL_NAME
+from vime.handoff.spool import Fsync, Spool
+from vime.handoff.stores import ObjectStore, PayloadStore
+from vime.ray.cluster import QUEUE_CPUS
+
+
+def start_queue(config: Config) -> Any:
+    """Start TransferQueue for this run, in the driver and before any actor. Mode off starts and imports nothing."""
+    if config.queue.transferqueue_mode == "off":
+        return None
+    from vime.handoff import queue_client
+
+    return queue_client.start_queue(config.queue, remote=ray.remote, num_cpus=QUEUE_CPUS)
+
+
+def stop_queue(address: Any) -> None:
+    """End the queue's actors, in the driver and after every process has left the queue."""
+    from vime.handoff import queue_client
+
+    queue_client.stop_queue(address)
+
+
+def connect_store(config: Config, queue_address: Any) -> PayloadStore:
+    """The payload store as seen from one process; `queue_address` is None in mode off."""
+    timeout_s = config.queue.transferqueue_timeout_secs
+    if queue_address is None:
+        return ObjectStore(put=ray.put, get=lambda refs: list(ray.get(refs, timeout=timeout_s)))
+    from vime.handoff.queue_client import QueueClient
+
+    return QueueClient(queue_address, timeout_s)
+
+
+def round_store(config: Config, store: PayloadStore) -> RoundStore:
+    """Modes off and buffer: whole rounds, each in a partition of its own."""
+    queue = config.queue
+    return RoundStore(
+        store,
+        prefix=queue.transferqueue_partition,
+        capacity=queue.transferqueue_max_staleness + 1,
+        timeout_s=queue.transferqueue_timeout_secs,
+    )
+
+
+def group_store(config: Config, run_dir: Path, store: PayloadStore) -> GroupStore:
+    """Mode streaming: finished groups, in TransferQueue and, unless --no-transferqueue-durable, on disk."""
+    queue = config.queue
+    spool = None
+    if queue.transferqueue_durable:
+        spool = Spool(run_dir / SPOOL_NAME, fsync=Fsync(queue.transferqueue_fsync))
+    return GroupStore(store, spool, partition=queue.transferqueue_partition)

@@ -1,0 +1,254 @@
+"""The coordinator of rounds in mode `streaming`: which finished groups a round trains, and where their rows lie.
+
+It leases groups from the ledger and knows facts of them, no token (`data/groups.py`), so that its work does not depend
+on how long answers are. `worker.RolloutWorker` generates beside it; ranks read rows by key with the ticket that is made
+of what `take` answers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vime.data.groups import GroupFacts, check_versions, decode_facts
+from vime.handoff.group_store import chunk_keys
+from vime.handoff.ledger import Ledger, LedgerStatus
+from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger_rounds import RoundDesk
+from vime.handoff.ledger_types import LeaseAnswer, LeasedGroup, RoundLease, Task
+from vime.observability.events import span
+from vime.rollout.convert import mark_removed, set_custom_rewards
+from vime.rollout.metrics import answer_metrics, drop_metrics, version_metrics
+from vime.rollout.portions import Portions
+from vime.rollout.progress import BOARD, RoundProgress
+from vime.rollout.worker import WorkerStats
+from vime.types import Sample, WaitTimeoutError
+from vime.utils.failpoints import Point, failpoint
+from vime.utils.waits import waiting
+
+NEWS_S = 2.0
+"""How long one wait for news lasts before the workers are asked whether they still live."""
+
+
+class Workers(Protocol):
+    """The rollout workers of a run: one in this process (`worker.RolloutWorker`), or several in processes of their own
+    (`ray/workers.py`)."""
+
+    @property
+    def stats(self) -> WorkerStats:
+        """What happened since the last `take_stats`, still growing."""
+        ...
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def waits_for(self) -> str: ...
+    @property
+    def spool_bytes(self) -> int: ...
+    def is_ours(self, producer: str) -> bool:
+        """Whether a worker of this life of the run, dead or alive, has this name."""
+        ...
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def raise_if_failed(self) -> None: ...
+    def take_stats(self) -> WorkerStats: ...
+    def samples(self, groups: Sequence[tuple[Task, int]]) -> list[list[Sample]]: ...
+    def restore(self, groups: Sequence[tuple[Task, int]]) -> None: ...
+    def release(self, tasks: Sequence[Task]) -> None: ...
+    def compact(self, needed: Mapping[Task, int | None]) -> int: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenGroup:
+    """A leased group as the coordinator knows it."""
+
+    task: Task
+    checksum: int
+    facts: GroupFacts
+
+    @property
+    def handles(self) -> list[str]:
+        return chunk_keys(self.task, self.facts.num_chunks)
+
+    @property
+    def record(self) -> tuple[Task, int]:
+        """What names its payload in a spool."""
+        return self.task, self.checksum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenRound:
+    """The groups of a round in the order of their numbers. `begun`: numbers of those that the trainers have already."""
+
+    lease: RoundLease
+    groups: Sequence[TakenGroup]
+    begun: frozenset[int] = frozenset()
+
+    @property
+    def left(self) -> list[TakenGroup]:
+        return [group for group in self.groups if group.task.group not in self.begun]
+
+
+class RoundCoordinator:
+    """Used by the RolloutManager, one round at a time; `claim_portion` may be called beside `take`."""
+
+    def __init__(self, args: Any, *, ledger: LedgerPort, workers: Workers, portions: Portions | None = None) -> None:
+        self._args, self._ledger, self.workers = args, ledger, workers
+        self.portions = portions or Portions()
+        self._claiming = threading.Lock()  # of `_begun`
+        self._begun: dict[int, TakenGroup] = {}  # groups in portions of the round, by number
+        self._round_id = -1
+        self._take_time_s = 0.0
+        self._too_old = 0  # of the ledger's count, what the rounds before have reported
+        self._status: LedgerStatus | None = None  # as it was after the last question for a lease
+
+    def begin(self, round_id: int) -> None:
+        """The next `take` answers this round."""
+        self._round_id, self._begun = round_id, {}
+        self.portions.open(round_id)
+
+    def take(self, num_groups: int) -> TakenRound:
+        """Waits for: `num_groups` ready groups. Unblocked by: the workers' commits. Asking again for a round gives the
+        same groups."""
+        failpoint(Point.LEASE)
+        limit_s, round_id = self._args.rollout_timeout_secs, self._round_id
+        leased: Sequence[LeasedGroup] = ()
+        try:
+            with (
+                span("lease_round", rollout_id=round_id),
+                waiting(f"the groups of round {round_id}", deadline_s=limit_s),
+            ):
+                lease = self._wait_for_lease(num_groups)
+            leased = lease.groups
+        finally:
+            is_as_begun = self.portions.close(leased)
+        failpoint(Point.LEASED)
+        began = time.monotonic()
+        with self._claiming:
+            begun = self._begun if is_as_begun else {}
+        with span("transferqueue_get_groups", rollout_id=round_id, num_groups=len(leased) - len(begun)):
+            groups = [*begun.values(), *self._taken([group for group in leased if group.task.group not in begun])]
+        groups.sort(key=lambda group: group.task.group)
+        fresh = [group for group in groups if group.task.group not in begun]
+        facts = [group.facts for group in fresh]
+        mark_removed(self._args, facts, lambda: self.samples(fresh))
+        set_custom_rewards(self._args, facts, lambda: self.samples(fresh))
+        self._take_time_s = time.monotonic() - began
+        return TakenRound(lease=lease, groups=groups, begun=frozenset(begun))
+
+    def claim_portion(self) -> list[TakenGroup]:
+        """Finished groups of the round that is being waited for: the trainers begin with them. Empty when the round
+        became whole meanwhile."""
+        with self._claiming:
+            groups = self._taken(self.portions.claim())
+            self._begun |= {group.task.group: group for group in groups}
+        return groups
+
+    def samples(self, groups: Sequence[TakenGroup]) -> list[list[Sample]]:
+        """The answers themselves, read from where they are stored, for who must see them."""
+        found = self.workers.samples([group.record for group in groups])
+        for samples in found:
+            for sample in samples:
+                sample.rollout_id = self._round_id
+        return found
+
+    def metrics(self, taken: TakenRound) -> dict[str, float]:
+        """What the round's answers are like, how the queue stands, and what happened since the round before
+        (docs/metrics.md)."""
+        status = self._status
+        assert status is not None
+        answers = [answer for group in taken.groups for answer in group.facts.answers()]
+        stats = self.workers.take_stats()
+        num_too_old, self._too_old = max(0, status.too_old - self._too_old), status.too_old
+        lags = [taken.lease.version - answer.newest_version for answer in answers if answer.newest_version >= 0]
+        puts = stats.put_times_s
+        rewards = stats.rewards or [0.0]
+        return {
+            **answer_metrics(answers, "rollout"),
+            **version_metrics(answers, "rollout"),
+            **drop_metrics(stats.dropped),
+            **(stats.partial.metrics() if self._args.partial_rollout else {}),
+            "rollout/reward_mean_before_filter": statistics.fmean(rewards),
+            "rollout/num_groups": float(len(taken.groups)),
+            "rollout/removed_samples": float(sum(answer.is_removed for answer in answers)),
+            "transferqueue/ready_groups": float(status.ready),
+            "transferqueue/inflight_groups": float(sum(status.producers.values())),
+            "transferqueue/retry_groups": float(status.retry),
+            "transferqueue/dropped_groups": float(sum(stats.dropped.values())),
+            "transferqueue/stale_dropped_groups": float(num_too_old),
+            "transferqueue/late_groups": float(stats.late_groups),
+            "transferqueue/get_latency": self._take_time_s,
+            "transferqueue/put_latency": statistics.fmean(puts) if puts else 0.0,
+            "transferqueue/producer_lag": statistics.fmean(lags) if lags else 0.0,
+            "transferqueue/spool_bytes": float(self.workers.spool_bytes),
+        }
+
+    def _taken(self, leased: Sequence[LeasedGroup]) -> list[TakenGroup]:
+        """Facts of leased groups, whose rows lie in the queue when this returns: a worker of an earlier life of the run
+        stored some of them, and its queue is gone."""
+        groups = [
+            TakenGroup(
+                task=group.task,
+                checksum=group.payload.checksum,
+                facts=decode_facts(group.task.group, group.payload.facts),
+            )
+            for group in leased
+        ]
+        check_versions([group.facts for group in groups], self._round_id, self._args.transferqueue_max_staleness)
+        gone = [group.record for group in groups if not self.workers.is_ours(group.facts.notes.producer)]
+        if gone:
+            self.workers.restore(gone)
+        return groups
+
+    def _wait_for_lease(self, num_groups: int) -> RoundLease:
+        args, name = self._args, f"round {self._round_id}"
+        limit_s, began, seen = args.rollout_timeout_secs, time.monotonic(), -1
+        while True:
+            answer: LeaseAnswer = self._ledger.call(
+                RoundDesk.lease, self._round_id, version=self._round_id, holder="trainer", count=num_groups
+            )
+            self._status = self._ledger.call(Ledger.status)
+            self._post_progress(num_groups, self._status, answer, time.monotonic() - began)
+            if answer.lease is not None:
+                return answer.lease
+            self.workers.raise_if_failed()
+            if time.monotonic() - began > limit_s:
+                raise WaitTimeoutError(
+                    f"{name}: {answer.waits_for}; the producer works on {self.workers.num_running} groups"
+                    f"{' and waits for ' + self.workers.waits_for if self.workers.waits_for else ''}",
+                    limit_s,
+                    "vLLM engines and reward function",
+                    "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
+                )
+            seen = self._ledger.wait_for_news(seen, NEWS_S, **self._worth_asking(num_groups))
+
+    def _worth_asking(self, num_groups: int) -> dict[str, int]:
+        """What the ledger must have (`Ledger.has`) before it is worth asking again. Offers a portion, if there is."""
+        portions = self.portions
+        if not portions.minimum:
+            return {"round_of": num_groups}
+        ready = self._ledger.call(RoundDesk.ready, version=self._round_id, count=num_groups, of_round=True)
+        if len(ready) < num_groups:
+            portions.offer(ready)
+        wanted = min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))
+        return {"round_of": num_groups, "at_least": wanted}
+
+    def _post_progress(self, num_groups: int, status: LedgerStatus, answer: LeaseAnswer, elapsed_s: float) -> None:
+        stats = self.workers.stats
+        BOARD.post(
+            RoundProgress(
+                name=f"round {self._round_id}",
+                kept_groups=len(answer.lease.groups) if answer.lease else min(status.ready, num_groups),
+                wanted_groups=num_groups,
+                in_flight_groups=sum(status.producers.values()),
+                dropped_groups=sum(stats.dropped.values()),
+                response_tokens=stats.response_tokens,
+                elapsed_s=elapsed_s,
+            )
+        )
