@@ -18,6 +18,7 @@ POLL_S = 0.05
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "driver": (),  # the process that was started
     "manager": ("ray::RolloutManager",),
+    "worker": ("ray::RolloutWorkerActor",),
     "trainer": ("ray::TrainerActor",),
     "engine": ("-m", "--worker-extension-cls"),
     "engine-core": ("VLLM::EngineCore",),  # vLLM's own child; the scripted engine has none

@@ -18,7 +18,7 @@ from vime.handoff.audit import MAX_SHOWN, AuditReport, SavedFacts, audit_run
 from vime.handoff.audit_checkpoints import audit_checkpoints
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, Task
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
-from vime.handoff.spool import SpoolReader
+from vime.handoff.spool import Spools
 from vime.observability.claims import read_claims
 from vime.types import HandoffError, VimeError
 
@@ -129,7 +129,7 @@ def run_show(arguments: argparse.Namespace) -> None:
         return
     task = Task(arguments.partition, arguments.group, newest)
     try:
-        data = SpoolReader(arguments.run / SPOOL_NAME).read(task, checksum)
+        data = Spools(arguments.run / SPOOL_NAME).read(task, checksum)
         num_rows, num_tokens = record_size(data)
         say(f"  payload: {len(data):,} bytes, {num_rows} rows, {num_tokens:,} tokens")
     except HandoffError as error:

@@ -176,7 +176,7 @@ READ_WHEN = (
     ),
     Condition(
         (
-            *("stale_policy", "transferqueue_durable", "transferqueue_fsync"),
+            *("stale_policy", "transferqueue_durable", "transferqueue_fsync", "num_rollout_workers"),
             *("transferqueue_lease_timeout_secs", "transferqueue_max_groups", "transferqueue_max_tokens"),
             *("transferqueue_max_bytes", "train_early_groups"),
             "transferqueue_round_order",

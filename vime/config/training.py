@@ -203,6 +203,11 @@ class QueueConfig:
         "trained exactly once (empty: off; buffer with the flag above)",
         choices=("off", "buffer", "streaming"),
     )
+    num_rollout_workers: int = flag(
+        1,
+        "streaming: processes that generate, score, filter and store groups; 1: the RolloutManager itself does",
+        minimum=1,
+    )
     transferqueue_partition: str = flag("train", "namespace of training partitions")
     num_data_storage_units: int = flag(1, "TransferQueue storage actors", minimum=1)
     transferqueue_max_staleness: int = flag(

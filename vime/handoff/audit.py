@@ -41,7 +41,7 @@ from vime.handoff.ledger_schema import expected_schema, open_for_reading
 from vime.handoff.ledger_seals import find_faults
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
 from vime.handoff.receipts import group_content
-from vime.handoff.spool import SpoolReader
+from vime.handoff.spool import Spools
 from vime.handoff.spool_check import find_known_tail
 from vime.types import HandoffError, RunClaims
 
@@ -335,7 +335,7 @@ def _check_spool(
     facts: list[GroupFacts], directory: Path, connection: sqlite3.Connection, history: History
 ) -> Iterator[Finding]:
     try:
-        spool = SpoolReader(directory)
+        spool = Spools(directory)
     except HandoffError as error:
         yield Finding("spool", directory.name, str(error))
         return
@@ -345,7 +345,7 @@ def _check_spool(
     yield from _check_payloads(facts, spool, history)
 
 
-def _check_payloads(facts: list[GroupFacts], spool: SpoolReader, history: History) -> Iterator[Finding]:
+def _check_payloads(facts: list[GroupFacts], spool: Spools, history: History) -> Iterator[Finding]:
     for fact in facts:
         if fact.partial_attempt is not None and fact.state in (State.ISSUED, State.RETRY):
             task = Task(fact.partition, fact.group, fact.partial_attempt)

@@ -15,13 +15,14 @@ import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from vime.data.groups import GroupFacts, GroupNotes, facts_of
 from vime.data.payload import cut, join_record, join_samples, pack_rows, pack_story, split_record, unpack_rows
 from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
-from vime.handoff.spool import Spool
+from vime.handoff.spool import Spool, Spools
 from vime.handoff.stores import PayloadStore
 from vime.types import HandoffError, HandoffLostError, Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
@@ -29,6 +30,14 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 CAPACITY_POLL_S = 0.05
+
+
+class StoredGroup(NamedTuple):
+    """What names the record of a finished group. `producer`: the worker that stored it."""
+
+    task: Task
+    checksum: int
+    producer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +84,12 @@ def groups_partition(train_partition: str) -> str:
 class GroupStore:
     """Owned by the process that produces; `spool` None: --no-transferqueue-durable. Callable from any thread."""
 
-    def __init__(self, store: PayloadStore, spool: Spool | None, *, partition: str) -> None:
+    def __init__(
+        self, store: PayloadStore, spool: Spool | None, *, partition: str, directory: Path | None = None
+    ) -> None:
+        """`directory`: where the spools of the run are, when `spool` is not the only one."""
         self._store, self._spool, self._partition = store, spool, groups_partition(partition)
+        self._directory = directory
         self._lock = threading.Lock()  # of the spool
         self._held: dict[Task, tuple[int, EncodedGroup]] = {}  # until the round that trained them is written down
         self.num_spool_reads = 0
@@ -116,6 +129,8 @@ class GroupStore:
                     "Resume with --load: the group is generated again."
                 )
             self.num_spool_reads += 1
+            if self._directory is not None and not self._spool.has(task, checksum):
+                return Spools(self._directory).read(task, checksum)  # another worker stored it
             return self._spool.read(task, checksum)
 
     def samples(self, task: Task, checksum: int) -> list[Sample]:
@@ -127,9 +142,9 @@ class GroupStore:
         chunks, story = split_record(self.record(task, checksum))
         return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story)
 
-    def restore(self, groups: Sequence[tuple[Task, int]]) -> None:
+    def restore(self, groups: Sequence[StoredGroup]) -> None:
         """Put chunks into the queue again that an earlier life of the run stored: its queue died with it."""
-        for task, checksum in groups:
+        for task, checksum, _ in groups:
             chunks, _ = split_record(self.record(task, checksum))
             self._store.put(self._partition, chunk_keys(task, len(chunks)), chunks)
 

@@ -22,7 +22,7 @@ from vime.handoff.ledger_file import lock_path, wal_path
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerFileError, Task
 from vime.handoff.receipts import RECEIPTS_NAME
-from vime.handoff.spool import Spool, SpoolReader
+from vime.handoff.spool import Spool, Spools
 from vime.types import HandoffError
 from vime.utils.files import sync, sync_tree
 
@@ -76,7 +76,7 @@ def read_overview(run: Path) -> QueueOverview:
         rounds=tuple(rounds),
         in_flight=dict(flights),
         serving=serving[0] if serving else 0,
-        spool_bytes=sum(path.stat().st_size for path in (run / SPOOL_NAME).glob("segment-*")),
+        spool_bytes=sum(path.stat().st_size for path in (run / SPOOL_NAME).rglob("segment-*")),
     )
 
 
@@ -122,7 +122,7 @@ def export_queue(run: Path, target: Path) -> int:
             needed = {
                 task: checksum for task, checksum in needed_payloads(connection, train).items() if checksum is not None
             }
-        source, spool = SpoolReader(run / SPOOL_NAME), Spool(directory / SPOOL_NAME, segment_bytes=1 << 62)
+        source, spool = Spools(run / SPOOL_NAME), Spool(directory / SPOOL_NAME, segment_bytes=1 << 62)
         stored = [(task, checksum) for task, checksum in needed.items() if checksum is not None]
         for task, checksum in stored:
             spool.append([(task, source.read(task, checksum))])
@@ -144,7 +144,7 @@ def export_queue(run: Path, target: Path) -> int:
 def import_queue(run: Path, source: Path) -> int:
     """Make the queue of the run directory `run` from an exported file; answers how many payloads came. `run` must have
     none yet; the ledger's own checkpoints and metrics are not part of it."""
-    if (run / LEDGER_NAME).exists() or any((run / SPOOL_NAME).glob("segment-*")):
+    if (run / LEDGER_NAME).exists() or any((run / SPOOL_NAME).rglob("segment-*")):
         raise HandoffError(f"{run}: has a queue already, which an import would overwrite. Import into a new directory.")
     run.mkdir(parents=True, exist_ok=True)
     try:
@@ -194,7 +194,7 @@ _RULES = "select note from history where event = 'opened' order by sequence desc
 
 def _check_complete(directory: Path) -> int:
     """Every payload that the ledger needs is in the spool beside it, whole."""
-    spool = SpoolReader(directory / SPOOL_NAME)
+    spool = Spools(directory / SPOOL_NAME)
     with _reading(directory) as connection:
         train = json.loads(connection.execute(_RULES).fetchone()[0])["partition"]
         needed: dict[Task, int | None] = needed_payloads(connection, train)

@@ -23,6 +23,7 @@ from vime.types import HandoffError
 
 SEGMENT_BYTES = 64 << 20
 SUFFIX = ".vsp"
+WORKER = "worker-"
 
 
 class Fsync(StrEnum):
@@ -245,6 +246,53 @@ class Spool(SpoolReader):
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+class Spools:
+    """Every record of a run: of the spool that the RolloutManager writes, and of those of rollout workers in processes
+    of their own (`worker-<n>/`). Never writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.readers: list[SpoolReader] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See what was appended or dropped since, and workers that are new."""
+        known = {reader.directory: reader for reader in self.readers}
+        for reader in self.readers:
+            reader.refresh()
+        self.readers = [known.get(path) or SpoolReader(path) for path in spool_directories(self.directory)]
+
+    def read(self, task: Task, checksum: int) -> bytes:
+        """See `SpoolReader.read`."""
+        holder = next((reader for reader in self.readers if reader.has(task, checksum)), self.readers[0])
+        return holder.read(task, checksum)
+
+    def has(self, task: Task, checksum: int) -> bool:
+        return any(reader.has(task, checksum) for reader in self.readers)
+
+    def entries(self) -> Iterator[tuple[Task, int, Place]]:
+        """See `SpoolReader.entries`, one spool after the other."""
+        for reader in self.readers:
+            yield from reader.entries()
+
+    def tails(self) -> list[Tail]:
+        """What lies behind the last whole record of each spool."""
+        return [tail for reader in self.readers if (tail := reader.tail()) is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(reader.num_bytes for reader in self.readers)
+
+
+def spool_directories(directory: Path) -> list[Path]:
+    """Where a run's spools are: `directory` itself, and those of its workers."""
+    return [directory, *sorted(directory.glob(f"{WORKER}*"))]
+
+
+def worker_spool(directory: Path, number: int) -> Path:
+    return directory / f"{WORKER}{number}"
 
 
 def _write_all(file: int, data: bytes) -> None:

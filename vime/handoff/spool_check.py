@@ -16,7 +16,7 @@ from pathlib import Path
 from vime.handoff.ledger import needed_payloads
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import SPOOL_NAME, Task
-from vime.handoff.spool import SpoolReader
+from vime.handoff.spool import Spools
 from vime.handoff.spool_format import SpoolDamageError, Tail
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def check_spool(run: Path, ledger: Path, *, train: str, may_be_torn: bool) -> No
     if not (run / SPOOL_NAME).is_dir():
         return
     with closing(open_for_reading(ledger)) as connection:
-        found = find_known_tail(SpoolReader(run / SPOOL_NAME), connection, train=train)
+        found = find_known_tail(Spools(run / SPOOL_NAME), connection, train=train)
     if found is None:
         return
     if may_be_torn and found.tail.is_torn:
@@ -55,11 +55,13 @@ def check_spool(run: Path, ledger: Path, *, train: str, may_be_torn: bool) -> No
     raise SpoolDamageError(found.tail.path, found.tail.offset, found.name, what)
 
 
-def find_known_tail(spool: SpoolReader, connection: sqlite3.Connection, *, train: str) -> KnownTail | None:
-    """The end of the spool that cannot be read, when it is or may be a record that the ledger knows."""
-    tail = spool.tail()
-    if tail is None:
-        return None
+def find_known_tail(spool: Spools, connection: sqlite3.Connection, *, train: str) -> KnownTail | None:
+    """The end of a spool that cannot be read, when it is or may be a record that the ledger knows."""
+    found = [_known_tail(tail, spool, connection, train) for tail in spool.tails()]
+    return next((known for known in found if known is not None), None)
+
+
+def _known_tail(tail: Tail, spool: Spools, connection: sqlite3.Connection, train: str) -> KnownTail | None:
     task = tail.task
     if task is not None:
         known = connection.execute(_ROW, (task.partition, task.group)).fetchone()

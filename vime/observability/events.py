@@ -43,6 +43,7 @@ class EventKind(StrEnum):
     GROUP_DROPPED = "group_dropped"  # rollout_id, group_index, reason
     BATCH_PUT = "batch_put"  # rollout_id, num_groups, num_bytes
     BATCH_CLEARED = "batch_cleared"  # rollout_id
+    WORKER_LOST = "worker_lost"  # worker, prompts, within_s
     DISAGREEMENT = "disagreement"  # rollout_id, cause, difference, threshold, path
     ROUND_TRAINED = "round_trained"  # rollout_id, version, receipt
     WEIGHTS_PUBLISHED = "weights_published"  # version, num_bytes

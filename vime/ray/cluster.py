@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 TRAINER_CPUS = 0.5
 ENGINE_CPUS = 0.5
 MANAGER_CPUS = 0.2
+WORKER_CPUS = 0.1
 QUEUE_CPUS = 0.1
 LEDGER_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
@@ -92,6 +93,8 @@ def demand_of(config: Config) -> Demand:
         cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
     if config.queue.transferqueue_mode == STREAMING:
         cpus += LEDGER_CPUS
+        # one more: a worker that takes a dead one's place may be placed before Ray has seen that it is dead
+        cpus += WORKER_CPUS * (config.queue.num_rollout_workers + 1)
     return Demand(cpus=cpus, gpus=gpus)
 
 

@@ -21,7 +21,7 @@ from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_port import P, Part, R, call_ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, LedgerRules, RestoreReport, Task
-from vime.handoff.spool import SpoolReader
+from vime.handoff.spool import Spools
 from vime.handoff.spool_check import check_spool
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import LEDGER_CPUS
@@ -81,7 +81,7 @@ class LedgerActor:
             train=self._train,
             may_be_torn=may_be_torn,
         )
-        has_payload = SpoolReader(spool).has if spool.is_dir() else _has_none
+        has_payload = Spools(spool).has if spool.is_dir() else _has_none
         return self._ledger.rounds.restore(checkpoint_round, has_payload, mark)
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import connect_store, group_store, round_store
 from vime.rollout import sample_book  # by its module: Ray copies what an actor's class names itself
 from vime.rollout.convert import encoded_group, set_custom_rewards
-from vime.rollout.coordinator import RoundCoordinator, TakenGroup
+from vime.rollout.coordinator import RoundCoordinator, TakenGroup, Workers
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
@@ -91,9 +91,9 @@ class RolloutManager:
         yield_to_trainers(config)
         self._config, self._run_dir = config, Path(run_dir)
         setup_logging(self._run_dir, "rollout-manager")
-        open_events(self._run_dir, "rollout-manager")
+        self._events = open_events(self._run_dir, "rollout-manager")
         sample_book.BOOK.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
-        self._queue_address = queue_address
+        self._queue_address, self._engine_key = queue_address, ""
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._taken: dict[int, Sequence[TakenGroup]] = {}  # mode streaming, whose samples lie elsewhere: the same
         self._source: Any = None  # a run that replays recorded rounds has none
@@ -131,16 +131,31 @@ class RolloutManager:
         """Take the configuration that knows the router's address, and what its engines ask for."""
         self._config = config
         use_engine_key(engine_key)
+        self._engine_key = engine_key
 
     def open_stream(self, ledger: LedgerClient) -> None:
         """Mode streaming: connect to the ledger and the spool. Called after `connect`."""
         self._ledger = ledger
         args = self._config.flat
-        store = group_store(self._config, self._run_dir, self._store)
+        workers: Workers
+        if self._config.queue.num_rollout_workers > 1:
+            from vime.ray.workers import RemoteWorkers
+
+            workers = RemoteWorkers(
+                self._config,
+                self._run_dir,
+                self._queue_address,
+                ledger,
+                engine_key=self._engine_key,
+                events=self._events,
+            )
+        else:
+            store = group_store(self._config, self._run_dir, self._store)
+            workers = RolloutWorker(args, source=self._source, ledger=ledger, store=store)
         self._coordinator = RoundCoordinator(
             args,
             ledger=ledger,
-            workers=RolloutWorker(args, source=self._source, ledger=ledger, store=store),
+            workers=workers,
             portions=Portions(
                 minimum=self._config.queue.train_early_groups, row_multiple=data_parallel_size(self._config)
             ),

@@ -10,7 +10,7 @@ import ray
 from vime.config.parse import Config
 from vime.handoff.group_store import GroupStore, RoundStore
 from vime.handoff.ledger_types import SPOOL_NAME
-from vime.handoff.spool import Fsync, Spool
+from vime.handoff.spool import Fsync, Spool, worker_spool
 from vime.handoff.stores import ObjectStore, PayloadStore
 from vime.ray.cluster import QUEUE_CPUS
 
@@ -52,10 +52,12 @@ def round_store(config: Config, store: PayloadStore) -> RoundStore:
     )
 
 
-def group_store(config: Config, run_dir: Path, store: PayloadStore) -> GroupStore:
-    """Mode streaming: finished groups, in TransferQueue and, unless --no-transferqueue-durable, on disk."""
+def group_store(config: Config, run_dir: Path, store: PayloadStore, *, worker: int | None = None) -> GroupStore:
+    """Mode streaming: finished groups, in TransferQueue and, unless --no-transferqueue-durable, on disk. `worker`: of
+    one in a process of its own, which has a spool of its own."""
     queue = config.queue
-    spool = None
+    spool, directory = None, run_dir / SPOOL_NAME
     if queue.transferqueue_durable:
-        spool = Spool(run_dir / SPOOL_NAME, fsync=Fsync(queue.transferqueue_fsync))
-    return GroupStore(store, spool, partition=queue.transferqueue_partition)
+        place = directory if worker is None else worker_spool(directory, worker)
+        spool = Spool(place, fsync=Fsync(queue.transferqueue_fsync))
+    return GroupStore(store, spool, partition=queue.transferqueue_partition, directory=directory)

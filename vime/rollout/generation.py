@@ -109,9 +109,10 @@ def engine_client(args: Any) -> EngineClient:
     url = f"http://{args.vllm_router_ip}:{args.vllm_router_port}"
     if url not in _CLIENTS:
         per_engine = 1 if args.reference_mode else args.vllm_server_concurrency
+        num_requests = per_engine * (args.rollout_num_engines or 1)
         _CLIENTS[url] = EngineClient(
             url,
-            max_in_flight=per_engine * (args.rollout_num_engines or 1),
+            max_in_flight=-(-num_requests // args.num_rollout_workers),  # of each process that generates
             timeout_s=args.generate_timeout_secs,
             key=_engine_key,
         )

@@ -8,7 +8,7 @@ after a version v that all engines serve, a token older than v - max staleness w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vime.types import Sample, SampleStatus, Version
@@ -29,6 +29,10 @@ class PartialStats:
     resumed_tokens: int = 0  # response tokens that were not sampled again
     discarded_tokens: int = 0  # response tokens that were, because they had become too old
     masked_tokens: int = 0  # taken out of the loss by --mixed-version-policy mask
+
+    def add(self, other: PartialStats) -> None:
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
     def metrics(self) -> dict[str, float]:
         return {

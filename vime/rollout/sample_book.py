@@ -35,6 +35,7 @@ class SampleBook:
         self._writing: Future[None] | None = None
         self._round_id = -1  # the newest that was handed over
         self._has_warned = False
+        self._is_collecting = False
 
     def open(self, run_dir: Path, *, max_bytes: int) -> None:
         """Keep samples from now on; with 0 bytes none. A second call takes the first one's place."""
@@ -43,9 +44,20 @@ class SampleBook:
             self._store = SampleStore(run_dir, max_bytes)
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-samples")
 
+    def collect(self) -> None:
+        """Note what is dropped for somebody who will ask: of a process whose samples another one writes."""
+        self.close()
+        self._is_collecting = True
+
+    def take_dropped(self) -> list[DroppedGroup]:
+        """What was noted since the last call."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+        return dropped
+
     def note_dropped(self, group_index: int, reason: str, samples: Sequence[Sample]) -> None:
         """A finished group does not train."""
-        if self._store is None:
+        if self._store is None and not self._is_collecting:
             return
         with self._lock:
             held = tuple(samples) if len(self._dropped) < MAX_DROPPED else ()

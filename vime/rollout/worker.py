@@ -12,6 +12,7 @@ ledger issues it before any new prompt, also after a restart, and it is gone on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -20,11 +21,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from vime.data.groups import encode_facts
 from vime.data.payload import bytes_to_samples, samples_to_bytes
-from vime.handoff.group_store import EncodedGroup, GroupStore
+from vime.handoff.group_store import EncodedGroup, GroupStore, StoredGroup
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGrant, RoundOrder, Task, TransitionError
@@ -56,6 +58,7 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 STOP_S = 10.0
+SHARE_S = 1.0
 NEWS_S = 30.0
 """How long one wait for news of the ledger lasts; then it is asked again, with nothing lost in between."""
 
@@ -79,6 +82,21 @@ class WorkerStats:
     put_times_s: list[float] = field(default_factory=list)
     partial: PartialStats = field(default_factory=PartialStats)
 
+    @classmethod
+    def joined(cls, parts: Sequence[WorkerStats]) -> WorkerStats:
+        """Of several workers."""
+        whole = cls()
+        for part in parts:
+            whole.committed_groups += part.committed_groups
+            whole.late_groups += part.late_groups
+            whole.retried_groups += part.retried_groups
+            whole.dropped += part.dropped
+            whole.rewards += part.rewards
+            whole.response_tokens += part.response_tokens
+            whole.put_times_s += part.put_times_s
+            whole.partial.add(part.partial)
+        return whole
+
 
 class RolloutWorker:
     """Lives on the rollout loop. Consumes prompts that the ledger issues, each in a task of its own; waits for slots,
@@ -98,11 +116,18 @@ class RolloutWorker:
         self._running: dict[Task, asyncio.Task[None]] = {}
         self._future: Future[None] | None = None
         self._halt = Halt()
+        self._num_slots = (args.transferqueue_max_staleness + 1) * args.rollout_batch_size
+        self._most = self._num_slots  # prompts under way here
+        self._ended = asyncio.Event()  # a prompt that was under way
         self.waits_for = ""  # of the loop that takes prompts; empty when it does not wait
 
     def start(self) -> None:
         """Begin. The engines must have confirmed the weights: the first prompts are sent at once."""
         self._future = rollout_loop().submit(self._run())
+
+    def share(self, num_workers: int) -> None:
+        """So many workers take prompts: none takes more than its share of the slots. Any thread."""
+        self._most = -(-self._num_slots // num_workers)
 
     def stop(self) -> None:
         """End at once; prompts in flight stay the ledger's and are issued again. Calling it again does nothing.
@@ -141,11 +166,11 @@ class RolloutWorker:
     def is_ours(self, producer: str) -> bool:
         return producer == self.name
 
-    def samples(self, groups: Sequence[tuple[Task, int]]) -> list[list[Sample]]:
-        """The answers of finished groups by task and checksum, whoever generated them."""
-        return [self._store.samples(task, checksum) for task, checksum in groups]
+    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
+        """The answers of finished groups, whoever generated them."""
+        return [self._store.samples(group.task, group.checksum) for group in groups]
 
-    def restore(self, groups: Sequence[tuple[Task, int]]) -> None:
+    def restore(self, groups: Sequence[StoredGroup]) -> None:
         """Put into the queue again what an earlier life of the run stored."""
         self._store.restore(groups)
 
@@ -180,17 +205,24 @@ class RolloutWorker:
                     for issued in grant.prompts:
                         task = tasks.create_task(self.produce(issued, serving=grant.serving))
                         self._running[issued.task] = task
-                        task.add_done_callback(lambda _, key=issued.task: self._running.pop(key, None))
+                        task.add_done_callback(partial(self._note_end, issued.task))
         except BaseExceptionGroup as failures:
             raise_first(failures)
 
+    def _note_end(self, task: Task, _work: asyncio.Task[None]) -> None:
+        self._running.pop(task, None)
+        self._ended.set()
+
     async def _take_prompts(self) -> PromptGrant:
-        """Waits for: slots. Unblocked by: a group that is dropped, or the driver, which releases those of a round. An
-        empty grant when the worker stops: what it gives back is for others."""
-        wanted = self._args.over_sampling_batch_size
+        """Waits for: slots, and for this worker's share of them. Unblocked by: a group that ends, or the driver, which
+        releases those of a round. An empty grant when the worker stops: what it gives back is for others."""
         seen = -1
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while not self._halt.is_set:
+                wanted = min(self._args.over_sampling_batch_size, self._most - len(self._running))
+                if wanted < 1:
+                    await self._wait_for_an_end()
+                    continue
                 grant: PromptGrant = await self._ledger.call_async(
                     PromptDesk.issue, self.name, wanted, request=uuid.uuid4().hex
                 )
@@ -199,6 +231,13 @@ class RolloutWorker:
                     return grant
                 seen = await self._ledger.wait_for_news_async(seen, NEWS_S, slots=1)
         return PromptGrant(prompts=())
+
+    async def _wait_for_an_end(self) -> None:
+        """Of a prompt that is under way here; or for a larger share, which is looked at now and then."""
+        self._ended.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHARE_S):
+                await self._ended.wait()
 
     async def _heartbeat(self) -> None:
         """Keep what this worker works on; give up what the ledger gave to others. Waits for: the clock."""

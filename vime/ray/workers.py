@@ -1,0 +1,385 @@
+"""Rollout workers in processes of their own (--num-rollout-workers above 1), and the RolloutManager's handle on them.
+
+Each is a Ray actor around `rollout/worker.RolloutWorker`, with a spool of its own. The ledger deals prompts to them, so
+none knows of the others. One that dies costs the answers it was working on: its prompts go back to the ledger at once,
+the others take them, and a new worker takes its place. Nothing else stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.config.parse import Config
+from vime.handoff.group_store import StoredGroup
+from vime.handoff.ledger_prompts import PromptDesk
+from vime.handoff.ledger_types import Task
+from vime.observability.events import EventKind, EventLog, open_events
+from vime.observability.logs import setup_logging
+from vime.observability.samples import DroppedGroup
+from vime.ray.cluster import WORKER_CPUS, limit_threads, yield_to_trainers
+from vime.ray.ledger_actor import LedgerClient
+from vime.ray.stores import connect_store, group_store
+from vime.ray.waits import wait_for
+from vime.rollout import sample_book
+from vime.rollout.generation import use_engine_key
+from vime.rollout.halt import KEEP_S
+from vime.rollout.plugins import load_data_source
+from vime.rollout.vllm_rollout import close_generation
+from vime.rollout.worker import STOP_S, RolloutWorker, WorkerStats, worker_name
+from vime.types import ClusterError, HandoffLostError, Sample, VimeError
+from vime.utils.waits import waiting
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""Between two looks at the workers: how long a dead one may go unnoticed."""
+ANSWER_S = 60.0
+MAX_DEATHS = 3
+"""Workers that die one after the other without a group stored in between: then something kills every one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """How a worker stands."""
+
+    stats: WorkerStats
+    num_running: int
+    waits_for: str
+    spool_bytes: int
+    error: Exception | None  # what ended it
+
+
+class RolloutWorkerActor:
+    """One rollout worker in a process of its own."""
+
+    def __init__(
+        self, config: Config, number: int, name: str, run_dir: str, queue_address: Any, ledger: LedgerClient, key: str
+    ) -> None:
+        limit_threads(config)
+        yield_to_trainers(config)
+        process = f"rollout-worker-{number}"
+        setup_logging(Path(run_dir), process)
+        open_events(Path(run_dir), process)
+        use_engine_key(key)
+        sample_book.BOOK.collect()
+        args = config.flat
+        store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
+        self._worker = RolloutWorker(args, source=load_data_source(args), ledger=ledger, store=store, name=name)
+
+    def start(self, num_workers: int) -> None:
+        """Answer prompts from now on; `num_workers` share the slots."""
+        self._worker.share(num_workers)
+        self._worker.start()
+
+    def share(self, num_workers: int) -> None:
+        self._worker.share(num_workers)
+
+    def stop(self) -> None:
+        self._worker.stop()
+
+    def report(self) -> WorkerReport:
+        """At once, whatever the worker does."""
+        error = None
+        try:
+            self._worker.raise_if_failed()
+        except Exception as raised:  # boundary: the RolloutManager raises it where a round waits
+            error = raised
+        worker = self._worker
+        return WorkerReport(
+            stats=worker.stats,
+            num_running=worker.num_running,
+            waits_for=worker.waits_for,
+            spool_bytes=worker.spool_bytes,
+            error=error,
+        )
+
+    def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
+        return self._worker.take_stats(), sample_book.BOOK.take_dropped()
+
+    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
+        return self._worker.samples(groups)
+
+    def restore(self, groups: Sequence[StoredGroup]) -> None:
+        self._worker.restore(groups)
+
+    def release(self, tasks: Sequence[Task]) -> None:
+        self._worker.release(tasks)
+
+    def compact(self, needed: Mapping[Task, int | None]) -> int:
+        return self._worker.compact(needed)
+
+    def close(self) -> None:
+        self._worker.stop()
+        close_generation()
+        self._worker.close()
+
+
+@dataclass(slots=True)
+class _Host:
+    """A worker's process as the RolloutManager knows it."""
+
+    number: int
+    name: str  # of the worker, as the ledger knows it
+    actor: Any
+    report: WorkerReport | None = None
+    asked: Any = None  # a report that was asked for and not answered yet
+
+
+class RemoteWorkers:
+    """`coordinator.Workers` over several processes. Owned by the RolloutManager; a thread looks at them every POLL_S."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        queue_address: Any,
+        ledger: LedgerClient,
+        *,
+        engine_key: str,
+        events: EventLog,
+    ) -> None:
+        self._config, self._run_dir, self._queue_address = config, run_dir, queue_address
+        self._ledger, self._engine_key, self._events = ledger, engine_key, events
+        self._lock = threading.Lock()  # of `_hosts` and `_names`
+        self._names: set[str] = set()
+        self._is_producing = False
+        self._deaths, self._stored = 0, 0  # in a row; groups stored when the last one died
+        self._taken = 0  # groups that the workers had stored when their statistics were last taken
+        self._failure: Exception | None = None
+        self._is_closed = threading.Event()
+        count = config.queue.num_rollout_workers
+        self._hosts = [self._start_host(number) for number in range(count)]
+        wait_for(
+            [host.actor.report.remote() for host in self._hosts],
+            name="rollout workers to start",
+            owner="rollout-worker",
+            deadline_s=config.cluster.start_timeout_secs,
+        )
+        self._watcher = threading.Thread(target=self._watch, name="vime-worker-watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def stats(self) -> WorkerStats:
+        return WorkerStats.joined([host.report.stats for host in self._alive() if host.report is not None])
+
+    @property
+    def num_running(self) -> int:
+        return sum(host.report.num_running for host in self._alive() if host.report is not None)
+
+    @property
+    def waits_for(self) -> str:
+        return "; ".join(sorted({host.report.waits_for for host in self._alive() if host.report is not None} - {""}))
+
+    @property
+    def spool_bytes(self) -> int:
+        return sum(host.report.spool_bytes for host in self._alive() if host.report is not None)
+
+    def is_ours(self, producer: str) -> bool:
+        with self._lock:
+            return producer in self._names
+
+    def start(self) -> None:
+        self._is_producing = True
+        hosts = self._alive()
+        self._ask(hosts, "start", len(hosts))
+
+    def stop(self) -> None:
+        """End what they are at, with --partial-rollout keeping it. One that dies meanwhile has nothing to keep."""
+        self._is_producing = False
+        self._ask(self._alive(), "stop", deadline_s=KEEP_S + 2 * STOP_S)
+
+    def raise_if_failed(self) -> None:
+        """Raise what ended a worker, other than a kill: the next one would end like it."""
+        if self._failure is not None:
+            raise self._failure
+        for host in self._alive():
+            if host.report is not None and host.report.error is not None:
+                raise host.report.error
+
+    def take_stats(self) -> WorkerStats:
+        """What a worker did that has died since the last call is lost with it; the ledger counts groups."""
+        answers = self._ask(self._alive(), "take_stats")
+        for _, dropped in answers:
+            for group in dropped:
+                sample_book.BOOK.note_dropped(group.group_index, group.reason, group.samples)
+        joined = WorkerStats.joined([stats for stats, _ in answers])
+        self._taken += joined.committed_groups
+        return joined
+
+    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
+        found: dict[Task, list[Sample]] = {}
+        for host, own in self._by_owner(groups).items():
+            [answer] = wait_for(
+                [self._host(host).actor.samples.remote(own)],
+                name="samples of finished groups",
+                owner=f"rollout-worker-{host}",
+                deadline_s=ANSWER_S,
+            )
+            found |= zip([group.task for group in own], answer, strict=True)
+        return [found[group.task] for group in groups]
+
+    def restore(self, groups: Sequence[StoredGroup]) -> None:
+        hosts = self._alive()
+        shares = {host.number: groups[at :: len(hosts)] for at, host in enumerate(hosts)}
+        wait_for(
+            [host.actor.restore.remote(shares[host.number]) for host in hosts if shares[host.number]],
+            name="groups of an earlier life of the run to be put into the queue",
+            owner="rollout-worker",
+            deadline_s=self._config.queue.transferqueue_timeout_secs,
+        )
+
+    def release(self, tasks: Sequence[Task]) -> None:
+        for host in self._alive():
+            host.actor.release.remote(tasks)  # nobody waits for it: it only gives memory back
+
+    def compact(self, needed: Mapping[Task, int | None]) -> int:
+        return sum(self._ask(self._alive(), "compact", needed))
+
+    def close(self) -> None:
+        """End every worker. Calling it again does nothing."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self._watcher.join(2 * ANSWER_S)
+        hosts = self._alive()
+        self._ask(hosts, "close", deadline_s=2 * STOP_S)
+        for host in hosts:
+            ray.kill(host.actor)
+
+    def _alive(self) -> list[_Host]:
+        with self._lock:
+            return list(self._hosts)
+
+    def _host(self, number: int) -> _Host:
+        return next(host for host in self._alive() if host.number == number)
+
+    def _by_owner(self, groups: Sequence[StoredGroup]) -> dict[int, list[StoredGroup]]:
+        """Which worker is asked for which groups: the one that has them in memory, else any, which reads the disk."""
+        hosts = self._alive()
+        if not hosts:
+            raise HandoffLostError("no rollout worker lives that could read samples.")
+        owners = {host.name: host.number for host in hosts}
+        found: dict[int, list[StoredGroup]] = {}
+        for group in groups:
+            found.setdefault(owners.get(group.producer, hosts[0].number), []).append(group)
+        return found
+
+    def _start_host(self, number: int) -> _Host:
+        """Does not wait for it."""
+        name = worker_name(number)
+        options: dict[str, Any] = {
+            "num_cpus": WORKER_CPUS,
+            "max_concurrency": 4,
+            "scheduling_strategy": "SPREAD",  # over the nodes of a cluster, as the engines are
+        }
+        actor = (
+            ray.remote(RolloutWorkerActor)
+            .options(**options)
+            .remote(self._config, number, name, str(self._run_dir), self._queue_address, self._ledger, self._engine_key)
+        )
+        with self._lock:
+            self._names.add(name)
+        return _Host(number=number, name=name, actor=actor)
+
+    def _ask(self, hosts: Iterable[_Host], method: str, *arguments: Any, deadline_s: float = ANSWER_S) -> list[Any]:
+        """The answers of those that live. Waits for: the slowest of them. One that dies meanwhile answers nothing; the
+        watcher sees to it."""
+        refs = {getattr(host.actor, method).remote(*arguments): host for host in hosts}
+        answers = []
+        with waiting(
+            f"rollout workers to {method}", *(_process(host) for host in refs.values()), deadline_s=deadline_s
+        ):
+            done, pending = ray.wait(list(refs), num_returns=len(refs), timeout=deadline_s) if refs else ([], [])
+        for ref in pending:
+            logger.warning("%s did not %s within %g s", _process(refs[ref]), method, deadline_s)
+        for ref in done:
+            try:
+                answers.append(ray.get(ref))
+            except ray.exceptions.RayActorError:
+                logger.info("%s died before it could %s", _process(refs[ref]), method)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, VimeError) else error from error
+        return answers
+
+    def _watch(self) -> None:
+        """Waits for: the clock, or `close`."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-worker-start") as starting:
+            while not self._is_closed.wait(POLL_S):
+                for host in self._alive():
+                    try:
+                        if self._is_dead(host):
+                            self._replace(host, starting)
+                    except VimeError as error:
+                        self._failure = error
+
+    def _is_dead(self, host: _Host) -> bool:
+        if host.asked is None:
+            host.asked = host.actor.report.remote()
+        done, _ = ray.wait([host.asked], timeout=0)
+        if not done:
+            return False
+        asked, host.asked = host.asked, None
+        try:
+            host.report = ray.get(asked)
+        except ray.exceptions.RayActorError as error:
+            logger.warning("%s (%s) died: %s", _process(host), host.name, str(error).splitlines()[0])
+            return True
+        return False
+
+    def _replace(self, host: _Host, starting: ThreadPoolExecutor) -> None:
+        """Give its prompts to the others now; a new worker comes when it has started."""
+        began = time.monotonic()
+        num_prompts = self._ledger.call(PromptDesk.abandon, host.name)
+        self._events.emit(
+            EventKind.WORKER_LOST, worker=host.name, prompts=num_prompts, within_s=time.monotonic() - began
+        )
+        with self._lock:
+            self._hosts.remove(host)
+        left = self._alive()
+        for other in left:
+            other.actor.share.remote(max(1, len(left)))
+        stored = self._taken + self.stats.committed_groups
+        self._deaths = self._deaths + 1 if stored == self._stored else 1
+        self._stored = stored
+        if self._deaths > MAX_DEATHS:
+            raise ClusterError(
+                f"{self._deaths} rollout workers died one after the other, and no group was stored in between. Look at "
+                f"RUN_DIR/logs/{_process(host)}.log and at the machine's memory; --load resumes the run."
+            )
+        starting.submit(self._bring_back, host.number)
+
+    def _bring_back(self, number: int) -> None:
+        host = self._start_host(number)
+        try:
+            wait_for(
+                [host.actor.report.remote()],
+                name="a rollout worker to take a dead one's place",
+                owner=_process(host),
+                deadline_s=self._config.cluster.start_timeout_secs,
+            )
+        except VimeError as error:
+            self._failure = error
+            return
+        if self._is_closed.is_set():
+            ray.kill(host.actor)
+            return
+        with self._lock:
+            self._hosts = sorted([*self._hosts, host], key=lambda each: each.number)
+        hosts = self._alive()
+        if self._is_producing:
+            host.actor.start.remote(len(hosts))
+        for other in hosts:
+            other.actor.share.remote(len(hosts))
+
+
+def _process(host: _Host) -> str:
+    return f"rollout-worker-{host.number}"
