@@ -135,7 +135,7 @@ class _Host:
 
 
 class RemoteWorkers:
-    """`coordinator.Workers` over several processes. Owned by the RolloutManager; a thread looks at them every POLL_S."""
+    """`coordinator.Workers` over several processes. The RolloutManager owns it; a thread looks at them every POLL_S."""
 
     def __init__(
         self,
