@@ -19,9 +19,9 @@ from contextlib import closing
 from pathlib import Path
 
 from tests.helpers.ledger_cases import issue, lease, open_ledger
+from vime.data.payload import record_size, samples_to_bytes
 from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.ledger_types import LedgerMark, Payload
-from vime.handoff.payload import payload_size, samples_to_bytes
 from vime.handoff.spool import Fsync, Spool, SpoolReader
 from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, RunState, find_latest, read_run_state, save_checkpoint
@@ -40,7 +40,7 @@ def write_run(run: Path) -> LedgerMark:
         for task in kept[: 2 if round_id < NUM_ROUNDS else 3]:
             data = samples_to_bytes([Sample(group_index=task.group, tokens=list(range(task.group % 7 + 3)))])
             [checksum] = spool.append([(task, data)])
-            size = {"num_bytes": len(data), "num_tokens": payload_size(data)[1], "num_rows": 1}
+            size = {"num_bytes": len(data), "num_tokens": record_size(data)[1], "num_rows": 1}
             versions = {"min_version": round_id, "max_version": round_id}
             ledger.prompts.commit(task, Payload(checksum=checksum, **size, **versions))
         ledger.prompts.drop(dropped, "all rewards equal")

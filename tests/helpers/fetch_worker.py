@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 from tests.helpers.dist_launch import Ranks
-from tests.helpers.rows import make_groups, plan_for
-from vime.handoff.memory import MemoryCarrier
-from vime.types import HandoffError, RoundPlan, TrainGroup, WaitTimeoutError
+from tests.helpers.rows import hand_over, make_groups, plan_for
+from vime.data.rows import TrainRow
+from vime.handoff.stores import MemoryStore
+from vime.types import HandoffError, RoundPlan, WaitTimeoutError
 
 WORLD = 4
 
 
-def rounds() -> tuple[RoundPlan, list[TrainGroup]]:
+def rounds() -> tuple[RoundPlan, list[list[TrainRow]]]:
     groups = make_groups(3, 4, rollout_id=6)
     return plan_for(groups, rollout_id=6, steps=2), groups
 
 
-class _WatchedCarrier(MemoryCarrier):
-    """Notes who was read, and can fail like a queue that does not answer."""
+class _WatchedStore(MemoryStore):
+    """Notes what was read, and can fail like a queue that does not answer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads: list[int] = []
+        self.reads: list[list[str]] = []
         self.is_broken = False
 
-    def fetch(self, ticket: Any, dp_rank: int) -> Any:
+    def get(self, partition: str, handles: Sequence[Any]) -> list[bytes]:
         if self.is_broken:
             raise WaitTimeoutError("the queue", 3, "TransferQueue")
-        self.reads.append(dp_rank)
-        return super().fetch(ticket, dp_rank)
+        self.reads.append(list(handles))
+        return super().get(partition, handles)
 
 
 def run(ranks: Ranks) -> dict[str, Any]:
@@ -50,22 +52,22 @@ def run(ranks: Ranks) -> dict[str, Any]:
     alone = [dist.new_group([rank]) for rank in range(ranks.world_size)]
     dp_rank = ranks.rank // 2
     source = 2 * dp_rank
-    carrier = _WatchedCarrier()
-    ticket = carrier.put(*rounds())
+    store = _WatchedStore()
+    ticket = hand_over(store, *rounds())
     common = {"dp_rank": dp_rank, "is_source": ranks.rank == source, "source_rank": source, "group": groups[dp_rank]}
 
-    plan, rows = fetch_round(carrier, ticket, **common)
-    answer: dict[str, Any] = {"plan": plan, "rows": rows, "reads": list(carrier.reads)}
-    carrier.is_broken = dp_rank == 0
+    plan, rows = fetch_round(store, ticket, **common)
+    answer: dict[str, Any] = {"plan": plan, "rows": rows, "reads": list(store.reads)}
+    store.is_broken = dp_rank == 0
     try:
-        fetch_round(carrier, ticket, **common)
+        fetch_round(store, ticket, **common)
         answer["failure"] = "none"
     except HandoffError as error:
         answer["failure"] = str(error)
-    carrier.is_broken = False
-    answer["after"] = fetch_round(carrier, ticket, **common)[1]
+    store.is_broken = False
+    answer["after"] = fetch_round(store, ticket, **common)[1]
     by_itself = {"dp_rank": dp_rank, "is_source": True, "source_rank": ranks.rank, "group": alone[ranks.rank]}
-    answer["alone"] = fetch_round(carrier, ticket, **by_itself)[1]
+    answer["alone"] = fetch_round(store, ticket, **by_itself)[1]
     dist.barrier()  # rank 0 holds the store through which a slower rank may only now be meeting its own group
     dist.destroy_process_group()
     return answer

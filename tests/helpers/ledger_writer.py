@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.helpers.ledger_cases import RULES
+from vime.data.payload import record_size, samples_to_bytes
 from vime.handoff.audit import audit
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import Payload, RoundOrder
-from vime.handoff.payload import payload_size, samples_to_bytes
 from vime.handoff.spool import Fsync, Spool
 from vime.types import Sample
 
@@ -70,7 +70,7 @@ def produce(ledger, spool, task, version, steps) -> None:
         ledger.prompts.drop(task, "filter")
         return
     data = samples_to_bytes([Sample(group_index=task.group, tokens=[1] * (task.group % 5 + 1))])
-    size = {"num_tokens": payload_size(data)[1], "num_bytes": len(data)}
+    size = {"num_tokens": record_size(data)[1], "num_bytes": len(data)}
     assert ledger.prompts.admit(task, **size).granted
     [checksum] = spool.append([(task, data)])
     os.write(steps, b".")

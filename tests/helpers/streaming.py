@@ -1,30 +1,48 @@
-"""Mode streaming in one process: real producer, ledger, spool and codec, against a scripted engine over HTTP."""
+"""Mode streaming in one process: real worker, coordinator, ledger and spool, against a scripted engine over HTTP."""
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from tests.helpers.ledger_cases import Clock
 from tests.helpers.rollout_setup import make_args, write_jsonl
-from vime.handoff.group_store import GroupStore
+from vime.handoff.group_store import GroupStore, groups_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
 from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerRules, RoundOrder
-from vime.handoff.memory import MemoryRows
-from vime.handoff.payload import bytes_to_rows, rows_to_bytes
 from vime.handoff.receipts import ReceiptBook, stepped_groups
 from vime.handoff.spool import SEGMENT_BYTES, Spool
-from vime.rollout.convert import to_train_groups
+from vime.handoff.stores import MemoryStore
+from vime.handoff.ticket import make_ticket, read_rows
+from vime.rollout.coordinator import RoundCoordinator, TakenGroup, TakenRound
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.portions import Portions
-from vime.rollout.producer import GroupProducer
-from vime.rollout.read_ahead import ReadAhead
-from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
-from vime.types import RoundPlan, StepPlan
+from vime.rollout.worker import RolloutWorker
+from vime.types import RoundPlan, Sample, StepPlan
 
 LETTER = {letter: number for number, letter in enumerate("abcdefghij", start=5)}
+
+
+@dataclass(frozen=True)
+class Leased:
+    """A round as the RolloutManager has it. Its answers are read when a test asks, and only then."""
+
+    taken: TakenRound
+    metrics: Mapping[str, float]
+    coordinator: RoundCoordinator
+
+    @property
+    def groups(self) -> Sequence[TakenGroup]:
+        return self.taken.groups
+
+    @cached_property
+    def samples(self) -> list[list[Sample]]:
+        return self.coordinator.samples(self.taken.groups)
 
 
 class Streaming:
@@ -34,7 +52,7 @@ class Streaming:
         self, directory, engine, model_dir, *flags, rounds=3, staleness=0, is_durable=True, starts=True,
         segment_bytes=SEGMENT_BYTES, round_order=RoundOrder.INDEX, **rules,
     ):  # fmt: skip
-        """`starts` False: the producer is started by the test."""
+        """`starts` False: the worker is started by the test."""
         self._starts = starts
         data = write_jsonl(directory / "prompts.jsonl", [{"input": letter, "label": letter} for letter in LETTER])
         self.args = make_args(
@@ -49,35 +67,31 @@ class Streaming:
             num_rounds=rounds, groups_per_round=2, **rules,
         )  # fmt: skip
         self._ledger = Ledger(self._file, bounds, clock=self.clock)
-        self.port, self.rows = LocalLedgerPort(self._ledger), MemoryRows()
+        self.port, self.queue = LocalLedgerPort(self._ledger), MemoryStore()
         spool = Spool(directory / "spool", segment_bytes=segment_bytes) if is_durable else None
         self.spool = spool
         self.receipts = ReceiptBook(directory, start_round=0, link=None)
-        self.store = GroupStore(self.rows, spool, partition="train")
+        self.store = GroupStore(self.queue, spool, partition="train")
         has_payload = spool.has if spool is not None else lambda *_: False
         self.report = self._ledger.rounds.restore(None, has_payload)
         prompts = RolloutDataSourceWithBuffer(self.args)
-        self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
-        self.ahead = ReadAhead(self.port, self.store, limit=self.args.transferqueue_prefetch_groups)
-        self.source = TransferQueueDataSource(
-            self.args, prompts=prompts, ledger=self.port, store=self.store, producer=self.producer, ahead=self.ahead,
-            portions=Portions(minimum=self.args.train_early_groups),
-        )  # fmt: skip
+        self.worker = RolloutWorker(self.args, source=prompts, ledger=self.port, store=self.store)
+        self.coordinator = RoundCoordinator(
+            self.args, ledger=self.port, workers=self.worker, portions=Portions(minimum=self.args.train_early_groups)
+        )
 
     def __enter__(self):
         if self._starts:
-            self.producer.start()
+            self.worker.start()
         return self
 
     def __exit__(self, *_):
-        self.producer.stop()
-        self.ahead.close()
-        self.store.close()
+        self.worker.close()
         self._ledger.close()
         self.receipts.close()
 
     def status(self):
-        """Asked through the port like every call: the producer's thread calls the ledger too, and two threads on its
+        """Asked through the port like every call: the worker's thread calls the ledger too, and two threads on its
         connection can wait for each other for ever (SQLite calls Python for the checksum of a row)."""
         return self.port.call(Ledger.status)
 
@@ -87,17 +101,28 @@ class Streaming:
             return connection.execute(sql, values).fetchall()
 
     def lease(self, round_id):
-        self.leased = generate_rollout(self.args, round_id, self.source)
-        return self.leased
+        self.coordinator.begin(round_id)
+        self.taken = self.coordinator.take(self.args.rollout_batch_size)
+        return Leased(self.taken, self.coordinator.metrics(self.taken), self.coordinator)
+
+    def read(self, round_id):
+        """The round as the one rank of this run gets it: the ticket, the plan, and the rows by key."""
+        rows = [row for group in self.taken.groups for row in group.facts.rows]
+        trainable = sum(int(row["num_trainable"]) for row in rows)
+        step = StepPlan(micro_batches=((tuple(range(len(rows))),),), num_samples=len(rows), num_tokens=trainable)
+        ticket = make_ticket(
+            RoundPlan(rollout_id=round_id, steps=(step,)),
+            [(group.facts, group.handles) for group in self.taken.groups],
+            partition=groups_partition("train"),
+        )
+        return (ticket, *read_rows(self.queue, ticket, 0))
 
     def train(self, round_id):
-        """The optimizer steps on the round as one rank gets it, and the engines confirm what it made."""
-        groups = to_train_groups(self.args, self.leased.samples, round_id)
-        rows = dict(enumerate(bytes_to_rows(rows_to_bytes([row for group in groups for row in group.rows]))))
-        step = StepPlan(micro_batches=((tuple(rows),),), num_samples=len(rows), num_tokens=1)
-        stepped = stepped_groups(RoundPlan(rollout_id=round_id, steps=(step,)), rows, 0)
-        receipt = self.receipts.note(round_id, round_id, stepped)
-        self.port.call(RoundDesk.trained, round_id, self.source.lease.fence, receipt)
+        """The optimizer steps on the round, its rows leave the queue, and the engines confirm what it made."""
+        ticket, plan, rows = self.read(round_id)
+        self.queue.clear(ticket.partition, ticket.handles)
+        receipt = self.receipts.note(round_id, round_id, stepped_groups(plan, rows, 0))
+        self.port.call(RoundDesk.trained, round_id, self.taken.lease.fence, receipt)
         self.port.call(RoundDesk.release, round_id + 1)
 
     def play(self, round_id):
@@ -106,13 +131,17 @@ class Streaming:
         return output
 
 
-def groups_of(output):
-    return [group[0].group_index for group in output.samples]
+def groups_of(leased):
+    return [group.task.group for group in leased.groups]
+
+
+def attempts_of(leased):
+    return {group.task.group: group.task.attempt for group in leased.groups}
 
 
 def wait_until(run, is_so):
     """Return when it is so; the ledger's news and the test's own deadline bound it."""
     seen = -1
     while not is_so():
-        run.producer.raise_if_failed()
+        run.worker.raise_if_failed()
         seen = run.port.wait_for_news(seen, 0.05)

@@ -1,7 +1,7 @@
 """What is known of a group without its tokens: the facts that travel through the ledger to the coordinator of rounds.
 
 A plan, the staleness bound and the metrics of a round need nothing else. The size of the facts does not depend on the
-length of an answer: 62 bytes an answer, and a few for what only some runs have (entries of a dict reward, sources).
+length of an answer: 54 bytes an answer, and a few for what only some runs have (entries of a dict reward, sources).
 
     facts = u16 rows | rows of FACTS | JSON of GroupNotes
 """

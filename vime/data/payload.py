@@ -298,8 +298,13 @@ def record_size(data: bytes) -> tuple[int, int]:
     """(rows, tokens) of a record, without decoding a token."""
     num_rows = num_tokens = 0
     for chunk in split_record(data)[0]:
-        _, count, header_bytes = _CHUNK.unpack_from(chunk)
-        heads = np.frombuffer(chunk, dtype=_HEADS, count=count, offset=_CHUNK.size + header_bytes)
+        try:
+            magic, count, header_bytes = _CHUNK.unpack_from(chunk)
+            heads = np.frombuffer(chunk, dtype=_HEADS, count=count, offset=_CHUNK.size + header_bytes)
+            if magic != b"VIMG":
+                raise ValueError("another mark")
+        except (struct.error, ValueError) as error:
+            raise HandoffError(f"payload: {len(chunk)} bytes are no chunk of rows: {error}. It is torn.") from error
         num_rows += count
         num_tokens += int(heads["total_lengths"].sum())
     return num_rows, num_tokens

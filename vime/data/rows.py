@@ -97,9 +97,12 @@ _ARRAYS: dict[str, type[np.generic]] = {"tokens": np.int32, "loss_mask": np.uint
 def as_array(values: ArrayLike, kind: type[np.generic], where: str) -> NDArray[Any]:
     """The numbers in type `kind`; HandoffError, which names `where`, for one that does not fit."""
     try:
-        return np.asarray(values, dtype=kind)
+        array = np.asarray(values, dtype=kind)
+        if isinstance(values, np.ndarray) and array.dtype.kind in "iu" and not np.array_equal(array, values):
+            raise ValueError("it is another number there")  # numpy casts an array, other than a list, without a word
     except (OverflowError, ValueError, TypeError) as error:
         raise HandoffError(f"{where}: a value does not fit {np.dtype(kind)}: {error}") from error
+    return array
 
 
 def _is_same(one: object, other: object) -> bool:

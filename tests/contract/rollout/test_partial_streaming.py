@@ -2,10 +2,10 @@
 
 from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
+from vime.data.payload import bytes_to_samples
 from vime.handoff.audit import audit_run
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_prompts import PromptDesk
-from vime.handoff.payload import bytes_to_samples
 from vime.rollout import halt
 from vime.types import VersionSpan
 

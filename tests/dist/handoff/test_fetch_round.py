@@ -32,7 +32,7 @@ def test_every_rank_of_a_group_gets_the_rows_of_its_data_parallel_index(answers)
 
 
 def test_only_the_source_of_each_group_reads(answers):
-    assert [answer["reads"] for answer in answers] == [[0], [], [1], []]
+    assert [len(answer["reads"]) for answer in answers] == [1, 0, 1, 0]
 
 
 def test_a_source_that_fails_makes_all_its_peers_raise_the_same_error(answers):

@@ -8,8 +8,8 @@ import pytest
 from tests.helpers.ledger_cases import issue, lease, open_ledger
 from vime.cli import queue
 from vime.cli.main import main
+from vime.data.payload import samples_to_bytes
 from vime.handoff.ledger_types import Payload
-from vime.handoff.payload import samples_to_bytes
 from vime.handoff.queue_view import export_queue, import_queue
 from vime.handoff.spool import Spool, SpoolReader
 from vime.types import HandoffError, Sample

@@ -7,10 +7,10 @@ import pytest
 
 from tests.helpers.ledger_cases import groups_of, issue, lease, open_ledger
 from tests.helpers.rows import make_row
+from vime.data.payload import record_size, rows_to_bytes, samples_to_bytes
 from vime.handoff.audit import audit
 from vime.handoff.ledger_identity import LINE
 from vime.handoff.ledger_types import LedgerFileError, Payload, Task
-from vime.handoff.payload import payload_size, rows_to_bytes, samples_to_bytes
 from vime.handoff.spool import Spool
 from vime.types import Sample, SampleStatus
 
@@ -21,7 +21,7 @@ def store(spool, task, version):
     rows = tuple(make_row(2 * task.group + at, group_index=task.group) for at in range(2))
     data = rows_to_bytes(rows)
     [checksum] = spool.append([(task, data)])
-    _, num_tokens = payload_size(data)
+    _, num_tokens = record_size(data)
     assert num_tokens == 10  # 2 rows of 2 + 3
     return Payload(
         checksum=checksum,

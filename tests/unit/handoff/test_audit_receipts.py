@@ -15,10 +15,10 @@ import pytest
 
 from tests.helpers.ledger_cases import issue, lease, open_ledger
 from tests.helpers.rows import make_row
+from vime.data.payload import samples_to_bytes
 from vime.handoff.audit import AuditReport, SavedFacts, audit_run
 from vime.handoff.ledger_identity import link_history
 from vime.handoff.ledger_types import LEDGER_NAME, Payload, RoundLease
-from vime.handoff.payload import samples_to_bytes
 from vime.handoff.receipts import RECEIPTS_NAME, ReceiptBook, SteppedGroup, group_content, row_content
 from vime.handoff.spool import Spool
 from vime.types import RunClaims, Sample, SampleStatus, VersionSpan

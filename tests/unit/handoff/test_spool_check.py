@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ledger_cases import issue, lease, open_ledger
+from vime.data.payload import record_size, samples_to_bytes
 from vime.handoff.audit import audit
 from vime.handoff.ledger_types import Payload
-from vime.handoff.payload import payload_size, samples_to_bytes
 from vime.handoff.spool import Spool, SpoolReader
 from vime.handoff.spool_check import check_spool
 from vime.handoff.spool_format import START_BYTES, SpoolDamageError
@@ -34,7 +34,7 @@ def write(run: Path, *, until: str = "ready") -> Path:
         data = samples_to_bytes([Sample(group_index=task.group, tokens=[1, 2, 3])])
         [checksum] = spool.append([(task, data)])
         assert checksum == zlib.crc32(data)
-        size = {"num_bytes": len(data), "num_tokens": payload_size(data)[1], "num_rows": 1}
+        size = {"num_bytes": len(data), "num_tokens": record_size(data)[1], "num_rows": 1}
         if until == "partial":
             ledger.prompts.retry(task, "aborted", partial=checksum)
         elif until != "spooled" or task.group < 2:

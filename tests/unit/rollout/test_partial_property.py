@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.rollout_setup import make_args, write_model_directory
-from vime.handoff.payload import bytes_to_samples, samples_to_bytes
+from vime.data.payload import bytes_to_samples, samples_to_bytes
 from vime.rollout import generation
 from vime.rollout.engine_client import NOTHING, Answer
 from vime.rollout.halt import Halt, is_halted
