@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from vime.data.payload import pack_rows, unpack_rows
+from vime.data.payload import join_record, pack_rows, split_record, unpack_rows
 from vime.data.rows import TrainRow
 from vime.handoff.stores import PayloadStore
 from vime.handoff.ticket import RoundTicket, decode_plan, read_rows
@@ -41,7 +42,9 @@ def fetch_round(
     if is_source:
         try:
             _, rows = read_rows(store, ticket, dp_rank)
-            data = pack_rows([rows[number] for number in sorted(rows)])
+            # a chunk for each group: what is said once a chunk differs between groups
+            by_group = itertools.groupby((rows[number] for number in sorted(rows)), key=lambda row: row.group_index)
+            data = join_record([pack_rows(list(group)) for _, group in by_group], b"")
             header = [("rows", len(data))]
         except Exception as error:  # boundary: the peers wait for the header; all ranks raise it below
             header = [("failure", f"{type(error).__name__}: {error}", may_pass(error))]
@@ -55,5 +58,6 @@ def fetch_round(
     buffer = buffer.to(device)
     dist.broadcast(buffer, src=source_rank, group=group)
     plan = decode_plan(ticket.plan)
-    received = unpack_rows(np.asarray(buffer.cpu()).tobytes(), rollout_id=ticket.rollout_id)
+    chunks, _ = split_record(np.asarray(buffer.cpu()).tobytes())
+    received = [row for chunk in chunks for row in unpack_rows(chunk, rollout_id=ticket.rollout_id)]
     return plan, dict(zip(plan.rows_of(dp_rank), received, strict=True))
