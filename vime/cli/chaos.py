@@ -256,9 +256,9 @@ def summary_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield "| run | saves every | hits | lives | exit codes | audit | weights | metrics | verdict |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for number, outcome in enumerate(outcomes):
-        cells = (outcome.save_interval, outcome.num_kills, outcome.num_restarts + 1, outcome.codes)
-        cells += (outcome.audit, outcome.weights, outcome.metrics, "good" if outcome.is_good else "FAILED")
-        yield f"| {number:03d} | {' | '.join(map(str, cells))} |"
+        lives = (outcome.save_interval, outcome.num_kills, outcome.num_restarts + 1, outcome.codes)
+        ends = (outcome.audit, outcome.weights, outcome.metrics, "good" if outcome.is_good else "FAILED")
+        yield f"| {number:03d} | {' | '.join(map(str, (*lives, *ends)))} |"
     yield ""
     yield f"| victim | {' | '.join(WAYS)} |"
     yield f"|---{'|---' * len(WAYS)}|"

@@ -76,7 +76,8 @@ class Reading:
 
 def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
     """Every flag of `argv`, parsed; what is wrong is added to `problems`."""
-    options = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    actions = parser._actions  # noqa: SLF001 - argparse has no public list of its flags
+    options = {option: action.nargs != 0 for action in actions for option in action.option_strings}
     items = _split(argv, options)
     translated = _Translator(items, set(options), problems)
     reading = Reading(parser.parse_args([]))

@@ -55,7 +55,7 @@ class ShmReceiver(BucketReceiver):
     def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
         with open(update_info["path"], "rb", buffering=0) as file:
-            target = memoryview(buffer.numpy())
+            target = buffer.numpy().data
             filled = 0
             while filled < bucket.nbytes:  # one read returns at most 2 GiB
                 got = file.readinto(target[filled:])
