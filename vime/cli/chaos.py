@@ -17,13 +17,13 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from vime.cli.chaos_faults import FAULTS, How
 from vime.cli.chaos_members import TARGETS
 from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan, Strike, published
+from vime.cli.commands import Commands
 from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
@@ -74,7 +74,7 @@ class ChaosError(VimeError):
     """A killed run lost something, repeated something or left something behind."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "chaos",
         help="kill processes of a run in every phase; exit 3 when anything was lost",

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -106,6 +107,16 @@ class BroadcastSender(BucketSender):
         work.wait()
 
 
+class _ConnectInfo(msgspec.Struct):
+    """What `BroadcastSender.connect` tells an engine."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int
+    timeout_s: float
+
+
 class BroadcastReceiver(BucketReceiver):
     """Rank `rank_offset` + this worker's own rank."""
 
@@ -115,17 +126,17 @@ class BroadcastReceiver(BucketReceiver):
         super().__init__(device)
         self._group: BroadcastGroup | None = None
 
-    def connect(self, init_info: Mapping[str, Any], worker_rank: int) -> None:
-        timeout = timedelta(seconds=init_info["timeout_s"])
-        address, world_size = init_info["master_address"], init_info["world_size"]
-        store = join_store(address, init_info["master_port"], world_size, timeout=timeout)
-        rank, own = init_info["rank_offset"] + worker_rank, local_address(f"http://{address}")
-        self._group = _make_group(self.backend, store, rank, world_size, own, timeout)
+    def connect(self, init_info: Mapping[str, object], worker_rank: int) -> None:
+        told = msgspec.convert(init_info, _ConnectInfo)
+        timeout = timedelta(seconds=told.timeout_s)
+        store = join_store(told.master_address, told.master_port, told.world_size, timeout=timeout)
+        rank, own = told.rank_offset + worker_rank, local_address(f"http://{told.master_address}")
+        self._group = _make_group(self.backend, store, rank, told.world_size, own, timeout)
 
     def close(self) -> None:
         self._group = None
 
-    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ARG002
+    def _read(self, bucket: Bucket, update_info: Mapping[str, object]) -> list[torch.Tensor]:  # noqa: ARG002
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
         _broadcast(_joined(self._group), buffer).wait()
         return [slot.view(buffer) for slot in bucket.slots]

@@ -15,17 +15,17 @@ NUM_ANY = {
     "backends.megatron_utils": 107,
     "backends.vllm_utils": 53,
     "batching": 0,
-    "cli": 13,
+    "cli": 0,
     "config": 49,
     "handoff": 63,
-    "observability": 44,
+    "observability": 0,
     "ray": 93,
     "rollout": 237,
     "seams": 22,
     "training": 2,
     "types": 18,
-    "utils": 5,
-    "weights": 13,
+    "utils": 0,
+    "weights": 2,
 }
 ADVICE = """
 {room} has {counted} annotations that mention Any, and NUM_ANY in {file} says {written}. Less: write {counted} there.
