@@ -16,7 +16,7 @@ NUM_ANY = {
     "backends.vllm_utils": 53,
     "batching": 0,
     "cli": 0,
-    "config": 49,
+    "config": 3,
     "handoff": 63,
     "observability": 0,
     "ray": 93,
