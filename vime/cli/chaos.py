@@ -17,13 +17,13 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from vime.cli.chaos_faults import FAULTS, How
 from vime.cli.chaos_members import TARGETS
 from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan, Strike, published
+from vime.cli.commands import Commands
 from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
@@ -74,7 +74,7 @@ class ChaosError(VimeError):
     """A killed run lost something, repeated something or left something behind."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "chaos",
         help="kill processes of a run in every phase; exit 3 when anything was lost",
@@ -256,9 +256,9 @@ def summary_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield "| run | saves every | hits | lives | exit codes | audit | weights | metrics | verdict |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for number, outcome in enumerate(outcomes):
-        cells = (outcome.save_interval, outcome.num_kills, outcome.num_restarts + 1, outcome.codes)
-        cells += (outcome.audit, outcome.weights, outcome.metrics, "good" if outcome.is_good else "FAILED")
-        yield f"| {number:03d} | {' | '.join(map(str, cells))} |"
+        lives = (outcome.save_interval, outcome.num_kills, outcome.num_restarts + 1, outcome.codes)
+        ends = (outcome.audit, outcome.weights, outcome.metrics, "good" if outcome.is_good else "FAILED")
+        yield f"| {number:03d} | {' | '.join(map(str, (*lives, *ends)))} |"
     yield ""
     yield f"| victim | {' | '.join(WAYS)} |"
     yield f"|---{'|---' * len(WAYS)}|"

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
+from vime.cli.commands import Commands
 from vime.config.hf_config import read_model_shape
 from vime.config.model_files import check_tokenizer, read_headers, what_is_there
 from vime.observability.machine_facts import NVIDIA, gpu_names, processor_name
@@ -66,7 +66,7 @@ class Finding:
     text: str  # what was found; what to do, unless it passes
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="whether this machine can run: cores, memory, disk, limits, ports, GPU, Ray, model; exit 2 when it cannot",

@@ -8,10 +8,10 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from vime.cli.commands import Commands
 from vime.config.queue_checks import STREAMING
 from vime.data.payload import record_size
 from vime.handoff.audit import MAX_SHOWN, AuditReport, SavedFacts, audit_run
@@ -20,6 +20,7 @@ from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, Task
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
 from vime.handoff.spool import Spools
 from vime.observability.claims import read_claims
+from vime.observability.run_dir import config_value
 from vime.types import HandoffError, VimeError
 
 
@@ -27,7 +28,7 @@ class AuditFailedError(VimeError):
     """The audit found breaches."""
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add `audit` and `queue` to the command line; each names its function as `run_command`."""
     parser = commands.add_parser("audit", help="check that a run kept every promise; exit 3 when one was broken")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
@@ -153,14 +154,14 @@ def say(text: str) -> None:
 
 def has_ledger(run: Path) -> bool:
     """Whether a ledger belongs to the run: it is of mode streaming."""
-    mode = _config(run).get("queue", {}).get("transferqueue_mode", STREAMING)
+    mode = config_value(_config(run), "queue", "transferqueue_mode", STREAMING)
     return bool(mode == STREAMING) or (run / LEDGER_NAME).exists()
 
 
 def checkpoint_root(run: Path) -> Path:
     """Where a run saves: --save, or RUN/checkpoints, also when the run directory moved since."""
-    save = _config(run).get("model", {}).get("save")
-    return Path(save) if save and Path(save).is_dir() else run / "checkpoints"
+    save = config_value(_config(run), "model", "save")
+    return Path(save) if isinstance(save, str) and save and Path(save).is_dir() else run / "checkpoints"
 
 
 def newest_checkpoint(run: Path) -> SavedFacts | None:
@@ -178,7 +179,7 @@ def newest_checkpoint(run: Path) -> SavedFacts | None:
         raise HandoffError(f"{root}: which checkpoint is the newest cannot be read: {error}") from error
 
 
-def _config(run: Path) -> dict[str, Any]:
+def _config(run: Path) -> dict[str, object]:
     """What the run was started with; empty when it says nothing."""
     record = run / "config.json"
     try:

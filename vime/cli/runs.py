@@ -9,20 +9,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vime.cli.commands import Commands
 from vime.observability.curve import RESPONSE_LENGTH
 from vime.observability.events import EventKind, outcome, read_events
 from vime.observability.html_report import CHARTS, by_name, flat_config, run_state
 from vime.observability.metrics import METRICS_FILE, read_metrics
 from vime.observability.page import Line, Page, chart_block, table_block
 from vime.observability.report import duration, plain
-from vime.observability.run_dir import check_run_dir, is_run_dir, read_config
+from vime.observability.run_dir import check_run_dir, config_value, is_run_dir, read_config
 from vime.observability.summary import RunSummary, summarise
 from vime.types import ConfigError, VimeError
 
@@ -41,10 +41,10 @@ class SeenRun:
     state: str
     summary: RunSummary
     metrics: Mapping[str, Mapping[int, float]]  # by name, by round
-    config: Mapping[str, Any]  # by flag
+    config: Mapping[str, object]  # by flag
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser("ls", help="the runs of a directory: state, rounds, last reward")
     parser.add_argument(
         "directory", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="where runs are (default: runs)"
@@ -136,7 +136,7 @@ def _line_of(run: Path, directory: Path) -> tuple[str, ...]:
 def _of_all(summary: RunSummary, run: Path) -> str:
     """`12/30`, where --num-rollout says of how many."""
     with contextlib.suppress(VimeError):
-        wanted = read_config(run).get("rollout", {}).get("num_rollout")
+        wanted = config_value(read_config(run), "rollout", "num_rollout")
         return f"{summary.num_rounds}/{wanted}" if wanted else str(summary.num_rounds)
     return str(summary.num_rounds)
 
@@ -205,7 +205,7 @@ def _differences(runs: Sequence[SeenRun]) -> Iterator[tuple[str, ...]]:
             yield (f"--{name.replace('_', '-')}", *values)
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

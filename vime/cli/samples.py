@@ -10,15 +10,19 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from vime.cli.commands import Commands
 from vime.observability.html_samples import answer_text, reward_text, version_text
-from vime.observability.run_dir import check_run_dir, read_config
+from vime.observability.run_dir import check_run_dir, config_value, read_config
 from vime.observability.samples import KeptAnswer, KeptGroup, kept_rounds, read_fates, read_round
 from vime.types import DataError
+
+if TYPE_CHECKING:  # loaded when tokens are asked for
+    from tokenizers import Tokenizer
 
 SHOWN = 4
 
@@ -31,7 +35,7 @@ class Pick:
     answer: KeptAnswer
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "samples",
         help="prompts and answers of a round, with rewards, versions, and why a group was dropped",
@@ -58,8 +62,8 @@ def run_samples(arguments: argparse.Namespace) -> None:
     check_run_dir(run)
     if arguments.limit < 0:
         raise DataError(f"--limit {arguments.limit}: expected at least 0, which shows all.")
-    key = read_config(run).get("reward", {}).get("reward_key")
-    picks = _picks(run, arguments, key)
+    key = config_value(read_config(run), "reward", "reward_key")
+    picks = _picks(run, arguments, key if isinstance(key, str) else None)
     limit = None if not arguments.limit or arguments.group is not None else arguments.limit
     console = Console(highlight=False, soft_wrap=True)
     if arguments.json:
@@ -170,8 +174,8 @@ class _Pieces:
     """Tokens as text, by the tokenizer of the run's model, where it is still there."""
 
     def __init__(self, run: Path) -> None:
-        self._tokenizer: Any = None
-        file = Path(str(read_config(run).get("model", {}).get("hf_checkpoint"))) / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+        file = Path(str(config_value(read_config(run), "model", "hf_checkpoint"))) / "tokenizer.json"
         if file.is_file():
             from tokenizers import Tokenizer
 
@@ -184,7 +188,7 @@ class _Pieces:
         return repr(decoded)
 
 
-def _record(pick: Pick) -> dict[str, Any]:
+def _record(pick: Pick) -> dict[str, object]:
     group, answer = pick.group, pick.answer
     return {
         "round": group.round_id,
@@ -196,7 +200,7 @@ def _record(pick: Pick) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Text without control characters, but with its lines."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return "".join(char if char in "\n\t" or _is_shown(char) else "?" for char in text)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+
+from vime.cli.commands import Commands
 
 COMMANDS = {
     "train": "train a model; the same as train.py, whose flags follow",
@@ -13,7 +14,7 @@ COMMANDS = {
 }
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: Commands) -> None:
     """List both in the help of `vime`. `run_train` gets their command lines unread: the flags have a parser of their
     own."""
     for name, text in COMMANDS.items():

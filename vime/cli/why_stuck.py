@@ -6,11 +6,11 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from vime.cli.commands import Commands
 from vime.observability.run_dir import check_run_dir
 from vime.observability.stuck import Verdict, explain, quoted
 from vime.observability.waits import RunProcess, SeenWait, State
@@ -18,7 +18,7 @@ from vime.observability.waits import RunProcess, SeenWait, State
 STUCK = 1
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "why-stuck", help="what every process of a run waits for, and who blocks it; exit 1 when something is stuck"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from vime.config.machine import OptimizerConfig
 from vime.config.problems import Problems
@@ -32,7 +31,7 @@ ADVANTAGE_KNOBS = (
 DEFAULTS = AlgoConfig()
 
 
-def resolve_algo(algo: AlgoConfig, *, max_staleness: int) -> dict[str, Any]:
+def resolve_algo(algo: AlgoConfig, *, max_staleness: int) -> dict[str, object]:
     """Values for knobs that were left empty."""
     is_policy = algo.loss_type == "policy_loss"
     correction = algo.off_policy_correction

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from vime.config.flags import flag_name, knobs
 from vime.types import ConfigError
@@ -66,7 +65,7 @@ def read_config_file(path: Path, sections: dict[str, type]) -> list[str]:
     return [word for key, value in _flattened(record, path) for word in _words(f"--{key}", value, path)]
 
 
-def _flattened(record: dict[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+def _flattened(record: Mapping[str, object], path: Path) -> Iterator[tuple[str, object]]:
     """Flags of all tables: tables only group. A flag stands once."""
     seen: set[str] = set()
     entries = [(key, value) for key, value in record.items() if not isinstance(value, dict)]
@@ -84,7 +83,7 @@ def _flattened(record: dict[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _words(flag: str, value: Any, path: Path) -> list[str]:
+def _words(flag: str, value: object, path: Path) -> list[str]:
     """`x = 3` -> --x=3; `x = true` -> --x; `x = false` -> --no-x; a list is the words behind the flag."""
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
@@ -100,7 +99,7 @@ def _words(flag: str, value: Any, path: Path) -> list[str]:
     return [f"{flag}={value}"]
 
 
-def _of_run(record: Any, path: Path, sections: dict[str, type]) -> Iterator[str]:
+def _of_run(record: object, path: Path, sections: dict[str, type]) -> Iterator[str]:
     """What was said for a run: every value that is neither the default nor derived from others."""
     if not isinstance(record, dict) or not all(isinstance(record.get(name), dict) for name in sections):
         raise ConfigError(
@@ -122,7 +121,7 @@ def _of_run(record: Any, path: Path, sections: dict[str, type]) -> Iterator[str]
             yield f"--{prefix}-{word[2:]}" if word.startswith("--") else word
 
 
-def _words_of_knob(flag: str, value: Any, path: Path) -> list[str]:
+def _words_of_knob(flag: str, value: object, path: Path) -> list[str]:
     if value is True:
         return [flag]  # also of a switch that is called --no-...
     if value is None or value == ():
@@ -132,5 +131,5 @@ def _words_of_knob(flag: str, value: Any, path: Path) -> list[str]:
     return _words(flag, list(value) if isinstance(value, tuple) else value, path)
 
 
-def _tupled(value: Any) -> Any:
+def _tupled(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value

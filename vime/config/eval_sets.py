@@ -22,7 +22,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vime.config.flags import check_value
 from vime.config.parse import SECTIONS, Config, section_of
@@ -70,32 +69,37 @@ def eval_sets(config: Config) -> list[EvalSet]:
 
 def _of_file(config: Config, file: Path) -> Iterator[EvalSet]:
     where = f"--eval-config {file}"
-    record = _read(file, where)
-    record = record.get("eval", record)
-    if not isinstance(record, Mapping) or not isinstance(record.get("datasets"), list) or not record["datasets"]:
+    whole = _read(file, where)
+    record = whole.get("eval", whole)
+    sets = record.get("datasets") if isinstance(record, Mapping) else None
+    if not isinstance(record, Mapping) or not isinstance(sets, list) or not sets:
         raise ConfigError(f"{where}: no datasets there. Expected a list `datasets`, each with name and path.")
     defaults = record.get("defaults") or {}
-    for number, one in enumerate(record["datasets"], start=1):
+    for number, one in enumerate(sets, start=1):
         here = f"{where}, set {number}"
         if not isinstance(one, Mapping) or not isinstance(defaults, Mapping):
             raise ConfigError(f"{here}: expected a table of keys and values.")
         merged = {**defaults, **one}
-        for key in ("name", "path"):
-            if not isinstance(merged.get(key), str) or not merged[key]:
-                raise ConfigError(f"{here}: {key} is {merged.get(key)!r}, expected text. Add it.")
-        path = str((file.parent / Path(merged["path"].partition("@[")[0]).expanduser()).resolve())
-        part = merged["path"].partition("@[")
+        name, (path, mark, part) = _text(merged, "name", here), _text(merged, "path", here).partition("@[")
         changes = _changes(merged, here)
+        rm_type = changes.get("rm_type")
         yield EvalSet(
-            name=merged["name"],
-            path=path + part[1] + part[2],
+            name=name,
+            path=f"{(file.parent / Path(path).expanduser()).resolve()}{mark}{part}",
             flag="--eval-config",
             config=config.replace(**changes),
-            rm_type=changes.get("rm_type"),
+            rm_type=None if rm_type is None else str(rm_type),
         )
 
 
-def _read(file: Path, where: str) -> Mapping[str, Any]:
+def _text(merged: Mapping[str, object], key: str, where: str) -> str:
+    value = merged.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: {key} is {value!r}, expected text. Add it.")
+    return value
+
+
+def _read(file: Path, where: str) -> Mapping[str, object]:
     import yaml
 
     try:
@@ -108,9 +112,9 @@ def _read(file: Path, where: str) -> Mapping[str, Any]:
     return record
 
 
-def _changes(merged: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _changes(merged: Mapping[str, object], where: str) -> dict[str, object]:
     """Knobs that the set changes; a reward of its own takes the run's away."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     for key, value in merged.items():
         if key in ("name", "path") or value is None:
             continue
@@ -125,7 +129,7 @@ def _changes(merged: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**dict.fromkeys(REWARDS, None), **changes} if given else changes
 
 
-def _checked(knob: str, value: Any, where: str) -> Any:
+def _checked(knob: str, value: object, where: str) -> object:
     try:
         return check_value(SECTIONS[section_of(knob)], knob, value)
     except ConfigError as error:

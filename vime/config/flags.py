@@ -14,12 +14,15 @@ import types
 import typing
 from collections.abc import Iterator
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vime.config.problems import Problems
 from vime.types import ConfigError
 
 Section = TypeVar("Section")
+Value = TypeVar("Value")
+Knob = dataclasses.Field[object]
+"""A knob as its section has it; `metadata` is what `flag` was told."""
 
 
 BOUNDS = ("clip", "delta", "threshold")
@@ -35,7 +38,7 @@ class PathKind(Enum):
 
 
 def flag(
-    default: Any,
+    default: Value,
     help: str,
     *,
     cli: str | None = None,
@@ -45,7 +48,7 @@ def flag(
     maximum: float | None = None,
     nargs: str | None = None,
     path: PathKind | None = None,
-) -> Any:
+) -> Value:
     """Declare one knob. `cli` names the flag when it differs from the field; `minimum`/`maximum` are inclusive; `path`
     says that it names files, which are made absolute."""
     metadata = {
@@ -61,7 +64,7 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def flag_name(spec: dataclasses.Field[Any]) -> str:
+def flag_name(spec: Knob) -> str:
     return spec.metadata["cli"] or "--" + spec.name.replace("_", "-")
 
 
@@ -96,7 +99,7 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
 def read_section(section: type[Section], parsed: argparse.Namespace, problems: Problems, refused: set[str]) -> Section:
     """Build the section from parsed arguments. A value out of its range is added to `problems`, its flag to `refused`,
     and has the default."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for _, spec in knobs(section):
         value = getattr(parsed, spec.name)
         try:
@@ -109,7 +112,7 @@ def read_section(section: type[Section], parsed: argparse.Namespace, problems: P
     return section(**values)
 
 
-def check_value(section: type, name: str, value: Any) -> Any:
+def check_value(section: type, name: str, value: object) -> object:
     """`value`, which a file gives to the knob `name`; ConfigError unless the flag could say it."""
     (kind, spec), *_ = ((kind, spec) for kind, spec in knobs(section) if spec.name == name)
     is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
@@ -122,7 +125,7 @@ def check_value(section: type, name: str, value: Any) -> Any:
     return value
 
 
-def knobs(section: type) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
+def knobs(section: type) -> Iterator[tuple[type, Knob]]:
     """(scalar type, field) of each knob of a section, in order."""
     hints = typing.get_type_hints(section)
     for spec in dataclasses.fields(section):
@@ -130,9 +133,9 @@ def knobs(section: type) -> Iterator[tuple[type, dataclasses.Field[Any]]]:
             yield _scalar(hints[spec.name]), spec
 
 
-def _check_range(spec: dataclasses.Field[Any], value: Any) -> None:
+def _check_range(spec: Knob, value: object) -> None:
     low, high = spec.metadata["minimum"], spec.metadata["maximum"]
-    if value is None or isinstance(value, list | tuple | str):
+    if not isinstance(value, int | float):
         return
     if math.isnan(value) or (math.isinf(value) and not any(word in spec.name for word in BOUNDS)):
         raise ConfigError(f"{flag_name(spec)}: got {value}, expected a number. Change the flag.")
@@ -143,7 +146,7 @@ def _check_range(spec: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{flag_name(spec)}: got {value}, expected {expected}. Change the flag.")
 
 
-def _scalar(hint: Any) -> type:
+def _scalar(hint: object) -> type:
     """Map `int | None` to int and `tuple[str, ...]` to str; every other hint is a scalar type already."""
     if isinstance(hint, types.UnionType):
         (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)

@@ -6,7 +6,6 @@ What they compute is in `vime/rollout/rm_hub.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from vime.config.parse import Config
 from vime.config.rollout import RM_TYPES, RewardConfig
@@ -17,12 +16,12 @@ COMPARE_WITH_LABEL = ("exact_match", "math", "boxed_exact_match", "boxed_math")
 """Those that read the label as text."""
 
 
-def own_grader(reward: RewardConfig, metadata: Mapping[str, Any]) -> Any:
+def own_grader(reward: RewardConfig, metadata: Mapping[str, object]) -> object:
     """What a record says of its grader; None where it says nothing, or where --custom-rm-path scores every answer."""
     return (metadata.get(IN_RECORD) or None) if reward.custom_rm_path is None else None
 
 
-def own_grader_fault(reward: RewardConfig, metadata: Mapping[str, Any]) -> str:
+def own_grader_fault(reward: RewardConfig, metadata: Mapping[str, object]) -> str:
     """Why a record's own grader cannot score it; empty when it can, or when the record names none."""
     own = own_grader(reward, metadata)
     if own is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vime.config.model_files import what_is_there
 from vime.types import ConfigError
@@ -88,14 +88,17 @@ def read_model_shape(directory: str) -> ModelShape:
         ) from error
 
 
-def _numbers(record: dict[str, Any]) -> dict[str, int]:
+def _numbers(record: Mapping[str, object]) -> dict[str, int]:
     """Field -> what the config says by any of its names; null and 0 say nothing, of a number per layer the largest."""
     found = {field: next(filter(None, map(record.get, names)), None) for field, names in SPELLINGS.items()}
-    return {
-        field: int(max(value) if isinstance(value, list) else value)
-        for field, value in found.items()
-        if value is not None
-    }
+    return {field: _whole(value) for field, value in found.items() if value is not None}
+
+
+def _whole(value: object) -> int:
+    largest = max(value) if isinstance(value, list) else value
+    if not isinstance(largest, str | int | float):
+        raise TypeError(f"expected a number, got {value!r}")
+    return int(largest)
 
 
 def num_tokenizer_ids(directory: str) -> int | None:

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from vime.config.parse import Config
 from vime.types import ConfigError
@@ -30,7 +29,7 @@ _FORMATS = (".parquet", ".jsonl")
 
 def with_local_copies(config: Config) -> Config:
     """The configuration with each name replaced by the path of its local copy; what is not there yet is fetched."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     for knob in MODEL_KNOBS:
         value = getattr(config.flat, knob)
         if value and (name := hub_name(value)):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import config_file
-from vime.config.flags import add_section, flag_name, knobs, read_section
+from vime.config.flags import Knob, add_section, flag_name, knobs, read_section
 from vime.config.machine import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.problems import Problems
 from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
@@ -49,28 +49,28 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
     vllm_flags: tuple[str, ...] = ()  # engine flags as vLLM spells them, from --vllm-*
     router_flags: tuple[str, ...] = ()  # router flags as vllm-router spells them, from --router-*
-    derived: tuple[tuple[str, Any], ...] = ()  # knobs that `resolve` filled in, with their values
+    derived: tuple[tuple[str, object], ...] = ()  # knobs that `resolve` filled in, with their values
 
     @property
     def flat(self) -> Args:
         return Args(self)
 
-    def replace(self, **changes: Any) -> Config:
+    def replace(self, **changes: object) -> Config:
         """A copy with knobs changed by flag name, for example `replace(run_dir="...")`."""
-        sections: dict[str, dict[str, Any]] = {}
+        sections: dict[str, dict[str, object]] = {}
         for name, value in changes.items():
             sections.setdefault(section_of(name), {})[name] = value
         return dataclasses.replace(
             self, **{key: dataclasses.replace(getattr(self, key), **values) for key, values in sections.items()}
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Config:
         """Inverse of `to_dict`, also after JSON turned tuples into lists."""
-        sections: dict[str, Any] = {
+        sections = {
             name: kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in record[name].items()})
             for name, kind in SECTIONS.items()
         }
@@ -80,7 +80,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    spec.name: spec.default_factory  # type: ignore[misc]
+    spec.name: spec.default_factory  # type: ignore[misc]  # a class, which is more than a factory
     for spec in dataclasses.fields(Config)
     if spec.default_factory is not dataclasses.MISSING
 }
@@ -102,7 +102,7 @@ class Args:
             raise AttributeError(f"args has no {name!r}; flags are listed in docs/flags.md")
         return getattr(getattr(self.config, _HOME[name]), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"args is frozen: cannot set {name!r}. Return new values instead.")
 
     def __reduce__(self) -> tuple[type, tuple[Config]]:
@@ -147,9 +147,9 @@ def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Co
     files, own = config_file.split_config_files(argv)
     argv = [*(word for path in files for word in _read_file(path)), *own]
     parser = build_parser(program)
-    parser.error = _refuse  # type: ignore[method-assign,assignment]
+    parser.error = _refuse  # type: ignore[method-assign,assignment]  # argparse would end the process
     reading = read(argv, parser, problems)
-    sections: dict[str, Any] = {}
+    sections: dict[str, Any] = {}  # each of its own class
     for name, section in SECTIONS.items():
         sections[name] = read_section(section, reading.namespace, problems, reading.refused_flags)
     vllm_flags, router_flags = (tuple(reading.passthrough[prefix]) for prefix in PASSTHROUGH)
@@ -170,7 +170,7 @@ def _refuse(message: str) -> None:
     raise ConfigError(f"{message.removeprefix('argument ').rstrip('.')}. See train.py --help.")
 
 
-def iter_flags() -> Iterator[tuple[str, str, Any]]:
+def iter_flags() -> Iterator[tuple[str, str, Knob]]:
     """(section title, flag, field) of every flag, in order: the source of docs/flags.md."""
     for section in SECTIONS.values():
         title = (section.__doc__ or section.__name__).strip().partition("\n")[0].rstrip(".")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from vime.config.flags import PathKind, knobs
 from vime.config.parse import SECTIONS, Config
@@ -12,12 +11,13 @@ from vime.config.parse import SECTIONS, Config
 
 def absolute_paths(config: Config) -> Config:
     """Every flag that names a file or directory, relative to where the run was started."""
-    changes = {}
+    changes: dict[str, object] = {}
     for section, kind in SECTIONS.items():
         for _, spec in knobs(kind):
-            value = getattr(getattr(config, section), spec.name)
-            if value and spec.metadata["path"] is not None:
-                changes[spec.name] = _absolute(value, spec.metadata["path"])
+            value, path_kind = getattr(getattr(config, section), spec.name), spec.metadata["path"]
+            if value and path_kind is not None:
+                is_pairs = path_kind is PathKind.PAIRS
+                changes[spec.name] = _absolute_pairs(value) if is_pairs else _absolute(value, path_kind)
     return config.replace(**changes)
 
 
@@ -34,7 +34,7 @@ def prompt_files(value: str) -> list[Path]:
     return sorted(path.parent.glob(path.name)) if "*" in path.name else []
 
 
-def path_flags(config: Config) -> dict[str, Any]:
+def path_flags(config: Config) -> dict[str, object]:
     """Knob -> value of every path that was given: what each node of a cluster must see."""
     return {
         spec.name: value
@@ -44,10 +44,12 @@ def path_flags(config: Config) -> dict[str, Any]:
     }
 
 
-def _absolute(value: Any, kind: PathKind) -> Any:
-    match kind:
-        case PathKind.PAIRS:
-            return tuple(_absolute(text, PathKind.FILE) if place % 2 else text for place, text in enumerate(value))
-        case PathKind.PLUGIN if ".py:" not in value:
-            return value  # package.module.name
+def _absolute(value: str, kind: PathKind) -> str:
+    if kind is PathKind.PLUGIN and ".py:" not in value:
+        return value  # package.module.name
     return os.path.abspath(os.path.expanduser(value))
+
+
+def _absolute_pairs(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Every second word is a file."""
+    return tuple(_absolute(text, PathKind.FILE) if place % 2 else text for place, text in enumerate(words))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from vime.types import ConfigError
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Problems:
@@ -30,7 +31,7 @@ class Problems:
         except ConfigError as error:
             self.add(*single_problems(error))
 
-    def attempt(self, function: Callable[..., Result], *arguments: Any, otherwise: Result) -> Result:
+    def attempt(self, function: Callable[[*Arguments], Result], *arguments: *Arguments, otherwise: Result) -> Result:
         """What `function` answers, or `otherwise` when it refuses: what comes after it is still looked at."""
         with self.gathering():
             return function(*arguments)

@@ -7,6 +7,7 @@ looked up in `migration.py`; what is in no table is unknown.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import re
@@ -14,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vime.config.migration import (
     ALWAYS,
@@ -76,7 +76,8 @@ class Reading:
 
 def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
     """Every flag of `argv`, parsed; what is wrong is added to `problems`."""
-    options = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    actions = parser._actions  # noqa: SLF001 - argparse has no public list of its flags
+    options = {option: action.nargs != 0 for action in actions for option in action.option_strings}
     items = _split(argv, options)
     translated = _Translator(items, set(options), problems)
     reading = Reading(parser.parse_args([]))
@@ -275,7 +276,7 @@ class _Translator:
         else:
             self._contradicts(item, where.keys, found)
 
-    def _contradicts(self, item: Item, keys: tuple[str, ...], found: Any) -> None:
+    def _contradicts(self, item: Item, keys: tuple[str, ...], found: object) -> None:
         self._problems.add(
             f"{item}: config.json of --hf-checkpoint says {keys[0]} is {json.dumps(found)}, and that is what is "
             "trained. Remove the flag, or name the model that you mean."
@@ -293,7 +294,7 @@ def _engine_flag(flag: str) -> str | None:
 _VLLM_HELP = "listed by `python -m vllm.entrypoints.launchers.api_server.entry --help`"
 
 
-def _read_config(given: Item | None) -> dict[str, Any]:
+def _read_config(given: Item | None) -> dict[str, object]:
     """config.json of --hf-checkpoint; empty when it cannot be read, which is said by who needs it."""
     if given is None or len(given.values) != 1:
         return {}
@@ -307,17 +308,17 @@ def _read_config(given: Item | None) -> dict[str, Any]:
     return {**record, **text} if isinstance(text, dict) else record
 
 
-def _entry(record: dict[str, Any], key: str) -> Any:
+def _entry(record: dict[str, object], key: str) -> object:
     """`rope_scaling.factor` goes into the object `rope_scaling`; None where there is none."""
-    value: Any = record
+    value: object = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def _is_same(text: str, expected: Any) -> bool:
+def _is_same(text: str, expected: object) -> bool:
     """Whether a word of the command line says `expected`: 1e6 and 1000000 are the same number."""
-    try:
-        return abs(float(text) - float(expected)) <= TOLERANCE * max(1.0, abs(float(expected)))
-    except (TypeError, ValueError):
-        return text.lower() == str(expected).lower()
+    if isinstance(expected, str | int | float):
+        with contextlib.suppress(ValueError):
+            return abs(float(text) - float(expected)) <= TOLERANCE * max(1.0, abs(float(expected)))
+    return text.lower() == str(expected).lower()

@@ -91,6 +91,9 @@ class EventLog:
     def emit(self, kind: str, *, ago_s: float = 0.0, **fields: object) -> None:
         """Append one event. `kind` is an EventKind; fields are JSON values (others are written as text). On a full disk
         it is lost, with a warning: what must not be lost says so itself (spool, ledger, checkpoint)."""
+        self._write(kind, fields, ago_s=ago_s)
+
+    def _write(self, kind: str, fields: Mapping[str, object], *, ago_s: float = 0.0) -> None:
         record: dict[str, object] = {
             "t": time.time() - ago_s,
             "mono": time.monotonic() - ago_s,
@@ -100,7 +103,7 @@ class EventLog:
         clash = sorted(set(fields) & set(_OWN_FIELDS))
         if clash:
             raise ValueError(f"event {kind}: the fields {clash} are written by the log itself; rename them")
-        line = json.dumps(record | fields, default=str) + "\n"
+        line = json.dumps({**record, **fields}, default=str) + "\n"
         with self._lock:
             if self._file < 0:
                 raise ValueError(f"event {kind}: the log {self.path} is closed")
@@ -118,7 +121,7 @@ class EventLog:
     def span(self, name: str, **fields: object) -> Iterator[None]:
         """A stretch of work: `span_started`, then `span_ended` with its duration, also when the work raises. Meanwhile
         `vime why-stuck` shows it."""
-        self.emit(EventKind.SPAN_STARTED, name=name, **fields)
+        self._write(EventKind.SPAN_STARTED, {"name": name, **fields})
         start, failure = time.monotonic(), None
         try:
             with _doing(name, fields):
@@ -128,7 +131,8 @@ class EventLog:
             raise
         finally:
             duration_s = time.monotonic() - start
-            self.emit(EventKind.SPAN_ENDED, name=name, **fields, duration_s=duration_s, error=failure)
+            ended = {"name": name, **fields, "duration_s": duration_s, "error": failure}
+            self._write(EventKind.SPAN_ENDED, ended)
 
     def close(self) -> None:
         with self._lock:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from vime.config.flags import knobs
 from vime.config.parse import SECTIONS
@@ -25,7 +24,7 @@ from vime.observability.machine_facts import MACHINE_FILE
 from vime.observability.metrics import VERSION, read_metrics
 from vime.observability.page import MAX_POINTS, Block, Line, Page, chart_block, table_block
 from vime.observability.report import duration
-from vime.observability.run_dir import is_alive, read_config
+from vime.observability.run_dir import config_value, is_alive, read_config
 from vime.observability.samples import RoundFates, read_fates
 from vime.observability.summary import RunSummary, summarise
 from vime.types import VimeError
@@ -110,7 +109,7 @@ def build_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None
         page.add_section(section, [{"kind": "charts", "charts": charts}] if charts else [], note)
     page.add_section("Time", _time_blocks(page, summary, rounds))
     page.add_section("Groups", *_group_blocks(run_dir, page, rounds, queue_fates))
-    page.add_section("Answers", answers_blocks(run_dir, config.get("reward", {}).get("reward_key")))
+    page.add_section("Answers", answers_blocks(run_dir, _reward_key(config)))
     page.add_section("Evaluations", eval_blocks(summary))
     metrics = {name: name for name in sorted(by_name(rounds))}
     page.add_section("All metrics", [{"kind": "explorer", "metrics": metrics, "x": "round"}] if metrics else [])
@@ -129,13 +128,13 @@ def by_name(rounds: Rounds) -> dict[str, dict[int, float]]:
     return found
 
 
-def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat_config(config: Mapping[str, object]) -> dict[str, object]:
     """Flag -> value, over all sections."""
     flat = {knob: value for part in config.values() if isinstance(part, dict) for knob, value in part.items()}
     return flat | {name: config[name] for name in ("vllm_flags", "router_flags") if config.get(name)}
 
 
-def config_blocks(config: Mapping[str, Any]) -> list[Block]:
+def config_blocks(config: Mapping[str, object]) -> list[Block]:
     """What differs from the defaults, and everything."""
     defaults = {spec.name: spec.default for kind in SECTIONS.values() for _, spec in knobs(kind)}
     flat = flat_config(config)
@@ -171,10 +170,15 @@ def _natural(match: re.Match[str]) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", match[1]) if part]
 
 
-def _subtitle(run_dir: Path, config: Mapping[str, Any]) -> str:
-    model = Path(str(config.get("model", {}).get("hf_checkpoint", "?"))).name
-    estimator = config.get("algo", {}).get("advantage_estimator", "?")
-    mode = config.get("queue", {}).get("transferqueue_mode", "?")
+def _reward_key(config: Mapping[str, object]) -> str | None:
+    key = config_value(config, "reward", "reward_key")
+    return key if isinstance(key, str) else None
+
+
+def _subtitle(run_dir: Path, config: Mapping[str, object]) -> str:
+    model = Path(str(config_value(config, "model", "hf_checkpoint", "?"))).name
+    estimator = config_value(config, "algo", "advantage_estimator", "?")
+    mode = config_value(config, "queue", "transferqueue_mode", "?")
     written = time.strftime("%Y-%m-%d %H:%M")
     return f"{model} · {estimator} · queue {mode} · {run_dir.resolve()} · page written {written}"
 
@@ -189,7 +193,7 @@ def run_state(run_dir: Path, ended: str) -> str:
 
 
 def _tiles(summary: RunSummary, rounds: Rounds, fates: Mapping[int, RoundFates]) -> Block:
-    tiles: list[tuple[str, Any]] = [("rounds", summary.num_rounds), ("wall time", duration(summary.wall_s))]
+    tiles: list[tuple[str, object]] = [("rounds", summary.num_rounds), ("wall time", duration(summary.wall_s))]
     rewards = list(summary.rewards.values())
     if rewards:
         count = min(10, len(rewards))
@@ -216,7 +220,7 @@ def _warnings(run_dir: Path, summary: RunSummary, events: Sequence[Event], round
     blocks: list[Block] = []
     if summary.outcome.startswith("failed"):
         blocks.append({"kind": "text", "text": summary.outcome, "style": "problem"})
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for event in events:
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time_s))
         if event.kind == EventKind.RUN_RESTARTED:
@@ -236,7 +240,7 @@ def _warnings(run_dir: Path, summary: RunSummary, events: Sequence[Event], round
     return blocks
 
 
-def _logged(run_dir: Path) -> list[tuple[Any, ...]]:
+def _logged(run_dir: Path) -> list[tuple[object, ...]]:
     """Warnings and errors of every log; those that differ in numbers alone are one."""
     counts: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], tuple[str, str]] = {}
@@ -255,7 +259,9 @@ def _logged(run_dir: Path) -> list[tuple[Any, ...]]:
                 key = (path.stem, re.sub(r"\d+", "#", match["text"]))
                 counts[key] += 1
                 first.setdefault(key, (match["date"], f"{match['level'].lower()}: {match['text'][:600]}"))
-    rows: list[tuple[Any, ...]] = [(count, key[0], *first[key]) for key, count in counts.most_common(MAX_WARNINGS - 1)]
+    rows: list[tuple[object, ...]] = [
+        (count, key[0], *first[key]) for key, count in counts.most_common(MAX_WARNINGS - 1)
+    ]
     if outdated:
         packages = ", ".join(f"{name} {count}" for name, count in outdated.most_common())
         text = f"libraries say that a part of theirs is deprecated ({packages}); RUN_DIR/logs has them."
@@ -402,7 +408,7 @@ def _machine_blocks(run_dir: Path) -> list[Block]:
     return [table_block(("", ""), rows)]
 
 
-def _config(run_dir: Path) -> dict[str, Any]:
+def _config(run_dir: Path) -> dict[str, object]:
     try:
         return read_config(run_dir)
     except VimeError as error:
@@ -410,7 +416,7 @@ def _config(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return "" if value is None else str(value)

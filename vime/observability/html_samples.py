@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from vime.observability.page import Block, table_block
 from vime.observability.samples import KeptAnswer, KeptGroup, kept_rounds, read_round
@@ -40,7 +39,7 @@ def eval_blocks(summary: RunSummary) -> list[Block]:
     return [{"kind": "text", "text": summary.answers_title}, table_block(columns, rows)] if rows else []
 
 
-def answer_text(value: Any) -> str:
+def answer_text(value: object) -> str:
     """A prompt as text; of a conversation each turn with its role."""
     if isinstance(value, str):
         return value
@@ -49,7 +48,7 @@ def answer_text(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def reward_text(reward: Any) -> str:
+def reward_text(reward: object) -> str:
     """0.5, or each entry with its name."""
     if isinstance(reward, Mapping):
         return ", ".join(f"{name} {reward_text(value)}" for name, value in reward.items())
@@ -79,7 +78,7 @@ def _mean(group: KeptGroup, key: str | None) -> float:
     return sum(scores) / len(scores) if scores else 0.0
 
 
-def _group(group: KeptGroup, why: str, key: str | None) -> dict[str, Any]:
+def _group(group: KeptGroup, why: str, key: str | None) -> dict[str, object]:
     def order(answer: KeptAnswer) -> float:
         score = answer.score(key)
         return -score if score is not None and score == score else float("inf")
@@ -98,7 +97,7 @@ def _group(group: KeptGroup, why: str, key: str | None) -> dict[str, Any]:
     }
 
 
-def _answer(answer: KeptAnswer, key: str | None) -> dict[str, Any]:
+def _answer(answer: KeptAnswer, key: str | None) -> dict[str, object]:
     score = answer.score(key)
     facts = f"{len(answer.tokens)} tokens · {answer.status} · {version_text(answer)}"
     return {

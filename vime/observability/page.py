@@ -17,13 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 MAX_POINTS = 1000
 """Of a curve: longer ones are means of equal stretches of rounds."""
 MAX_BYTES = 10_000_000
 
-Block = dict[str, Any]
+Block = dict[str, object]
 Points = Mapping[int, float]  # by round
 
 
@@ -45,9 +44,9 @@ class Page:
     subtitle: str
     badge: tuple[str, str]
     smoothing: float = 0.6
-    sections: list[dict[str, Any]] = field(default_factory=list)
+    sections: list[dict[str, object]] = field(default_factory=list)
     _xs: list[list[float]] = field(default_factory=list)
-    _series: dict[str, list[Any]] = field(default_factory=dict)
+    _series: dict[str, tuple[int, list[float | None], bool]] = field(default_factory=dict)
     _places: dict[tuple[float, ...], int] = field(default_factory=dict)
 
     def add_points(self, key: str, points: Points) -> None:
@@ -57,7 +56,7 @@ class Page:
         if place == len(self._xs):
             self._xs.append(xs)
         is_sparse = len(xs) > 1 and (xs[-1] - xs[0]) > 2 * (len(xs) - 1) and len(xs) < 200
-        self._series[key] = [place, ys, is_sparse]
+        self._series[key] = (place, ys, is_sparse)
 
     def point_keys(self) -> list[str]:
         """Of all points."""
@@ -97,14 +96,14 @@ def chart_block(
     title: str, lines: Sequence[Line], *, kind: str = "line", x: str = "round", note: str = "", is_log: bool = False
 ) -> Block:
     """A chart of points that the page has; `kind`: line, exact (a line that is never smoothed) or stack."""
-    series = [{"key": line.key, "name": line.name, "colour": line.colour} for line in lines]
-    for entry in series:
-        if entry["colour"] is None:
-            del entry["colour"]
+    series = [
+        {"key": line.key, "name": line.name} | ({} if line.colour is None else {"colour": line.colour})
+        for line in lines
+    ]
     return {"title": title, "series": series, "kind": kind, "x": x, "note": note, "log": is_log}
 
 
-def table_block(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, closed: str = "") -> Block:
+def table_block(columns: Sequence[str], rows: Sequence[Sequence[object]], *, closed: str = "") -> Block:
     """`closed`: the table is folded away under this title."""
     cells = [[_cell(cell) for cell in row] for row in rows]
     return {"kind": "table", "columns": list(columns), "rows": cells, "closed": closed}
@@ -125,7 +124,7 @@ def thinned_points(points: Points) -> tuple[list[float], list[float | None]]:
     return xs, ys
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> str | int | float | None:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -15,10 +15,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from vime.observability.events import EventKind
 from vime.types import ConfigError, DataError
@@ -146,7 +145,7 @@ def is_alive(run: Path) -> bool:
     return False
 
 
-def read_config(run: Path) -> dict[str, Any]:
+def read_config(run: Path) -> dict[str, object]:
     """What the run was started with, by section. DataError when its config.json is damaged."""
     path = run / "config.json"
     try:
@@ -156,6 +155,12 @@ def read_config(run: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{path}: is a JSON {type(record).__name__}. Expected what a run writes when it starts.")
     return record
+
+
+def config_value(config: Mapping[str, object], section: str, knob: str, otherwise: object = None) -> object:
+    """What a run was started with, of what `read_config` answers; `otherwise` where its Vime did not know the knob."""
+    part = config.get(section)
+    return part.get(knob, otherwise) if isinstance(part, Mapping) else otherwise
 
 
 def _fresh_path() -> Path:

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 from vime.types import Sample
 
@@ -67,7 +67,7 @@ class KeptAnswer:
     """One answer as it was read back. `versions`: (version, start, end) over the response tokens."""
 
     index: int
-    prompt: Any
+    prompt: object  # text, or the turns of a conversation
     response: str
     reward: Reward
     status: str
@@ -93,9 +93,9 @@ class KeptGroup:
     round_id: int
     group_index: int
     reason: str | None
-    prompt: Any
-    label: Any
-    metadata: Any
+    prompt: object  # text, or the turns of a conversation
+    label: object
+    metadata: object
     answers: tuple[KeptAnswer, ...]
 
 
@@ -106,6 +106,33 @@ class RoundFates:
     round_id: int
     kept: tuple[int, ...]
     dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # reason -> groups
+
+
+class _AnswerRecord(TypedDict):
+    """An answer in a round's file; `tokens`, `log_probs` and `mask` are packed."""
+
+    index: int
+    response: str
+    reward: Reward
+    status: str
+    length: int
+    tokens: str
+    log_probs: str
+    versions: list[list[int]]
+    prompt: NotRequired[object]  # where it is not the group's
+    mask: NotRequired[str]  # where it is not 1 everywhere
+    removed: NotRequired[bool]
+
+
+class _GroupRecord(TypedDict):
+    """A line of a round's file."""
+
+    group: int
+    prompt: object
+    label: object
+    metadata: object
+    answers: list[_AnswerRecord]
+    reason: NotRequired[str]
 
 
 class SampleStore:
@@ -219,18 +246,20 @@ def _round_files(run_dir: Path) -> dict[int, Path]:
 
 def _group_line(group: Sequence[Sample], reason: str | None) -> str:
     first = group[0]
-    record: dict[str, Any] = {
+    record: _GroupRecord = {
         "group": first.group_index,
         "prompt": first.prompt,
         "label": _short(first.label),
         "metadata": _short(first.metadata),
         "answers": [_answer(sample, first.prompt) for sample in group],
     }
-    return json.dumps(record | ({} if reason is None else {"reason": reason}), default=str, separators=(",", ":"))
+    if reason is not None:
+        record["reason"] = reason
+    return json.dumps(record, default=str, separators=(",", ":"))
 
 
-def _answer(sample: Sample, prompt: Any) -> dict[str, Any]:
-    record: dict[str, Any] = {
+def _answer(sample: Sample, prompt: object) -> _AnswerRecord:
+    record: _AnswerRecord = {
         "index": sample.index,
         "response": sample.response,
         "reward": sample.reward,
@@ -254,18 +283,24 @@ def _packed(kind: str, values: Sequence[int] | Sequence[float] | None) -> str:
     return base64.b64encode(array(kind, values or ()).tobytes()).decode()
 
 
-def _unpacked(kind: str, text: str) -> tuple[Any, ...]:
-    values = array(kind)
+def _integers(kind: Literal["i", "b"], text: str) -> tuple[int, ...]:
+    values: array[int] = array(kind)
     values.frombytes(base64.b64decode(text))
     return tuple(values)
 
 
-def _short(value: Any) -> Any:
+def _floats(text: str) -> tuple[float, ...]:
+    values: array[float] = array("f")
+    values.frombytes(base64.b64decode(text))
+    return tuple(values)
+
+
+def _short(value: object) -> object:
     text = json.dumps(value, default=str)
     return value if len(text) <= MAX_CHARS else text[:MAX_CHARS] + "..."
 
 
-def _group_of(round_id: int, record: Mapping[str, Any]) -> KeptGroup:
+def _group_of(round_id: int, record: _GroupRecord) -> KeptGroup:
     return KeptGroup(
         round_id=round_id,
         group_index=record["group"],
@@ -277,8 +312,8 @@ def _group_of(round_id: int, record: Mapping[str, Any]) -> KeptGroup:
     )
 
 
-def _answer_of(record: Mapping[str, Any], prompt: Any) -> KeptAnswer:
-    tokens, length = _unpacked("i", record["tokens"]), record["length"]
+def _answer_of(record: _AnswerRecord, prompt: object) -> KeptAnswer:
+    tokens, length = _integers("i", record["tokens"]), record["length"]
     return KeptAnswer(
         index=record["index"],
         prompt=record.get("prompt", prompt),
@@ -289,6 +324,6 @@ def _answer_of(record: Mapping[str, Any], prompt: Any) -> KeptAnswer:
         versions=tuple((span[0], span[1], span[2]) for span in record["versions"]),
         prompt_tokens=tokens[: len(tokens) - length],
         tokens=tokens[len(tokens) - length :],
-        log_probs=_unpacked("f", record["log_probs"]),
-        loss_mask=_unpacked("b", record["mask"]) if "mask" in record else (1,) * length,
+        log_probs=_floats(record["log_probs"]),
+        loss_mask=_integers("b", record["mask"]) if "mask" in record else (1,) * length,
     )

@@ -131,7 +131,7 @@ class Names:
 
     def _all_of(self, owner: str) -> Sequence[RunProcess]:
         name = _plain(owner)
-        return self._exact.get(name) or self._numbered.get(name, ())
+        return self._exact.get(name, ()) or self._numbered.get(name, ())
 
 
 def _plain(name: str) -> str:
@@ -209,7 +209,7 @@ def _told(chain: Chain, by_name: dict[str, RunProcess]) -> str:
 
 def _path(chain: Chain) -> str:
     """`driver waits 43 s for 'a round of generation' from rollout-manager, which waits ... from engine-0`."""
-    parts = []
+    parts: list[str] = []
     for at, (process, wait) in enumerate(chain.links):
         following = chain.links[at + 1][0] if at + 1 < len(chain.links) else chain.end
         party = following if isinstance(following, str) else following.name

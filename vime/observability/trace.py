@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vime.observability.events import Event, EventKind, read_events
 
@@ -39,13 +38,13 @@ def write_trace(run_dir: Path) -> Path:
     return path
 
 
-def trace_events(events: Iterable[Event]) -> list[dict[str, Any]]:
+def trace_events(events: Iterable[Event]) -> list[dict[str, object]]:
     """Trace Event Format: `M` names a process, `X` is a span with its duration, `B` one without end, `i` a moment.
     Times are microseconds since the first event."""
     events = list(events)
     origin_s = min((event.time_s for event in events), default=0.0)
     pids = {name: pid for pid, name in enumerate(dict.fromkeys(event.process for event in events), start=1)}
-    found: list[dict[str, Any]] = [
+    found: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}} for name, pid in pids.items()
     ]
     for event in events:

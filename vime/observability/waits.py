@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from vime.utils.processes import ON_DISK, STOPPED, TRACED, SeenProcess, place, read_processes, title, tree
-from vime.utils.waits import DIRECTORY, FORMAT, HEARTBEAT_S
+from vime.utils.waits import DIRECTORY, FORMAT, HEARTBEAT_S, WaitsFile
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +24,12 @@ BUSY_SHARE = 0.1
 """Of one CPU. An idle Ray worker, router or engine uses a few hundredths."""
 _RAY_ACTOR = re.compile(r"ray::(?P<name>\w+)")
 _RAY_OWN = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
+
+
+class _SeenFile(WaitsFile):
+    """A process's file as it was found."""
+
+    touched: float  # unix time of its last change
 
 
 class State(StrEnum):
@@ -85,7 +90,7 @@ def read_run(run_dir: Path, *, sample_s: float) -> list[RunProcess]:
     before, asked = read_processes(), time.monotonic()
     here = place() if before else ""  # without /proc every process is elsewhere
 
-    def is_here(record: dict[str, Any], table: dict[int, SeenProcess]) -> bool:
+    def is_here(record: _SeenFile, table: dict[int, SeenProcess]) -> bool:
         seen = table.get(record["pid"])
         return record["place"] == here and seen is not None and seen.start == record["start"]
 
@@ -107,29 +112,29 @@ def read_run(run_dir: Path, *, sample_s: float) -> list[RunProcess]:
     return sorted(seen, key=lambda process: (process.name != "driver", process.name))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """One file with the time it was last touched; {} when it is not one."""
+def _read(path: Path) -> _SeenFile | None:
+    """One file with the time it was last touched; None when it is not one."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: WaitsFile = json.loads(path.read_text())
         is_known = record["format"] == FORMAT
-        return {**record, "touched": path.stat().st_mtime} if is_known else {}
+        return {**record, "touched": path.stat().st_mtime} if is_known else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s: left out, it cannot be read: %s", path, error)
-        return {}
+        return None
 
 
-def _newest(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _newest(records: Iterable[_SeenFile | None]) -> list[_SeenFile]:
     """A process that was started again left an older file under its name."""
-    newest: dict[str, dict[str, Any]] = {}
+    newest: dict[str, _SeenFile] = {}
     for record in records:
-        if record and record["epoch"] is not None:
+        if record is not None and record["epoch"] is not None:
             held = newest.get(record["process"])
             if held is None or held["touched"] <= record["touched"]:
                 newest[record["process"]] = record
     return list(newest.values())
 
 
-def _process(record: dict[str, Any], *, is_here: bool, is_living: bool) -> RunProcess:
+def _process(record: _SeenFile, *, is_here: bool, is_living: bool) -> RunProcess:
     """What the file says; `is_here`: its pid means something to this machine."""
     is_quiet = time.time() - record["touched"] > SILENT_AFTER_S
     state = State.DEAD if is_here and not is_living else State.SILENT if is_quiet else State.ALIVE

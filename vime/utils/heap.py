@@ -14,8 +14,6 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable
-from typing import Any
 
 MIN_BYTES = 128 << 20
 COST_S_PER_BYTE = 0.25 / (1 << 30)
@@ -57,7 +55,7 @@ class _Heap(ctypes.Structure):
     ]
 
 
-def kept_bytes(library: Any) -> int:
+def kept_bytes(library: ctypes.CDLL) -> int:
     """Anonymous memory of this process that is in no block of the C library that is in use: at most so much was freed
     and not given back."""
     heap = library.mallinfo2()
@@ -68,12 +66,11 @@ def kept_bytes(library: Any) -> int:
 
 
 @functools.cache
-def _glibc() -> Any:
+def _glibc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2") or not hasattr(library, "malloc_trim"):
         return None
-    mallinfo: Callable[[], _Heap] = library.mallinfo2
-    mallinfo.restype = _Heap  # type: ignore[attr-defined]
+    library.mallinfo2.restype = _Heap
     return library
 
 

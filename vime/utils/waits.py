@@ -21,7 +21,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TypedDict
 
 from vime.utils.processes import place, read_process
 
@@ -35,6 +35,41 @@ HEARTBEAT_S = 5.0
 """A file that did not change is touched this often: one that is older belongs to a process whose threads do not run."""
 OVERDUE_GRACE_S = 30.0
 """Beyond a deadline, for the code around the wait to turn it into an error; later it is logged."""
+
+
+class WaitRecord(TypedDict):
+    """One line of a process's file: `count` equal waits, the oldest of them since `since` (monotonic)."""
+
+    name: str
+    owners: list[str]
+    count: int
+    since: float
+    deadline_s: float | None
+
+
+class WorkRecord(TypedDict):
+    """A station of work in the file, since `since` (monotonic)."""
+
+    name: str
+    since: float
+
+
+class WaitsNow(TypedDict):
+    """The part of the file that changes."""
+
+    waits: list[WaitRecord]
+    work: list[WorkRecord]
+
+
+class WaitsFile(WaitsNow):
+    """RUN_DIR/waits/<process>.<pid>.json, with who wrote it. `start`: of the process, as /proc counts it."""
+
+    format: int
+    process: str
+    pid: int
+    start: int
+    place: str
+    epoch: float  # adding it to `since` gives the date, for a reader on another machine
 
 
 class Stretch:
@@ -113,16 +148,10 @@ class _Registry:
         self.directory, self.process = directory, process
         self._path = directory / f"{process}.{os.getpid()}.json"
         seen = read_process(os.getpid())
-        self._who = {
-            "format": FORMAT,
-            "process": process,
-            "pid": os.getpid(),
-            "start": seen.start if seen is not None else 0,
-            "place": place(),
-            # adding it to `since` gives the date, for a reader on another machine
-            "epoch": time.time() - time.monotonic(),
-        }
-        self._written: dict[str, Any] | None = None
+        self._start = seen.start if seen is not None else 0
+        self._place = place()
+        self._epoch = time.time() - time.monotonic()
+        self._written: WaitsNow | None = None
         self._touched, self._is_broken = 0.0, False
         self._reported: set[int] = set()
         self._closing = threading.Event()
@@ -159,10 +188,19 @@ class _Registry:
         while not self._closing.wait(TICK_S):
             self.tick()
 
-    def _write(self, found: dict[str, Any]) -> None:
+    def _write(self, found: WaitsNow) -> None:
+        record: WaitsFile = {
+            "format": FORMAT,
+            "process": self.process,
+            "pid": os.getpid(),
+            "start": self._start,
+            "place": self._place,
+            "epoch": self._epoch,
+            **found,
+        }
         self.directory.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._who | found))
+        partial.write_text(json.dumps(record))
         partial.replace(self._path)
 
     def _report_overdue(self, stretches: dict[int, Stretch], now: float) -> None:
@@ -179,7 +217,7 @@ class _Registry:
                 )  # fmt: skip
 
 
-def _described(stretches: dict[int, Stretch], now: float) -> dict[str, Any]:
+def _described(stretches: dict[int, Stretch], now: float) -> WaitsNow:
     """What has lasted long enough, oldest first; of equal waits the oldest and how many there are."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[Stretch]] = {}
     for stretch in stretches.values():

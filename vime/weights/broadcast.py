@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from vime.seams import EngineControl
-from vime.types import WaitTimeoutError
+from vime.types import PublishError, WaitTimeoutError
 from vime.utils.waits import waiting
 from vime.weights.meeting import join_store, open_store
 from vime.weights.plan import Bucket
@@ -28,7 +29,14 @@ from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_w
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-_abandoned: list[tuple[Any, Any]] = []
+
+class BroadcastGroup(Protocol):
+    """What is used of torch's process groups, whose own types lack it."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
+
+
+_abandoned: list[tuple[BroadcastGroup, dist.Work]] = []
 
 
 class BroadcastSender(BucketSender):
@@ -37,7 +45,7 @@ class BroadcastSender(BucketSender):
     def __init__(self, backend: str, *, bucket_bytes: int, timeout_s: float) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         self._backend = backend
-        self._group: Any = None
+        self._group: BroadcastGroup | None = None
         self._store: dist.TCPStore | None = None
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-broadcast")
 
@@ -60,8 +68,10 @@ class BroadcastSender(BucketSender):
             }
             for position in range(len(worlds))
         ]
-        meeting = self._pool.submit(fleet.init_transfer, infos)
-        joining = self._pool.submit(_make_group, self._backend, self._store, 0, world_size, address, timeout)
+        meeting: Future[BroadcastGroup | None] = self._pool.submit(fleet.init_transfer, infos)
+        joining: Future[BroadcastGroup | None] = self._pool.submit(
+            _make_group, self._backend, self._store, 0, world_size, address, timeout
+        )
         # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
         with waiting("the engines to join the broadcast group", "engine", deadline_s=self._timeout_s):
             done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
@@ -83,17 +93,28 @@ class BroadcastSender(BucketSender):
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
         """Broadcast while the engines receive. Waits for their answer first: theirs is the error that explains."""
         answer = self._pool.submit(deliver, bucket_to_wire(bucket))
-        work = _broadcast(self._group, buffer)
+        group = _joined(self._group)
+        work = _broadcast(group, buffer)
         try:
             with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):
                 answer.result(timeout=self._timeout_s)
         except BaseException:
             # Giving up the group would wait for the broadcast, which no engine may take any more: until the timeout or
             # until the engines are stopped. Keep it instead, so that the error comes out now.
-            _abandoned.append((self._group, work))
+            _abandoned.append((group, work))
             self._group = None
             raise
         work.wait()
+
+
+class _ConnectInfo(msgspec.Struct):
+    """What `BroadcastSender.connect` tells an engine."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int
+    timeout_s: float
 
 
 class BroadcastReceiver(BucketReceiver):
@@ -103,21 +124,21 @@ class BroadcastReceiver(BucketReceiver):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._group: Any = None
+        self._group: BroadcastGroup | None = None
 
-    def connect(self, init_info: Mapping[str, Any], worker_rank: int) -> None:
-        timeout = timedelta(seconds=init_info["timeout_s"])
-        address, world_size = init_info["master_address"], init_info["world_size"]
-        store = join_store(address, init_info["master_port"], world_size, timeout=timeout)
-        rank, own = init_info["rank_offset"] + worker_rank, local_address(f"http://{address}")
-        self._group = _make_group(self.backend, store, rank, world_size, own, timeout)
+    def connect(self, init_info: Mapping[str, object], worker_rank: int) -> None:
+        told = msgspec.convert(init_info, _ConnectInfo)
+        timeout = timedelta(seconds=told.timeout_s)
+        store = join_store(told.master_address, told.master_port, told.world_size, timeout=timeout)
+        rank, own = told.rank_offset + worker_rank, local_address(f"http://{told.master_address}")
+        self._group = _make_group(self.backend, store, rank, told.world_size, own, timeout)
 
     def close(self) -> None:
         self._group = None
 
-    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ARG002
+    def _read(self, bucket: Bucket, update_info: Mapping[str, object]) -> list[torch.Tensor]:  # noqa: ARG002
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
-        _broadcast(self._group, buffer).wait()
+        _broadcast(_joined(self._group), buffer).wait()
         return [slot.view(buffer) for slot in bucket.slots]
 
 
@@ -137,22 +158,35 @@ def local_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _make_group(backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+def _make_group(
+    backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
+) -> BroadcastGroup:
     """A process group of its own. A plain constructor, because `init_process_group` would make it the default one.
     gloo listens on `address`, by which the others reach this process; the host's own name may not resolve to it."""
     store = dist.PrefixStore("vime-weights", store)
+    torch_groups: Any = dist  # its types know neither gloo's options nor that a group can broadcast
+    group: BroadcastGroup
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._threads = 2
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+        options = torch_groups.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # noqa: SLF001 - torch has no public name for it
+        group = torch_groups.ProcessGroupNCCL(store, rank, world_size, options)
+    else:
+        gloo = torch_groups.ProcessGroupGloo
+        options = gloo._Options()  # noqa: SLF001 - torch has no public names for these four
+        options._timeout = timeout  # noqa: SLF001
+        options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
+        options._threads = 2  # noqa: SLF001
+        group = gloo(store, rank, world_size, options)
+    return group
 
 
-def _broadcast(group: Any, buffer: torch.Tensor) -> Any:
+def _joined(group: BroadcastGroup | None) -> BroadcastGroup:
+    if group is None:
+        raise PublishError("weight update over a broadcast group that was not joined, or is given up. Connect first.")
+    return group
+
+
+def _broadcast(group: BroadcastGroup, buffer: torch.Tensor) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([buffer], options)

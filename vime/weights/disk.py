@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -61,11 +60,10 @@ class DiskSender(BucketSender):
 class DiskReceiver(BucketReceiver):
     """Reads one shard per bucket."""
 
-    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:
-        with safe_open(update_info["path"], "pt") as file:
+    def _read(self, bucket: Bucket, update_info: Mapping[str, object]) -> list[torch.Tensor]:
+        path = str(update_info["path"])
+        with safe_open(path, "pt") as file:
             names = {slot.meta.name for slot in bucket.slots}
             if set(file.keys()) != names:
-                raise PublishError(
-                    f"{update_info['path']} holds other tensors than announced: {sorted(set(file.keys()) ^ names)[:5]}"
-                )
+                raise PublishError(f"{path} holds other tensors than announced: {sorted(set(file.keys()) ^ names)[:5]}")
             return [file.get_tensor(slot.meta.name) for slot in bucket.slots]

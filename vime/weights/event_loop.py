@@ -6,21 +6,28 @@ times a second, also where nobody sends: 1.4 ms of CPU time a second (docs/log.m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # who makes no group needs no torch
+    from datetime import timedelta
+
+    import torch.distributed as dist
 
 
-def one_event_loop(original: Any) -> Any:
+def one_event_loop(original: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGloo]:
     """gloo's process group, all of one process on the event loop of the first."""
-    devices: list[Any] = []
+    devices: list[dist.ProcessGroupGloo.Device] = []
+    gloo: Any = original  # torch's types know none of the names of its options, which are private
 
-    class OneLoopGloo(original):  # type: ignore[misc] # the base is torch's, as found
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+    class OneLoopGloo(gloo):  # type: ignore[misc]  # the base is torch's, as found
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
             if not devices:  # torch chooses the network interface
                 super().__init__(store, rank, size, timeout=timeout)
-                devices.extend(self.options._devices)
+                devices.extend(self.options._devices)  # noqa: SLF001 - torch has no public name for it
                 return
-            options = original._Options()
-            options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)  # as torch does
+            options = gloo._Options()  # noqa: SLF001 - neither for these
+            options._devices, options._timeout = devices, timeout  # noqa: SLF001
+            options._threads = 2 * len(devices)  # noqa: SLF001 - as torch does
             super().__init__(store, rank, size, options)
 
     return OneLoopGloo

@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vime.seams import EngineControl, UpdateAnswer
 from vime.types import EngineReport, PublishError, PublishLostError, Version, WaitTimeoutError, may_pass
@@ -108,7 +108,7 @@ def _publish(
     answers: list[UpdateAnswer] = []
     asked: list[float] = []
 
-    def deliver(update_info: dict[str, Any]) -> None:
+    def deliver(update_info: dict[str, object]) -> None:
         failpoint(Point.SEND)
         asked.append(mark())
         answers.append(fleet.update(update_info, version=version, pause_mode=pause_mode))

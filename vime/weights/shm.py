@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -52,16 +51,15 @@ class ShmSender(BucketSender):
 class ShmReceiver(BucketReceiver):
     """Copies each bucket out: the engine's loader keeps references to tensors until a layer is complete."""
 
-    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _read(self, bucket: Bucket, update_info: Mapping[str, object]) -> list[torch.Tensor]:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        with open(update_info["path"], "rb", buffering=0) as file:
-            target = memoryview(buffer.numpy())
+        path = str(update_info["path"])
+        with open(path, "rb", buffering=0) as file:
+            target = buffer.numpy().data
             filled = 0
             while filled < bucket.nbytes:  # one read returns at most 2 GiB
                 got = file.readinto(target[filled:])
                 if not got:
-                    raise PublishError(
-                        f"shared weights {update_info['path']}: {filled} bytes, expected {bucket.nbytes}"
-                    )
+                    raise PublishError(f"shared weights {path}: {filled} bytes, expected {bucket.nbytes}")
                 filled += got
         return [slot.view(buffer) for slot in bucket.slots]

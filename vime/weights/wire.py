@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+import msgspec
 import torch
 
 from vime.seams import EngineControl
@@ -18,7 +19,7 @@ from vime.types import PublishError
 from vime.weights.hashing import ContentHash
 from vime.weights.plan import Bucket, TensorMeta, cut_buckets, single_bucket
 
-Deliver = Callable[[dict[str, Any]], None]
+Deliver = Callable[[dict[str, object]], None]
 """Brings the `update_info` of a bucket to every engine; returns when all of them have loaded it."""
 
 
@@ -93,13 +94,13 @@ class BucketReceiver(ABC):
         self._next_index = 0
         self._count: int | None = None
 
-    def connect(self, init_info: Mapping[str, Any], worker_rank: int) -> None:  # noqa: B027 - shm and disk need none
+    def connect(self, init_info: Mapping[str, object], worker_rank: int) -> None:  # noqa: B027 - shm and disk need none
         """Meet the sender. `worker_rank` numbers the workers of this engine from 0."""
 
     def start(self) -> None:
         self._content, self._next_index, self._count = ContentHash(), 0, None
 
-    def receive(self, update_info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    def receive(self, update_info: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
         """The (name, tensor) pairs of one bucket, in memory that nobody writes to again."""
         bucket = bucket_from_wire(update_info)
         if bucket.index != self._next_index or self._count not in (None, bucket.count):
@@ -132,10 +133,20 @@ class BucketReceiver(ABC):
         """Give back what `connect` took."""
 
     @abstractmethod
-    def _read(self, bucket: Bucket, update_info: Mapping[str, Any]) -> list[torch.Tensor]: ...
+    def _read(self, bucket: Bucket, update_info: Mapping[str, object]) -> list[torch.Tensor]: ...
 
 
-def bucket_to_wire(bucket: Bucket) -> dict[str, Any]:
+class _BucketInfo(msgspec.Struct):
+    """An `update_info` as every transport reads it; what a transport adds is passed over."""
+
+    index: int
+    count: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+
+
+def bucket_to_wire(bucket: Bucket) -> dict[str, object]:
     metas = [slot.meta for slot in bucket.slots]
     return {
         "index": bucket.index,
@@ -146,12 +157,12 @@ def bucket_to_wire(bucket: Bucket) -> dict[str, Any]:
     }
 
 
-def bucket_from_wire(update_info: Mapping[str, Any]) -> Bucket:
+def bucket_from_wire(update_info: Mapping[str, object]) -> Bucket:
+    told = msgspec.convert(update_info, _BucketInfo)
     metas = [
-        TensorMeta(name, dtype, tuple(shape))
-        for name, dtype, shape in zip(update_info["names"], update_info["dtypes"], update_info["shapes"], strict=True)
+        TensorMeta(name, dtype, shape) for name, dtype, shape in zip(told.names, told.dtypes, told.shapes, strict=True)
     ]
-    return single_bucket(metas, index=update_info["index"], count=update_info["count"])
+    return single_bucket(metas, index=told.index, count=told.count)
 
 
 def checked_stream(

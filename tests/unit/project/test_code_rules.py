@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.shape_check import BACKENDS, FLOOR, HEAVY, check_imports, check_sizes, clone_files, findings, room_of
+from tests.helpers.shape_check import (
+    BACKENDS,
+    FLOOR,
+    HEAVY,
+    check_circles,
+    check_imports,
+    check_sizes,
+    clone_files,
+    findings,
+    import_circles,
+    room_of,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 # Packages that must not be loaded by importing a module of another room than HEAVY allows.
@@ -38,6 +49,48 @@ def test_the_shape_check_finds_a_function_over_its_budget() -> None:
     assert [message for _, message in check_sizes(ast.parse(source), source)] == [
         "long: 81 lines, 1 branches; budget 80/15"
     ]
+
+
+def _made_package(root: Path, **sources: str) -> Path:
+    package = root / "made"
+    package.mkdir()
+    for name, source in {"__init__": "", **sources}.items():
+        (package / f"{name}.py").write_text(source)
+    return package
+
+
+def test_the_shape_check_finds_a_circle_of_three_files(tmp_path: Path) -> None:
+    package = _made_package(
+        tmp_path,
+        first="from made.second import x\n",
+        second="import made.third\n",
+        third="try:\n    from made import first\nexcept ImportError:\n    pass\n",
+        outside="from made.first import x\n",  # reaches the circle, and nothing in it reaches this file
+    )
+    circle = ("made/first.py", "made/second.py", "made/third.py")
+    assert import_circles(package) == [circle]
+    (message,) = check_circles(package, frozenset())
+    assert message.startswith(f"{package / 'first.py'}:1: these files import each other: {', '.join(circle)}.")
+    assert list(check_circles(package, frozenset({circle}))) == []
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        "def later():\n    from made.first import x\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.first import x\n",
+    ],
+)
+def test_an_import_that_does_not_run_at_loading_closes_no_circle(tmp_path: Path, late: str) -> None:
+    package = _made_package(tmp_path, first="from made.second import x\n", second=late)
+    assert import_circles(package) == []
+    assert import_circles(package, with_late=True) == [("made/first.py", "made/second.py")]
+
+
+def test_a_known_circle_that_is_gone_has_to_leave_the_list(tmp_path: Path) -> None:
+    package = _made_package(tmp_path, first="", second="from made.first import x\n")
+    (message,) = check_circles(package, frozenset({("made/first.py", "made/second.py")}))
+    assert message.endswith("no circle any more: made/first.py, made/second.py. Take it out of KNOWN_CIRCLES")
 
 
 def test_ruff_has_no_finding() -> None:
