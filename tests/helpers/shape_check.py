@@ -22,6 +22,7 @@ FLOOR = {
     "handoff": 3,
     "weights": 3,
     "observability": 3,
+    "backends": 3,  # what the training backends share
     "rollout": 4,
     "training": 4,
     "gateway": 4,
@@ -41,7 +42,7 @@ HEAVY = {
     "wandb": {"observability"},
     "fastapi": {"gateway"},
     "transformers": {"ray", "rollout"} | BACKENDS,
-    "torch": {"algo", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
+    "torch": {"algo", "backends", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
 }
 MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_METHODS, MAX_BRANCHES = 600, 80, 300, 15, 15
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)

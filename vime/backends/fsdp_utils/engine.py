@@ -32,7 +32,7 @@ from vime.backends.fsdp_utils.model import (
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
 from vime.backends.fsdp_utils.parking import Parking
 from vime.backends.fsdp_utils.probe import check_family, check_packing
-from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
+from vime.backends.logprobs import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.seams import PackLoss, PendingSave

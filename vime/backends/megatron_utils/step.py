@@ -20,8 +20,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from vime.algo.sampling import CHUNK, log_probs_under
+from vime.backends.logprobs import logprobs_and_entropy
 from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut, sequence_multiple
-from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
 from vime.batching.pack import PackedBatch, pack
 from vime.batching.prefixes import SharedPrompts, share_prompts
 from vime.seams import PackLoss
@@ -164,10 +164,9 @@ def _read_logits(
         return logprobs_and_entropy(
             logits_AV,
             label_A[rows],
-            group=group,
-            vocab_size=sampling.vocab_size,
             temperature=sampling.temperature,
-            overwrite=True,
+            vocab_size=sampling.vocab_size,
+            group=group,
         )
 
     return read
