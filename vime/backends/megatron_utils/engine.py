@@ -18,9 +18,9 @@ from vime.backends.megatron_utils.architecture import as_critic, read_architectu
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.initialize import checkpoint_group
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
-from vime.backends.megatron_utils.offload import Offload, learning_tensors
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
+from vime.backends.offload import Offload
 from vime.config.parse import Config
 from vime.seams import PackLoss, PendingSave
 from vime.types import EngineSpec, Role, SamplingRule, TrainRow, VimeError
@@ -144,7 +144,7 @@ class MegatronEngine:
         kept: list[Tensor] = [parameter for chunk in self._core for parameter in chunk.parameters()]
         scratch: list[Tensor] = []
         if self._optimizer is not None:
-            learning, scratch = learning_tensors(self._optimizer)
+            learning, scratch = self._optimizer.tensors()
             kept += learning
         self._offload.sleep(kept, scratch)
 
