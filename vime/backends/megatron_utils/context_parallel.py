@@ -22,12 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def sequence_multiple() -> int:
-    """To what each sequence of a pack is padded: two chunks for each rank, or anything without context parallelism."""
-    size = parallel_state.get_context_parallel_world_size()
-    return 2 * size if size > 1 else 1
-
-
 def zigzag_positions(cu_seqlens: Sequence[int], *, rank: int, size: int) -> list[int]:
     """Positions of a pack that `rank` of `size` computes, in the order in which it holds them.
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from vime.algo.sampling import CHUNK, log_probs_under
 from vime.backends.logprobs import logprobs_and_entropy
-from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut, sequence_multiple
+from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut
 from vime.batching.pack import PackedBatch, pack
 from vime.batching.prefixes import SharedPrompts, share_prompts
+from vime.config.machine import ParallelConfig
 from vime.seams import PackLoss
 from vime.types import SamplingRule, TrainRow
 
@@ -40,14 +41,14 @@ class Sampling:
 
 
 def pack_rows(
-    rows: Sequence[TrainRow], *, multiple: int, extra: Mapping[str, Sequence[Tensor]] | None = None
+    rows: Sequence[TrainRow], parallel: ParallelConfig, *, extra: Mapping[str, Sequence[Tensor]] | None = None
 ) -> PackedBatch:
-    """One micro-batch on this rank's device, of whole sequences. `multiple`: `engine.Packing.pad_multiple`."""
+    """One micro-batch on this rank's device, of whole sequences."""
     return pack(
         rows,
-        pad_to_multiple=multiple,
-        sequence_multiple=sequence_multiple(),
-        device=torch.cuda.current_device(),
+        pad_to_multiple=parallel.pack_multiple,
+        sequence_multiple=parallel.sequence_multiple,
+        device=torch.device(torch.cuda.current_device()),
         extra=extra,
     )
 
