@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from vime.backends.fsdp_utils import attention
 from vime.batching.pack import PackedBatch
 from vime.config.machine import ParallelConfig
+from vime.config.model_files import read_headers
 from vime.types import ConfigError, EngineSpec, describe
 
 FLASH = "flash_attention_2"
@@ -134,18 +135,16 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
 
 
 def _read_value_head(spec: EngineSpec, hidden_size: int) -> Tensor:
-    for path in sorted(Path(spec.checkpoint).expanduser().glob("*.safetensors")):
-        with safe_open(str(path), "pt") as file:
-            if VALUE_HEAD in file.keys():  # noqa: SIM118  not a dict
-                head = file.get_tensor(VALUE_HEAD).float()
-                if head.shape != (1, hidden_size):
-                    raise ConfigError(
-                        f"{spec.flag} {spec.checkpoint}: {VALUE_HEAD} is {tuple(head.shape)}, expected "
-                        f"{(1, hidden_size)}: a critic has one value a token. Use a reward model with one label, or a "
-                        "language model."
-                    )
-                return head
-    return torch.zeros(1, hidden_size)
+    header = read_headers(spec.checkpoint, flag=spec.flag).get(VALUE_HEAD)
+    if header is None:
+        return torch.zeros(1, hidden_size)
+    if header.shape != (1, hidden_size):
+        raise ConfigError(
+            f"{spec.flag} {spec.checkpoint}: {VALUE_HEAD} is {header.shape}, expected {(1, hidden_size)}: a critic has "
+            "one value a token. Use a reward model with one label, or a language model."
+        )
+    with safe_open(str(Path(spec.checkpoint).expanduser() / header.file), "pt") as file:
+        return file.get_tensor(VALUE_HEAD).float()
 
 
 @torch.no_grad()
