@@ -39,8 +39,8 @@ def logprobs_and_entropy(
     it with its own columns (rank r holds columns r V .. (r + 1) V) and the same targets; all get the same values.
     Without a group the vocabulary is not cut. `vocab_size` None: no column is padding.
     """
-    logp_T, entropy_T = _LogprobEntropy.apply(logits_TV, target_T, temperature, vocab_size, group)
-    return logp_T, entropy_T
+    values: tuple[Tensor, Tensor] = _LogprobEntropy.apply(logits_TV, target_T, temperature, vocab_size, group)  # type: ignore[no-untyped-call]
+    return values
 
 
 class _LogprobEntropy(torch.autograd.Function):

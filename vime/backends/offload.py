@@ -56,4 +56,4 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     """The whole storage as a flat tensor that shares it."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

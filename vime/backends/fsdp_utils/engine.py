@@ -132,7 +132,7 @@ class FsdpEngine:
             batch = pack(rows, device=self._device, extra=extra)
             value_T, entropy_T = self._token_values(batch)
             share, statistics_S = loss(value_T, entropy_T, batch)
-            share.backward()  # type: ignore[no-untyped-call]
+            share.backward()
             statistics.append(statistics_S.detach())
         return statistics
 

@@ -76,8 +76,8 @@ class HFWeights:
             for name, parameter in self._parameters.items()
             if not (architecture.is_tied and name == OUTPUT_LAYER)  # a copy of the embedding on the last stage
         ]
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self._expert_tensor_group = parallel_state.get_expert_tensor_parallel_group()
+        self._tensor_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        self._expert_tensor_group: dist.ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
         self._expert_group = parallel_state.get_expert_model_parallel_group()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[list[_Shard]] = [[] for _ in range(self._pipeline_group.size())]

@@ -68,7 +68,7 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # type: ignore[arg-type] # a timedelta is made of it
+        distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # a timedelta is made of it
         create_gloo_process_groups=on_cuda,  # extra groups for checkpoints; on the CPU every group is gloo already
     )
     # Pipeline stages draw different numbers, as in Megatron-LM; the tracker tells tensor-parallel ranks apart.
@@ -87,9 +87,11 @@ def replica_group(timeout_minutes: float) -> dist.ProcessGroup:
     from megatron.core import parallel_state
 
     if parallel_state.get_context_parallel_world_size() == 1:
-        return parallel_state.get_model_parallel_group()
+        whole: dist.ProcessGroup = parallel_state.get_model_parallel_group()
+        return whole
     indices: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
+    group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(
         [[rank for rank, index in enumerate(indices) if index == replica] for replica in sorted(set(indices))],
         timeout=datetime.timedelta(minutes=timeout_minutes),
@@ -119,7 +121,8 @@ def rank_place(replica: dist.ProcessGroup) -> RankPlace:
 
 def checkpoint_group(timeout_minutes: float) -> dist.ProcessGroup:
     """All trainer ranks once more, for the threads that write checkpoints beside the training. Collective over them."""
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+    return group
 
 
 def shut_down() -> None:

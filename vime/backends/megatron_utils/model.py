@@ -68,8 +68,8 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
         variable_seq_lengths=True,  # packs differ in length
         moe_token_dispatcher_type="alltoall",  # megatron asks for it with variable lengths, for dense models too
         **_expert_settings(architecture, parallel),
-        recompute_granularity=parallel.recompute_granularity,  # type: ignore[arg-type]
-        recompute_method=parallel.recompute_method,  # type: ignore[arg-type]
+        recompute_granularity=parallel.recompute_granularity,
+        recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
         gradient_accumulation_fusion=False,  # needs Apex
         masked_softmax_fusion=False,
@@ -164,7 +164,7 @@ class AnswerModel(GPTModel):
         if not self._rotates_in_attention:
             return (hidden_states, angles_S11D, *others)
         angle_LD = angles_S11D.flatten(1)[position_ids[0]]
-        packed_seq_params.rotation = rotation(angle_LD, self.config.params_dtype)  # type: ignore[attr-defined]
+        packed_seq_params.rotation = rotation(angle_LD, self.config.params_dtype)
         return (hidden_states, None, *others)
 
     def _postprocess(
@@ -190,7 +190,7 @@ class AnswerModel(GPTModel):
             return logits(hidden_states)
         width = self.vocab_size // self.config.tensor_model_parallel_size
         values = _read_in_chunks(hidden_states, lambda chunk, rows: read(logits(chunk).squeeze(0), rows), width)
-        packed_seq_params.values = values  # type: ignore[attr-defined]
+        packed_seq_params.values = values
         return values[0]
 
 

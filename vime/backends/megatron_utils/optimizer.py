@@ -47,11 +47,11 @@ class PolicyOptimizer:
         if not parallel.overlap_grad_reduce:  # else megatron asks to see each gradient when it is ready
             for chunk in chunks:
                 for parameter in chunk.parameters():
-                    parameter.is_summed_in_place = True  # type: ignore[attr-defined] # of cpu_linear.py, without a GPU
+                    parameter.is_summed_in_place = True  # of cpu_linear.py, without a GPU
         model_config.finalize_model_grads_func = finalize_model_grads
         if parallel.overlap_grad_reduce:  # only the last micro-batch of a step starts the reduction
             switches = [chunk.no_sync for chunk in self.chunks]
-            model_config.no_sync_func = switches if len(switches) > 1 else switches[0]  # type: ignore[assignment]
+            model_config.no_sync_func = switches if len(switches) > 1 else switches[0]
         self._gathers_late = parallel.overlap_param_gather
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(

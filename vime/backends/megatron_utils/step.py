@@ -141,9 +141,9 @@ def _tokens_per_call(chunks: Sequence[MegatronModule]) -> float | None:
     """
     config = get_model_config(chunks[0])
     is_cut = config.sequence_parallel or parallel_state.get_pipeline_model_parallel_world_size() > 1
-    if is_cut or torch.cuda.current_device() != torch.device("cpu"):
+    if is_cut or torch.cuda.is_available():
         return None
-    weights = config.hidden_size * (4 * config.hidden_size + 3 * config.ffn_hidden_size)  # of a layer, about
+    weights: int = config.hidden_size * (4 * config.hidden_size + 3 * config.ffn_hidden_size)  # of a layer, about
     return CALL_OPERATIONS / (6 * weights)  # forward and backward: 6 operations a weight
 
 
@@ -226,7 +226,7 @@ def _run(
         tokens_U, positions_U = part.computed(part.batch.tokens_T), part.computed(part.batch.position_T)
         params = packed_params(part)
         if sampling is not None:
-            params.read_logits = _read_logits(part, sampling, rule)  # type: ignore[attr-defined] # for AnswerModel
+            params.read_logits = _read_logits(part, sampling, rule)  # for AnswerModel
         output = model(tokens_U.unsqueeze(0), positions_U.unsqueeze(0), None, packed_seq_params=params)
 
         def use(output: Tensor, non_loss_data: bool = False) -> object:  # noqa: ARG001  megatron names it
@@ -238,7 +238,7 @@ def _run(
     for chunk in chunks:
         chunk.train(not forward_only)
     iterators = [iter(packs) for _ in chunks]
-    return get_forward_backward_func()(
+    values: list[Tensor] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
@@ -248,6 +248,7 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return values
 
 
 def packed_params(part: BatchPart) -> PackedSeqParams:
@@ -262,10 +263,10 @@ def packed_params(part: BatchPart) -> PackedSeqParams:
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )
-    params.cu_seqlens_host = batch.cu_seqlens  # type: ignore[attr-defined] # python ints for PackedAttention
-    params.context_cut = part.cut  # type: ignore[attr-defined]
-    params.shared_prompts = part.shared  # type: ignore[attr-defined]
-    params.answer_U = part.answer_U  # type: ignore[attr-defined] # for AnswerModel
+    params.cu_seqlens_host = batch.cu_seqlens  # python ints for PackedAttention
+    params.context_cut = part.cut
+    params.shared_prompts = part.shared
+    params.answer_U = part.answer_U  # for AnswerModel
     experts_TW = batch.routed_experts_TW
-    params.routed_experts = None if experts_TW is None else part.part(experts_TW)  # type: ignore[attr-defined] # for ReplayLayer
+    params.routed_experts = None if experts_TW is None else part.part(experts_TW)  # for ReplayLayer
     return params

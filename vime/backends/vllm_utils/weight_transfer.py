@@ -65,7 +65,7 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
         pairs = self._connected.receive(update_info)
         self._received.update(name for name, _ in pairs)
         with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
-            self.model.load_weights(pairs)
+            self.model.load_weights(pairs)  # type: ignore[operator]  # vLLM's models have it
 
     def finish_weight_update(self) -> None:
         self._connected.finish()
