@@ -483,7 +483,7 @@ def vocabulary_cut(bench: Bench, vocab_size: int, temperature: float) -> dict[st
     """Largest differences of value and gradient between cut logits and one float64 softmax over the true vocabulary."""
     from megatron.core import parallel_state
 
-    from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
+    from vime.backends.logprobs import logprobs_and_entropy
 
     trainer = bench.trainer()
     group = parallel_state.get_tensor_model_parallel_group()
@@ -495,7 +495,7 @@ def vocabulary_cut(bench: Bench, vocab_size: int, temperature: float) -> dict[st
     mine = slice(group.rank() * columns, (group.rank() + 1) * columns)
     here = logits_TV[:, mine].clone().requires_grad_()
     logp_T, entropy_T = logprobs_and_entropy(
-        here, target_T, group=group, vocab_size=vocab_size, temperature=temperature
+        here * 1, target_T, temperature=temperature, vocab_size=vocab_size, group=group
     )
     (logp_T * weight_T + entropy_T * weight_T.flip(0)).sum().backward()
     whole = logits_TV[:, :vocab_size].double().requires_grad_()

@@ -24,6 +24,7 @@ FLOOR = {
     "handoff": 4,
     "weights": 4,
     "observability": 4,
+    "backends": 4,  # what the training backends share
     "rollout": 5,
     "training": 5,
     "gateway": 5,
@@ -43,11 +44,11 @@ HEAVY = {
     "wandb": {"observability"},
     "fastapi": {"gateway"},
     "transformers": {"ray", "rollout"} | BACKENDS,
-    "torch": {"algo", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
+    "torch": {"algo", "backends", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
 }
 # Files of vime/ that import each other while they are loaded, each circle sorted. The list only gets shorter.
 KNOWN_CIRCLES: frozenset[tuple[str, ...]] = frozenset()
-MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_METHODS, MAX_BRANCHES = 600, 80, 300, 15, 15
+MAX_FILE, MAX_FUNCTION, MAX_BRANCHES = 600, 80, 15  # none for classes: no code moves because one has many methods
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCH = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.AsyncFor)
 
@@ -206,11 +207,6 @@ def check_sizes(tree: ast.Module, source: str) -> Iterator[Finding]:
             if _length(node) > MAX_FUNCTION or branches > MAX_BRANCHES:
                 budget = f"budget {MAX_FUNCTION}/{MAX_BRANCHES}"
                 yield node.lineno, f"{node.name}: {_length(node)} lines, {branches} branches; {budget}"
-        elif isinstance(node, ast.ClassDef):
-            methods = sum(isinstance(inner, FUNCTION) for inner in node.body)
-            if _length(node) > MAX_CLASS or methods > MAX_METHODS:
-                budget = f"budget {MAX_CLASS}/{MAX_METHODS}"
-                yield node.lineno, f"class {node.name}: {_length(node)} lines, {methods} methods; {budget}"
 
 
 def check_habits(tree: ast.Module, source: str) -> Iterator[Finding]:

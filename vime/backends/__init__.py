@@ -1,1 +1,2 @@
-"""The two heavy engines behind the seams: megatron-core trains, vLLM generates. They never import each other."""
+"""The heavy engines behind the seams: megatron-core or FSDP2 trains, vLLM generates. They never import each other; what
+the two trainers share lies here."""

@@ -48,20 +48,36 @@ class ModelShape:
     unsaid: tuple[str, ...] = ()  # of EXPECTED: config.json does not say them, and what stands above is an assumption
 
 
-def read_model_shape(directory: str) -> ModelShape:
-    """Read DIRECTORY/config.json; ConfigError when it is missing or not a causal language model's.
-
-    What is unsaid is assumed as a cost model may: one head as wide as the hidden state, an MLP of four times that.
-    """
-    path = Path(directory).expanduser() / "config.json"
+def read_record(directory: str, *, flag: str = "--hf-checkpoint") -> dict[str, object]:
+    """DIRECTORY/config.json as it is written; ConfigError when it is missing or no JSON object."""
+    path, where = Path(directory).expanduser() / "config.json", f"{flag} {directory}"
     if not path.is_file():
         raise ConfigError(
-            f"--hf-checkpoint {directory}: no config.json there. {what_is_there(directory)}Expected a Hugging Face "
+            f"{where}: no config.json there. {what_is_there(directory)}Expected a Hugging Face "
             "model directory with config.json, *.safetensors and tokenizer files. Check the path."
         )
     try:
-        record = json.loads(path.read_text())
-        said = _numbers(record | (record.get("text_config") or {}))  # the text part of a model that also sees
+        return dict(json.loads(path.read_text()).items())
+    except (OSError, ValueError, AttributeError) as error:
+        raise _unreadable(where, error) from error
+
+
+def text_entries(record: dict[str, object]) -> dict[str, object]:
+    """With those of the text part of a model that also sees."""
+    text = record.get("text_config")
+    return record | text if isinstance(text, dict) else record
+
+
+def read_model_shape(directory: str, *, flag: str = "--hf-checkpoint") -> ModelShape:
+    """Of DIRECTORY/config.json; ConfigError when it is missing or not a causal language model's."""
+    return shape_of(read_record(directory, flag=flag), f"{flag} {directory}")
+
+
+def shape_of(record: dict[str, object], where: str) -> ModelShape:
+    """What is unsaid is assumed as a cost model may: one head as wide as the hidden state, an MLP of four times that.
+    `where`: flag and directory, for the ConfigError of a record that is not a causal language model's."""
+    try:
+        said = _numbers(text_entries(record))
         hidden, heads = said["hidden_size"], said.get("num_attention_heads", 1)
         intermediate = said.get("intermediate_size", 4 * hidden)
         num_experts = said.get("num_experts", 0)
@@ -80,12 +96,16 @@ def read_model_shape(directory: str) -> ModelShape:
             max_position_embeddings=said.get("max_position_embeddings", 0),
             unsaid=tuple(name for name in EXPECTED if name not in said),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        known = "; ".join(" or ".join(SPELLINGS[name]) for name in REQUIRED)
-        raise ConfigError(
-            f"--hf-checkpoint {directory}: {path.name} cannot be read as a decoder-only language model's config: "
-            f"{type(error).__name__} {error}. Expected JSON with model_type; {known}."
-        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where: str, error: Exception) -> ConfigError:
+    known = "; ".join(" or ".join(SPELLINGS[name]) for name in REQUIRED)
+    return ConfigError(
+        f"{where}: config.json cannot be read as a decoder-only language model's config: "
+        f"{type(error).__name__} {error}. Expected JSON with model_type; {known}."
+    )
 
 
 def _numbers(record: Mapping[str, object]) -> dict[str, int]:

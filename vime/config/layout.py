@@ -46,9 +46,8 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     else:
         _check_said(shape)
         for one in (
-            partial(_check_ranks, parallel, world),
-            partial(_check_divisors, parallel, shape),
-            partial(_check_experts, parallel, shape, world),
+            partial(_check_ranks, parallel, shape, world),
+            partial(check_model_layout, parallel, shape),
             partial(_check_switches, parallel),
         ):
             with problems.gathering():
@@ -97,7 +96,7 @@ def _check_said(shape: ModelShape) -> None:
         )
 
 
-def _check_ranks(parallel: ParallelConfig, world: int) -> None:
+def _check_ranks(parallel: ParallelConfig, shape: ModelShape, world: int) -> None:
     if world % parallel.ranks_per_replica:
         raise ConfigError(
             f"{world} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) cannot be divided into "
@@ -105,6 +104,23 @@ def _check_ranks(parallel: ParallelConfig, world: int) -> None:
             f"{parallel.pipeline_model_parallel_size} x --context-parallel-size {parallel.context_parallel_size}. "
             f"Use a multiple of {parallel.ranks_per_replica}."
         )
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    whole = etp * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
+    if shape.num_experts and world % whole:
+        raise ConfigError(
+            f"{world} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x "
+            f"--expert-model-parallel-size {parallel.expert_model_parallel_size} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size}. Use a multiple of {whole}."
+        )
+
+
+def check_model_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Megatron can cut this model so: the policy when a run begins, and every model again when it is built."""
+    problems = Problems()
+    for one in (_check_divisors, _check_experts):
+        with problems.gathering():
+            one(parallel, shape)
+    problems.raise_all()
 
 
 def _check_divisors(parallel: ParallelConfig, shape: ModelShape) -> None:
@@ -140,7 +156,7 @@ def _check_divisors(parallel: ParallelConfig, shape: ModelShape) -> None:
         )
 
 
-def _check_experts(parallel: ParallelConfig, shape: ModelShape, world: int) -> None:
+def _check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     if not shape.num_experts:
         if ep > 1 or (parallel.expert_tensor_parallel_size or 1) > 1:
@@ -159,13 +175,6 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape, world: int) -> N
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp} does not divide the model's moe_intermediate_size "
             f"{shape.moe_intermediate_size}. Choose a divisor."
-        )
-    whole = etp * ep * parallel.pipeline_model_parallel_size
-    if world % whole:
-        raise ConfigError(
-            f"{world} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x "
-            f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size}. Use a multiple of {whole}."
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(

@@ -14,8 +14,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from vime.config.hf_config import read_record, text_entries
 from vime.config.migration import (
     ALWAYS,
     DIFFERENT,
@@ -299,13 +299,9 @@ def _read_config(given: Item | None) -> dict[str, object]:
     if given is None or len(given.values) != 1:
         return {}
     try:
-        record = json.loads((Path(given.values[0]).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
+        return text_entries(read_record(given.values[0]))
+    except ConfigError:
         return {}
-    if not isinstance(record, dict):
-        return {}
-    text = record.get("text_config")
-    return {**record, **text} if isinstance(text, dict) else record
 
 
 def _entry(record: dict[str, object], key: str) -> object:

@@ -95,7 +95,7 @@ def _show_keys(socket: Any, keys: QueueKeys) -> None:
 
 def _answer_who_may_come_in(context: zmq.Context[Any], client_public: bytes) -> None:
     """Start this context's thread that answers libzmq, once. It ends with the context."""
-    socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
+    socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.linger = 0
     try:
         socket.bind(ZAP_ADDRESS)

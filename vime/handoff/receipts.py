@@ -45,6 +45,11 @@ class SteppedGroup(NamedTuple):
     content: int
 
 
+def _stepped(group: int, attempt: int, rows: int, tokens: int, trainable: int, content: str) -> SteppedGroup:
+    """From the cells of a line."""
+    return SteppedGroup(group, attempt, rows, tokens, trainable, int(content, 16))
+
+
 def row_content(sample_index: int, tokens: ArrayLike, response_length: int) -> int:
     """64 bits of the XXH3 hash of one row's tokens, and of where its response begins."""
     content = new_hash()
@@ -217,7 +222,7 @@ def read_receipts(path: Path) -> Receipts | None:
                 round_id=record["round"],
                 version=record["version"],
                 previous=record["previous"],
-                groups=tuple(SteppedGroup(*cells[:5], int(cells[5], 16)) for cells in record["groups"]),
+                groups=tuple(_stepped(*cells) for cells in record["groups"]),
                 link=link,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -84,7 +84,9 @@ def _check_weights(config: Config, spec: EngineSpec) -> None:
     found = read_headers(spec.checkpoint, flag=spec.flag)
     if not found:
         return  # said where the flags are checked
-    vocab_size = read_model_shape(spec.checkpoint).vocab_size  # a config.json that says nothing is no model's
+    vocab_size = read_model_shape(
+        spec.checkpoint, flag=spec.flag
+    ).vocab_size  # a config.json that says nothing is no model's
     try:
         architecture = read_architecture(spec.checkpoint, flag=spec.flag)
     except ConfigError:  # said by the check of the architecture, if the chosen backend cannot train it

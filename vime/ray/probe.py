@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import statistics
 
+import numpy as np
+
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
@@ -31,10 +33,10 @@ def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl,
         sample_index=-1,
         group_index=-1,
         rollout_id=-1,
-        tokens=tokens,
+        tokens=np.asarray(tokens, dtype=np.int32),
         response_length=response,
-        loss_mask=[1] * response,
-        rollout_log_probs=[0.0] * response,
+        loss_mask=np.ones(response, dtype=np.uint8),
+        rollout_log_probs=np.zeros(response, dtype=np.float32),
         token_policy_versions=[VersionSpan(version, 0, response)],
         reward=0.0,
         raw_reward=0.0,

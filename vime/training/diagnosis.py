@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vime.data.rows import TrainRow
@@ -351,5 +352,5 @@ def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _tensor(values: Sequence[float]) -> Tensor:
+def _tensor(values: Sequence[float] | NDArray[np.float32]) -> Tensor:
     return torch.as_tensor(values, dtype=torch.float64)

@@ -10,7 +10,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from vime.config.machine import ClusterConfig
+from vime.types import ClusterError, RankInfo
 from vime.utils.network import listener
+from vime.utils.waits import peer, waiting
 
 
 def open_store(
@@ -40,3 +43,26 @@ def meet(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta
     if rank == 0:
         return open_store(host, port, world_size, timeout=timeout, wait_for_workers=True)
     return join_store(host, port, world_size, timeout=timeout)
+
+
+def meet_trainer_ranks(rank: RankInfo, cluster: ClusterConfig) -> None:
+    """The process group of all trainer ranks. Collective over them.
+
+    A collective that a peer never joins fails after --distributed-timeout-minutes on every rank that waits.
+    """
+    host, port, timeout = rank.master_address, rank.master_port, timedelta(minutes=cluster.distributed_timeout_minutes)
+    try:
+        with waiting("the other trainer ranks to meet", peer(), deadline_s=timeout.total_seconds()):
+            dist.init_process_group(
+                cluster.distributed_backend or ("nccl" if cluster.device == "cuda" else "gloo"),
+                store=meet(host, port, rank=rank.rank, world_size=rank.world_size, timeout=timeout),
+                rank=rank.rank,
+                world_size=rank.world_size,
+                timeout=timeout,
+            )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise ClusterError(
+            f"trainer rank {rank.rank} of {rank.world_size} found no rendezvous at {host}:{port} within "
+            f"{timeout.total_seconds():g} s: {error}. Check that every trainer rank started, and "
+            "--distributed-timeout-minutes."
+        ) from error

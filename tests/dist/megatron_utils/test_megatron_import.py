@@ -124,11 +124,11 @@ def test_cut_vocabulary_with_padding_equals_one_softmax(answers: Answers) -> Non
 
 def test_a_layout_or_weights_that_do_not_fit_the_model_are_refused(answers: Answers) -> None:
     for message in answers("tp3"):
-        assert "--tensor-model-parallel-size 3 does not divide the model's 8 attention heads" in message
+        assert "--tensor-model-parallel-size 3 does not divide the model's num_attention_heads 8" in message
     for message in answers("experts-of-a-dense-model"):
-        assert "--expert-model-parallel-size 2: the model has no experts" in message
+        assert "are for a model with experts; model_type qwen2 has none" in message
     [message] = answers("wrong-weights")
-    assert "the weights do not belong to this config.json" in message
+    assert "the weights do not belong to its config.json" in message
     assert "q_norm" in message
 
 

@@ -32,8 +32,8 @@ def write(directory: Path, **changes: Any) -> str:
 
 def test_numbers_are_those_of_the_config(tmp_path: Path) -> None:
     found = read_architecture(write(tmp_path, tie_word_embeddings=True, rope_theta=500_000.0))
-    assert (found.num_layers, found.num_heads, found.num_kv_heads, found.head_dim) == (4, 8, 4, 8)
-    assert (found.hidden_size, found.ffn_hidden_size, found.vocab_size) == (64, 128, 99)
+    assert (found.num_layers, found.num_attention_heads, found.num_key_value_heads, found.head_dim) == (4, 8, 4, 8)
+    assert (found.hidden_size, found.intermediate_size, found.vocab_size) == (64, 128, 99)
     assert (found.is_tied, found.has_qkv_bias, found.has_qk_norm) == (True, False, False)
     assert (found.rope_theta, found.rope_llama3_factor) == (500_000.0, None)
 
@@ -98,10 +98,10 @@ def test_families_differ_in_bias_norm_and_head_size(tmp_path: Path) -> None:
 
 def test_experts_are_read_and_a_dense_model_has_none(tmp_path: Path) -> None:
     numbers = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
-    experts = read_architecture(write(tmp_path, model_type="qwen3_moe", head_dim=16, **numbers)).experts
-    assert experts is not None
-    assert (experts.count, experts.top_k, experts.ffn_hidden_size, experts.is_normalized) == (8, 3, 40, True)
-    assert read_architecture(write(tmp_path, model_type="qwen3", head_dim=16)).experts is None
+    found = read_architecture(write(tmp_path, model_type="qwen3_moe", head_dim=16, **numbers))
+    assert (found.num_experts, found.num_experts_per_token, found.moe_intermediate_size) == (8, 3, 40)
+    assert found.normalizes_chosen
+    assert read_architecture(write(tmp_path, model_type="qwen3", head_dim=16)).num_experts == 0
 
 
 def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:

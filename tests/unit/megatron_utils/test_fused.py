@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vime.backends.megatron_utils.fused import rms_norm, rotate, rotation, swiglu
-from vime.backends.megatron_utils.vocab_parallel import BLOCK_ENTRIES, logprobs_and_entropy
 
 EPS = 1e-6
 
@@ -63,35 +62,3 @@ def test_a_rotation_is_its_formula() -> None:
     mine = answers(lambda x: rotate(x, rotation(angle_LD, torch.float32)), x_LND)
     for got, expected in zip(mine, answers(plain, x_LND), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
-class OneRank:
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_blocks_and_one_buffer_change_no_log_probability_and_no_gradient(
-    monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
-    monkeypatch.setitem(BLOCK_ENTRIES, "cpu", 25)  # 11 columns: blocks of 2 rows, the last of 1
-    draw = torch.Generator().manual_seed(4)
-    logits = 5 * torch.randn(7, 11, generator=draw)
-    logits[3, 0] = -400.0  # its probability is 0 in fp32
-    target = torch.randint(0, 10, (7,), generator=draw)
-    leaf = logits.clone().requires_grad_()
-    logp, entropy = logprobs_and_entropy(
-        leaf * 1.0, target, group=OneRank(), vocab_size=10, temperature=0.7, overwrite=overwrite
-    )
-    (logp * torch.arange(7) + entropy * 0.3).sum().backward()
-    plain = logits.double().requires_grad_()
-    log_p = (plain[:, :10] / 0.7).log_softmax(-1)
-    expected = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    expected_entropy = -(log_p.exp() * log_p).sum(-1)
-    (expected * torch.arange(7) + expected_entropy * 0.3).sum().backward()
-    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(leaf.grad.double(), plain.grad, rtol=1e-5, atol=1e-5)

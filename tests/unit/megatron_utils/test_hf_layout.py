@@ -10,7 +10,6 @@ from vime.backends.megatron_utils.hf_layout import (
     Kind,
     from_shards,
     hf_names_and_kind,
-    hf_shapes,
     is_expert,
     to_shard,
     with_expert_offset,
@@ -22,18 +21,22 @@ def architecture(*, num_heads: int = 8, num_kv_heads: int = 4, head_dim: int = 2
         model_type="qwen3",
         num_layers=2,
         hidden_size=6,
-        ffn_hidden_size=8,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        intermediate_size=8,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        num_experts=0,
+        num_experts_per_token=0,
+        moe_intermediate_size=0,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_positions=64,
+        max_position_embeddings=64,
         norm_epsilon=1e-6,
         rope_theta=10_000.0,
         rope_llama3_factor=None,
         is_tied=False,
         has_qkv_bias=False,
         has_qk_norm=True,
+        normalizes_chosen=True,
     )
 
 
@@ -78,9 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])  # 8 is more ranks than key/value groups: the cut goes through a group
 @pytest.mark.parametrize(("kind", "shapes"), CASES)
-def test_shards_put_together_are_the_hf_tensors_and_their_announced_shapes(
-    kind: Kind, shapes: list[tuple[int, ...]], size: int
-) -> None:
+def test_shards_put_together_are_the_hf_tensors(kind: Kind, shapes: list[tuple[int, ...]], size: int) -> None:
     model = architecture()
     tensors = [numbered(*shape, start=1000 * index) for index, shape in enumerate(shapes)]
     rows = -(-model.vocab_size // size)
@@ -88,7 +89,6 @@ def test_shards_put_together_are_the_hf_tensors_and_their_announced_shapes(
     back = from_shards(kind, shards, architecture=model)
     assert len(back) == len(tensors)
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
-    assert hf_shapes(kind, shards[0].shape, architecture=model, size=size) == shapes
 
 
 def test_both_layer_implementations_name_the_same_hf_norm() -> None:

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from vime.config.parse import Config
-from vime.types import ClusterError, ConfigError, EngineSpec, RankInfo, RankPlace
-from vime.utils.waits import peer, waiting
-from vime.weights.meeting import meet
+from vime.types import ConfigError, EngineSpec, RankInfo, RankPlace
+from vime.weights.meeting import meet_trainer_ranks
 
 if TYPE_CHECKING:
     from vime.backends.fsdp_utils.engine import FsdpEngine
@@ -40,7 +39,7 @@ class FsdpBackend:
         self.device = torch.device("cuda", rank.local_rank) if on_cuda else torch.device("cpu")
         if on_cuda:
             torch.cuda.set_device(self.device)
-        _meet(rank, config, backend=config.cluster.distributed_backend or ("nccl" if on_cuda else "gloo"))
+        meet_trainer_ranks(rank, config.cluster)
         self._mesh = init_device_mesh(self.device.type, (rank.world_size,), mesh_dim_names=("shard",))
         timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
         self.replica_group, _ = dist.new_subgroups(1, timeout=timeout)
@@ -67,26 +66,3 @@ class FsdpBackend:
         """Leave the process groups. Not a collective: a rank may leave after a peer died."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _meet(rank: RankInfo, config: Config, *, backend: str) -> None:
-    """A collective that a peer never joins fails after --distributed-timeout-minutes on every rank that waits."""
-    timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
-    address = f"{rank.master_address}:{rank.master_port}"
-    try:
-        with waiting("the other trainer ranks to meet", peer(), deadline_s=timeout.total_seconds()):
-            dist.init_process_group(
-                backend,
-                store=meet(
-                    rank.master_address, rank.master_port, rank=rank.rank, world_size=rank.world_size, timeout=timeout
-                ),
-                rank=rank.rank,
-                world_size=rank.world_size,
-                timeout=timeout,
-            )
-    except (dist.DistError, RuntimeError, OSError) as error:
-        raise ClusterError(
-            f"trainer rank {rank.rank} of {rank.world_size} found no rendezvous at {address} within "
-            f"{timeout.total_seconds():g} s: {error}. Check that every trainer rank started, and "
-            "--distributed-timeout-minutes."
-        ) from error

@@ -30,9 +30,9 @@ from vime.backends.fsdp_utils.model import (
     shard,
 )
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
-from vime.backends.fsdp_utils.parking import Parking
 from vime.backends.fsdp_utils.probe import check_family, check_packing
-from vime.backends.fsdp_utils.token_values import logprobs_and_entropy
+from vime.backends.logprobs import logprobs_and_entropy
+from vime.backends.offload import Offload
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
@@ -76,7 +76,7 @@ class FsdpEngine:
         self._model, self._hf = model, hf
         self._implementation, self._device = implementation, device
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._parking = Parking()
+        self._offload = Offload()
         self._optimizer = None
         if spec.is_trainable:
             parameters = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
@@ -97,7 +97,7 @@ class FsdpEngine:
         return self._optimizer
 
     def _require_awake(self) -> None:
-        if self._parking.is_parked:
+        if self._offload.is_asleep:
             role = self._spec.role
             raise VimeError(f"the engine of role {role} sleeps: its weights are not on the device. Wake it up.")
 
@@ -133,7 +133,7 @@ class FsdpEngine:
             batch = pack(rows, device=self._device, extra=extra)
             value_T, entropy_T = self._token_values(batch)
             share, statistics_S = loss(value_T, entropy_T, batch)
-            share.backward()  # type: ignore[no-untyped-call]
+            share.backward()
             statistics.append(statistics_S.detach())
         return statistics
 
@@ -174,18 +174,16 @@ class FsdpEngine:
         checkpoint.load(directory, self._model, self._learning)
 
     def sleep(self) -> None:
-        if self._parking.is_parked:
+        if self._offload.is_asleep:
             return
         kept = [part.to_local() for part in self._model.parameters() if isinstance(part, DTensor)]
         if self._optimizer is not None:
             self._optimizer.zero_grad()
             kept += self._optimizer.tensors()
-        self._parking.park(kept)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._offload.sleep(kept)
 
     def wake_up(self) -> None:
-        self._parking.fetch()
+        self._offload.wake_up()
 
     def weight_metadata(self) -> list[TensorMeta]:
         return self._hf.metadata()

@@ -15,7 +15,7 @@ def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedC
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        config = AutoConfig.from_pretrained(str(Path(directory).expanduser()), local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(Path(directory).expanduser()), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{flag} {directory}: config.json cannot be read: {describe(error)}.") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

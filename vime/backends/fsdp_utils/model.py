@@ -19,12 +19,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from vime.backends.fsdp_utils import attention
 from vime.batching.pack import PackedBatch
 from vime.config.machine import ParallelConfig
+from vime.config.model_files import read_headers
 from vime.types import ConfigError, EngineSpec, describe
 
 FLASH = "flash_attention_2"
@@ -47,7 +48,8 @@ class ValueModel(nn.Module):
         self.score = nn.Linear(hidden_size, 1, bias=False, device="meta", dtype=torch.float32)
 
     def forward(self, **inputs: Any) -> Tensor:
-        return self.score(getattr(self, self._prefix)(**inputs).last_hidden_state)
+        value: Tensor = self.score(getattr(self, self._prefix)(**inputs).last_hidden_state)
+        return value
 
 
 def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: str) -> PreTrainedModel:
@@ -57,6 +59,7 @@ def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: st
     was sampled or asked, and the other backend learns it. An embedding with a `padding_idx` would drop its gradient.
     """
     attention.register()
+    model: PreTrainedModel
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
@@ -93,7 +96,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> FSDPM
         whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         fully_shard(model.score, mesh=mesh, mp_policy=whole, reshard_after_forward=True)
     root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    for module in root.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -109,7 +112,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
     """
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(Path(spec.checkpoint).expanduser()),
             config=config,
             dtype=torch.float32,
@@ -117,6 +120,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported like the others
         )
+        model, report = loaded
         head = _read_value_head(spec, config.get_text_config().hidden_size) if spec.has_value_head else None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {describe(error)}.") from error
@@ -134,18 +138,17 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
 
 
 def _read_value_head(spec: EngineSpec, hidden_size: int) -> Tensor:
-    for path in sorted(Path(spec.checkpoint).expanduser().glob("*.safetensors")):
-        with safe_open(str(path), "pt") as file:
-            if VALUE_HEAD in file.keys():  # noqa: SIM118  not a dict
-                head = file.get_tensor(VALUE_HEAD).float()
-                if head.shape != (1, hidden_size):
-                    raise ConfigError(
-                        f"{spec.flag} {spec.checkpoint}: {VALUE_HEAD} is {tuple(head.shape)}, expected "
-                        f"{(1, hidden_size)}: a critic has one value a token. Use a reward model with one label, or a "
-                        "language model."
-                    )
-                return head
-    return torch.zeros(1, hidden_size)
+    header = read_headers(spec.checkpoint, flag=spec.flag).get(VALUE_HEAD)
+    if header is None:
+        return torch.zeros(1, hidden_size)
+    if header.shape != (1, hidden_size):
+        raise ConfigError(
+            f"{spec.flag} {spec.checkpoint}: {VALUE_HEAD} is {header.shape}, expected {(1, hidden_size)}: a critic has "
+            "one value a token. Use a reward model with one label, or a language model."
+        )
+    with safe_open(str(Path(spec.checkpoint).expanduser() / header.file), "pt") as file:
+        head: Tensor = file.get_tensor(VALUE_HEAD)
+        return head.float()
 
 
 @torch.no_grad()

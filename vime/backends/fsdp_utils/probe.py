@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -85,7 +87,7 @@ def check_family(
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
@@ -109,6 +111,7 @@ def _small_copy(
     """The model in small, with random weights large enough that attention tells tokens apart."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if implementation == FLASH else torch.float32
+    model: PreTrainedModel
     for has_small_width in (True, False):  # some families have further numbers that must fit the number of heads
         try:
             with torch.random.fork_rng(devices=[]):
@@ -123,7 +126,7 @@ def _small_copy(
                     parameter.copy_(noise / parameter.shape[-1] ** 0.5)
                 else:
                     parameter.add_(noise * 0.1)
-            model = model.to(device=device, dtype=dtype).eval()
+            model = model.to(device=device, dtype=dtype).eval()  # type: ignore[call-arg]  # wrapped by transformers
             _packed_and_alone(model, [NUM_TOKENS], implementation=implementation)
         except (ValueError, RuntimeError, TypeError, IndexError, AttributeError):
             if not has_small_width:
@@ -229,7 +232,7 @@ def check_packing(
         if chosen == "eager":
             del inputs["pack_starts"]
         answer = model(**inputs)
-        whole = answer if isinstance(model, ValueModel) else answer.logits
+        whole: Tensor = answer if isinstance(model, ValueModel) else answer.logits
         return whole[0, -NUM_TOKENS:]
 
     try:
@@ -255,10 +258,10 @@ def _row(tokens: list[int]) -> TrainRow:
         sample_index=0,
         group_index=0,
         rollout_id=0,
-        tokens=tokens,
+        tokens=np.asarray(tokens, dtype=np.int32),
         response_length=0,
-        loss_mask=(),
-        rollout_log_probs=(),
+        loss_mask=np.zeros(0, dtype=np.uint8),
+        rollout_log_probs=np.zeros(0, dtype=np.float32),
         token_policy_versions=(),
         reward=0.0,
         raw_reward=0.0,

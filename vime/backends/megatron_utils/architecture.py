@@ -6,11 +6,11 @@ trains, but its log-probabilities differ from the engine's.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vime.config.hf_config import ModelShape, read_record, shape_of
 from vime.types import ConfigError
 from vime.utils.imports import MODELS_OF_TRANSFORMERS, without, without_collector
 
@@ -34,85 +34,43 @@ always does: transformers renames its entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP, or experts that are such."""
+class Architecture(ModelShape):
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP, or experts that are such:
+    each token goes to `num_experts_per_token` of them, weighted by a softmax of the router's logits."""
 
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
     norm_epsilon: float
     rope_theta: float
     rope_llama3_factor: float | None  # None: positions are not scaled
     is_tied: bool  # one matrix embeds tokens and makes logits
     has_qkv_bias: bool
     has_qk_norm: bool
-    experts: Experts | None = None  # None: every layer is dense
+    normalizes_chosen: bool  # the weights of the chosen experts sum to 1: the softmax runs over these only
     has_value_head: bool = False  # a critic: one number a token instead of logits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The MoE part of a layer: each token goes to its `top_k` experts, weighted by a softmax of the router's logits."""
-
-    count: int
-    ffn_hidden_size: int  # of one expert
-    top_k: int
-    is_normalized: bool  # the chosen weights sum to 1, that is the softmax runs over the chosen experts only
 
 
 def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Architecture:
     """Read DIRECTORY/config.json; ConfigError for a model this trainer cannot compute exactly."""
-    path = Path(directory).expanduser()
-    try:
-        written = json.loads((path / "config.json").read_text())
-        model_type = written.get("model_type")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {directory}: config.json cannot be read: {error}.") from error
+    where, record = f"{flag} {directory}", read_record(directory, flag=flag)
+    model_type = record.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(
-            f"{flag} {directory}: model_type {model_type!r} is not supported by the trainer. "
+            f"{where}: model_type {model_type!r} is not supported by the trainer. "
             f"Expected one of {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
-    hf = Written(written) if is_complete(written) else _completed(path)
-    _refuse_unsupported(hf, f"{flag} {directory}")
-    rope_theta, llama3_factor = _rope(hf, f"{flag} {directory}")
+    if not is_complete(record):
+        record = _completed(directory)
+    _refuse_unsupported(record, where)
+    rope_theta, llama3_factor = _rope(record, where)
     return Architecture(
-        model_type=model_type,
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=_optional(hf, "head_dim") or hf.hidden_size // hf.num_attention_heads,
-        vocab_size=hf.vocab_size,
-        max_positions=hf.max_position_embeddings,
-        norm_epsilon=hf.rms_norm_eps,
+        **asdict(shape_of(record, where)),
+        norm_epsilon=record["rms_norm_eps"],
         rope_theta=rope_theta,
         rope_llama3_factor=llama3_factor,
-        is_tied=hf.tie_word_embeddings,
+        is_tied=record["tie_word_embeddings"],
         has_qkv_bias=model_type == "qwen2",
         has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        experts=_experts(hf) if model_type == "qwen3_moe" else None,
+        normalizes_chosen=record.get("norm_topk_prob", True),
     )
-
-
-class Written:
-    """config.json as it is written, in the place of the object that transformers makes of it."""
-
-    def __init__(self, entries: dict[str, Any]) -> None:
-        self._entries = entries
-
-    def __getattr__(self, name: str) -> Any:
-        return self._entries[name]
-
-    def to_dict(self) -> dict[str, Any]:
-        return self._entries
 
 
 def is_complete(entries: dict[str, Any]) -> bool:
@@ -137,11 +95,11 @@ def is_complete(entries: dict[str, Any]) -> bool:
     )
 
 
-def _completed(path: Path) -> Any:
+def _completed(directory: str) -> dict[str, Any]:
     with without(MODELS_OF_TRANSFORMERS), without_collector():
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return dict(AutoConfig.from_pretrained(str(Path(directory).expanduser()), local_files_only=True).to_dict())
 
 
 def as_critic(architecture: Architecture) -> Architecture:
@@ -149,21 +107,7 @@ def as_critic(architecture: Architecture) -> Architecture:
     return replace(architecture, is_tied=False, has_value_head=True)
 
 
-def _experts(hf: Any) -> Experts:
-    return Experts(
-        count=hf.num_experts,
-        ffn_hidden_size=hf.moe_intermediate_size,
-        top_k=hf.num_experts_per_tok,
-        is_normalized=hf.norm_topk_prob,
-    )
-
-
-def _optional(hf: Any, name: str) -> Any:
-    """A config entry that only some model types have."""
-    return hf.to_dict().get(name)
-
-
-def _refuse_unsupported(hf: Any, where: str) -> None:
+def _refuse_unsupported(record: dict[str, Any], where: str) -> None:
     for name, expected in (
         ("attention_bias", False),
         ("mlp_bias", False),
@@ -174,7 +118,7 @@ def _refuse_unsupported(hf: Any, where: str) -> None:
         ("decoder_sparse_step", 1),
         ("mlp_only_layers", []),
     ):
-        got = _optional(hf, name)
+        got = record.get(name)  # some model types do not have it
         if got not in (None, expected):
             raise ConfigError(
                 f"{where}: config.json has {name}={got!r}; the trainer computes {name}={expected!r} only, so its "
@@ -182,9 +126,9 @@ def _refuse_unsupported(hf: Any, where: str) -> None:
             )
 
 
-def _rope(hf: Any, where: str) -> tuple[float, float | None]:
+def _rope(record: dict[str, Any], where: str) -> tuple[float, float | None]:
     """(theta, Llama-3 factor or None). transformers 5 gathers both in `rope_parameters`."""
-    parameters = dict(hf.rope_parameters or {})
+    parameters = dict(record.get("rope_parameters") or {})
     theta, kind = parameters.pop("rope_theta", None), parameters.pop("rope_type", "default")
     if theta is None:
         raise ConfigError(f"{where}: config.json names no rope_theta. Expected a number; add it.")

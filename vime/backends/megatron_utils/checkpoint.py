@@ -201,7 +201,7 @@ def _state(
 def _load_optimizer(optimizer: PolicyOptimizer, state: dict[Any, Any]) -> None:
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
-            part._set_main_param_and_optimizer_states = _keeping_step(part)  # type: ignore[method-assign]
+            part._set_main_param_and_optimizer_states = _keeping_step(part)
     states = [state] if len(optimizer.parts) == 1 else [state[index] for index in range(len(optimizer.parts))]
     for part, loaded in zip(optimizer.parts, states, strict=True):
         if isinstance(part.optimizer, TORCH_ADAM):

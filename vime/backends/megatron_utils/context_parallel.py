@@ -22,12 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def sequence_multiple() -> int:
-    """To what each sequence of a pack is padded: two chunks for each rank, or anything without context parallelism."""
-    size = parallel_state.get_context_parallel_world_size()
-    return 2 * size if size > 1 else 1
-
-
 def zigzag_positions(cu_seqlens: Sequence[int], *, rank: int, size: int) -> list[int]:
     """Positions of a pack that `rank` of `size` computes, in the order in which it holds them.
 
@@ -61,7 +55,7 @@ class ContextCut:
         Backward takes back the gradient of this rank's part and sums nothing: every rank computes the same loss from
         the answer, and only its own share of the graph hangs on its own entries.
         """
-        return _Whole.apply(values_NL, self)
+        return _Whole.apply(values_NL, self)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def context_cut(cu_seqlens: Sequence[int], device: torch.device) -> ContextCut | None:

@@ -182,7 +182,7 @@ def _set_generator_state(state: torch.Tensor, *_device: Any, **_options: Any) ->
 
 
 def _seed_generator(seed: int) -> None:
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def _itself(tensor: torch.Tensor, *_device: Any, **_options: Any) -> torch.Tensor:

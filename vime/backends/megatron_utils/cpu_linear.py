@@ -79,8 +79,8 @@ def pays(x: Tensor, weight_NK: Tensor) -> bool:
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
     """[..., K] -> [..., N]. With `group`, the ranks that hold the other columns of the weight, the gradient of `x` is
     summed over it: backward is collective then."""
-    y_TN: Tensor = _Linear.apply(x.flatten(0, -2), weight_NK, bias_N, group)
-    return y_TN.unflatten(0, x.shape[:-1])
+    y_TN: Tensor = _Linear.apply(x.flatten(0, -2), weight_NK, bias_N, group)  # type: ignore[no-untyped-call]
+    return y_TN.view(*x.shape[:-1], weight_NK.size(0))
 
 
 def gradient_sum(weight: Tensor) -> Tensor | None:
@@ -93,7 +93,7 @@ def embedding(token_T: Tensor, weight_VK: Tensor) -> Tensor:
     """`F.embedding`, of whose gradient only the rows of the tokens that are there are touched."""
     if gradient_sum(weight_VK) is None:
         return F.embedding(token_T, weight_VK)
-    return _Embedding.apply(token_T, weight_VK)  # type: ignore[no-any-return]
+    return _Embedding.apply(token_T, weight_VK)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Embedding(torch.autograd.Function):

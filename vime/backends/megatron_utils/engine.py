@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,22 +18,14 @@ from vime.backends.megatron_utils.architecture import as_critic, read_architectu
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.initialize import checkpoint_group
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
-from vime.backends.megatron_utils.offload import Offload, learning_tensors
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
+from vime.backends.offload import Offload
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.seams import PackLoss, PendingSave
 from vime.types import EngineSpec, Role, SamplingRule, VimeError
 from vime.weights.plan import TensorMeta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """What the layout asks of micro-batches."""
-
-    pad_multiple: int  # tokens of a pack: sequence parallel cuts it over the tensor-parallel ranks
-    batch_multiple: int  # micro-batches of a pass: an interleaved pipeline takes them in groups
 
 
 class MegatronEngine:
@@ -53,20 +45,18 @@ class MegatronEngine:
         sampling: Sampling | None,
     ) -> None:
         """`core`: bare chunks, which checkpoint and export look at. `chunks`: the same, wrapped for training."""
-        parallel = config.parallel
-        self._role, self._config = spec.role, config
+        self._role, self._config, self._parallel = spec.role, config, config.parallel
         self._core, self._chunks, self._hf, self._optimizer = core, chunks, hf, optimizer
         self._metadata = hf.metadata()
         self._offload = Offload()
         self._checkpoint_group: dist.ProcessGroup | None = None  # made by the first save
         self._sampling = sampling
-        self._packing = Packing(pad_multiple=parallel.pack_multiple, batch_multiple=parallel.micro_batch_multiple)
 
     @property
     def takes_part_in_export(self) -> bool:
         """The experts of one layer may lie on ranks of several replicas."""
         is_first_replica = parallel_state.get_data_parallel_rank() == 0
-        return is_first_replica or self._config.parallel.expert_model_parallel_size > 1
+        return is_first_replica or self._parallel.expert_model_parallel_size > 1
 
     @property
     def learning_rate(self) -> float:
@@ -86,9 +76,8 @@ class MegatronEngine:
     def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
         """See `TrainEngine.forward`. Collective over the model-parallel group, with experts over all trainer ranks."""
         self._require_awake()
-        missing = -len(batches) % self._packing.batch_multiple
-        multiple = self._packing.pad_multiple
-        packs = [pack_rows(batch, multiple=multiple) for batch in [*batches, *[[]] * missing]]
+        missing = -len(batches) % self._parallel.micro_batch_multiple
+        packs = [pack_rows(batch, self._parallel) for batch in [*batches, *[[]] * missing]]
         answers = forward_values(self._chunks, packs, self._sampling, rule)
         if not answers:
             return []
@@ -109,10 +98,7 @@ class MegatronEngine:
     ) -> list[Tensor]:
         if is_first:
             self._learning.zero_grad()
-        packs = [
-            pack_rows(batch, multiple=self._packing.pad_multiple, extra=extra)
-            for batch, extra in zip(batches, columns, strict=True)
-        ]
+        packs = [pack_rows(batch, self._parallel, extra=extra) for batch, extra in zip(batches, columns, strict=True)]
         with contextlib.nullcontext() if is_last else self._learning.unfinished():
             return forward_backward(self._chunks, packs, self._sampling, loss)
 
@@ -145,7 +131,7 @@ class MegatronEngine:
         kept: list[Tensor] = [parameter for chunk in self._core for parameter in chunk.parameters()]
         scratch: list[Tensor] = []
         if self._optimizer is not None:
-            learning, scratch = learning_tensors(self._optimizer)
+            learning, scratch = self._optimizer.tensors()
             kept += learning
         self._offload.sleep(kept, scratch)
 

@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2 F] -> [..., F]: silu of the first half times the second."""
-    return _Swiglu.apply(gate_up)  # type: ignore[no-any-return]
+    return _Swiglu.apply(gate_up)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; normalised in fp32, cast back before the
     weight."""
-    return _RMSNorm.apply(x, weight_H, eps)  # type: ignore[no-any-return]
+    return _RMSNorm.apply(x, weight_H, eps)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def rotation(angle_LD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def rotation(angle_LD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def rotate(x_LND: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary positions of N heads: x cos + (-second half, first half) sin (RoFormer, Su et al. 2021; halves paired as
     in GPT-NeoX). The rotation is a constant."""
-    return _Rotate.apply(x_LND, *rotation)  # type: ignore[no-any-return]
+    return _Rotate.apply(x_LND, *rotation)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Swiglu(torch.autograd.Function):
@@ -65,7 +65,8 @@ class _RMSNorm(torch.autograd.Function):
         x32 = x.float()
         scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_H, scale)
-        return (x32 * scale).to(x.dtype) * weight_H
+        normal: Tensor = x32 * scale
+        return normal.to(x.dtype) * weight_H
 
     @staticmethod
     @once_differentiable

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from vime.backends.megatron_utils.architecture import Architecture
+from vime.backends.megatron_utils.hf_tensors import EMBEDDING, HEAD, VALUE_HEAD
 
-EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "output_layer.weight"
-VALUE_HEAD = "value_head.weight"  # what `HFWeights` calls the output layer of a critic
-HF_VALUE_HEAD = "score.weight"  # as in transformers' reward models
+CRITIC_LAYER = "value_head.weight"  # what `HFWeights` calls the output layer of a critic
 
 
 class Kind(StrEnum):
@@ -52,8 +51,8 @@ def _rule(pattern: str, hf_names: Sequence[str], kind: Kind) -> Rule:
 # The second spelling of a norm is Transformer Engine's, which fuses it into the linear layer that follows.
 RULES = (
     _rule(r"embedding\.word_embeddings\.weight", [EMBEDDING], Kind.VOCAB),
-    _rule(r"output_layer\.weight", ["lm_head.weight"], Kind.VOCAB),
-    _rule(r"value_head\.weight", [HF_VALUE_HEAD], Kind.REPLICATED),
+    _rule(r"output_layer\.weight", [HEAD], Kind.VOCAB),
+    _rule(r"value_head\.weight", [VALUE_HEAD], Kind.REPLICATED),
     _rule(r"decoder\.final_layernorm\.weight", ["model.norm.weight"], Kind.REPLICATED),
     _rule(
         _LAYER + r"(input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight)",
@@ -125,7 +124,7 @@ def to_shard(
         return torch.cat([tensor.chunk(size, 0)[rank] for tensor in tensors])
     if kind is Kind.QKV:
         # [groups, rows of one group, ...]; with more ranks than groups the cut goes through a group
-        grouped = [tensor.unflatten(0, (architecture.num_kv_heads, -1)) for tensor in tensors]
+        grouped = [tensor.unflatten(0, (architecture.num_key_value_heads, -1)) for tensor in tensors]
         return torch.cat(grouped, 1).flatten(0, 1).chunk(size, 0)[rank]
     shard = tensors[0][rank * rows : (rank + 1) * rows]
     missing = rows - shard.size(0)
@@ -143,8 +142,8 @@ def from_shards(kind: Kind, shards: Sequence[Tensor], *, architecture: Architect
     if kind is Kind.GATE_UP:
         halves = [shard.chunk(2, 0) for shard in shards]
         return [_joined([half[part] for half in halves]) for part in (0, 1)]
-    grouped = _joined(shards).unflatten(0, (architecture.num_kv_heads, -1))
-    heads_per_group = architecture.num_heads // architecture.num_kv_heads
+    grouped = _joined(shards).unflatten(0, (architecture.num_key_value_heads, -1))
+    heads_per_group = architecture.num_attention_heads // architecture.num_key_value_heads
     sizes = [heads_per_group * architecture.head_dim, architecture.head_dim, architecture.head_dim]
     return [part.flatten(0, 1) for part in grouped.split(sizes, 1)]
 
@@ -152,20 +151,3 @@ def from_shards(kind: Kind, shards: Sequence[Tensor], *, architecture: Architect
 def _joined(parts: Sequence[Tensor], dimension: int = 0) -> Tensor:
     """Of one part the part itself, which `torch.cat` would copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dimension)
-
-
-def hf_shapes(
-    kind: Kind, shard_shape: Sequence[int], *, architecture: Architecture, size: int
-) -> list[tuple[int, ...]]:
-    """Shapes that `from_shards` answers, from the shape of one of `size` shards."""
-    first, rest = shard_shape[0], tuple(shard_shape[1:])
-    if kind is Kind.REPLICATED:
-        return [(first, *rest)]
-    if kind is Kind.ROW:
-        return [(first, rest[0] * size)]
-    if kind is Kind.VOCAB:
-        return [(architecture.vocab_size, *rest)]
-    if kind is Kind.GATE_UP:
-        return [(first * size // 2, *rest)] * 2
-    query, key = architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
-    return [(query, *rest), (key, *rest), (key, *rest)]

@@ -1,14 +1,14 @@
 """The tensors that a model of each supported family has in its files, by config.json alone and without torch.
 
-What a wrong directory lacks is said before any process starts. `HFWeights.metadata` says the same of the built model
-(a test compares them).
+What a wrong directory lacks is said before any process starts, and `HFWeights` asks here for names and shapes.
 """
 
 from __future__ import annotations
 
 from vime.backends.megatron_utils.architecture import Architecture
 
-EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD = "score.weight"  # as in transformers' reward models
 
 
 def expected_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -27,7 +27,7 @@ def expected_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 def _attention(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     hidden, width = architecture.hidden_size, architecture.head_dim
-    rows = {"q": architecture.num_heads * width, "k": architecture.num_kv_heads * width}
+    rows = {"q": architecture.num_attention_heads * width, "k": architecture.num_key_value_heads * width}
     rows["v"] = rows["k"]
     tensors: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
     tensors |= {f"self_attn.{letter}_proj.weight": (size, hidden) for letter, size in rows.items()}
@@ -40,13 +40,13 @@ def _attention(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    hidden, experts = architecture.hidden_size, architecture.experts
+    hidden = architecture.hidden_size
     tensors: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
-    if experts is None:
-        return tensors | _gated("mlp.", hidden, architecture.ffn_hidden_size)
-    tensors["mlp.gate.weight"] = (experts.count, hidden)
-    for number in range(experts.count):
-        tensors |= _gated(f"mlp.experts.{number}.", hidden, experts.ffn_hidden_size)
+    if not architecture.num_experts:
+        return tensors | _gated("mlp.", hidden, architecture.intermediate_size)
+    tensors["mlp.gate.weight"] = (architecture.num_experts, hidden)
+    for number in range(architecture.num_experts):
+        tensors |= _gated(f"mlp.experts.{number}.", hidden, architecture.moe_intermediate_size)
     return tensors
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -21,24 +20,22 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from vime.backends.megatron_utils.architecture import Architecture
 from vime.backends.megatron_utils.hf_layout import (
-    EMBEDDING,
-    HF_VALUE_HEAD,
+    CRITIC_LAYER,
     OUTPUT_LAYER,
-    VALUE_HEAD,
     from_shards,
     hf_names_and_kind,
-    hf_shapes,
     is_expert,
     to_shard,
     with_expert_offset,
 )
+from vime.backends.megatron_utils.hf_tensors import EMBEDDING, HEAD, VALUE_HEAD, expected_tensors
 from vime.backends.megatron_utils.value_head import ValueHead
-from vime.types import ConfigError
+from vime.config.model_files import check_tensors, read_headers
 from vime.weights.plan import TensorMeta
 
 BUCKET_BYTES = 64 << 20
@@ -72,15 +69,15 @@ class HFWeights:
     """The HF view of the chunks. Construction is collective over the pipeline group; so are `load` and `export`."""
 
     def __init__(self, chunks: Sequence[GPTModel], architecture: Architecture) -> None:
-        self._architecture = architecture
+        self._architecture, self._shapes = architecture, expected_tensors(architecture)
         self._parameters = dict(_named_parameters(chunks))
         mine = [
             _Shard(name, tuple(parameter.shape), parameter.dtype)
             for name, parameter in self._parameters.items()
             if not (architecture.is_tied and name == OUTPUT_LAYER)  # a copy of the embedding on the last stage
         ]
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self._expert_tensor_group = parallel_state.get_expert_tensor_parallel_group()
+        self._tensor_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        self._expert_tensor_group: dist.ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
         self._expert_group = parallel_state.get_expert_model_parallel_group()
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[list[_Shard]] = [[] for _ in range(self._pipeline_group.size())]
@@ -96,13 +93,11 @@ class HFWeights:
         """Name, dtype and shape of every HF tensor in the order of `export`. Local."""
         metas = []
         for _, shard in self._order:
-            size, dtype = self._cut_over(shard).size(), str(shard.dtype).removeprefix("torch.")
+            dtype = str(shard.dtype).removeprefix("torch.")
             for name in self._names(shard):
-                hf_names, kind = hf_names_and_kind(name)
-                shapes = hf_shapes(kind, shard.shape, architecture=self._architecture, size=size)
                 metas += [
-                    TensorMeta(name=hf_name, dtype=dtype, shape=shape)
-                    for hf_name, shape in zip(hf_names, shapes, strict=True)
+                    TensorMeta(name=hf_name, dtype=dtype, shape=self._shapes[hf_name])
+                    for hf_name in hf_names_and_kind(name)[0]
                 ]
         return metas
 
@@ -118,9 +113,8 @@ class HFWeights:
 
     def _expert_offsets(self) -> list[int]:
         """The number of the first expert of each rank of the expert group."""
-        experts, size = self._architecture.experts, self._expert_group.size()
-        assert experts is not None
-        return [rank * (experts.count // size) for rank in range(size)]
+        size = self._expert_group.size()
+        return [rank * (self._architecture.num_experts // size) for rank in range(size)]
 
     @torch.no_grad()
     def load(self, directory: str, *, flag: str = "--hf-checkpoint") -> None:
@@ -129,36 +123,38 @@ class HFWeights:
         A missing, surplus or misshapen tensor is a ConfigError: a weight that is not loaded would train from noise. But
         a critic may begin as a language model, whose output layer it leaves, and keeps its own head as it is.
         """
-        has_value_head = self._architecture.has_value_head
-        with _HFReader(directory, flag) as reader:
-            reader.check_names(
-                {meta.name for meta in self.metadata()},
-                may_miss={HF_VALUE_HEAD} if has_value_head else set(),
-                may_have={"lm_head.weight"} if has_value_head or self._architecture.is_tied else set(),
-            )
+        is_critic, is_tied = self._architecture.has_value_head, self._architecture.is_tied
+        found = read_headers(directory, flag=flag)
+        check_tensors(
+            found,
+            self._shapes,
+            where=f"{flag} {directory}",
+            may_miss={VALUE_HEAD} if is_critic else (),
+            may_have={HEAD} if is_critic or is_tied else (),
+        )
+        path = Path(directory).expanduser()
+        with contextlib.ExitStack() as stack:
+            names = {header.file for header in found.values()}
+            files = {name: stack.enter_context(safe_open(str(path / name), "pt")) for name in names}
             for name, parameter in self._parameters.items():
-                if name == VALUE_HEAD and HF_VALUE_HEAD not in reader:
+                if name == CRITIC_LAYER and VALUE_HEAD not in found:
                     continue
                 group = self._tensor_group
                 if is_expert(name):
                     name = with_expert_offset(name, self._expert_offsets()[self._expert_group.rank()])
                     group = self._expert_tensor_group
                 hf_names, kind = hf_names_and_kind(name)
-                if self._architecture.is_tied and name == OUTPUT_LAYER:
+                if is_tied and name == OUTPUT_LAYER:
                     hf_names = (EMBEDDING,)
                 shard = to_shard(
                     kind,
-                    [reader.tensor(hf_name) for hf_name in hf_names],
+                    [files[found[hf_name].file].get_tensor(hf_name) for hf_name in hf_names],
                     architecture=self._architecture,
                     rank=group.rank(),
                     size=group.size(),
                     rows=parameter.size(0),
                 )
-                if shard.shape != parameter.shape:
-                    raise ConfigError(
-                        f"{flag} {directory}: {', '.join(hf_names)} give {tuple(shard.shape)} for {name}, expected "
-                        f"{tuple(parameter.shape)}. The weights do not belong to this config.json."
-                    )
+                assert shard.shape == parameter.shape, name
                 parameter.copy_(shard)
 
     @torch.no_grad()
@@ -228,7 +224,7 @@ def _named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.n
                 layer = chunk.decoder.layers[int(found[1])].layer_number - 1
                 yield f"decoder.layers.{layer}.{found[2]}", parameter
             elif name == OUTPUT_LAYER and isinstance(chunk.output_layer, ValueHead):
-                yield VALUE_HEAD, parameter
+                yield CRITIC_LAYER, parameter
             else:
                 yield name, parameter
 
@@ -246,40 +242,3 @@ def _buckets(shards: Sequence[_Shard], max_bytes: int) -> Iterator[list[_Shard]]
         used += num_bytes
     if bucket:
         yield bucket
-
-
-class _HFReader(contextlib.ExitStack):
-    """The safetensors files of one directory, opened lazily, by tensor name."""
-
-    def __init__(self, directory: str, flag: str) -> None:
-        super().__init__()
-        self._where = f"{flag} {directory}"
-        path = Path(directory).expanduser()
-        index = path / "model.safetensors.index.json"
-        try:
-            files = (
-                sorted(set(json.loads(index.read_text())["weight_map"].values()))
-                if index.is_file()
-                else sorted(file.name for file in path.glob("*.safetensors"))
-            )
-            opened = [self.enter_context(safe_open(str(path / file), "pt")) for file in files]
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            self.close()
-            raise ConfigError(f"{self._where}: the weights cannot be read: {type(error).__name__} {error}.") from error
-        self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118  not a dict
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def check_names(self, expected: set[str], *, may_miss: set[str], may_have: set[str]) -> None:
-        """Exactly the expected tensors must be there, but for those named and what carries nothing of its own."""
-        redundant = may_have | {name for name in self._files if name.endswith("rotary_emb.inv_freq")}
-        missing, surplus = expected - may_miss - set(self._files), set(self._files) - expected - redundant
-        if missing or surplus:
-            raise ConfigError(
-                f"{self._where}: the weights do not belong to this config.json: missing {sorted(missing)[:5]}, not "
-                f"expected {sorted(surplus)[:5]} ({len(missing)} and {len(surplus)} in all)."
-            )
-
-    def tensor(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from vime.backends.megatron_utils import cpu_device
 from vime.config.machine import ClusterConfig, ParallelConfig
-from vime.types import ClusterError, ConfigError, RankInfo, RankPlace
+from vime.types import ConfigError, RankInfo, RankPlace
 from vime.utils.imports import without, without_collector
-from vime.utils.waits import peer, waiting
-from vime.weights.meeting import meet
+from vime.weights.meeting import meet_trainer_ranks
 
 NOT_USED = ("wandb", "tensorboard")
 """Megatron imports them where they are installed, for loops of its own: 0.9 of a CPU rank's 2.4 CPU s of imports."""
@@ -55,33 +54,13 @@ def prepare_process(device: str) -> list[str]:
 
 
 def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: ParallelConfig, seed: int) -> None:
-    """Process groups with deadlines, and seeds. Collective: every trainer rank calls it once.
-
-    A collective that a peer never joins fails after --distributed-timeout-minutes on every rank that waits.
-    """
+    """Process groups with deadlines, and seeds. Collective: every trainer rank calls it once."""
     from megatron.core import parallel_state, tensor_parallel
 
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(rank.local_rank)
-    timeout = datetime.timedelta(minutes=cluster.distributed_timeout_minutes)
-    try:
-        with waiting("the other trainer ranks to meet", peer(), deadline_s=timeout.total_seconds()):
-            dist.init_process_group(
-                cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
-                store=meet(
-                    rank.master_address, rank.master_port, rank=rank.rank, world_size=rank.world_size, timeout=timeout
-                ),
-                rank=rank.rank,
-                world_size=rank.world_size,
-                timeout=timeout,
-            )
-    except (dist.DistError, RuntimeError, OSError) as error:
-        raise ClusterError(
-            f"trainer rank {rank.rank} of {rank.world_size} found no rendezvous at "
-            f"{rank.master_address}:{rank.master_port} within {timeout.total_seconds():g} s: {error}. "
-            "Check that every trainer rank started, and --distributed-timeout-minutes."
-        ) from error
+    meet_trainer_ranks(rank, cluster)
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -89,7 +68,7 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # type: ignore[arg-type] # a timedelta is made of it
+        distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # a timedelta is made of it
         create_gloo_process_groups=on_cuda,  # extra groups for checkpoints; on the CPU every group is gloo already
     )
     # Pipeline stages draw different numbers, as in Megatron-LM; the tracker tells tensor-parallel ranks apart.
@@ -108,9 +87,11 @@ def replica_group(timeout_minutes: float) -> dist.ProcessGroup:
     from megatron.core import parallel_state
 
     if parallel_state.get_context_parallel_world_size() == 1:
-        return parallel_state.get_model_parallel_group()
+        whole: dist.ProcessGroup = parallel_state.get_model_parallel_group()
+        return whole
     indices: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
+    group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(
         [[rank for rank, index in enumerate(indices) if index == replica] for replica in sorted(set(indices))],
         timeout=datetime.timedelta(minutes=timeout_minutes),
@@ -140,7 +121,8 @@ def rank_place(replica: dist.ProcessGroup) -> RankPlace:
 
 def checkpoint_group(timeout_minutes: float) -> dist.ProcessGroup:
     """All trainer ranks once more, for the threads that write checkpoints beside the training. Collective over them."""
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+    return group
 
 
 def shut_down() -> None:

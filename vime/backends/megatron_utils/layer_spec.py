@@ -162,10 +162,10 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             raise RuntimeError("PackedAttention: got an unpacked batch, expected packed_seq_params")
         # set by step.py; python ints: no device sync per layer
-        shared: SharedPrompts | None = packed_seq_params.shared_prompts  # type: ignore[attr-defined]
-        starts: list[int] = packed_seq_params.cu_seqlens_host  # type: ignore[attr-defined]
-        cut: ContextCut | None = packed_seq_params.context_cut  # type: ignore[attr-defined]
-        rotation: tuple[Tensor, Tensor] = packed_seq_params.rotation  # type: ignore[attr-defined] # set by AnswerModel
+        shared: SharedPrompts | None = packed_seq_params.shared_prompts
+        starts: list[int] = packed_seq_params.cu_seqlens_host
+        cut: ContextCut | None = packed_seq_params.context_cut
+        rotation: tuple[Tensor, Tensor] = packed_seq_params.rotation  # set by AnswerModel
         query, key = rotate(query, rotation), rotate(key, rotation)
         if shared is not None:
             outputs = self._attend_shared(query, key, value, shared)
@@ -179,7 +179,8 @@ class PackedAttention(MegatronModule):
     def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts) -> list[Tensor]:
         """The outputs of all heads and rests: a rest sees its head and itself. Those of equal lengths go together."""
         parts = [x.split(shared.sizes) for x in (query, key, value)]
-        outputs, held = [], {}
+        outputs: list[Tensor] = []
+        held: dict[int, tuple[Tensor, Tensor]] = {}
         for entry, *part in zip((*shared.heads, *shared.rests), *parts, strict=True):
             q, k, v = (x.unflatten(0, (entry.count, entry.length)) for x in part)
             first = 0

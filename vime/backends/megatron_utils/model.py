@@ -19,8 +19,8 @@ from vime.backends.megatron_utils.architecture import Architecture
 from vime.backends.megatron_utils.fused import rotation
 from vime.backends.megatron_utils.layer_spec import block_spec
 from vime.backends.megatron_utils.value_head import ValueHead
+from vime.config.layout import check_model_layout
 from vime.config.machine import ParallelConfig
-from vime.types import ConfigError
 
 LOGIT_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 29}
 """Of a chunk of logits, by type of device: 128 MiB, and 2 GiB, in fp32. Fewer are not cut, and cost nothing more."""
@@ -28,16 +28,16 @@ LOGIT_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> TransformerConfig:
     """megatron's configuration of this model in this layout."""
-    check_layout(architecture, parallel)
+    check_model_layout(parallel, architecture)
     on_cuda = torch.cuda.is_available()
     is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_heads,
-        num_query_groups=architecture.num_kv_heads,
+        ffn_hidden_size=architecture.intermediate_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
         kv_channels=architecture.head_dim,
         layernorm_epsilon=architecture.norm_epsilon,
         normalization="RMSNorm",
@@ -68,8 +68,8 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
         variable_seq_lengths=True,  # packs differ in length
         moe_token_dispatcher_type="alltoall",  # megatron asks for it with variable lengths, for dense models too
         **_expert_settings(architecture, parallel),
-        recompute_granularity=parallel.recompute_granularity,  # type: ignore[arg-type]
-        recompute_method=parallel.recompute_method,  # type: ignore[arg-type]
+        recompute_granularity=parallel.recompute_granularity,
+        recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
         gradient_accumulation_fusion=False,  # needs Apex
         masked_softmax_fusion=False,
@@ -82,60 +82,19 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
 
 def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     """No balancing loss: the loss of the run is the algorithm's. Routing weights in fp32, as HF computes them."""
-    experts = architecture.experts
-    if experts is None:
+    if not architecture.num_experts:
         return {}
     return {
-        "num_moe_experts": experts.count,
-        "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        "moe_router_topk": experts.top_k,
-        "moe_router_pre_softmax": not experts.is_normalized,
+        "num_moe_experts": architecture.num_experts,
+        "moe_ffn_hidden_size": architecture.moe_intermediate_size,
+        "moe_router_topk": architecture.num_experts_per_token,
+        "moe_router_pre_softmax": not architecture.normalizes_chosen,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
     }
-
-
-def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Refuse a layout that does not divide the model."""
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    for flag, size, name, value in (
-        ("--tensor-model-parallel-size", tensor, "attention heads", architecture.num_heads),
-        ("--tensor-model-parallel-size", tensor, "MLP columns", architecture.ffn_hidden_size),
-        ("--pipeline-model-parallel-size", pipeline, "layers", architecture.num_layers),
-    ):
-        if value % size:
-            raise ConfigError(f"{flag} {size} does not divide the model's {value} {name}. Choose a divisor.")
-    chunks = parallel.virtual_pipeline_model_parallel_size
-    if chunks is not None and (pipeline == 1 or architecture.num_layers % (pipeline * chunks)):
-        raise ConfigError(
-            f"--virtual-pipeline-model-parallel-size {chunks} on {pipeline} stages cannot cut the model's "
-            f"{architecture.num_layers} layers. Expected more than one stage, and a divisor."
-        )
-    _check_experts(architecture, parallel)
-    groups = architecture.num_kv_heads
-    if groups % tensor and tensor % groups:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tensor} and the model's {groups} key/value heads: one must divide the "
-            "other. Change the flag."
-        )
-
-
-def _check_experts(architecture: Architecture, parallel: ParallelConfig) -> None:
-    experts, size = architecture.experts, parallel.expert_model_parallel_size
-    if experts is None:
-        if size > 1:
-            raise ConfigError(f"--expert-model-parallel-size {size}: the model has no experts. Remove the flag.")
-        return
-    if experts.count % size:
-        raise ConfigError(
-            f"--expert-model-parallel-size {size} does not divide the model's {experts.count} experts. "
-            "Choose a divisor."
-        )
-    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        raise ConfigError("a model with experts and --tensor-model-parallel-size > 1 needs --sequence-parallel.")
 
 
 def _keep(weight: Tensor) -> Tensor:
@@ -166,7 +125,7 @@ def build_chunks(
             config,
             block_spec(config, parallel.transformer_impl, chunk=number, replays_routing=replays_routing),
             padded_vocab_size(architecture, parallel),
-            architecture.max_positions,
+            architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
             position_embedding_type="rope",
@@ -205,7 +164,7 @@ class AnswerModel(GPTModel):
         if not self._rotates_in_attention:
             return (hidden_states, angles_S11D, *others)
         angle_LD = angles_S11D.flatten(1)[position_ids[0]]
-        packed_seq_params.rotation = rotation(angle_LD, self.config.params_dtype)  # type: ignore[attr-defined]
+        packed_seq_params.rotation = rotation(angle_LD, self.config.params_dtype)
         return (hidden_states, None, *others)
 
     def _postprocess(
@@ -231,7 +190,7 @@ class AnswerModel(GPTModel):
             return logits(hidden_states)
         width = self.vocab_size // self.config.tensor_model_parallel_size
         values = _read_in_chunks(hidden_states, lambda chunk, rows: read(logits(chunk).squeeze(0), rows), width)
-        packed_seq_params.values = values  # type: ignore[attr-defined]
+        packed_seq_params.values = values
         return values[0]
 
 

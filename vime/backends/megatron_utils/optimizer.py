@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from vime.config.machine import OptimizerConfig, ParallelConfig
 from vime.config.schedule import decay_steps
@@ -46,11 +47,11 @@ class PolicyOptimizer:
         if not parallel.overlap_grad_reduce:  # else megatron asks to see each gradient when it is ready
             for chunk in chunks:
                 for parameter in chunk.parameters():
-                    parameter.is_summed_in_place = True  # type: ignore[attr-defined] # of cpu_linear.py, without a GPU
+                    parameter.is_summed_in_place = True  # of cpu_linear.py, without a GPU
         model_config.finalize_model_grads_func = finalize_model_grads
         if parallel.overlap_grad_reduce:  # only the last micro-batch of a step starts the reduction
             switches = [chunk.no_sync for chunk in self.chunks]
-            model_config.no_sync_func = switches if len(switches) > 1 else switches[0]  # type: ignore[assignment]
+            model_config.no_sync_func = switches if len(switches) > 1 else switches[0]
         self._gathers_late = parallel.overlap_param_gather
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -171,6 +172,16 @@ class PolicyOptimizer:
     def parts(self) -> list[MegatronOptimizer]:
         """megatron chains one optimizer per kind of parameter; a dense model has one."""
         return self.megatron.chained_optimizers if hasattr(self.megatron, "chained_optimizers") else [self.megatron]
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What `sleep` moves: (main parameters and moments, which must be kept; gradient buffers, which each step
+        zeroes first)."""
+        inner = [part.optimizer for part in self.parts if part.optimizer is not None]
+        kept = [tensor for part in inner for group in part.param_groups for tensor in group["params"]]
+        kept += [value for part in inner for state in part.state.values() for value in state.values()]
+        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        return [value for value in kept if isinstance(value, Tensor)], [buffer.grad_data for buffer in buffers]
 
     def adopt_flags(self) -> None:
         """After a checkpoint was loaded: the settings of this command win over those that its groups carry."""

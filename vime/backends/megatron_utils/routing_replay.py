@@ -60,7 +60,7 @@ class ReplayLayer(TransformerLayer):
         self.mlp.router.router_replay = self.given
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> Any:
-        self.given.experts_LK = self._experts(packed_seq_params.routed_experts)  # type: ignore[attr-defined]
+        self.given.experts_LK = self._experts(packed_seq_params.routed_experts)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _experts(self, experts_LW: Tensor | None) -> Tensor | None:

@@ -20,10 +20,11 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from vime.algo.sampling import CHUNK, log_probs_under
-from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut, sequence_multiple
-from vime.backends.megatron_utils.vocab_parallel import logprobs_and_entropy
+from vime.backends.logprobs import logprobs_and_entropy
+from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut
 from vime.batching.pack import PackedBatch, pack
 from vime.batching.prefixes import SharedPrompts, share_prompts
+from vime.config.machine import ParallelConfig
 from vime.data.rows import TrainRow
 from vime.seams import PackLoss
 from vime.types import SamplingRule
@@ -41,14 +42,14 @@ class Sampling:
 
 
 def pack_rows(
-    rows: Sequence[TrainRow], *, multiple: int, extra: Mapping[str, Sequence[Tensor]] | None = None
+    rows: Sequence[TrainRow], parallel: ParallelConfig, *, extra: Mapping[str, Sequence[Tensor]] | None = None
 ) -> PackedBatch:
-    """One micro-batch on this rank's device, of whole sequences. `multiple`: `engine.Packing.pad_multiple`."""
+    """One micro-batch on this rank's device, of whole sequences."""
     return pack(
         rows,
-        pad_to_multiple=multiple,
-        sequence_multiple=sequence_multiple(),
-        device=torch.cuda.current_device(),
+        pad_to_multiple=parallel.pack_multiple,
+        sequence_multiple=parallel.sequence_multiple,
+        device=torch.device(torch.cuda.current_device()),
         extra=extra,
     )
 
@@ -141,9 +142,9 @@ def _tokens_per_call(chunks: Sequence[MegatronModule]) -> float | None:
     """
     config = get_model_config(chunks[0])
     is_cut = config.sequence_parallel or parallel_state.get_pipeline_model_parallel_world_size() > 1
-    if is_cut or torch.cuda.current_device() != torch.device("cpu"):
+    if is_cut or torch.cuda.is_available():
         return None
-    weights = config.hidden_size * (4 * config.hidden_size + 3 * config.ffn_hidden_size)  # of a layer, about
+    weights: int = config.hidden_size * (4 * config.hidden_size + 3 * config.ffn_hidden_size)  # of a layer, about
     return CALL_OPERATIONS / (6 * weights)  # forward and backward: 6 operations a weight
 
 
@@ -165,10 +166,9 @@ def _read_logits(
         return logprobs_and_entropy(
             logits_AV,
             label_A[rows],
-            group=group,
-            vocab_size=sampling.vocab_size,
             temperature=sampling.temperature,
-            overwrite=True,
+            vocab_size=sampling.vocab_size,
+            group=group,
         )
 
     return read
@@ -227,7 +227,7 @@ def _run(
         tokens_U, positions_U = part.computed(part.batch.tokens_T), part.computed(part.batch.position_T)
         params = packed_params(part)
         if sampling is not None:
-            params.read_logits = _read_logits(part, sampling, rule)  # type: ignore[attr-defined] # for AnswerModel
+            params.read_logits = _read_logits(part, sampling, rule)  # for AnswerModel
         output = model(tokens_U.unsqueeze(0), positions_U.unsqueeze(0), None, packed_seq_params=params)
 
         def use(output: Tensor, non_loss_data: bool = False) -> object:  # noqa: ARG001  megatron names it
@@ -239,7 +239,7 @@ def _run(
     for chunk in chunks:
         chunk.train(not forward_only)
     iterators = [iter(packs) for _ in chunks]
-    return get_forward_backward_func()(
+    values: list[Tensor] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
@@ -249,6 +249,7 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return values
 
 
 def packed_params(part: BatchPart) -> PackedSeqParams:
@@ -263,10 +264,10 @@ def packed_params(part: BatchPart) -> PackedSeqParams:
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )
-    params.cu_seqlens_host = batch.cu_seqlens  # type: ignore[attr-defined] # python ints for PackedAttention
-    params.context_cut = part.cut  # type: ignore[attr-defined]
-    params.shared_prompts = part.shared  # type: ignore[attr-defined]
-    params.answer_U = part.answer_U  # type: ignore[attr-defined] # for AnswerModel
+    params.cu_seqlens_host = batch.cu_seqlens  # python ints for PackedAttention
+    params.context_cut = part.cut
+    params.shared_prompts = part.shared
+    params.answer_U = part.answer_U  # for AnswerModel
     experts_TW = batch.routed_experts_TW
-    params.routed_experts = None if experts_TW is None else part.part(experts_TW)  # type: ignore[attr-defined] # for ReplayLayer
+    params.routed_experts = None if experts_TW is None else part.part(experts_TW)  # for ReplayLayer
     return params

@@ -42,7 +42,7 @@ def main() -> None:
     import_engine().get_mp_context = lambda: multiprocessing.get_context("fork")
     from torch.distributed import distributed_c10d
 
-    distributed_c10d.ProcessGroupGloo = one_event_loop(distributed_c10d.ProcessGroupGloo)
+    distributed_c10d.ProcessGroupGloo = one_event_loop(distributed_c10d.ProcessGroupGloo)  # type: ignore[misc]
     if os.environ.get(DIE_WITH_PARENT):
         # vLLM's plug-ins are loaded once: the forked process does not call plugin.register, which asks for this
         os.register_at_fork(after_in_child=die_with_parent)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
-import json
 import math
 import os
 import random
@@ -25,11 +24,10 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.fake import FakeEngine, Question
-from vime.config.hf_config import num_tokenizer_ids, read_model_shape
+from vime.config.hf_config import num_tokenizer_ids, read_model_shape, read_record
 from vime.types import ConfigError
 
 PACE = "VIME_SCRIPTED_TOKENS_PER_SECOND"
@@ -48,7 +46,7 @@ class LongTailed:
 
     def __init__(self, model: str) -> None:
         known, tokenized = read_model_shape(model).vocab_size, num_tokenizer_ids(model)
-        ends = json.loads((Path(model) / "config.json").read_text()).get("eos_token_id")
+        ends = read_record(model).get("eos_token_id")
         self._ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         self._words = [token for token in range(min(known, tokenized or known)) if token not in self._ends]
 

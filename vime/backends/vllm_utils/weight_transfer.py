@@ -8,10 +8,8 @@ parameters are rebuilt.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from vime.config.model_files import read_headers
 from vime.types import PublishError
 from vime.utils.heap import FreedMemory
 from vime.weights.transports import make_receiver
@@ -66,7 +65,7 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
         pairs = self._connected.receive(update_info)
         self._received.update(name for name, _ in pairs)
         with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
-            self.model.load_weights(pairs)
+            self.model.load_weights(pairs)  # type: ignore[operator]  # vLLM's models have it
 
     def finish_weight_update(self) -> None:
         self._connected.finish()
@@ -145,17 +144,10 @@ def refresh_packed_copies(model: torch.nn.Module) -> None:
 
 def required_names(model_config: Any) -> frozenset[str] | None:
     """Names that an update must hold: those of the checkpoint the engine started from. None when it is not local."""
-    files = sorted(Path(model_config.model).glob("*.safetensors"))
-    if not files:
+    found = read_headers(model_config.model, flag="--model")
+    if not found:
         return None
-    names = {name for file in files for name in safetensors_names(file) if not name.endswith(BUFFER_SUFFIXES)}
+    names = {name for name in found if not name.endswith(BUFFER_SUFFIXES)}
     if model_config.hf_config.to_dict().get("tie_word_embeddings"):
         names.discard("lm_head.weight")
     return frozenset(names)
-
-
-def safetensors_names(file: Path) -> list[str]:
-    """Tensor names from the header: 8 bytes of length, then JSON."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        return [name for name in json.loads(opened.read(length)) if name != "__metadata__"]

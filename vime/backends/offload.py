@@ -13,8 +13,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, UntypedStorage
 
-from vime.backends.megatron_utils.optimizer import PolicyOptimizer
-
 
 class Offload:
     """Two lists of storages: those whose content is `kept`, and scratch that is zeros when it comes back."""
@@ -24,16 +22,16 @@ class Offload:
         self._scratch: list[tuple[UntypedStorage, int]] = []  # (storage, its bytes)
         self.is_asleep = False
 
-    def sleep(self, kept: Iterable[Tensor], scratch: Iterable[Tensor]) -> None:
+    def sleep(self, kept: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
         """Free the storages of these tensors. The device's queued work ends first."""
         scratch_storages = _storages(scratch)
         for storage in scratch_storages.values():
             self._scratch.append((storage, storage.nbytes()))
         for address, storage in _storages(kept).items():
             if address not in scratch_storages:
-                device_bytes = _bytes_of(storage)
-                self._kept.append((storage, torch.empty_like(device_bytes, device="cpu").copy_(device_bytes)))
-        for storage, _ in [*self._kept, *self._scratch]:
+                self._kept.append((storage, _bytes_of(storage).to("cpu", copy=True)))
+                storage.resize_(0)
+        for storage, _ in self._scratch:
             storage.resize_(0)
         self.is_asleep = True
         if torch.cuda.is_available():
@@ -50,16 +48,6 @@ class Offload:
         self._kept, self._scratch, self.is_asleep = [], [], False
 
 
-def learning_tensors(optimizer: PolicyOptimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """(what must be kept: main parameters and moments; scratch: gradient buffers, which each step zeroes first)."""
-    inner = [part.optimizer for part in optimizer.parts if part.optimizer is not None]
-    kept = [tensor for part in inner for group in part.param_groups for tensor in group["params"]]
-    kept += [value for part in inner for state in part.state.values() for value in state.values()]
-    buffers = [buffer for chunk in optimizer.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-    return [value for value in kept if isinstance(value, Tensor)], [buffer.grad_data for buffer in buffers]
-
-
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     """Each storage once, by address; a tensor without elements has none."""
     found = (tensor.untyped_storage() for tensor in tensors)
@@ -67,4 +55,5 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
+    """The whole storage as a flat tensor that shares it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
