@@ -5,7 +5,8 @@ import sys
 PROGRAM = """
 import sys
 import vime.data.payload, vime.data.columns, vime.handoff.stores, vime.handoff.ticket, vime.handoff.fetch
-import vime.handoff.group_store, vime.handoff.staleness, vime.handoff.ledger, vime.handoff.audit, vime.handoff.queue_view
+import vime.handoff.group_store, vime.handoff.staleness, vime.handoff.ledger, vime.handoff.audit
+import vime.handoff.queue_view
 loaded = {name.partition(".")[0] for name in sys.modules} & {"transfer_queue", "ray", "tensordict"}
 sys.exit(f"loaded: {sorted(loaded)}" if loaded else 0)
 """
