@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.helpers.ray_cluster import ray_cluster  # noqa: F401
@@ -22,6 +25,7 @@ class Case:
     reader: PayloadStore
     partition: str
     lose: Callable[[Any], None]
+    travel: Callable[[Any], Any] = lambda ticket: pickle.loads(pickle.dumps(ticket))  # to another process
 
 
 def _memory(name: str) -> Case:
@@ -29,13 +33,32 @@ def _memory(name: str) -> Case:
     return Case(store, store, name, lambda handle: store.chunks.pop((name, handle)) and None)
 
 
-def _objects(name: str) -> Case:
-    """An object goes with its owner; here its owner frees it."""
+def _objects(name: str) -> Iterator[Case]:
+    """Objects of a process that may die, as the RolloutManager is one."""
     import ray
-    from ray._private.internal_api import free
 
-    stores = [ObjectStore(put=ray.put, get=lambda refs: list(ray.get(refs, timeout=5))) for _ in range(2)]
-    return Case(*stores, name, lambda handle: free([handle], local_only=False))
+    @ray.remote(num_cpus=0)
+    class Owner:
+        def put(self, chunk: bytes) -> list[Any]:
+            return [ray.put(chunk)]
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    owner = Owner.remote()
+
+    def get(handles: list[Any]) -> list[bytes]:
+        return list(ray.get(handles, timeout=30))
+
+    process = psutil.Process(ray.get(owner.pid.remote(), timeout=30))
+
+    def lose(_: Any) -> None:
+        ray.kill(owner)
+        process.wait(timeout=30)  # Ray calls it dead while it still answers
+
+    writer = ObjectStore(put=lambda chunk: ray.get(owner.put.remote(chunk), timeout=30)[0], get=get)
+    yield Case(writer, ObjectStore(put=ray.put, get=get), name, lose, lambda ticket: ray.get(ray.put(ticket)))
+    ray.kill(owner)
 
 
 @pytest.fixture(scope="session")
@@ -69,14 +92,14 @@ def transfer_queue(queue_address: Any, request: pytest.FixtureRequest) -> Iterat
     reader.close()
 
 
+@pytest.fixture
+def objects(ray_cluster: None) -> Iterator[Case]:  # noqa: F811
+    yield from _objects("test")
+
+
 @pytest.fixture(params=["memory", "objects", "transfer_queue"])
 def case(request: pytest.FixtureRequest) -> Case:
-    if request.param == "memory":
-        return _memory("test")
-    if request.param == "objects":
-        request.getfixturevalue("ray_cluster")
-        return _objects("test")
-    return request.getfixturevalue("transfer_queue")
+    return _memory("test") if request.param == "memory" else request.getfixturevalue(request.param)
 
 
 @pytest.fixture(params=["memory", "transfer_queue"])

@@ -1,7 +1,6 @@
 """Every store brings each rank its rows by key, and answers nothing else than what was put."""
 
 import dataclasses
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -30,7 +29,7 @@ def _round(rollout_id: int = 0, *, steps: int = 1) -> tuple[RoundPlan, list[list
 def test_each_rank_gets_exactly_its_rows_and_every_bit_of_them(case, monkeypatch, chunk_bytes):
     monkeypatch.setattr(payload, "CHUNK_BYTES", chunk_bytes)
     plan, groups = _round(4, steps=2)
-    ticket = pickle.loads(pickle.dumps(hand_over(case.writer, plan, groups, partition=case.partition)))
+    ticket = case.travel(hand_over(case.writer, plan, groups, partition=case.partition))
     assert read_rows(case.reader, ticket, 0)[0] == plan
     found = read_all(case.reader, ticket)
     assert [found[number] for number in range(12)] == flatten(groups)
