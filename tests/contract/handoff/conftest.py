@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.helpers.ray_cluster import ray_cluster  # noqa: F401
@@ -42,19 +41,21 @@ def _objects(name: str) -> Iterator[Case]:
         def put(self, chunk: bytes) -> list[Any]:
             return [ray.put(chunk)]
 
-        def pid(self) -> int:
-            return os.getpid()
-
     owner = Owner.remote()
 
     def get(handles: list[Any]) -> list[bytes]:
         return list(ray.get(handles, timeout=30))
 
-    process = psutil.Process(ray.get(owner.pid.remote(), timeout=30))
-
-    def lose(_: Any) -> None:
+    def lose(handle: Any) -> None:
+        """Ray answers from what it still has for a while after the owner is gone."""
         ray.kill(owner)
-        process.wait(timeout=30)  # Ray calls it dead while it still answers
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            try:
+                ray.get(handle, timeout=1)
+            except ray.exceptions.RayError:
+                return
+        pytest.fail("the object outlives its owner")
 
     writer = ObjectStore(put=lambda chunk: ray.get(owner.put.remote(chunk), timeout=30)[0], get=get)
     yield Case(writer, ObjectStore(put=ray.put, get=get), name, lose, lambda ticket: ray.get(ray.put(ticket)))

@@ -5,12 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.helpers.kept import round_groups
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, attempts_of, groups_of, wait_until
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk
-from vime.observability.samples import RoundGroup, read_fates
+from vime.observability.samples import read_fates
 from vime.rollout.sample_book import BOOK
 from vime.types import HandoffError, RewardError, WaitTimeoutError
 
@@ -153,7 +154,7 @@ def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, mo
     with ScriptedEngine(right_for_every_other_prompt) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
         BOOK.open(tmp_path / "kept", max_bytes=1 << 20)
         output = run.lease(0)
-        BOOK.write_round(0, [RoundGroup.of(samples) for samples in output.samples])
+        BOOK.write_round(0, round_groups(output.samples))
         BOOK.close()
     assert groups_of(output) == [0, 2]
     assert read_fates(tmp_path / "kept")[0].kept == (0, 2)
