@@ -1,5 +1,5 @@
-"""The whole algorithm in one file: GRPO from prompt to published weights with Vime's own formulas, plan, carrier and
-version books, and without Ray, vLLM or megatron. Read this first; the big loop does the same with real parts.
+"""The whole algorithm in one file: GRPO from prompt to published weights with Vime's own formulas, plan, tickets
+and version books, and without Ray, vLLM or megatron. Read this first; the big loop does the same with real parts.
 
     .venv/bin/python examples/minimal_loop.py
 
@@ -19,8 +19,10 @@ from vime.algo.reductions import reduce_loss
 from vime.batching.pack import pack
 from vime.batching.plan import plan_round
 from vime.data.rows import TrainRow
-from vime.handoff.memory import MemoryCarrier
+from vime.handoff.group_store import RoundStore, encode_group
 from vime.handoff.staleness import check_staleness
+from vime.handoff.stores import MemoryStore, PayloadStore
+from vime.handoff.ticket import RoundTicket, make_ticket, read_rows
 from vime.types import EngineReport, Sample, SampleStatus, Version, VersionSpan
 from vime.weights.hashing import content_hash
 from vime.weights.versions import VersionLedger
@@ -74,10 +76,10 @@ def generate_round(engine: TableEngine, rollout_id: int, generator: torch.Genera
     return groups
 
 
-def to_rows(group: list[Sample]) -> TrainGroup:
+def to_rows(group: list[Sample]) -> list[TrainRow]:
     """GRPO: the reward of a row is its advantage inside its group."""
     advantage_N = group_advantages(torch.tensor([sample.scalar_reward() for sample in group]), divide_by_std=True)
-    rows = tuple(
+    return [
         TrainRow(
             sample_index=sample.index,
             group_index=sample.group_index,
@@ -93,12 +95,11 @@ def to_rows(group: list[Sample]) -> TrainGroup:
             truncated=False,
         )
         for sample, advantage in zip(group, advantage_N, strict=True)
-    )
-    return TrainGroup(group_index=group[0].group_index, rows=rows)
+    ]
 
 
-def train_round(logits_VV: Tensor, optimizer: torch.optim.Optimizer, carrier: MemoryCarrier, ticket: object) -> None:
-    plan, rows = carrier.fetch(ticket, 0)
+def train_round(logits_VV: Tensor, optimizer: torch.optim.Optimizer, store: PayloadStore, ticket: RoundTicket) -> None:
+    plan, rows = read_rows(store, ticket, 0)
     for step in plan.steps:
         optimizer.zero_grad()
         for numbers in step.micro_batches[0]:
@@ -123,7 +124,8 @@ def run(num_rounds: int, seed: int = 0) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     logits_VV = torch.zeros(VOCAB, VOCAB, requires_grad=True)
     optimizer = torch.optim.Adam([logits_VV], lr=0.3)
-    engine, carrier, versions = TableEngine(), MemoryCarrier(), VersionLedger()
+    engine, store, versions = TableEngine(), MemoryStore(), VersionLedger()
+    rounds = RoundStore(store, prefix="train", capacity=1, timeout_s=1)
     curve = []
     for rollout_id in range(num_rounds):
         # publish -> confirm -> release: the engine generates only with weights whose hash it confirmed
@@ -132,7 +134,7 @@ def run(num_rounds: int, seed: int = 0) -> list[float]:
         groups = generate_round(engine, rollout_id, generator)
         curve.append(sum(sample.scalar_reward() for group in groups for sample in group) / sum(map(len, groups)))
         handed = [to_rows(group) for group in groups]
-        rows = [row for group in handed for row in group.rows]
+        rows = [row for group in handed for row in group]
         check_staleness(rows, version=versions.trained, max_staleness=0)
         plan = plan_round(
             rollout_id,
@@ -143,9 +145,13 @@ def run(num_rounds: int, seed: int = 0) -> list[float]:
             micro_batch_size=16,
             max_tokens_per_micro_batch=None,
         )
-        ticket = carrier.put(plan, handed)
-        train_round(logits_VV, optimizer, carrier, ticket)
-        carrier.clear(ticket)
+        # rows part from what is known of them: chunks into the store, facts and handles into the ticket
+        encoded = [encode_group(group) for group in handed]
+        partition, handles = rounds.put(rollout_id, encoded)
+        facts = [group.facts for group in encoded]
+        ticket = make_ticket(plan, list(zip(facts, handles, strict=True)), partition=partition)
+        train_round(logits_VV, optimizer, store, ticket)
+        rounds.clear(partition)
         versions.advance()
         logger.info("round %2d  version %2d  reward %.3f", rollout_id, versions.trained, curve[-1])
     return curve

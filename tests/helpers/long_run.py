@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+from tests.helpers.kept import round_groups
 from vime.config.checks import resolve
 from vime.config.parse import dump, parse
 from vime.observability.events import EventKind, EventLog
@@ -39,7 +40,7 @@ def write_run(root: Path, *, num_rounds: int, groups: int = 32, error: str | Non
                 dropped = [DroppedGroup(group_index=number + groups, reason="zero_std")]
                 if round_id % max(1, num_rounds // 10) == 0:
                     kept = [[answer(group[0].group_index, place, randoms) for place in range(4)] for group in kept]
-                    store.write(round_id, kept, dropped)
+                    store.write(round_id, round_groups(kept), dropped)
                 else:
                     store._write_fates(round_id, kept, dropped)
                 number += groups + 1

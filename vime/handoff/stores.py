@@ -58,10 +58,10 @@ class MemoryStore:
             self.chunks.pop((partition, key), None)
 
     def partitions(self) -> list[str]:
-        return sorted({partition for partition, _ in self.chunks})
+        return sorted({partition for partition, _ in list(self.chunks)})  # another thread may change it meanwhile
 
     def clear_partition(self, partition: str) -> None:
-        self.clear(partition, [key for held, key in self.chunks if held == partition])
+        self.clear(partition, [key for held, key in list(self.chunks) if held == partition])
 
     def close(self) -> None:
         """What is stored stays for other holders of the store."""

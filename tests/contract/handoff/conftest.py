@@ -1,7 +1,9 @@
-"""The carriers that the contract is held against: the fake, object references, and the real TransferQueue."""
+"""The stores that the contract is held against: a dict, objects of real Ray, and the real TransferQueue."""
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,40 +12,54 @@ import pytest
 
 from tests.helpers.ray_cluster import ray_cluster  # noqa: F401
 from vime.config.training import QueueConfig
-from vime.handoff.memory import MemoryCarrier
-from vime.handoff.object_refs import ObjectRefCarrier
-
-EXTRA, WIDE = ("teacher_log_probs",), ("rollout_routed_experts",)
-BACK_PRESSURE_S = 2.0
+from vime.handoff.stores import MemoryStore, ObjectStore, PayloadStore
 
 
 @dataclass
 class Case:
-    """A carrier as the writer and as a reader see it, and a way to lose what is stored for a rank behind its back."""
+    """A store as the writer and as a reader see it, a partition that no other test has, and a way to lose a chunk
+    behind their backs."""
 
-    writer: Any
-    reader: Any
-    lose_one: Callable[[Any], None]
-
-
-def _memory(extra: tuple[str, ...]) -> Case:
-    carrier = MemoryCarrier(timeout_s=BACK_PRESSURE_S, extra=extra)
-
-    def lose_one(ticket: Any) -> None:
-        carrier.partitions[ticket.partition][1][0] = b""
-
-    return Case(carrier, carrier, lose_one)
+    writer: PayloadStore
+    reader: PayloadStore
+    partition: str
+    lose: Callable[[Any], None]
+    travel: Callable[[Any], Any] = lambda ticket: pickle.loads(pickle.dumps(ticket))  # to another process
 
 
-def _object_refs(extra: tuple[str, ...]) -> Case:
-    objects: dict[int, Any] = {}
+def _memory(name: str) -> Case:
+    store = MemoryStore()
+    return Case(store, store, name, lambda handle: store.chunks.pop((name, handle)) and None)
 
-    def put(value: Any) -> int:
-        objects[len(objects)] = value
-        return len(objects) - 1
 
-    carrier = ObjectRefCarrier(put=put, get=objects.__getitem__, free=objects.pop, extra=extra)
-    return Case(carrier, carrier, lambda ticket: objects.pop(ticket.references[0]))
+def _objects(name: str) -> Iterator[Case]:
+    """Objects of a process that may die, as the RolloutManager is one."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Owner:
+        def put(self, chunk: bytes) -> list[Any]:
+            return [ray.put(chunk)]
+
+    owner = Owner.remote()
+
+    def get(handles: list[Any]) -> list[bytes]:
+        return list(ray.get(handles, timeout=30))
+
+    def lose(handle: Any) -> None:
+        """Ray answers from what it still has for a while after the owner is gone."""
+        ray.kill(owner)
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            try:
+                ray.get(handle, timeout=1)
+            except ray.exceptions.RayError:
+                return
+        pytest.fail("the object outlives its owner")
+
+    writer = ObjectStore(put=lambda chunk: ray.get(owner.put.remote(chunk), timeout=30)[0], get=get)
+    yield Case(writer, ObjectStore(put=ray.put, get=get), name, lose, lambda ticket: ray.get(ray.put(ticket)))
+    ray.kill(owner)
 
 
 @pytest.fixture(scope="session")
@@ -59,58 +75,35 @@ def queue_address(ray_cluster: None) -> Iterator[Any]:  # noqa: F811
 
 @pytest.fixture
 def transfer_queue(queue_address: Any, request: pytest.FixtureRequest) -> Iterator[Case]:
-    yield from _transfer_queue(EXTRA, queue_address, request)
-
-
-@pytest.fixture
-def wide_transfer_queue(queue_address: Any, request: pytest.FixtureRequest) -> Iterator[Case]:
-    yield from _transfer_queue(WIDE, queue_address, request)
-
-
-def _transfer_queue(extra: tuple[str, ...], queue_address: Any, request: pytest.FixtureRequest) -> Iterator[Case]:
-    from vime.handoff.bridge import TransferQueueBridge
+    from vime.handoff.queue_client import QueueClient
 
     prefix = f"test{abs(hash(request.node.name))}"  # a namespace of its own for each test
-    config = QueueConfig(
-        transferqueue_partition=prefix, transferqueue_timeout_secs=60.0, transfer_queue_extra_data_fields=extra
-    )
-    writer = TransferQueueBridge.connect(queue_address, config)
-    reader = TransferQueueBridge.connect(queue_address, config)
-    writer._timeout_s = BACK_PRESSURE_S  # room is waited for less long than a call
+    writer, reader = QueueClient(queue_address, 60.0), QueueClient(queue_address, 60.0)
 
-    def lose_one(ticket: Any) -> None:
-        client = reader._client
-        key = ticket.keys[0][0]
-        meta = client._call(client._client.async_kv_retrieve_meta([key], ticket.partition), "look up a key")
+    def lose(handle: Any) -> None:
+        meta = reader._call(reader._client.async_kv_retrieve_meta([handle], prefix), "look up a key")
         assert meta.size == 1
-        client._call(client._client.async_clear_samples(meta), "lose a key")
+        reader._call(reader._client.async_clear_samples(meta), "lose a key")
 
-    yield Case(writer, reader, lose_one)
-    for name in writer._client.list_partitions():
+    yield Case(writer, reader, prefix, lose)
+    for name in writer.partitions():
         if name.startswith(prefix):
-            writer._client.clear_partition(name)
+            writer.clear_partition(name)
     writer.close()
     reader.close()
 
 
-@pytest.fixture(params=["memory", "object_refs", "transfer_queue"])
+@pytest.fixture
+def objects(ray_cluster: None) -> Iterator[Case]:  # noqa: F811
+    yield from _objects("test")
+
+
+@pytest.fixture(params=["memory", "objects", "transfer_queue"])
 def case(request: pytest.FixtureRequest) -> Case:
-    if request.param == "memory":
-        return _memory(EXTRA)
-    if request.param == "object_refs":
-        return _object_refs(EXTRA)
-    return request.getfixturevalue("transfer_queue")
-
-
-@pytest.fixture(params=["memory", "object_refs", "transfer_queue"])
-def wide_case(request: pytest.FixtureRequest) -> Case:
-    """Carriers of a column with several numbers a token."""
-    if request.param == "transfer_queue":
-        return request.getfixturevalue("wide_transfer_queue")
-    return _memory(WIDE) if request.param == "memory" else _object_refs(WIDE)
+    return _memory("test") if request.param == "memory" else request.getfixturevalue(request.param)
 
 
 @pytest.fixture(params=["memory", "transfer_queue"])
-def bounded_case(request: pytest.FixtureRequest) -> Case:
-    """The carriers that hold rounds themselves and therefore limit how many."""
-    return _memory(EXTRA) if request.param == "memory" else request.getfixturevalue("transfer_queue")
+def keyed_case(request: pytest.FixtureRequest) -> Case:
+    """The stores that hold what was put until it is cleared, and can therefore say what they hold."""
+    return _memory("test") if request.param == "memory" else request.getfixturevalue("transfer_queue")

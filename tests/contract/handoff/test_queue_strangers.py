@@ -29,8 +29,8 @@ def ports_of(address: Any) -> Iterator[list[str]]:
     client = QueueClient(address, 60.0)
     infos = [actor.get_zmq_server_info.remote().future().result(30) for actor in client._actors.values()]
     yield [info.to_addr(name) for info in infos for name in info.ports]
-    client.put_rows("strangers", ["key"], [b"still works"])
-    assert client.get_rows("strangers", ["key"]) == [b"still works"]
+    client.put("strangers", ["key"], [b"still works"])
+    assert client.get("strangers", ["key"]) == [b"still works"]
     client.clear_partition("strangers")
     client.close()
 
@@ -77,7 +77,7 @@ def test_a_process_joins_one_run_after_another(queue_address: Any, ray_cluster: 
 
     for address in (queue_address, start_queue(QueueConfig(), remote=ray.remote), queue_address):
         client = QueueClient(address, 60.0)
-        client.put_rows("again", ["key"], [b"row"])
+        client.put("again", ["key"], [b"row"])
         client.close()
         if address is not queue_address:
             stop_queue(address)

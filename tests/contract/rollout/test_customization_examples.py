@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import EXAMPLES, make_args, write_jsonl, write_model_directory
 from tests.helpers.scripted_engine import Reply, ScriptedEngine
-from vime.rollout.convert import to_train_groups
 from vime.rollout.plugins import check_plugins, load_data_source, plugin
 from vime.rollout.vllm_rollout import close_generation, generate_rollout
 from vime.types import ConfigError
@@ -48,7 +48,7 @@ def test_reward(play):
         {"score": 0.0, "accuracy": 0.0},
         {"score": 0.0, "accuracy": 0.0},
     ]
-    assert [row.raw_reward for row in to_train_groups(args, output.samples, 0)[0].rows] == [1.2, 0.0, 0.0]
+    assert [row.raw_reward for row in trained_rows(args, output.samples, 0)[0]] == [1.2, 0.0, 0.0]
 
 
 def test_group_reward(play):
@@ -73,7 +73,7 @@ def test_generate_asks_again_and_trains_only_what_the_policy_said(play):
     assert sample.tokens == [1, B, B, EOS, QUESTION_MARK, A, EOS]
     assert sample.loss_mask == [1, 1, 0, 1, 1]
     assert (sample.response, sample.reward, sample.metadata["first_answer"]) == ("a", 1.0, "b")
-    assert to_train_groups(args, output.samples, 0)[0].rows[0].num_trainable == 4
+    assert trained_rows(args, output.samples, 0)[0][0].num_trainable == 4
 
 
 def test_filter_counts_its_reasons(play):
@@ -110,7 +110,7 @@ def test_post_process_replaces_the_normalisation(play):
             engine, "--custom-reward-post-process-path", f"{CUSTOM}/post_process.py:leave_one_out",
             "--rm-type", "exact_match",
         )  # fmt: skip
-    assert [row.reward for row in to_train_groups(args, output.samples, 0)[0].rows] == [1.0, -0.5, -0.5]
+    assert [row.reward for row in trained_rows(args, output.samples, 0)[0]] == [1.0, -0.5, -0.5]
 
 
 def test_loss_answers_every_token_by_its_advantage():

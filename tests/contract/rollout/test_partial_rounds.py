@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from tests.helpers.converted import trained_rows
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
-from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.vllm_rollout import generate_rollout
 from vime.types import SampleStatus, StaleError, VersionSpan
@@ -78,7 +78,7 @@ def test_cut_answers_are_gone_on_with_first_and_each_token_keeps_its_version(tmp
         assert sample.rollout_log_probs == [-0.5, -0.25, -0.25]
         assert sample.token_policy_versions == [VersionSpan(4, 0, 1), VersionSpan(5, 1, 3)]
         assert (sample.loss_mask, sample.status, sample.rollout_id) == ([1, 1, 1], SampleStatus.COMPLETED, 5)
-    rows = to_train_groups(rounds.args, second.samples, 5)[0].rows
+    rows = trained_rows(rounds.args, second.samples, 5)[0]
     assert [row.oldest_version for row in rows] == [4, 4]
 
 
@@ -88,7 +88,7 @@ def test_at_staleness_0_tokens_of_the_round_before_are_context_and_no_loss(tmp_p
     assert prompts_of(second) == ["b", "d"]
     assert {tuple(sample.loss_mask) for group in second.samples for sample in group} == {(0, 1, 1)}
     assert second.metrics["rollout/masked_tokens"] == 4
-    rows = [row for group in to_train_groups(rounds.args, second.samples, 5) for row in group.rows]
+    rows = [row for group in trained_rows(rounds.args, second.samples, 5) for row in group]
     assert {row.oldest_version for row in rows} == {5}
 
 
@@ -120,7 +120,7 @@ def test_a_surplus_group_that_had_finished_is_trained_next_unless_all_its_tokens
         assert unused & again == (set() if is_kept else unused)
     versions = {span.version for sample in second.samples[0] for span in sample.token_policy_versions}
     assert versions == ({4} if is_kept else {5})
-    to_train_groups(rounds.args, second.samples, 5)
+    trained_rows(rounds.args, second.samples, 5)
 
 
 def test_cut_answers_travel_with_the_checkpoint(tmp_path, model_dir):
@@ -157,7 +157,7 @@ def test_without_the_mask_older_tokens_are_refused_at_staleness_0(tmp_path, mode
         _, second, _ = rounds.play_two()
     strict = make_args("--hf-checkpoint", model_dir, "--rm-type", "exact_match")
     with pytest.raises(StaleError, match=r"versions \[4, 5\] in round 5, expected 5\.\.5"):
-        to_train_groups(strict, second.samples, 5)
+        trained_rows(strict, second.samples, 5)
 
 
 def test_evaluation_is_not_cut_by_a_round_that_ends(tmp_path, model_dir):

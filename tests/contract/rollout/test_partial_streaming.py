@@ -4,6 +4,7 @@ from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
 from vime.data.payload import bytes_to_samples
 from vime.handoff.audit import audit_run
+from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.rollout import halt
@@ -35,9 +36,9 @@ def stop_with_one_held(directory, engine, model_dir, *flags, **options):
     with Streaming(directory, engine, model_dir, *flags, **options) as run:
         assert engine.num_held.acquire(timeout=30)
         wait_until(run, lambda: run.status().ready == 1)
-        run.producer.stop()
+        run.worker.stop()
         assert run.status().retry == 1
-        return run.producer.peek
+        return run.worker.stats
 
 
 def test_a_run_that_stops_keeps_the_tokens_under_way_and_the_next_one_goes_on_with_them(tmp_path, model_dir):
@@ -49,7 +50,7 @@ def test_a_run_that_stops_keeps_the_tokens_under_way_and_the_next_one_goes_on_wi
         asked = len(engine.requests)
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as again:
             output = again.lease(0)
-            assert [(g.task.group, g.task.attempt) for g in again.source.lease.groups] == [(0, 1), (1, 2)]
+            assert [(g.task.group, g.task.attempt) for g in again.taken.lease.groups] == [(0, 1), (1, 2)]
             assert [request["token_ids"] for request in engine.requests[asked:]] == [[1, LETTER["b"], KEPT]]
             assert engine.requests[asked]["sampling_params"]["max_tokens"] == 7
             again.train(0)
@@ -74,7 +75,7 @@ def test_tokens_in_the_spool_outlive_attempts_that_add_none(tmp_path, model_dir)
         asked = len(engine.requests)
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as third:
             output = third.lease(0)
-            assert third.source.lease.groups[1].task.attempt == 3
+            assert third.taken.groups[1].task.attempt == 3
         assert [request["token_ids"] for request in engine.requests[asked:]] == [[1, LETTER["b"], KEPT]]
     assert output.samples[1][0].tokens == [1, LETTER["b"], KEPT, EOS]
 
@@ -84,7 +85,7 @@ def test_without_the_flag_a_run_that_stops_keeps_no_tokens(tmp_path, model_dir):
     with ScriptedEngine(script) as engine:
         with Streaming(tmp_path, engine, model_dir) as run:
             assert engine.num_held.acquire(timeout=30)
-            run.producer.stop()
+            run.worker.stop()
         script.slow = set()
         asked = len(engine.requests)
         with Streaming(tmp_path, engine, model_dir) as again:
@@ -98,10 +99,10 @@ def test_tokens_that_cannot_be_read_are_sampled_again(tmp_path, model_dir):
         stop_with_one_held(tmp_path, engine, model_dir, PARTIAL)
         script.slow = set()
         with Streaming(tmp_path, engine, model_dir, PARTIAL, starts=False) as again:
-            again.store.get = lambda payloads: again.store.__class__.get(again.store, [(t, c + 1) for t, c in payloads])
-            again.producer.start()
+            again.store.record = lambda task, checksum: GroupStore.record(again.store, task, checksum + 1)
+            again.worker.start()
             wait_until(again, lambda: again.status().ready == 2)
-            del again.store.get
+            del again.store.record
             assert groups_of(again.lease(0)) == [0, 1]
     assert engine.requests[-1]["token_ids"] == [1, LETTER["b"]]
 
@@ -113,9 +114,9 @@ def test_an_engine_that_is_deaf_to_the_abort_does_not_hold_the_end_up(tmp_path, 
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as run:
             assert engine.num_held.acquire(timeout=30)
             wait_until(run, lambda: run.status().ready == 1)
-            run.producer.stop()
-            assert run.producer.num_running == 0
-            assert run.producer.peek.partial.partial_groups == 0
+            run.worker.stop()
+            assert run.worker.num_running == 0
+            assert run.worker.stats.partial.partial_groups == 0
         with Streaming(tmp_path, engine, model_dir, PARTIAL, starts=False) as again:
             assert again.report.reissued[-1].group == 1  # in flight when it stopped
 
@@ -129,7 +130,7 @@ def test_the_spool_keeps_what_a_retry_goes_on_from_and_drops_it_when_it_is_whole
         stop_with_one_held(tmp_path, engine, model_dir, PARTIAL, segment_bytes=1)
         with Streaming(tmp_path, engine, model_dir, PARTIAL, segment_bytes=1, starts=False) as again:
             assert compacted(again) == {(0, 1), (1, 1)}  # one group is whole, one is cut
-            again.producer.start()
+            again.worker.start()
             again.lease(0)
             assert compacted(again) == {(0, 1), (1, 2)}
 
@@ -200,11 +201,11 @@ def test_mixed_versions_are_rejected_and_dropped_with_a_counted_reason(tmp_path,
     flags = ("--mixed-version-policy", "reject")
     with CutByAnUpdate(tmp_path, model_dir, *flags, then=[FRESH, CROSSING]) as cut:
         assert cut.when("dropped")[0] == 1
-        assert cut.run.producer.peek.dropped == {"mixed_versions": 1}
+        assert cut.run.worker.stats.dropped == {"mixed_versions": 1}
 
 
 def test_mixed_versions_are_rejected_and_their_prompt_is_answered_again(tmp_path, model_dir):
     flags = ("--mixed-version-policy", "reject", "--stale-policy", "retry")
     with CutByAnUpdate(tmp_path, model_dir, *flags, then=[CROSSING, FRESH, FRESH, FRESH]) as cut:
         assert cut.when("ready") == (2, 1, 1)
-        assert cut.run.producer.peek.retried_groups == 1
+        assert cut.run.worker.stats.retried_groups == 1

@@ -1,7 +1,7 @@
 """Every transferqueue/* and rollout/* number of mode streaming, read back from a history that is known to the last put.
 
-Real producer, ledger, spool, codec and conversion; answers come from a table, and reads and writes of the queue take as
-long as the test says.
+Real worker, coordinator, ledger, spool and conversion; answers come from a table, and reads and writes of the queue
+take as long as the test says.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from vime.handoff.ledger import Ledger, LedgerStatus
 from vime.handoff.ledger_port import LocalLedgerPort
 from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerRules, StalePolicy
-from vime.handoff.memory import MemoryRows
 from vime.handoff.spool import Spool
 from vime.handoff.staleness import check_staleness, staleness_metrics
+from vime.handoff.stores import MemoryStore
+from vime.rollout import coordinator as coordinator_module
 from vime.rollout import group_writer
-from vime.rollout import transferqueue_rollout as consumer_module
-from vime.rollout.convert import to_train_groups
+from vime.rollout.convert import group_rows
+from vime.rollout.coordinator import RoundCoordinator, TakenRound
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.producer import GroupProducer
-from vime.rollout.read_ahead import ReadAhead
-from vime.rollout.transferqueue_rollout import TransferQueueDataSource, generate_rollout
+from vime.rollout.worker import RolloutWorker
 from vime.types import SampleStatus
 
 # Rounds of two groups of two samples, staleness 1: four slots.
@@ -52,21 +51,27 @@ PUT_S = {0: 1.0, 2: 2.0, 3: 6.0, 4: 0.5, 5: 1.5, 6: 3.0, 7: 5.0}
 GET_S = 0.25
 
 
-class TimedRows(MemoryRows):
-    """Each put takes PUT_S of its group, each read of a round GET_S."""
+class TimedStore(MemoryStore):
+    """Each put takes PUT_S of its group."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self._clock = clock
 
-    def put_rows(self, partition: str, keys: list[str], payloads: Sequence[bytes]) -> None:
-        [key] = keys  # "train/3#1"
+    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Any]:
+        [key] = keys  # "train/3#1.0"
         self._clock.time += PUT_S[int(key.partition("/")[2].partition("#")[0])]
-        super().put_rows(partition, keys, payloads)
+        return super().put(partition, keys, chunks)
 
-    def get_rows(self, partition: str, keys: list[str]) -> list[bytes]:
-        self._clock.time += GET_S
-        return super().get_rows(partition, keys)
+
+class TimedWorker(RolloutWorker):
+    """Each question whose payload lies where takes so long that a round's two groups take GET_S."""
+
+    clock: Clock
+
+    def is_ours(self, producer: str) -> bool:
+        self.clock.time += GET_S / 2
+        return super().is_ours(producer)
 
 
 class FakeTime:
@@ -92,21 +97,19 @@ class Run:
         rules = LedgerRules(max_slots=4, max_staleness=1, lease_timeout_s=60.0, stale_policy=StalePolicy.RETRY)
         self._ledger = Ledger(directory / "ledger.db", rules, clock=Clock())
         self.port, self.spool = LocalLedgerPort(self._ledger), directory / "spool"
-        self.store = GroupStore(TimedRows(clock), Spool(self.spool), partition="train")
+        self.store = GroupStore(TimedStore(clock), Spool(self.spool), partition="train")
         prompts = RolloutDataSourceWithBuffer(self.args)
-        self.producer = GroupProducer(self.args, source=prompts, ledger=self.port, store=self.store)
-        at_once = ReadAhead(self.port, self.store, limit=0)  # the clock of a read is the lease's then
-        parts: dict[str, Any] = {
-            "ledger": self.port, "store": self.store, "producer": self.producer, "ahead": at_once,
-        }  # fmt: skip
-        self.source = TransferQueueDataSource(self.args, prompts=prompts, **parts)
+        self.worker = TimedWorker(self.args, source=prompts, ledger=self.port, store=self.store)
+        self.worker.clock = clock
+        self.coordinator = RoundCoordinator(self.args, ledger=self.port, workers=self.worker)
+        self.taken: TakenRound
 
     def let_go(self, *groups: int, ready: int, in_flight: int) -> None:
         """Let these groups be answered, and wait until the ledger stands as it must then."""
         known_history.HISTORY.let_go(*groups)
         seen = -1
         while not ((status := self.status()).ready == ready and sum(status.producers.values()) == in_flight):
-            self.producer.raise_if_failed()
+            self.worker.raise_if_failed()
             seen = self.port.wait_for_news(seen, 0.05)
 
     def status(self) -> LedgerStatus:
@@ -115,19 +118,20 @@ class Run:
         return status
 
     def close(self) -> None:
-        self.producer.stop()
-        self.store.close()
+        self.worker.close()
         self._ledger.close()
 
     def lease(self, round_id: int) -> dict[str, float]:
         """The metrics of the round, with those that trainer ranks would add."""
-        output = generate_rollout(self.args, round_id, self.source)
-        rows = [row for group in to_train_groups(self.args, output.samples, round_id) for row in group.rows]
-        return {**output.metrics, **staleness_metrics(check_staleness(rows, version=round_id, max_staleness=1))}
+        self.coordinator.begin(round_id)
+        self.taken = self.coordinator.take(2)
+        metrics = self.coordinator.metrics(self.taken)
+        samples = self.coordinator.samples(self.taken.groups)
+        rows = [row for group in samples for row in group_rows(self.args, group)]
+        return {**metrics, **staleness_metrics(check_staleness(rows, version=round_id, max_staleness=1))}
 
     def train(self, round_id: int) -> None:
-        assert self.source.lease is not None
-        self.port.call(RoundDesk.trained, round_id, self.source.lease.fence)
+        self.port.call(RoundDesk.trained, round_id, self.taken.lease.fence)
         self.port.call(RoundDesk.release, round_id + 1)
 
 
@@ -137,9 +141,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(known_history, "HISTORY", History(answers=ANSWERS))
     monkeypatch.setattr(group_writer, "time", FakeTime(clock))
     monkeypatch.setattr(group_writer, "LINGER_S", 0.0)  # one group a write
-    monkeypatch.setattr(consumer_module, "time", FakeTime(clock))
+    monkeypatch.setattr(coordinator_module, "time", FakeTime(clock))
     run = Run(tmp_path, clock)
-    run.producer.start()
+    run.worker.start()
     yield run
     run.close()
 
@@ -203,7 +207,7 @@ def test_a_known_history_is_told_number_by_number(run: Run) -> None:
     run.train(1)  # two slots: groups 7 and 8
     run.let_go(6, ready=2, in_flight=2)
     run.let_go(7, ready=3, in_flight=1)
-    run.producer.stop()  # or it would ask for the group that is sent back at once
+    run.worker.stop()  # or it would ask for the group that is sent back at once
     metrics = run.lease(2)  # group 5; group 6, of version 0, is 2 behind and sent back; group 7
     told = queue_metrics(metrics)
     assert (told["ready_groups"], told["inflight_groups"]) == (0, 1)  # group 8

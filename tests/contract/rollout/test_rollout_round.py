@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.kept import round_groups
 from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from vime.observability.samples import read_fates, read_round
@@ -83,7 +84,7 @@ def test_the_answers_of_dropped_groups_are_kept_with_their_reason(play, tmp_path
             output, _ = play(
                 engine, "--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std"
             )
-        BOOK.write_round(0, output.samples)
+        BOOK.write_round(0, round_groups(output.samples))
     finally:
         BOOK.close()
     kept, lost = read_fates(tmp_path)[0].kept, read_fates(tmp_path)[0].dropped

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
 from tests.helpers.scripted_engine import Reply, ScriptedEngine
 from vime.rollout import engine_client
-from vime.rollout.convert import to_train_groups
 from vime.rollout.generation import close_clients, eval_sampling_params, train_sampling_params
 from vime.rollout.groups import filter_verdict, generate_and_rm_group, mark_samples
 from vime.rollout.loops import rollout_loop
@@ -79,7 +79,7 @@ def test_a_tool_loop_trains_what_the_policy_said_and_its_versions(run):
     assert sample.num_calls == 1
     assert sample.reward["score"] == pytest.approx(-0.9)  # wrong, and one tool call: -1 + 0.1
     assert "pred" not in sample.reward
-    (row,) = to_train_groups(args, [[sample]], rollout_id=4)[0].rows
+    (row,) = trained_rows(args, [[sample]], rollout_id=4)[0]
     assert row.oldest_version == 3
     assert Sample.from_dict(sample.to_dict()).num_calls == 1
     assert engine.requests[0]["sampling_params"]["max_tokens"] == 4
@@ -119,7 +119,7 @@ def test_a_sample_made_anew_gets_log_probabilities_and_versions_of_its_request(r
         assert (sample.group_index, sample.index) == (3, number)
         assert sample.rollout_log_probs == [-0.5, -0.5]
         assert sample.token_policy_versions == [VersionSpan(4, 0, 2)]
-    assert len(to_train_groups(args, [made], rollout_id=4)[0].rows) == 2
+    assert len(trained_rows(args, [made], rollout_id=4)[0]) == 2
 
 
 def test_agents_keep_attributes_on_args_for_one_call(run):
@@ -172,9 +172,9 @@ def test_a_sample_filter_marks_what_leaves_the_loss(model_dir):
 
 def test_post_processing_sees_all_samples_in_a_row(model_dir):
     args = arguments(model_dir, "--custom-reward-post-process-path", path("rewards.py:minus_mean"))
-    groups = to_train_groups(args, [finished(1.0, 0.0), finished(3.0, 0.0)], rollout_id=0)
-    assert [[row.reward for row in one.rows] for one in groups] == [[0.5, -0.5], [1.5, -1.5]]
-    assert [row.raw_reward for row in groups[1].rows] == [3.0, 0.0]
+    groups = trained_rows(args, [finished(1.0, 0.0), finished(3.0, 0.0)], rollout_id=0)
+    assert [[row.reward for row in one] for one in groups] == [[0.5, -0.5], [1.5, -1.5]]
+    assert [row.raw_reward for row in groups[1]] == [3.0, 0.0]
 
 
 def test_what_is_not_here_is_refused_when_loaded_with_every_line(model_dir):

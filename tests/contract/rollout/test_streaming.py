@@ -1,12 +1,13 @@
-"""Mode streaming in one process: real producer, ledger, spool and codec against a scripted engine over HTTP."""
+"""Mode streaming in one process: real worker, coordinator, ledger and spool against a scripted engine over HTTP."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.helpers.kept import round_groups
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
-from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until
+from tests.helpers.streaming import LETTER, Streaming, attempts_of, groups_of, wait_until
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_rounds import RoundDesk
@@ -48,7 +49,7 @@ def test_at_staleness_0_no_prompt_is_sent_before_the_weights_of_the_round_are_se
     served = ServedVersion()
     with ScriptedEngine(served) as engine, Streaming(tmp_path, engine, model_dir) as run:
         run.lease(0)
-        run.port.call(RoundDesk.trained, 0, run.source.lease.fence)
+        run.port.call(RoundDesk.trained, 0, run.taken.lease.fence)
         assert len(engine.requests) == 2  # one for each group of round 0
         assert run.status().active == 2  # trained, but the engines serve older weights
         served.version = 1
@@ -59,7 +60,7 @@ def test_at_staleness_0_no_prompt_is_sent_before_the_weights_of_the_round_are_se
 def test_at_staleness_1_the_next_round_is_answered_while_one_trains(tmp_path, model_dir):
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, staleness=1) as run:
         first = run.lease(0)
-        fence = run.source.lease.fence
+        fence = run.taken.lease.fence
         second = run.lease(1)  # version 0 tokens, one behind; round 0 is still being trained
         assert sorted(groups_of(first) + groups_of(second)) == [0, 1, 2, 3]
         run.port.call(RoundDesk.trained, 0, fence)
@@ -100,16 +101,16 @@ def test_trainers_may_begin_with_a_finished_group_while_another_of_the_round_is_
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
         with ThreadPoolExecutor(1) as thread:
             whole = thread.submit(run.lease, 0)
-            assert run.source.portions.wait(0, 30)
-            [portion] = run.source.claim_portion()
-            assert [(s.group_index, s.rollout_id) for s in portion] == [(1, 0), (1, 0)]
+            assert run.coordinator.portions.wait(0, 30)
+            [portion] = run.coordinator.claim_portion()
+            assert portion.task.group == 1
             sys.modules["vime_plugin_held"].go_on.set()
             output = whole.result(60)
-        assert not run.source.portions.wait(0, 30)
-        assert run.source.claim_portion() == []
+        assert not run.coordinator.portions.wait(0, 30)
+        assert run.coordinator.claim_portion() == []
         assert groups_of(output) == [0, 1]
-        assert output.samples[1] is portion  # not read again
-        assert run.source.begun_groups == {1}
+        assert output.groups[1] is portion  # not asked for again
+        assert run.taken.begun == {1}
 
 
 def test_of_a_prefetched_round_trainers_begin_with_its_own_groups_not_with_finished_ones_of_the_next(
@@ -135,12 +136,12 @@ def test_of_a_prefetched_round_trainers_begin_with_its_own_groups_not_with_finis
         wait_until(run, lambda: run.status().ready == 2)  # 4 and 5, of the round after
         go_on = sys.modules["vime_plugin_held_round"].go_on
         go_on[3].set()
-        assert run.source.portions.wait(1, 10)
-        assert [group[0].group_index for group in run.source.claim_portion()] == [3]
-        assert run.source.claim_portion() == []
+        assert run.coordinator.portions.wait(1, 10)
+        assert [group.task.group for group in run.coordinator.claim_portion()] == [3]
+        assert run.coordinator.claim_portion() == []
         go_on[2].set()
         assert groups_of(whole.result(60)) == [2, 3]
-        assert run.source.begun_groups == {3}
+        assert run.taken.begun == {3}
 
 
 def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, model_dir):
@@ -153,7 +154,7 @@ def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, mo
     with ScriptedEngine(right_for_every_other_prompt) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
         BOOK.open(tmp_path / "kept", max_bytes=1 << 20)
         output = run.lease(0)
-        BOOK.write_round(0, output.samples)
+        BOOK.write_round(0, round_groups(output.samples))
         BOOK.close()
     assert groups_of(output) == [0, 2]
     assert read_fates(tmp_path / "kept")[0].kept == (0, 2)
@@ -187,7 +188,7 @@ def test_an_aborted_answer_gives_its_prompt_back_and_is_asked_again(tmp_path, mo
     flags = ("--custom-generate-function-path", f"{tmp_path / 'generate.py'}:generate")
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
         assert groups_of(run.lease(0)) == [0, 1]
-        assert {group.task.group: group.task.attempt for group in run.source.lease.groups} == {0: 2, 1: 1}
+        assert attempts_of(run.taken) == {0: 2, 1: 1}
 
 
 def test_a_group_whose_lease_went_to_another_attempt_is_thrown_away(tmp_path, model_dir):
@@ -208,30 +209,36 @@ def test_a_group_whose_lease_went_to_another_attempt_is_thrown_away(tmp_path, mo
             run.clock.time += 6.0
             run.port.call(Ledger.status)  # which takes back what is overdue
         assert groups_of(run.lease(0)) == [0, 1]
-        assert {group.task.group: group.task.attempt for group in run.source.lease.groups} == {0: 2, 1: 1}
+        assert attempts_of(run.taken) == {0: 2, 1: 1}
         sys.modules["vime_plugin_slow_generate"].go_on.set()
-        wait_until(run, lambda: run.producer.num_running == 0)
-        assert run.producer.peek.late_groups == 1
+        wait_until(run, lambda: run.worker.num_running == 0)
+        assert run.worker.stats.late_groups == 1
 
 
 def test_after_a_crash_the_same_rounds_come_back_without_an_engine(tmp_path, model_dir):
     served = ServedVersion()
     with ScriptedEngine(served) as engine:
         with Streaming(tmp_path, engine, model_dir) as run:
-            first = [run.play(0)]
+            first = [run.lease(0)]
+            rows = [run.read(0)[2]]
+            run.train(0)
             served.version = 1
-            first.append(run.play(1))
-            asked = len(engine.requests)
+            first.append(run.lease(1))
+            rows.append(run.read(1)[2])
+            run.train(1)
+            asked, samples = len(engine.requests), [output.samples for output in first]
         with Streaming(tmp_path, engine, model_dir) as again:  # no checkpoint: from the first round
             assert again.report.replayed_rounds == (0, 1)
+            assert again.queue.chunks == {}  # the queue died with the run
             second = [again.lease(0)]
-            assert again.source.lease.is_replay
+            assert again.taken.lease.is_replay
+            assert again.read(0)[2] == rows[0]
             again.train(0)
-            second.append(again.play(1))
-            assert second[0].samples == first[0].samples
-            assert second[1].samples == first[1].samples
+            second.append(again.lease(1))
+            assert again.read(1)[2] == rows[1]
+            assert again.store.num_spool_reads == 4  # the chunks of four groups were put again
+            assert [output.samples for output in second] == samples
             assert all(request["token_ids"][-1] >= LETTER["e"] for request in engine.requests[asked:])
-            assert again.store.num_spool_reads == 4
 
 
 def test_without_a_spool_a_lost_payload_is_generated_again(tmp_path, model_dir):
@@ -288,7 +295,36 @@ def test_a_payload_waits_for_room_until_a_round_is_trained(tmp_path, model_dir):
 def test_the_payload_of_another_group_is_refused(tmp_path, model_dir):
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, is_durable=False) as run:
         wait_until(run, lambda: run.status().ready == 2)
-        key, other = ("train_groups", "train/0#1"), ("train_groups", "train/1#1")
-        run.rows.rows[key] = run.rows.rows[other]
-        with pytest.raises(HandoffError, match="group train/0#1: its payload came back changed"):
-            run.lease(0)
+        key, other = ("train_groups", "train/0#1.0"), ("train_groups", "train/1#1.0")
+        run.queue.chunks[key] = run.queue.chunks[other]
+        run.lease(0)
+        with pytest.raises(HandoffError, match=r"train_groups, train/0#1\.0: row 0 of round 0 is not there"):
+            run.train(0)
+
+
+def test_of_a_round_whose_answers_nobody_must_see_none_is_read(tmp_path, model_dir):
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir) as run:
+        wait_until(run, lambda: run.status().ready == 2)
+        run.worker.samples = None
+        assert groups_of(run.play(0)) == [0, 1]
+
+
+def test_a_plug_in_that_must_see_answers_sees_them_and_is_obeyed_when_the_rows_are_read(tmp_path, model_dir):
+    (tmp_path / "seen.py").write_text(
+        "def mark(args, groups):\n"
+        "    for group in groups:\n"
+        "        assert [sample.rollout_id for sample in group] == [0, 0]\n"
+        "        group[0].remove_sample = group[0].prompt == 'b'\n"
+        "def post(args, groups):\n"
+        "    return [[sample.group_index + sample.index / 8 for sample in group] for group in groups]\n"
+    )
+    flags = [
+        "--rollout-sample-filter-path", f"{tmp_path / 'seen.py'}:mark",
+        "--custom-reward-post-process-path", f"{tmp_path / 'seen.py'}:post",
+    ]  # fmt: skip
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
+        output = run.lease(0)
+        rows = run.read(0)[2]
+    assert [rows[number].reward for number in range(4)] == [0.0, 0.125, 1.25, 1.375]
+    assert [rows[number].num_trainable for number in range(4)] == [2, 2, 0, 2]
+    assert output.metrics["rollout/removed_samples"] == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.kept import round_groups
 from tests.helpers.long_run import write_run
 from vime.cli.main import main
 from vime.observability.events import EventKind, EventLog
@@ -32,10 +33,12 @@ def run(tmp_path: Path) -> Path:
     """Round 0 of two groups, round 7 of two groups and one that was dropped."""
     with RunDir.create(str(tmp_path / "run"), "{}") as claimed:
         store = SampleStore(claimed.path, 1 << 20)
-        store.write(0, [[answered(0, 0, 0.5)], [answered(1, 1, 0.0)]], [])
+        store.write(0, round_groups([[answered(0, 0, 0.5)], [answered(1, 1, 0.0)]]), [])
         lost = DroppedGroup(group_index=16, reason="zero_std", samples=[answered(16, 16, 1.0)])
         bare = DroppedGroup(group_index=17, reason="filter")
-        store.write(7, [[answered(14, 14, 0.25), answered(14, 15, 0.75)], [answered(15, 18, -1.0)]], [lost, bare])
+        store.write(
+            7, round_groups([[answered(14, 14, 0.25), answered(14, 15, 0.75)], [answered(15, 18, -1.0)]]), [lost, bare]
+        )
         return claimed.path
 
 
@@ -123,7 +126,7 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(
     with RunDir.create(str(tmp_path / "run"), "{}") as claimed:
         nasty = answered(0, 0, 1.0)
         nasty.response = "\x1b[2Jgone\x07 [bold]kept"
-        SampleStore(claimed.path, 1 << 20).write(0, [[nasty]], [])
+        SampleStore(claimed.path, 1 << 20).write(0, round_groups([[nasty]]), [])
     assert "?[2Jgone? [bold]kept" in said(capsys, "samples", str(claimed.path))
 
 
@@ -145,7 +148,7 @@ def test_text_of_any_script_is_shown_also_where_the_terminal_knows_few(tmp_path:
     with RunDir.create(str(tmp_path / "run"), "{}") as claimed:
         sample = answered(0, 0, 1.0)
         sample.response = text
-        SampleStore(claimed.path, 1 << 20).write(0, [[sample]], [])
+        SampleStore(claimed.path, 1 << 20).write(0, round_groups([[sample]]), [])
     shown = {}
     for encoding in ("utf-8", "ascii"):
         done = subprocess.run(

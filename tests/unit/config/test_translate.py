@@ -219,6 +219,24 @@ def test_no_table_names_a_flag_that_vime_has_and_every_new_name_is_one() -> None
     assert set(migration.VALUES) <= options
 
 
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        (["--transferqueue-prefetch-groups", "4"], "ranks read their rows by key"),
+        (["--transferqueue-ack-on-train-data"], "leave the queue when it is trained"),
+        (["--no-transferqueue-ack-on-train-data"], "leave the queue when it is trained"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_flags_of_the_queue_that_changed_nothing_any_more_are_accepted_with_a_note(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], given: list[str], note: str
+) -> None:
+    assert started(model_dir, *given) == started(model_dir)
+    said = capsys.readouterr().err
+    assert given[0] in said
+    assert note in said
+
+
 def test_a_joined_value_may_begin_with_a_dash_and_a_word_too_many_is_refused() -> None:
     assert parse(["--rollout-top-k=-1", "--rollout-stop=--end"]).rollout.rollout_stop == ("--end",)
     assert "--lr 1 2: 2 is too much behind --lr" in refusal("--lr", "1", "2")

@@ -7,8 +7,9 @@ import pytest
 
 from tests.helpers.ledger_cases import groups_of, issue, lease, open_ledger
 from tests.helpers.rows import make_row
-from vime.data.payload import record_size, rows_to_bytes, samples_to_bytes
+from vime.data.payload import record_size, samples_to_bytes
 from vime.handoff.audit import audit
+from vime.handoff.group_store import encode_group
 from vime.handoff.ledger_identity import LINE
 from vime.handoff.ledger_types import LedgerFileError, Payload, Task
 from vime.handoff.spool import Spool
@@ -18,8 +19,8 @@ CHECKPOINT = 1  # of the run below: rounds 0 and 1 are durable, 2 is trained, 3 
 
 
 def store(spool, task, version):
-    rows = tuple(make_row(2 * task.group + at, group_index=task.group) for at in range(2))
-    data = rows_to_bytes(rows)
+    rows = [make_row(2 * task.group + at, group_index=task.group) for at in range(2)]
+    data = encode_group(rows).record
     [checksum] = spool.append([(task, data)])
     _, num_tokens = record_size(data)
     assert num_tokens == 10  # 2 rows of 2 + 3

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.ledger_cases import checked, has_all, open_ledger, train
+from tests.helpers.ledger_cases import checked, has_all, issue, open_ledger, payload, train
 from vime.handoff.audit import audit
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_identity import find_broken_link, first_link, next_link
@@ -109,7 +110,12 @@ def test_a_ledger_from_before_ids_gets_one_and_its_lines_are_linked(
     monkeypatch.setattr("vime.handoff.ledger_identity._CHUNK", 7)  # lines that are read at a time
     [_, mark] = write(tmp_path, 2)
     connection = sqlite3.connect(tmp_path / "ledger.db")
-    for statement in ("drop table identity", "alter table history drop column link", "pragma user_version = 1"):
+    older = (
+        "drop table identity",
+        "alter table history drop column link",
+        "alter table prompt_group drop column facts",
+    )
+    for statement in (*older, "pragma user_version = 1"):
         connection.execute(statement)
     for table in SEALED:
         connection.execute(f"alter table {table} drop column seal")
@@ -118,6 +124,35 @@ def test_a_ledger_from_before_ids_gets_one_and_its_lines_are_linked(
         open_for_reading(tmp_path / "ledger.db")
     ledger = open_ledger(tmp_path)
     assert ledger.sync().ledger_id != mark.ledger_id
+    train(ledger, 2)
+    ledger.close()
+    checked(tmp_path, checkpoint_round=1)
+
+
+def test_changed_facts_of_a_group_are_found_by_its_seal(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    [task] = issue(ledger, 1)
+    ledger.prompts.commit(task, replace(payload(), facts=b"\x00\xff facts"))
+    ledger.close()
+    checked(tmp_path)
+    connection = sqlite3.connect(tmp_path / "ledger.db")
+    connection.execute("update prompt_group set facts = x'00fe206661637473'")
+    connection.commit()
+    connection.close()
+    report = audit(tmp_path / "ledger.db", checkpoint_round=None, spool=None)
+    assert any("prompt_group" in str(finding) and "checksum" in str(finding) for finding in report.findings)
+
+
+def test_a_ledger_from_before_facts_gets_the_column_and_seals_that_cover_it(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    connection = sqlite3.connect(tmp_path / "ledger.db")
+    for statement in ("alter table prompt_group drop column facts", "pragma user_version = 3"):
+        connection.execute(statement)
+    for table in SEALED:  # of the columns of then
+        connection.execute(f"update {table} set seal = 1")
+    connection.commit()
+    connection.close()
+    ledger = open_ledger(tmp_path)
     train(ledger, 2)
     ledger.close()
     checked(tmp_path, checkpoint_round=1)

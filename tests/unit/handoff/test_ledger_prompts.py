@@ -1,3 +1,7 @@
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 
 from tests.helpers.ledger_cases import (
@@ -73,6 +77,20 @@ def test_a_second_delivery_is_answered_as_such_and_changes_nothing(ledger):
     assert ledger.prompts.commit(task, payload(tokens=99)) is CommitOutcome.DUPLICATE
     assert found.groups[0].payload == payload(tokens=10)
     assert ledger.status().held_tokens == 10
+
+
+def test_the_facts_of_a_group_are_leased_with_it_and_go_when_it_is_sent_back(tmp_path, ledger):
+    tasks = issue(ledger, 2)
+    for task in tasks:
+        ledger.prompts.commit(task, replace(payload(task.group), facts=bytes([task.group, 0, 255])))
+    found = lease(ledger, 0, 2)
+    assert [group.payload.facts for group in found.groups] == [b"\0\0\xff", b"\1\0\xff"]
+    assert lease(ledger, 0, 2).groups == found.groups  # asked again: the same
+    ledger.rounds.restore(None, lambda task, _: task.group == 1)  # the spool has lost group 0
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as connection:
+        rows = connection.execute("select state, facts is null from prompt_group order by grp").fetchall()
+    assert rows[0] == ("retry", 1)
+    assert rows[1][1] == 0
 
 
 def test_an_expired_attempt_is_issued_again_and_its_late_commit_refused(ledger, clock):

@@ -153,8 +153,8 @@ def test_bytes_that_change_after_opening_are_noticed_when_they_are_read(tmp_path
 
 
 def test_another_format_and_another_file_are_refused(tmp_path):
-    (tmp_path / "segment-00000001.vsp").write_bytes(HEADER[:-1] + b"\x02" + b"rest")
-    with pytest.raises(HandoffError, match="format 2, this Vime knows 1"):
+    (tmp_path / "segment-00000001.vsp").write_bytes(HEADER[:-1] + b"\x01" + b"rest")
+    with pytest.raises(HandoffError, match="format 1, this Vime knows 2"):
         SpoolReader(tmp_path)
     (tmp_path / "segment-00000001.vsp").write_bytes(b"something else")
     with pytest.raises(SpoolDamageError, match="not as a spool segment"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from tests.helpers.kept import round_groups
 from vime.observability.samples import (
     DIRECTORY,
     FATES_FILE,
@@ -39,7 +40,7 @@ def test_a_round_comes_back_with_tokens_versions_rewards_and_reasons(tmp_path: P
     tool = answered(5, 11, reward={"right": 1.0, "short": 0.25}, metadata={"k": [1]}, remove_sample=True)
     tool.append_response_tokens([50, 51], [0.0, 0.0], trainable=False, versions=[VersionSpan(6, 0, 2)])
     lost = DroppedGroup(group_index=9, reason="zero_std", samples=[answered(9, 18)])
-    SampleStore(tmp_path, 1 << 20).write(3, [[answered(5, 10), tool]], [lost])
+    SampleStore(tmp_path, 1 << 20).write(3, round_groups([[answered(5, 10), tool]]), [lost])
     [first, second] = read_round(tmp_path, 3)
     assert (first.group_index, first.reason, first.prompt, first.label) == (5, None, "question 5", "x")
     assert (second.group_index, second.reason) == (9, "zero_std")
@@ -55,7 +56,7 @@ def test_a_round_comes_back_with_tokens_versions_rewards_and_reasons(tmp_path: P
 
 def test_values_that_json_does_not_know_do_not_cost_the_round(tmp_path: Path) -> None:
     odd = answered(0, 0, metadata={"when": numpy.datetime64("2026-01-01")}, label="y" * 5000)
-    SampleStore(tmp_path, 1 << 20).write(0, [[odd]], [])
+    SampleStore(tmp_path, 1 << 20).write(0, round_groups([[odd]]), [])
     [group] = read_round(tmp_path, 0)
     assert (group.metadata, group.label) == ({"when": "2026-01-01"}, '"' + "y" * 1999 + "...")
 
@@ -81,7 +82,7 @@ def test_the_directory_keeps_to_its_bound_and_every_fate_stays(tmp_path: Path) -
         groups = [[answered(round_id * 4 + number, number, 200)] for number in range(4)]
         for [sample] in groups:
             sample.tokens = [randoms.randrange(1 << 16) for _ in sample.tokens]
-        store.write(round_id, groups, [])
+        store.write(round_id, round_groups(groups), [])
         assert sum(path.stat().st_size for path in (tmp_path / DIRECTORY).glob("round_*")) <= bound
     rounds = kept_rounds(tmp_path)
     assert (rounds[0], rounds[-1]) == (0, 59)
@@ -93,7 +94,7 @@ def test_the_directory_keeps_to_its_bound_and_every_fate_stays(tmp_path: Path) -
 
 def test_of_a_huge_round_groups_are_left_out_evenly(tmp_path: Path) -> None:
     # 12 bytes x 102 tokens x 40 groups are 48,960; a sixteenth of 64,000 are 4,000: every 13th group
-    SampleStore(tmp_path, 64_000).write(0, [[answered(group, 0, 100)] for group in range(40)], [])
+    SampleStore(tmp_path, 64_000).write(0, round_groups([[answered(group, 0, 100)] for group in range(40)]), [])
     assert [group.group_index for group in read_round(tmp_path, 0)] == [0, 13, 26, 39]
     assert len(read_fates(tmp_path)[0].kept) == 40
 
@@ -101,15 +102,15 @@ def test_of_a_huge_round_groups_are_left_out_evenly(tmp_path: Path) -> None:
 def test_a_resumed_run_takes_back_the_rounds_it_trains_anew(tmp_path: Path) -> None:
     first = SampleStore(tmp_path, 1 << 20)
     for round_id in range(5):
-        first.write(round_id, [[answered(round_id, 0)]], [])
-    SampleStore(tmp_path, 1 << 20).write(2, [[answered(20, 0)]], [])
+        first.write(round_id, round_groups([[answered(round_id, 0)]]), [])
+    SampleStore(tmp_path, 1 << 20).write(2, round_groups([[answered(20, 0)]]), [])
     assert kept_rounds(tmp_path) == [0, 1, 2]
     assert {round_id: fate.kept for round_id, fate in read_fates(tmp_path).items()} == {0: (0,), 1: (1,), 2: (20,)}
 
 
 def test_damage_costs_what_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = SampleStore(tmp_path, 1 << 20)
-    store.write(0, [[answered(0, 0)]], [])
+    store.write(0, round_groups([[answered(0, 0)]]), [])
     [path] = (tmp_path / DIRECTORY).glob("round_*")
     path.write_bytes(path.read_bytes()[:-20])
     assert list(read_round(tmp_path, 0)) == []
@@ -118,7 +119,7 @@ def test_damage_costs_what_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureF
     assert list(read_round(tmp_path, 0)) == []
     with (tmp_path / DIRECTORY / FATES_FILE).open("a") as file:
         file.write('{"round": 1, "ke')
-    SampleStore(tmp_path, 1 << 20).write(1, [[answered(1, 0)]], [])
+    SampleStore(tmp_path, 1 << 20).write(1, round_groups([[answered(1, 0)]]), [])
     assert sorted(read_fates(tmp_path)) == [0, 1]
 
 
@@ -128,7 +129,7 @@ def test_the_book_writes_dropped_groups_with_the_round_in_hand(tmp_path: Path) -
     book.open(tmp_path, max_bytes=1 << 20)
     for group in range(MAX_DROPPED + 5):
         book.note_dropped(group, "zero_std", [answered(group, 0)])
-    book.write_round(0, [[answered(100, 0)]])
+    book.write_round(0, round_groups([[answered(100, 0)]]))
     book.note_dropped(200, "filter", [answered(200, 0)])
     book.close()  # round 1 never became whole
     groups = list(read_round(tmp_path, 0))
@@ -141,8 +142,8 @@ def test_the_book_writes_dropped_groups_with_the_round_in_hand(tmp_path: Path) -
 def test_a_sample_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     book = SampleBook()
     book.open(tmp_path, max_bytes=1 << 20)
-    book.write_round(0, [[answered(0, 0, tokens=["no", "numbers"])]])
-    book.write_round(1, [[answered(1, 0)]])
+    book.write_round(0, round_groups([[answered(0, 0, tokens=["no", "numbers"])]]))
+    book.write_round(1, round_groups([[answered(1, 0)]]))
     book.close()
     assert kept_rounds(tmp_path) == [1]
     assert "round 0: TypeError" in caplog.text
@@ -151,6 +152,6 @@ def test_a_sample_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path, caplo
 def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
     book = SampleBook()
     book.open(tmp_path, max_bytes=0)
-    book.write_round(0, [[answered(0, 0)]])
+    book.write_round(0, round_groups([[answered(0, 0)]]))
     book.close()
     assert not (tmp_path / DIRECTORY).exists()

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
-from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSource
 from vime.rollout.prompts import load_tokenizer
 from vime.rollout.sft_rollout import generate_rollout
@@ -41,7 +41,7 @@ def source(directory, records, *more, template=TEMPLATE, positions=32):
 def test_each_turn_of_the_assistant_is_trained_and_nothing_else(tmp_path):
     args, prompts = source(tmp_path, [{"messages": TALK}])
     output = generate_rollout(args, 2, prompts)
-    (row,) = to_train_groups(args, output.samples, 2)[0].rows
+    (row,) = trained_rows(args, output.samples, 2)[0]
     tokenizer = load_tokenizer(args.hf_checkpoint)
     words = [tokenizer.decode([token]) for token in row.tokens]
     assert words == ["1", "-", "=", "2", "3", "<eos>", "+", "4", "-", "=", "5", "<eos>", "+"]

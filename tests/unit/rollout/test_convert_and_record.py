@@ -5,10 +5,13 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 
+from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
-from vime.rollout.convert import to_train_groups
+from vime.rollout.convert import encoded_group, group_rows, mark_removed, set_custom_rewards
+from vime.rollout.metrics import answer_of
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.types import DataError, HandoffError, PluginError, RewardError, Sample, SampleStatus, StaleError, VersionSpan
 
@@ -22,14 +25,14 @@ def sample(index, reward, *, group=0, version=0, status=SampleStatus.COMPLETED, 
 
 def test_rewards_are_normalised_within_their_group():
     groups = [[sample(0, 1.0), sample(1, 0.0)], [sample(2, 3.0, group=1), sample(3, 3.0, group=1)]]
-    first, second = to_train_groups(make_args(), groups, 0)
+    first, second = trained_rows(make_args(), groups, 0)
     # mean 0.5, deviations +-0.5, unbiased std sqrt(0.5) = 0.707107: +-0.707106 after the epsilon of 1e-6
-    assert [row.reward for row in first.rows] == pytest.approx([0.7071058, -0.7071058], abs=1e-6)
-    assert [row.raw_reward for row in first.rows] == [1.0, 0.0]
-    assert [row.reward for row in second.rows] == [0.0, 0.0]
-    assert (first.group_index, second.group_index) == (0, 1)
-    unscaled = to_train_groups(make_args("--disable-grpo-std-normalization"), groups, 0)
-    assert [row.reward for row in unscaled[0].rows] == [0.5, -0.5]
+    assert [row.reward for row in first] == pytest.approx([0.7071058, -0.7071058], abs=1e-6)
+    assert [row.raw_reward for row in first] == [1.0, 0.0]
+    assert [row.reward for row in second] == [0.0, 0.0]
+    assert [{row.group_index for row in group} for group in (first, second)] == [{0}, {1}]
+    unscaled = trained_rows(make_args("--disable-grpo-std-normalization"), groups, 0)
+    assert [row.reward for row in unscaled[0]] == [0.5, -0.5]
 
 
 @pytest.mark.parametrize(
@@ -46,14 +49,14 @@ def test_rewards_are_normalised_within_their_group():
 )
 def test_the_estimator_decides_what_becomes_of_the_rewards(estimator, expected):
     groups = [[sample(0, 3.0), sample(1, 1.0)]]
-    rows = to_train_groups(make_args("--advantage-estimator", estimator), groups, 0)[0].rows
+    rows = trained_rows(make_args("--advantage-estimator", estimator), groups, 0)[0]
     assert [row.reward for row in rows] == pytest.approx(expected, abs=1e-6)
     assert [row.raw_reward for row in rows] == [3.0, 1.0]
 
 
 def test_an_answer_to_imitate_needs_no_reward():
     groups = [[sample(0, None), sample(1, 0.5)]]
-    rows = to_train_groups(make_args("--loss-type", "sft_loss"), groups, 0)[0].rows
+    rows = trained_rows(make_args("--loss-type", "sft_loss"), groups, 0)[0]
     assert [(row.reward, row.raw_reward) for row in rows] == [(0.0, 0.0), (0.5, 0.5)]
 
 
@@ -62,8 +65,103 @@ def test_teacher_log_probabilities_travel_only_when_asked_for():
     for one in group:
         one.teacher_log_probs = [-0.75, -2.0]
     asked = make_args("--transfer-queue-extra-data-fields", "teacher_log_probs")
-    assert to_train_groups(asked, [group], 0)[0].rows[0].extra == {"teacher_log_probs": (-0.75, -2.0)}
-    assert to_train_groups(make_args(), [group], 0)[0].rows[0].extra == {}
+    assert trained_rows(asked, [group], 0)[0][0].extra["teacher_log_probs"].tolist() == [-0.75, -2.0]
+    assert trained_rows(make_args(), [group], 0)[0][0].extra == {}
+
+
+def with_fields(*names):
+    return make_args("--transfer-queue-extra-data-fields", *names)
+
+
+def test_a_field_of_any_name_travels_numbers_as_an_array_and_all_else_as_bytes():
+    group = [sample(0, 1.0), sample(1, 0.0)]
+    for at, one in enumerate(group):
+        one.difficulty = 0.25 + at  # an attribute that a plug-in set
+        one.metadata = {
+            "counts": [1, 2 + at],
+            "grid": np.arange(6, dtype=np.int16).reshape(2, 3),
+            "is_easy": bool(at),
+            "topic": "alg\u00e8bre",
+            "uneven": [[1], [2, 3]],
+            "facts": {"a": [1, None]},
+            "raw": b"\x00png",
+            "difficulty": "not this one: the attribute comes first",
+        }
+    names = ("difficulty", "counts", "grid", "is_easy", "topic", "uneven", "facts", "raw")
+    first, second = trained_rows(with_fields(*names), [group], 0)[0]
+    assert set(first.extra) == set(names)
+    assert [row.extra["difficulty"].tolist() for row in (first, second)] == [0.25, 1.25]
+    assert [row.extra["counts"].tolist() for row in (first, second)] == [[1, 2], [1, 3]]
+    assert [row.extra["is_easy"].tolist() for row in (first, second)] == [False, True]
+    assert (first.extra["grid"].dtype, first.extra["grid"].tolist()) == (np.int16, [[0, 1, 2], [3, 4, 5]])
+    assert [json.loads(first.extra[name]) for name in ("topic", "uneven", "facts")] == [
+        "alg\u00e8bre", [[1], [2, 3]], {"a": [1, None]},
+    ]  # fmt: skip
+    assert first.extra["raw"] == b"\x00png"
+
+
+@pytest.mark.parametrize("metadata", [{}, {"topic": None}])
+def test_an_answer_without_a_requested_field_is_refused_by_name(metadata):
+    group = [sample(0, 1.0), sample(1, 0.0)]
+    group[0].metadata, group[1].metadata = {"topic": "a"}, metadata
+    with pytest.raises(HandoffError, match=r"sample 1 of group 0: field 'topic' was requested .*did not write it"):
+        trained_rows(with_fields("topic"), [group], 0)
+
+
+@pytest.mark.parametrize("value", [{"a": object()}, {"a": math.nan}, {1, 2}, ["a", math.inf]])
+def test_a_field_that_no_json_holds_is_refused_by_name(value):
+    group = [sample(0, 1.0), sample(1, 0.0)]
+    group[0].metadata, group[1].metadata = {"topic": "a"}, {"topic": value}
+    with pytest.raises(HandoffError, match="sample 1 of group 0: field 'topic' cannot travel"):
+        trained_rows(with_fields("topic"), [group], 0)
+
+
+def test_facts_and_notes_of_a_group_say_what_metrics_ask():
+    group = [sample(0, {"acc": 1.0, "fmt": True, "why": "x"}), sample(1, {"acc": 0.5}, status=SampleStatus.TRUNCATED)]
+    group[0].metadata, group[1].remove_sample = {"data_source": "openai/gsm8k"}, True
+    args = make_args("--reward-key", "acc", "--source-key", "data_source")
+    encoded = encoded_group(args, group, producer_id="w")
+    assert list(encoded.facts.answers()) == [answer_of(args, one) for one in group]
+    assert list(encoded.facts.notes.sources) == ["openai_gsm8k", ""]
+    assert encoded.facts.notes.producer == "w"
+    bare = encoded_group(make_args(), [sample(0, 1.0)]).facts.notes
+    assert (list(bare.entries), list(bare.sources)) == ([], [])
+
+
+def test_a_group_is_stored_with_its_samples_only_where_somebody_may_ask_for_them():
+    group = [sample(0, 1.0), sample(1, 0.0)]
+    assert encoded_group(make_args(), group, with_samples=True).samples() == group
+    assert encoded_group(make_args(), group).story == b""
+
+
+def test_a_row_carries_its_attempt_its_partition_and_who_generated_it():
+    group = [sample(0, 1.0), sample(1, 0.0)]
+    for one in group:
+        one.attempt = 3
+    rows = group_rows(make_args(), group, partition_id="train", producer_id="worker-1")
+    assert {(row.attempt, row.partition_id, row.producer_id) for row in rows} == {(3, "train", "worker-1")}
+
+
+def test_a_sample_filter_of_rounds_takes_rows_of_stored_groups_out_of_the_loss(tmp_path):
+    (tmp_path / "mark.py").write_text(
+        "def mark(args, groups):\n    for group in groups:\n        group[0].remove_sample = group[0].reward > 0.5\n"
+    )
+    args = make_args("--rollout-sample-filter-path", f"{tmp_path / 'mark.py'}:mark")
+    groups = [[sample(0, 1.0), sample(1, 0.0)], [sample(2, 0.0, group=1), sample(3, 1.0, group=1)]]
+    facts = [encoded_group(args, group).facts for group in groups]
+    mark_removed(args, facts, lambda: groups)
+    assert [found.rows["is_removed"].tolist() for found in facts] == [[1, 0], [0, 0]]
+    assert [found.rows["num_trainable"].tolist() for found in facts] == [[0, 2], [2, 2]]
+
+
+def test_without_a_plug_in_that_must_see_them_no_samples_are_asked_for():
+    facts = [encoded_group(make_args(), [sample(0, 1.0), sample(1, 0.0)]).facts]
+
+    def never():
+        raise AssertionError("the samples were read")
+
+    mark_removed(make_args(), facts, never)
+    set_custom_rewards(make_args(), facts, never)
 
 
 @pytest.mark.parametrize("values", [None, [-1.0], [-1.0, math.inf]])
@@ -71,15 +169,15 @@ def test_an_answer_without_its_teachers_log_probabilities_is_refused(values):
     group = [sample(0, 1.0), sample(1, 0.0)]
     group[1].teacher_log_probs, group[0].teacher_log_probs = values, [-1.0, -1.0]
     with pytest.raises(HandoffError, match="sample 1 of group 0: teacher_log_probs"):
-        to_train_groups(make_args("--transfer-queue-extra-data-fields", "teacher_log_probs"), [group], 0)
+        trained_rows(make_args("--transfer-queue-extra-data-fields", "teacher_log_probs"), [group], 0)
 
 
 def test_a_row_carries_the_sample_unchanged():
     groups = [[sample(4, 1.0, version=3, status=SampleStatus.TRUNCATED), sample(5, 0.0, version=3)]]
-    row = to_train_groups(make_args(), groups, 3)[0].rows[0]
+    row = trained_rows(make_args(), groups, 3)[0][0]
     assert (row.sample_index, row.group_index, row.rollout_id) == (4, 0, 3)
-    assert (row.tokens, row.response_length, row.loss_mask) == ((1, 5, 6, 6), 2, (1, 1))
-    assert row.rollout_log_probs == (-0.5, -1.25)
+    assert (row.tokens.tolist(), row.response_length, row.loss_mask.tolist()) == ([1, 5, 6, 6], 2, [1, 1])
+    assert row.rollout_log_probs.tolist() == [-0.5, -1.25]
     assert row.token_policy_versions == (VersionSpan(3, 0, 2),)
     assert (row.status, row.truncated) == ("truncated", True)
 
@@ -87,14 +185,14 @@ def test_a_row_carries_the_sample_unchanged():
 def test_a_removed_sample_stays_in_the_mean_and_leaves_the_loss():
     group = [sample(0, 1.0), sample(1, 0.0)]
     group[0].remove_sample = True
-    rows = to_train_groups(make_args("--disable-grpo-std-normalization"), [group], 0)[0].rows
-    assert [row.loss_mask for row in rows] == [(0, 0), (1, 1)]
+    rows = trained_rows(make_args("--disable-grpo-std-normalization"), [group], 0)[0]
+    assert [row.loss_mask.tolist() for row in rows] == [[0, 0], [1, 1]]
     assert [row.reward for row in rows] == [0.5, -0.5]
 
 
 def test_a_dict_reward_is_read_at_its_key():
     group = [sample(0, {"acc": 1.0, "x": 7.0}), sample(1, {"acc": 0.0, "x": 7.0})]
-    rows = to_train_groups(make_args("--reward-key", "acc"), [group], 0)[0].rows
+    rows = trained_rows(make_args("--reward-key", "acc"), [group], 0)[0]
     assert [row.raw_reward for row in rows] == [1.0, 0.0]
 
 
@@ -109,7 +207,7 @@ class TestPostProcess:
 
     def test_it_replaces_the_normalisation(self, with_function):
         args = with_function("return [[s.reward * 2 for s in g] for g in groups]")
-        rows = to_train_groups(args, [[sample(0, 1.0), sample(1, 0.5)]], 0)[0].rows
+        rows = trained_rows(args, [[sample(0, 1.0), sample(1, 0.5)]], 0)[0]
         assert [(row.reward, row.raw_reward) for row in rows] == [(2.0, 1.0), (1.0, 0.5)]
 
     @pytest.mark.parametrize(
@@ -123,7 +221,7 @@ class TestPostProcess:
     )
     def test_a_misshapen_answer_is_refused(self, with_function, body, message):
         with pytest.raises(PluginError, match=message):
-            to_train_groups(with_function(body), [[sample(0, 1.0), sample(1, 0.5)]], 0)
+            trained_rows(with_function(body), [[sample(0, 1.0), sample(1, 0.5)]], 0)
 
 
 @pytest.mark.parametrize("reward", [1e300, -4e38, math.inf, math.nan, {"score": 1e300}])
@@ -132,7 +230,7 @@ def test_a_reward_that_no_float32_holds_is_refused_by_name(reward):
     groups = [[sample(0, 1.0), sample(1, 0.5)]]
     groups[0][1].reward = reward
     with pytest.raises(RewardError, match=r"sample 1: the reward is .*at most 3.4e\+38.*--custom-rm-path"):
-        to_train_groups(make_args("--reward-key", "score"), groups, 0)
+        trained_rows(make_args("--reward-key", "score"), groups, 0)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +253,7 @@ def test_a_reward_that_no_float32_holds_is_refused_by_name(reward):
 def test_a_misaligned_sample_is_refused(changes, message):
     group = [dataclasses.replace(sample(0, 1.0), **changes), sample(1, 0.0)]
     with pytest.raises(HandoffError, match=message):
-        to_train_groups(make_args(), [group], 0)
+        trained_rows(make_args(), [group], 0)
 
 
 @pytest.mark.parametrize(("version", "bound", "fits"), [(5, 0, True), (4, 0, False), (4, 1, True), (6, 1, False)])
@@ -163,11 +261,11 @@ def test_versions_must_lie_within_the_staleness_bound_of_the_round(version, boun
     groups = [[sample(0, 1.0, version=version), sample(1, 0.0, version=version)]]
     args = make_args("--transferqueue-max-staleness", bound)
     if fits:
-        assert to_train_groups(args, groups, 5)
+        assert trained_rows(args, groups, 5)
     else:
         with pytest.raises(StaleError, match=rf"versions \[{version}\] in round 5"):
-            to_train_groups(args, groups, 5)
-    assert to_train_groups(make_args("--load-debug-rollout-data", "x_{rollout_id}"), groups, 5)
+            trained_rows(args, groups, 5)
+    assert trained_rows(make_args("--load-debug-rollout-data", "x_{rollout_id}"), groups, 5)
 
 
 def test_a_recorded_round_reads_back_bit_for_bit(tmp_path):

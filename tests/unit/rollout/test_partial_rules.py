@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
-from vime.rollout.convert import to_train_groups
-from vime.rollout.group_work import group_versions
+from vime.rollout.convert import encoded_group
 from vime.rollout.halt import Halt, is_halted
 from vime.rollout.partial import (
     PartialStats,
@@ -17,6 +17,7 @@ from vime.rollout.partial import (
     trainable_versions,
     without_answer,
 )
+from vime.rollout.worker import payload_of
 from vime.types import Sample, SampleStatus, StaleError, VersionSpan
 
 CORRECT = make_args("--max-staleness", 1)
@@ -94,21 +95,27 @@ class TestVersions:
         samples = [answer(2, 2), answer(4, index=1)]
         samples[0].loss_mask = [0, 0]
         assert trainable_versions(samples[0]) == set()
-        assert group_versions(samples) == (4, 4)
+        assert ledger_versions(samples) == (4, 4)
         samples[1].loss_mask = [0]
-        assert group_versions(samples) == (2, 4)
+        assert ledger_versions(samples) == (2, 4)
 
     def test_an_answer_that_is_context_alone_may_be_of_any_age(self):
         samples = [answer(2, 2), answer(4, index=1)]
         with pytest.raises(StaleError, match="sample 0"):
-            to_train_groups(MASK, [samples], 4)
+            trained_rows(MASK, [samples], 4)
         settle_versions(MASK, samples, PartialStats(), oldest=4)
-        [group] = to_train_groups(MASK, [samples], 4)
-        assert [row.num_trainable for row in group.rows] == [0, 1]
+        [group] = trained_rows(MASK, [samples], 4)
+        assert [row.num_trainable for row in group] == [0, 1]
 
     def test_the_oldest_version_a_round_may_train(self):
         assert [oldest_allowed(CORRECT, version) for version in (0, 1, 5)] == [0, 0, 4]
         assert oldest_allowed(make_args("--debug-rollout-only"), 5) == 0  # the weights never move
+
+
+def ledger_versions(samples):
+    """Oldest and newest version of the group, as the ledger gets them."""
+    payload = payload_of(encoded_group(CORRECT, samples), samples)
+    return payload.min_version, payload.max_version
 
 
 def test_a_group_is_unfinished_while_an_answer_or_a_reward_may_still_come():

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
 from vime.config.checks import check, resolve
 from vime.config.parse import parse
-from vime.rollout.convert import to_train_groups
 from vime.rollout.data_source import RolloutDataSource
 from vime.rollout.prompts import load_tokenizer
 from vime.rollout.sft_rollout import generate_rollout
@@ -26,11 +26,11 @@ def test_a_label_becomes_trainable_tokens_of_the_rounds_version(tmp_path):
     args = make_args(*flags(tmp_path, [{"input": "1+1=", "label": "2"}, {"input": "2+2=", "label": "04"}]))
     output = generate_rollout(args, 3, RolloutDataSource(args))
     tokenizer = load_tokenizer(args.hf_checkpoint)
-    rows = [group.rows[0] for group in to_train_groups(args, output.samples, 3)]
+    rows = [group[0] for group in trained_rows(args, output.samples, 3)]
     assert [tokenizer.decode(row.tokens[-row.response_length : -1]).replace(" ", "") for row in rows] == ["2", "04"]
     assert [row.tokens[-1] for row in rows] == [tokenizer.eos_token_id] * 2
     assert [row.response_length for row in rows] == [2, 3]  # with the end of sequence
-    assert [row.loss_mask for row in rows] == [(1, 1), (1, 1, 1)]
+    assert [row.loss_mask.tolist() for row in rows] == [[1, 1], [1, 1, 1]]
     assert rows[1].token_policy_versions == (VersionSpan(3, 0, 3),)
     assert rows[0].reward == 0
     assert output.metrics["rollout/response_len_mean"] == 2.5

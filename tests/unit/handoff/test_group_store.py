@@ -1,0 +1,137 @@
+"""Finished groups lie in queue and spool, and are found again: by who made them, and by a later life of the run."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rows import make_row
+from vime.data import payload
+from vime.data.payload import record_size, split_record, unpack_rows
+from vime.data.rows import TrainRow
+from vime.handoff.group_store import EncodedGroup, GroupStore, chunk_keys, encode_group
+from vime.handoff.ledger_types import Task
+from vime.handoff.spool import Spool
+from vime.handoff.stores import MemoryStore
+from vime.types import HandoffError, HandoffLostError, Sample, SampleStatus, VersionSpan
+
+TASKS = [Task("train", number, 1) for number in range(3)]
+
+
+def samples(group: int, count: int = 2) -> list[Sample]:
+    made = []
+    for at in range(count):
+        sample = Sample(group_index=group, index=2 * group + at, prompt="p", tokens=[1], status=SampleStatus.COMPLETED)
+        sample.append_response_tokens([5, 6], [-0.5, -0.25], versions=[VersionSpan(0, 0, 2)])
+        sample.reward = float(at)
+        made.append(sample)
+    return made
+
+
+def rows(group: int, count: int = 2) -> list[TrainRow]:
+    return [
+        make_row(2 * group + at, group_index=group, prompt=(1,), response=(5, 6), log_probs=(-0.5, -0.25))
+        for at in range(count)
+    ]
+
+
+def encoded(group: int) -> EncodedGroup:
+    return encode_group(rows(group), samples=samples(group))
+
+
+@pytest.fixture
+def durable(tmp_path: Path):
+    store = GroupStore(MemoryStore(), Spool(tmp_path), partition="train")
+    yield store
+    store.close()
+
+
+def test_a_group_is_encoded_in_chunks_of_whole_rows_and_its_facts_say_where_each_lies(monkeypatch) -> None:
+    monkeypatch.setattr(payload, "CHUNK_BYTES", 40)  # two rows of 3 tokens, 2 of them response: 2 x (12 + 10)
+    group = encode_group(rows(4, 5))
+    assert [len(unpack_rows(chunk)) for chunk in group.chunks] == [2, 2, 1]
+    assert list(zip(group.facts.rows["chunk"].tolist(), group.facts.rows["place"].tolist(), strict=True)) == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0),
+    ]  # fmt: skip
+    assert (group.facts.group_index, group.facts.num_chunks) == (4, 3)
+    assert chunk_keys(TASKS[0], 3) == ["train/0#1.0", "train/0#1.1", "train/0#1.2"]
+    assert record_size(group.record) == (5, 15)
+
+
+@pytest.mark.parametrize("bad", [[], [make_row(0), make_row(1, group_index=1)], [make_row(0, loss_mask=(1,))]])
+def test_rows_that_are_no_group_are_refused_where_they_are_encoded(bad: list[TrainRow]) -> None:
+    with pytest.raises(HandoffError):
+        encode_group(bad)
+
+
+def test_chunks_lie_in_the_queue_under_their_keys_and_records_in_the_spool(tmp_path: Path) -> None:
+    queue, spool = MemoryStore(), Spool(tmp_path)
+    store, groups = GroupStore(queue, spool, partition="train"), [encoded(0), encoded(1)]
+    checksums = store.put(list(zip(TASKS[:2], groups, strict=True)))
+    assert checksums == [zlib.crc32(group.record) for group in groups]
+    assert queue.chunks == {
+        ("train_groups", "train/0#1.0"): groups[0].chunks[0],
+        ("train_groups", "train/1#1.0"): groups[1].chunks[0],
+    }
+    assert [spool.read(task, crc) for task, crc in zip(TASKS, checksums, strict=False)] == [g.record for g in groups]
+    assert split_record(groups[0].record)[0] == list(groups[0].chunks)
+    store.close()
+
+
+def test_answers_are_read_from_memory_while_they_are_held_and_then_from_the_spool(durable: GroupStore) -> None:
+    [checksum] = durable.put([(TASKS[1], encoded(1))])
+    assert durable.samples(TASKS[1], checksum) == samples(1)
+    assert durable.num_spool_reads == 0
+    durable.release([TASKS[1], TASKS[2]])
+    assert durable.samples(TASKS[1], checksum) == samples(1)
+    assert durable.num_spool_reads == 1
+
+
+def test_a_later_life_puts_the_chunks_into_its_queue_again(tmp_path: Path) -> None:
+    first = GroupStore(MemoryStore(), Spool(tmp_path), partition="train")
+    checksums = first.put([(task, encoded(task.group)) for task in TASKS])
+    first.close()
+    queue = MemoryStore()
+    second = GroupStore(queue, Spool(tmp_path), partition="train")
+    second.restore(list(zip(TASKS[:2], checksums[:2], strict=True)))
+    second.restore([(TASKS[0], checksums[0])])  # asked twice
+    assert [unpack_rows(queue.chunks["train_groups", f"train/{group}#1.0"])[0].group_index for group in (0, 1)] == [
+        0,
+        1,
+    ]
+    assert len(queue.chunks) == 2
+    second.close()
+
+
+def test_without_a_spool_what_is_not_held_is_lost() -> None:
+    store = GroupStore(MemoryStore(), None, partition="train")
+    [checksum] = store.put([(TASKS[0], encoded(0))])
+    assert store.samples(TASKS[0], checksum) == samples(0)
+    assert store.keep(TASKS[1], b"tokens of an aborted one") is None
+    store.release(TASKS)
+    for ask in (lambda: store.samples(TASKS[0], checksum), lambda: store.restore([(TASKS[0], checksum)])):
+        with pytest.raises(HandoffLostError, match=r"group train/0#1: .*--no-transferqueue-durable keeps no other"):
+            ask()
+
+
+def test_a_group_that_came_too_late_leaves_the_queue(durable: GroupStore) -> None:
+    queue = durable._store
+    durable.put([(task, encoded(task.group)) for task in TASKS[:2]])
+    durable.forget_attempt(TASKS[0])
+    durable.forget_attempt(TASKS[0])
+    assert [key for _, key in queue.chunks] == ["train/1#1.0"]
+
+
+def test_compacting_keeps_what_is_needed_in_queue_and_spool(tmp_path: Path) -> None:
+    queue, spool = MemoryStore(), Spool(tmp_path, segment_bytes=1)  # a segment for each group
+    store = GroupStore(queue, spool, partition="train")
+    checksums = [store.put([(task, encoded(task.group))])[0] for task in TASKS]
+    before = store.spool_bytes
+    freed = store.compact({TASKS[1]: checksums[1]})
+    assert freed > 0
+    assert store.spool_bytes == before - freed
+    assert [key for _, key in queue.chunks] == ["train/1#1.0"]
+    assert store.samples(TASKS[1], checksums[1]) == samples(1)
+    store.close()
