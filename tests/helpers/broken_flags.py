@@ -102,7 +102,16 @@ by_flags(
     "ids 0 to 47",
 )
 by_flags(
-    "a column that nobody writes", "--transfer-queue-extra-data-fields values", "values", "transfer-queue-extra-data"
+    "a field that is carried anyway",
+    "--transfer-queue-extra-data-fields tokens",
+    "tokens: is always carried",
+    "Remove it",
+)
+by_flags(
+    "a field with a name that is none",
+    "--transfer-queue-extra-data-fields a-b",
+    "'a-b'",
+    "Expected an attribute of the",
 )
 by_flags(
     "a queue that contradicts itself",

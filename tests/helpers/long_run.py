@@ -42,7 +42,7 @@ def write_run(root: Path, *, num_rounds: int, groups: int = 32, error: str | Non
                     kept = [[answer(group[0].group_index, place, randoms) for place in range(4)] for group in kept]
                     store.write(round_id, round_groups(kept), dropped)
                 else:
-                    store._write_fates(round_id, kept, dropped)
+                    store._write_fates(round_id, round_groups(kept), dropped)
                 number += groups + 1
         (run.path / "logs" / "trainer-0.log").write_text(
             "".join(

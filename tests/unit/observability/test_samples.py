@@ -15,6 +15,7 @@ from vime.observability.samples import (
     DIRECTORY,
     FATES_FILE,
     DroppedGroup,
+    RoundGroup,
     SampleStore,
     kept_rounds,
     read_fates,
@@ -96,6 +97,19 @@ def test_of_a_huge_round_groups_are_left_out_evenly(tmp_path: Path) -> None:
     # 12 bytes x 102 tokens x 40 groups are 48,960; a sixteenth of 64,000 are 4,000: every 13th group
     SampleStore(tmp_path, 64_000).write(0, round_groups([[answered(group, 0, 100)] for group in range(40)]), [])
     assert [group.group_index for group in read_round(tmp_path, 0)] == [0, 13, 26, 39]
+    assert len(read_fates(tmp_path)[0].kept) == 40
+
+
+def test_only_groups_that_are_written_are_read_from_where_they_lie(tmp_path: Path) -> None:
+    read: list[int] = []
+
+    def lying(group: int) -> RoundGroup:
+        return RoundGroup(
+            group_index=group, num_tokens=102, read=lambda: read.append(group) or [answered(group, 0, 100)]
+        )
+
+    SampleStore(tmp_path, 64_000).write(0, [lying(group) for group in range(40)], [])
+    assert read == [0, 13, 26, 39]  # as above
     assert len(read_fates(tmp_path)[0].kept) == 40
 
 

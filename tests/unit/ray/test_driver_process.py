@@ -35,9 +35,8 @@ def test_importing_the_driver_redirects_nothing_and_loads_no_engine() -> None:
 
 
 def test_the_driver_needs_no_torch() -> None:
-    """200 MB and two seconds. `PublishReport` is what a rank answers with, a ticket of `bridge` what a round is known
-    by."""
-    received = "vime.weights.publish, vime.handoff.bridge, vime.handoff.object_refs"
+    """200 MB and two seconds. `PublishReport` is what a rank answers with, a ticket what a round is known by."""
+    received = "vime.weights.publish, vime.handoff.ticket, vime.rollout.coordinator"
     probe = f"import sys, vime.ray.launch, vime.ray.assembly, {received}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
 

@@ -10,6 +10,7 @@ from tests.helpers.rows import make_row
 from vime.batching.flops import RoundWork, forward_flops, layer_flops, train_flops
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, parse
+from vime.data.groups import facts_of
 from vime.data.rows import TrainRow
 from vime.ray.assembly import _num_rollout
 from vime.ray.planning import RoundPlanner
@@ -44,7 +45,7 @@ and 30, because 50 x 50 x 4 is as much as 100 x 100."""
 
 
 def test_without_balance_ranks_get_consecutive_rows_and_the_imbalance_is_said(tmp_path: Path) -> None:
-    planned = RoundPlanner(config_of(tmp_path)).plan(0, rows_of(30, 10, 10, 10))
+    planned = RoundPlanner(config_of(tmp_path)).plan(0, facts_of([rows_of(30, 10, 10, 10)]))
     # 40 and 20 tokens: 40 / 30 - 1
     assert planned.metrics["perf/dp_imbalance_tokens"] == pytest.approx(1 / 3)
     assert planned.metrics["perf/padding_waste"] == 0
@@ -52,9 +53,9 @@ def test_without_balance_ranks_get_consecutive_rows_and_the_imbalance_is_said(tm
 
 
 def test_balance_by_flops_weighs_a_long_row_more_than_balance_by_length(tmp_path: Path) -> None:
-    by_length = RoundPlanner(config_of(tmp_path, balance_data=True)).plan(0, rows_of(*LENGTHS)).metrics
+    by_length = RoundPlanner(config_of(tmp_path, balance_data=True)).plan(0, facts_of([rows_of(*LENGTHS)])).metrics
     by_flops = RoundPlanner(config_of(tmp_path, balance_data=True, balance_data_by="flops"))
-    planned = by_flops.plan(0, rows_of(*LENGTHS))
+    planned = by_flops.plan(0, facts_of([rows_of(*LENGTHS)]))
     assert planned.metrics["perf/dp_imbalance_flops"] < by_length["perf/dp_imbalance_flops"]
     assert planned.plan.rows_of(0) == (0, 5, 6, 7)
 
@@ -65,8 +66,8 @@ def test_a_row_over_the_limit_is_warned_of_once_and_stands_alone(
     config = config_of(tmp_path, use_dynamic_batch_size=True, max_tokens_per_gpu=20, actor_num_gpus_per_node=1)
     planner = RoundPlanner(config)
     with caplog.at_level(logging.WARNING):
-        first = planner.plan(0, rows_of(30, 5))
-        planner.plan(1, rows_of(40, 5))
+        first = planner.plan(0, facts_of([rows_of(30, 5)]))
+        planner.plan(1, facts_of([rows_of(40, 5)]))
     assert first.plan.steps[0].micro_batches == (((0,), (1,)),)
     [record] = caplog.records
     assert "row 0 has 30 tokens, over the 20" in record.getMessage()
@@ -75,22 +76,24 @@ def test_a_row_over_the_limit_is_warned_of_once_and_stands_alone(
 
 def test_work_counts_the_passes_that_the_algorithm_asks_for(tmp_path: Path) -> None:
     rows = rows_of(9, 5)
-    plain = RoundPlanner(config_of(tmp_path)).plan(0, rows).work
+    plain = RoundPlanner(config_of(tmp_path)).plan(0, facts_of([rows])).work
     shape = read_model_shape(str(tmp_path))
     train = sum(train_flops(shape, row.total_length, row.response_length) for row in rows)
     forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
     assert (plain.num_tokens, plain.model_flops, plain.executed_flops) == (14, train, train)
     # a KL term: the reference once forward. Two steps: the old policy too
-    with_kl = RoundPlanner(config_of(tmp_path, use_kl_loss=True)).plan(0, rows).work
+    with_kl = RoundPlanner(config_of(tmp_path, use_kl_loss=True)).plan(0, facts_of([rows])).work
     assert with_kl.model_flops == train + forward
     two_steps = config_of(tmp_path, use_kl_loss=True, global_batch_size=1, actor_num_gpus_per_node=1)
-    assert RoundPlanner(two_steps).plan(0, rows).work.model_flops == train + 2 * forward
+    assert RoundPlanner(two_steps).plan(0, facts_of([rows])).work.model_flops == train + 2 * forward
 
 
 def test_each_further_pass_is_work_of_what_learns(tmp_path: Path) -> None:
     rows, shape = rows_of(9, 5), read_model_shape(str(config_of(tmp_path).model.hf_checkpoint))
     one, three = (
-        RoundPlanner(config_of(tmp_path, advantage_estimator="ppo", num_ppo_epochs=passes)).plan(0, rows).work
+        RoundPlanner(config_of(tmp_path, advantage_estimator="ppo", num_ppo_epochs=passes))
+        .plan(0, facts_of([rows]))
+        .work
         for passes in (1, 3)
     )
     train = sum(train_flops(shape, row.total_length, row.response_length) for row in rows)
@@ -106,14 +109,14 @@ def test_a_round_of_the_critic_alone_counts_no_learning_of_the_policy(tmp_path: 
     shape = read_model_shape(str(tmp_path))
     forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
     critic = 4 * sum(layer_flops(shape, row.total_length) for row in rows)  # predicts, and learns at three times that
-    alone, both = (RoundPlanner(config).plan(rollout_id, rows).work for rollout_id in (0, 1))
+    alone, both = (RoundPlanner(config).plan(rollout_id, facts_of([rows])).work for rollout_id in (0, 1))
     # alone: the policy forward, to be compared with the engines; nobody reads the reference of the KL loss
     assert (alone.model_flops, alone.executed_flops) == (forward + critic, forward + critic)
     # then the policy learns (3) beside the reference (1)
     assert both.model_flops == 4 * forward + critic
     # a KL penalty is part of what the critic learns from: the reference is read from the beginning
     penalised = config.replace(use_kl_loss=False, kl_coef=0.1)
-    assert RoundPlanner(penalised).plan(0, rows).work.model_flops == 2 * forward + critic
+    assert RoundPlanner(penalised).plan(0, facts_of([rows])).work.model_flops == 2 * forward + critic
 
 
 def test_a_teacher_is_run_forward_once(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_a_teacher_is_run_forward_once(tmp_path: Path) -> None:
     shape = read_model_shape(str(tmp_path))
     forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
     # the policy learns (3), and distillation compares the teacher (1) with the old policy (1)
-    assert RoundPlanner(config).plan(0, rows).work.model_flops == 5 * forward
+    assert RoundPlanner(config).plan(0, facts_of([rows])).work.model_flops == 5 * forward
 
 
 def test_rates_by_hand() -> None:
