@@ -5,6 +5,7 @@
 #   ./scripts/chaos.sh OUT --random 200 --seed 1                      anything, any time
 # ROUNDS=4: enough for one case; ten in a run need the default. MODE=off|buffer|streaming: --transferqueue-mode.
 # SCRIPT=train_async.py: the overlapped rhythm; with PARTIAL=1 what a stop cuts is gone on with.
+# WORKERS=2: rollout workers in processes of their own, which are killed too.
 # SECONDS_PER_LEASE=8: shorter than a stop (/stop) lasts.
 # ENGINE=vllm: the quick start's model on vLLM under --reference-mode, instead of a scripted engine.
 set -euo pipefail
@@ -38,6 +39,7 @@ else
 fi
 FLAGS+=(--hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --num-rollout "${ROUNDS:-60}")
 [ "${MODE:-streaming}" != streaming ] || FLAGS+=(--transferqueue-lease-timeout-secs "${SECONDS_PER_LEASE:-8}")
+[ -z "${WORKERS:-}" ] || FLAGS+=(--num-rollout-workers "$WORKERS")
 [ -z "${PARTIAL:-}" ] || FLAGS+=(--partial-rollout)
 HOW=(--script "${SCRIPT:-train.py}")
 [ "${SCRIPT:-train.py}" != train_async.py ] || FLAGS+=(--max-staleness 1)

@@ -59,6 +59,11 @@ OTHERS = (
     *("manager@manager.commit:6/stop-kill", "trainer@trainer.optimizer:2/stop-kill", "move@driver.clear:2"),
 )
 MATRIX = (*OWN, *OTHERS)
+OF_WORKERS = tuple(
+    f"worker@{point}:{PASSES.get(point, 2)}"
+    for point in (Point.GENERATE, Point.COMMIT, Point.LEASED, Point.OPTIMIZER, Point.DURABLE, Point.STOP)
+)
+"""Beside the matrix when the flags have --num-rollout-workers."""
 EVERY = tuple(f"{target}@{point}:{PASSES.get(point, 2)}" for point in PHASES for target in TARGETS)
 ANY = "any"
 AT_RANDOM = {ANY: 6, f"{ANY}+{ANY}": 2, f"{ANY}/{How.STOP_KILL}": 1, "move": 1}
@@ -118,7 +123,8 @@ def run_chaos(arguments: argparse.Namespace) -> None:
         has_own_weights=arguments.own_weights,
     )
     say = Console(highlight=False, markup=False, soft_wrap=True).print
-    cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else MATRIX)]
+    matrix = (*MATRIX, *OF_WORKERS) if "--num-rollout-workers" in arguments.flags else MATRIX
+    cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else matrix)]
     if arguments.random:
         cases = list(random_cases(arguments.random, arguments.seed))
     intervals = random.Random(arguments.seed).choices(SAVE_INTERVALS if arguments.random else (1,), k=len(cases))

@@ -94,7 +94,7 @@ def demand_of(config: Config) -> Demand:
     if config.queue.transferqueue_mode == STREAMING:
         cpus += LEDGER_CPUS
         # one more: a worker that takes a dead one's place may be placed before Ray has seen that it is dead
-        cpus += WORKER_CPUS * (config.queue.num_rollout_workers + 1)
+        cpus += WORKER_CPUS * (config.queue.num_rollout_workers + 1) if config.queue.num_rollout_workers > 1 else 0
     return Demand(cpus=cpus, gpus=gpus)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from vime.batching.flops import RoundWork
 from vime.config.parse import Config
@@ -193,7 +194,6 @@ class RolloutManager:
         metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
         # which prompts were drawn up to this round
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
-        failpoint(Point.CONVERT)
         with span("convert_round", rollout_id=rollout_id):
             groups = [encoded_group(args, samples) for samples in output.samples]
             facts = [group.facts for group in groups]
@@ -205,15 +205,12 @@ class RolloutManager:
         sample_book.BOOK.write_round(rollout_id, [RoundGroup.of(samples) for samples in output.samples])
         if debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
-        with span("plan_round", rollout_id=rollout_id):
-            planned = self._planner.plan(rollout_id, np.concatenate([known.rows for known in facts]))
-        failpoint(Point.PUT)
+        planned = self._plan(rollout_id, np.concatenate([known.rows for known in facts]))
         began = time.monotonic()
         with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
             partition, handles = self._rounds.put(rollout_id, groups)
         if config.queue.transferqueue_mode == BUFFER:
             metrics["transferqueue/put_latency"] = (time.monotonic() - began) / len(groups)
-        failpoint(Point.STORED)
         ticket = make_ticket(planned.plan, list(zip(facts, handles, strict=True)), partition=partition)
         return self._generated(ticket, planned, metrics, cursor=cursor)
 
@@ -226,7 +223,6 @@ class RolloutManager:
         metrics = {**coordinator.metrics(taken), "perf/rollout_time": time.monotonic() - began}
         # the prompts' own state, to recognise them; where the queue stands is in the ledger
         cursor = {**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)}
-        failpoint(Point.CONVERT)
         with self._portion_lock:
             begun, self._begun = self._begun, []
         begun = begun if taken.begun else []
@@ -236,13 +232,16 @@ class RolloutManager:
             path = Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id))
             save_rollout(path, coordinator.samples(taken.groups))
         sample_book.BOOK.write_round(rollout_id, [_to_be_read(coordinator, group) for group in taken.groups])
+        planned = self._plan(rollout_id, np.concatenate([group.facts.rows for group in taken.left]), begun)
+        ticket = self._ticket(planned, taken.left)
+        return self._generated(ticket, planned, metrics, cursor=cursor, lease=taken.lease, num_begun=len(begun))
+
+    def _plan(self, rollout_id: int, rows: NDArray[Any], begun: Sequence[PlannedRound] = ()) -> PlannedRound:
+        failpoint(Point.CONVERT)
         with span("plan_round", rollout_id=rollout_id):
-            rows = np.concatenate([group.facts.rows for group in taken.left])
             planned = self._planner.plan(rollout_id, rows, begun)
         failpoint(Point.PUT)
-        ticket = self._ticket(planned, taken.left)
-        failpoint(Point.STORED)
-        return self._generated(ticket, planned, metrics, cursor=cursor, lease=taken.lease, num_begun=len(begun))
+        return planned
 
     def _generated(
         self,
@@ -254,6 +253,7 @@ class RolloutManager:
         lease: RoundLease | None = None,
         num_begun: int = 0,
     ) -> GeneratedRound:
+        failpoint(Point.STORED)
         may_be_stale = self._config.queue.transferqueue_max_staleness > 0
         probe: tuple[TrainRow, ...] = ()
         if may_be_stale:

@@ -344,6 +344,7 @@ READ = {
     "num_data_storage_units": (["2"], ["--transferqueue-mode", "buffer"]),
     "stale_policy": (["retry"], STREAMING),
     "transferqueue_durable": ([], STREAMING),
+    "num_rollout_workers": (["2"], STREAMING),
     "transferqueue_fsync": (["never"], STREAMING),
     "transferqueue_lease_timeout_secs": (["30"], STREAMING),
     "transferqueue_round_order": (["commit"], [*STREAMING, "--max-staleness", "1"]),

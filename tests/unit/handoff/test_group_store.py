@@ -11,7 +11,7 @@ from tests.helpers.rows import make_row
 from vime.data import payload
 from vime.data.payload import record_size, split_record, unpack_rows
 from vime.data.rows import TrainRow
-from vime.handoff.group_store import EncodedGroup, GroupStore, chunk_keys, encode_group
+from vime.handoff.group_store import EncodedGroup, GroupStore, StoredGroup, chunk_keys, encode_group
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool
 from vime.handoff.stores import MemoryStore
@@ -95,8 +95,8 @@ def test_a_later_life_puts_the_chunks_into_its_queue_again(tmp_path: Path) -> No
     first.close()
     queue = MemoryStore()
     second = GroupStore(queue, Spool(tmp_path), partition="train")
-    second.restore(list(zip(TASKS[:2], checksums[:2], strict=True)))
-    second.restore([(TASKS[0], checksums[0])])  # asked twice
+    second.restore(list(map(StoredGroup, TASKS[:2], checksums[:2])))
+    second.restore([StoredGroup(TASKS[0], checksums[0])])  # asked twice
     assert [unpack_rows(queue.chunks["train_groups", f"train/{group}#1.0"])[0].group_index for group in (0, 1)] == [
         0,
         1,
@@ -111,7 +111,7 @@ def test_without_a_spool_what_is_not_held_is_lost() -> None:
     assert store.samples(TASKS[0], checksum) == samples(0)
     assert store.keep(TASKS[1], b"tokens of an aborted one") is None
     store.release(TASKS)
-    for ask in (lambda: store.samples(TASKS[0], checksum), lambda: store.restore([(TASKS[0], checksum)])):
+    for ask in (lambda: store.samples(TASKS[0], checksum), lambda: store.restore([StoredGroup(TASKS[0], checksum)])):
         with pytest.raises(HandoffLostError, match=r"group train/0#1: .*--no-transferqueue-durable keeps no other"):
             ask()
 

@@ -56,6 +56,7 @@ def test_the_driver_needs_no_torch() -> None:
         ),
         # as above, with one controller, one storage unit and the ledger
         (["--transferqueue-mode", "streaming"], 1.5),
+        (["--transferqueue-mode", "streaming", "--num-rollout-workers", "2"], 1.8),
         # 0.2 + 0.5 + (2 policy + 2 reference + 2 teacher) x 0.5
         (["--actor-num-gpus-per-node", "2", "--separate-roles", "reference", "teacher"], 3.7),
         # 0.2 + 0.5: no engine

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.ledger_cases import issue, make_ready, open_ledger
 from tests.helpers.rollout_setup import make_args
-from vime.handoff.group_store import GroupStore
+from vime.handoff.group_store import GroupStore, StoredGroup
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
 from vime.handoff.ledger_rounds import RoundDesk
@@ -50,12 +50,12 @@ class FakeWorkers:
     def is_ours(self, producer: str) -> bool:
         return producer == "ours"
 
-    def samples(self, groups: Sequence[tuple[Task, int]]) -> list[list[Sample]]:
+    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
         if self._store is None:
             raise AssertionError("answers were asked for")
         return [self._store.samples(*group) for group in groups]
 
-    def restore(self, groups: Sequence[tuple[Task, int]]) -> None:
+    def restore(self, groups: Sequence[StoredGroup]) -> None:
         self.restored += groups
         if self._store is not None:
             self._store.restore(groups)
@@ -182,7 +182,7 @@ def test_chunks_of_an_earlier_life_are_put_into_the_queue_again_and_no_others(sc
     coordinator = scene.coordinator(workers)
     coordinator.begin(0)
     taken = coordinator.take(2)
-    assert [task for task, _ in workers.restored] == [old]
+    assert [group.task for group in workers.restored] == [old]
     assert [group.task for group in taken.groups] == [old, new]
     assert scene.rows(taken.groups) == [0, 1, 2, 3]
 
