@@ -53,7 +53,7 @@ class FakeWorkers:
     def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
         if self._store is None:
             raise AssertionError("answers were asked for")
-        return [self._store.samples(*group) for group in groups]
+        return [self._store.samples(group.task, group.checksum) for group in groups]
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
         self.restored += groups
