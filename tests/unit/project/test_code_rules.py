@@ -28,7 +28,7 @@ def test_no_rule_of_the_shape_check_is_broken() -> None:
 def test_the_shape_check_finds_an_import_from_a_higher_floor() -> None:
     tree = ast.parse("from vime.ray.machine import Machine")
     assert [message for _, message in check_imports(tree, "vime", "algo")] == [
-        "room 'algo' (floor 3) imports 'ray' (floor 5)"
+        "room 'algo' (floor 4) imports 'ray' (floor 6)"
     ]
 
 
