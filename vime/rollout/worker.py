@@ -325,7 +325,8 @@ class RolloutWorker:
         stats = self.stats
         for sample in samples:
             sample.attempt = task.attempt
-        group = encoded_group(self._args, samples, producer_id=self.name, with_samples=True)
+        with span("encode_group", group=task.group):
+            group = encoded_group(self._args, samples, producer_id=self.name, with_samples=True)
         num_tokens = sum(len(sample.tokens) for sample in samples)
         if self._has_capacity:
             with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):

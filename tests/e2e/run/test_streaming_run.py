@@ -154,7 +154,7 @@ def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: 
     assert spans <= set(documented_spans())
     assert spans >= {  # a group from its prompt to the weights that it made
         "generate_group", "reward_group", "transferqueue_put_group", "commit_groups", "lease_round",
-        "transferqueue_get_groups", "transferqueue_ack_groups", "convert_round", "plan_round", "forward_backward",
+        "transferqueue_get_groups", "transferqueue_ack_groups", "encode_group", "plan_round", "forward_backward",
         "optimizer_step", "note_trained", "pause_engines", "load_weights", "confirm_weights", "resume_engines",
         "release_slots",
     }  # fmt: skip
