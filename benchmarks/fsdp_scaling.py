@@ -45,7 +45,8 @@ def measure(directory: str, way: str, tokens: int, sequence: int, repeats: int) 
     from vime.backends.fsdp_utils import engine as room
     from vime.backends.fsdp_utils.backend import FsdpBackend
     from vime.config.parse import Config
-    from vime.types import EngineSpec, RankInfo, Role, TrainRow
+    from vime.data.rows import TrainRow
+    from vime.types import EngineSpec, RankInfo, Role
     from vime.utils.network import free_port
 
     torch.set_num_threads(1)

@@ -73,12 +73,12 @@ def use(side: str, keys: Any, infos: Any, pipe: Connection) -> None:
     while size := pipe.recv():
         key, payload, number = [f"key-{number}"], os.urandom(size), number + 1
         times = [time.perf_counter()]
-        client.put_rows("bench", key, [payload])
+        client.put("bench", key, [payload])
         times.append(time.perf_counter())
-        [got] = client.get_rows("bench", key)
+        [got] = client.get("bench", key)
         times.append(time.perf_counter())
         assert got == payload
-        client.clear_rows("bench", key)
+        client.clear("bench", key)
         pipe.send((times[1] - times[0], times[2] - times[1]))
     client.close()
 

@@ -2,10 +2,12 @@
 
     .venv/bin/python benchmarks/unit_costs.py [--repeats 5] [--held 24] [--doublings 5] [STATION ...]
 
-Stations: `read` (an engine's JSON to numbers, by tokens; also beside lists of --held million tokens), `plan`
-(--balance-data for 512 data-parallel ranks, by rows), `stuck` (why-stuck, by ranks that wait for each other). "before"
-is what the code did until decision 0029, kept here; both sides take turns, medians of --repeats. Exit code 1 when a
-cost of today grows with an exponent above 1.1, or reading grows with what is held.
+Stations: `read` (an engine's JSON to numbers, by tokens; also beside lists of --held million tokens), `worker` (an
+engine's JSON to a group's bytes and facts, by tokens; also beside held bytes), `coordinator` (leased facts to plan and
+ticket, by tokens of an answer), `rank` (chunks to packed columns, by tokens), `plan` (--balance-data for 512
+data-parallel ranks, by rows), `stuck` (why-stuck, by ranks that wait for each other). "before" is what the code did
+until decision 0029, kept here; both sides take turns, medians of --repeats. Exit code 1 when a cost of today grows with
+an exponent above 1.1, the coordinator's with tokens at all, or a worker's with what is held.
 """
 
 import argparse
@@ -20,27 +22,45 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from vime.batching.pack import pack
 from vime.batching.plan import plan_round
+from vime.data.groups import check_versions, decode_facts, encode_facts
+from vime.handoff.group_store import EncodedGroup, chunk_keys
+from vime.handoff.ledger_types import Task
+from vime.handoff.stores import MemoryStore
+from vime.handoff.ticket import RoundTicket, make_ticket, read_rows
 from vime.observability.stuck import judge
 from vime.observability.waits import RunProcess, SeenWait, State
+from vime.rollout.convert import encoded_group
 from vime.rollout.engine_client import read_answers
+from vime.rollout.worker import payload_of
+from vime.types import Sample, SampleStatus, VersionSpan
 from vime.utils.heap import collect_when_asked
 
 LARGEST_EXPONENT = 1.1
 LARGEST_SHARE_OF_HELD = 1.25
 """So much dearer may reading be beside what is held: caches are shared with it."""
 SAMPLES = 16
+GROUPS = 64
+ARGS = SimpleNamespace(
+    transferqueue_partition="train", transfer_queue_extra_data_fields=(), source_key="source", reward_key=None,
+    loss_type="policy_loss", custom_reward_post_process_path=None, disable_grpo_std_normalization=False,
+    advantage_estimator="grpo", hf_checkpoint="",
+)  # fmt: skip
 Side = Callable[[], object]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("stations", nargs="*", default=[], help="read, plan, stuck (default: all)")
+    parser.add_argument("stations", nargs="*", default=[], help="of those above (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each side (default: 5)")
     parser.add_argument("--doublings", type=int, default=5, help="of the size (default: 5)")
     parser.add_argument("--held", type=int, default=24, help="million tokens held while reading (default: 24)")
@@ -82,6 +102,105 @@ def read(options: argparse.Namespace) -> list[str]:
     return faults
 
 
+def worker(options: argparse.Namespace) -> list[str]:
+    """us of CPU a token, from an engine's answer to the bytes that are stored and the facts that are committed."""
+    sizes = [256 << step for step in range(options.doublings + 1)]
+    bodies = {size: answer_body(size) for size in sizes}
+    held: list[EncodedGroup] = []
+    found: dict[tuple[int, bool], float] = {}
+    for is_held in (False, True):
+        if is_held:  # as a worker holds finished groups until their round is written down
+            held += [generated(0, bodies[sizes[-1]]) for _ in range(options.held * 1_000_000 // (SAMPLES * sizes[-1]))]
+        for size, body in bodies.items():
+            [now] = measured((lambda body=body: len(generated(0, body).record),), options.repeats, freeze=(True,))
+            found[size, is_held] = now / (SAMPLES * size) * 1e6
+    print("| an engine's JSON to a stored group, us a token | now | now, beside what is held |\n|---|---|---|")
+    for size in sizes:
+        print(f"| {SAMPLES} samples of {size} tokens | {found[size, False]:.2f} | {found[size, True]:.2f} |")
+    faults = grown("worker", sizes, [found[size, False] * size for size in sizes])
+    share = statistics.median(found[size, True] / found[size, False] for size in sizes)
+    print(
+        f"held: {len(held) * SAMPLES * sizes[-1] / 1e6:.0f} million tokens, which make it {share:.2f} times as dear\n"
+    )
+    if share > LARGEST_SHARE_OF_HELD:
+        faults.append(f"worker: {share:.2f} times as dear beside what is held, expected {LARGEST_SHARE_OF_HELD}")
+    return faults
+
+
+def coordinator(options: argparse.Namespace) -> list[str]:
+    """us of CPU a sample of a round of GROUPS groups: their facts read, checked and planned, and the ticket made."""
+    sizes = [256 << step for step in range(options.doublings + 2)]
+    print(f"| coordinator, round of {GROUPS} x {SAMPLES} samples, us a sample | now |\n|---|---|")
+    found = []
+    for size in sizes:
+        leased = []
+        for number in range(GROUPS):
+            group = generated(number, None, size)
+            leased.append((number, encode_facts(group.facts), len(group.chunks)))
+        [now] = measured((lambda leased=leased: planned(leased),), options.repeats)
+        found.append(now / (GROUPS * SAMPLES) * 1e6)
+        print(f"| answers of {size} tokens | {found[-1]:.1f} |")
+    faults = grown("coordinator (a sample, by its tokens)", sizes, found)
+    if max(found) > LARGEST_SHARE_OF_HELD * min(found):
+        faults.append(f"coordinator: {min(found):.1f} to {max(found):.1f} us a sample; it must not depend on tokens")
+    return faults
+
+
+def rank(options: argparse.Namespace) -> list[str]:
+    """us of CPU a token on a source rank: chunks read by key, rows cut out, columns packed."""
+    sizes = [256 << step for step in range(options.doublings + 1)]
+    print("| source rank, bytes to packed columns, us a token | now |\n|---|---|")
+    found = []
+    for size in sizes:
+        store, group = MemoryStore(), generated(0, None, size)
+        task = Task("train", 0, 1)
+        handles = store.put("train", chunk_keys(task, len(group.chunks)), group.chunks)
+        lengths = group.facts.rows["total_length"].tolist()
+        made = plan_round(
+            0, lengths, lengths, dp_size=1, samples_per_step=SAMPLES, micro_batch_size=SAMPLES,
+            max_tokens_per_micro_batch=None, loads=None,
+        )  # fmt: skip
+        ticket = make_ticket(made, [(group.facts, handles)], partition="train")
+        [now] = measured((lambda t=ticket, s=store: pack(list(read_rows(s, t, 0)[1].values())),), options.repeats)
+        found.append(now / sum(lengths))
+        print(f"| {SAMPLES} samples of {size} tokens | {found[-1] * 1e6:.3f} |")
+    return grown("rank", sizes, [cost * size for cost, size in zip(found, sizes, strict=True)])
+
+
+def generated(number: int, body: bytes | None, num_tokens: int = 0) -> EncodedGroup:
+    """Group `number` from an engine's answer to what is stored; without a body from numbers."""
+    prompt = list(range(100))
+    samples = []
+    for at in range(SAMPLES):
+        samples.append(Sample(group_index=number, index=number * SAMPLES + at, prompt="?" * 300, tokens=list(prompt)))
+    if body is None:
+        for sample in samples:
+            spans = [VersionSpan(0, 0, num_tokens)]
+            sample.append_response_tokens([7] * num_tokens, [-0.5] * num_tokens, versions=spans, text="x")
+    else:
+        for sample, answer in zip(samples, read_answers(body, SAMPLES, "engine"), strict=True):
+            sample.append_response_tokens(answer.token_ids, answer.log_probs, versions=answer.versions, text="x")
+    for at, sample in enumerate(samples):
+        sample.reward, sample.status = float(at % 2), SampleStatus.COMPLETED
+    group = encoded_group(ARGS, samples, producer_id="rollout-worker-0.1.abcdef", with_samples=True)
+    payload_of(group, samples)
+    return group
+
+
+def planned(leased: list[tuple[int, bytes, int]]) -> RoundTicket:
+    groups = [
+        (decode_facts(number, data), chunk_keys(Task("train", number, 1), count)) for number, data, count in leased
+    ]
+    check_versions([facts for facts, _ in groups], 0, 0)
+    rows = np.concatenate([facts.rows for facts, _ in groups])
+    lengths = rows["total_length"].tolist()
+    made = plan_round(
+        0, lengths, rows["num_trainable"].tolist(), dp_size=8, samples_per_step=len(rows), micro_batch_size=1,
+        max_tokens_per_micro_batch=None, loads=lengths,
+    )  # fmt: skip
+    return make_ticket(made, groups, partition="train_groups")
+
+
 def plan(options: argparse.Namespace) -> list[str]:
     """s of CPU for the plan of a round."""
     chance = random.Random(0)
@@ -120,7 +239,14 @@ def stuck(options: argparse.Namespace) -> list[str]:
     return grown("stuck", sizes, found)
 
 
-STATIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {"read": read, "plan": plan, "stuck": stuck}
+STATIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+    "read": read,
+    "worker": worker,
+    "coordinator": coordinator,
+    "rank": rank,
+    "plan": plan,
+    "stuck": stuck,
+}
 
 
 def measured(sides: tuple[Side, ...], repeats: int, freeze: tuple[bool, ...] = ()) -> list[float]:

@@ -30,7 +30,8 @@ def make_model(directory: Path, *, family: str = "Qwen2", dtype: str = "float32"
 
 
 def to_train_rows(rows: list[Row]) -> list[Any]:
-    from vime.types import TrainRow, VersionSpan
+    from vime.data.rows import TrainRow
+    from vime.types import VersionSpan
 
     return [
         TrainRow(
