@@ -26,7 +26,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(directory / "gemma", directory / "mixed")
     shutil.copy(directory / "mistral" / "config.json", directory / "mixed" / "config.json")
     shutil.copytree(directory / "qwen2", directory / "padded")
-    with_padding_token(directory / "padded", make_rows()[0].tokens[1])
+    with_padding_token(directory / "padded", int(make_rows()[0].tokens[1]))
     for name in ("two-labels", "broken-file"):
         shutil.copytree(directory / "qwen2", directory / name)
     save_file({"score.weight": torch.zeros(2, SHAPE["hidden_size"])}, directory / "two-labels" / "score.safetensors")

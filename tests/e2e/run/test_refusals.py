@@ -42,15 +42,23 @@ def test_a_second_run_with_the_same_save_is_refused_before_start(tiny_task: Tiny
     assert not (tmp_path / "run").exists()
 
 
-def test_a_column_that_nobody_writes_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
-    refused(
-        tiny_task,
+def test_a_field_that_nobody_writes_ends_the_run_by_name_at_the_first_group(
+    tiny_task: TinyTask, tmp_path: Path
+) -> None:
+    """Any name is a field that a plug-in may write, so nobody knows before it has been called."""
+    finished = train(
+        [*tiny_task.flags(), "--num-rollout", "1", "--transfer-queue-extra-data-fields", "value_targets"],
         tmp_path / "run",
-        "--transfer-queue-extra-data-fields",
-        "value_targets",
-        code=2,
-        says=["value_targets"],
     )
+    assert finished.code == 3
+    for part in ("'value_targets' was requested", "--transfer-queue-extra-data-fields", "did not write it"):
+        assert part in finished.output
+    assert finished.events("round_trained") == []
+
+
+def test_a_field_that_is_carried_anyway_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = ("--transfer-queue-extra-data-fields", "loss_masks")
+    refused(tiny_task, tmp_path / "run", *flags, code=2, says=["loss_masks", "always carried"])
 
 
 def test_an_unknown_engine_flag_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:

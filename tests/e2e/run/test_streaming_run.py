@@ -186,9 +186,10 @@ def test_a_manager_that_dies_while_it_keeps_what_a_stop_cut_costs_no_group(
     notes = tmp_path / "notes"
     monkeypatch.setenv("VIME_FAILPOINTS", "trainer.optimizer:2:kill,manager.keep:1:kill")
     monkeypatch.setenv("VIME_FAILPOINTS_DIR", str(notes))
-    monkeypatch.setenv("VIME_SCRIPTED_TOKENS_PER_SECOND", "8")
+    # a first token at once and a last one after seconds: the stop finds groups with tokens, whenever it comes
+    monkeypatch.setenv("VIME_SCRIPTED_TOKENS_PER_SECOND", "64")
     engine = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
-    length = ["--rollout-max-response-len", "64", "--rollout-max-context-len", "128"]
+    length = ["--rollout-max-response-len", "400", "--rollout-max-context-len", "480"]
     flags = [*tiny_task.flags(), *STREAMING, *engine, *length, "--max-staleness", "1", "--partial-rollout"]
     finished = train([*flags, "--num-rollout", "4"], tmp_path / "run", script="train_async.py")
     assert finished.code == 0, finished.output

@@ -37,7 +37,7 @@ def difference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     )
     rows = make_rows()
     (work / "models.json").write_text(json.dumps([str(work / name) for name in KINDS]))
-    (work / "tokens.json").write_text(json.dumps([list(row.tokens) for row in rows]))
+    (work / "tokens.json").write_text(json.dumps([row.tokens.tolist() for row in rows]))
     files = [str(work / f"{name}.json") for name in ("models", "tokens", "answers")]
     asked = subprocess.run(
         [sys.executable, "-m", "tests.helpers.vllm_log_probs", *files],
