@@ -17,7 +17,10 @@ MODES = {
     # two engines: which of them answers a prompt is the router's choice and must not matter
     "buffer": ["--transferqueue-mode", "buffer", "--rollout-num-engines", "2"],
     "streaming": ["--transferqueue-mode", "streaming"],
+    "four workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "4"],
 }
+GOES_ON_WITH = {"streaming": ["--num-rollout-workers", "2"]}
+"""Flags of the life after the kill alone: who generates may change."""
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""
 
 
@@ -77,7 +80,9 @@ def test_another_mode_killed_in_the_middle_and_resumed(
     os.kill(training.process.pid, signal.SIGKILL)
     killed = training.finish()
     assert killed.code == -signal.SIGKILL
-    resumed = train([*flags, "--load", str(tmp_path / "checkpoints")], tmp_path / "resumed")
+    resumed = train(
+        [*flags, *GOES_ON_WITH.get(mode, []), "--load", str(tmp_path / "checkpoints")], tmp_path / "resumed"
+    )
     assert resumed.code == 0, resumed.output
     expected = hashes(never_stopped)
     assert {version: expected[version] for version in hashes(killed)} == hashes(killed)  # another mode
