@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from vime.ray.planning import PlannedRound
 
 NUM_PROBES = 4
+PROCESS = "rollout-manager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +92,8 @@ class RolloutManager:
         limit_threads(config)
         yield_to_trainers(config)
         self._config, self._run_dir = config, Path(run_dir)
-        setup_logging(self._run_dir, "rollout-manager")
-        self._events = open_events(self._run_dir, "rollout-manager")
+        setup_logging(self._run_dir, PROCESS)
+        self._events = open_events(self._run_dir, PROCESS)
         sample_book.BOOK.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
         self._queue_address, self._engine_key = queue_address, ""
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
@@ -195,7 +196,7 @@ class RolloutManager:
         # which prompts were drawn up to this round
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
         with span("convert_round", rollout_id=rollout_id):
-            groups = [encoded_group(args, samples) for samples in output.samples]
+            groups = [encoded_group(args, samples, producer_id=PROCESS) for samples in output.samples]
             facts = [group.facts for group in groups]
             set_custom_rewards(args, facts, lambda: output.samples)
         if not (debug.debug_rollout_only or debug.load_debug_rollout_data):
@@ -230,7 +231,12 @@ class RolloutManager:
         debug = config.debug
         if debug.save_debug_rollout_data:
             path = Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id))
-            save_rollout(path, coordinator.samples(taken.groups))
+            save_rollout(
+                path,
+                coordinator.samples(taken.groups),
+                partition_id=groups_partition(config.queue.transferqueue_partition),
+                producer_ids=[group.facts.notes.producer for group in taken.groups],
+            )
         sample_book.BOOK.write_round(rollout_id, [_to_be_read(coordinator, group) for group in taken.groups])
         planned = self._plan(rollout_id, np.concatenate([group.facts.rows for group in taken.left]), begun)
         ticket = self._ticket(planned, taken.left)
@@ -360,7 +366,12 @@ def _samples(config: Config, generate: Any, source: Any, rollout_id: int) -> Rol
             f"--rollout-function-path {path}: answered {type(output).__name__}, expected RolloutFnTrainOutput."
         )
     if debug.save_debug_rollout_data:
-        save_rollout(Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)), output.samples)
+        save_rollout(
+            Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)),
+            output.samples,
+            partition_id=f"{config.queue.transferqueue_partition}_{rollout_id}",
+            producer_ids=[PROCESS] * len(output.samples),
+        )
     return output
 
 

@@ -318,7 +318,7 @@ class RemoteWorkers:
                     try:
                         if self._is_dead(host):
                             self._replace(host, starting)
-                    except VimeError as error:
+                    except Exception as error:  # boundary: raised where a round waits
                         self._failure = error
 
     def _is_dead(self, host: _Host) -> bool:

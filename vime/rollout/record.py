@@ -8,20 +8,33 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vime.types import DataError, Sample
 
 
-def save_rollout(path: Path, groups: list[list[Sample]]) -> None:
-    """Write groups in order, to be replayed."""
+def save_rollout(path: Path, groups: list[list[Sample]], *, partition_id: str, producer_ids: Sequence[str]) -> None:
+    """Write groups in order, to be replayed. `producer_ids`: who generated each group. `row` has the RFC's names of
+    what a row carries; only people and scripts read it."""
     records = [
-        (sample, {"position": position, "sample": sample.to_dict()})
-        for position, group in enumerate(groups)
+        (sample, {"position": position, "row": _row_record(sample, partition_id, producer), "sample": sample.to_dict()})
+        for position, (group, producer) in enumerate(zip(groups, producer_ids, strict=True))
         for sample in group
     ]
     _write_lines(path, records)
+
+
+def _row_record(sample: Sample, partition_id: str, producer_id: str) -> dict[str, object]:
+    spans = sample.token_policy_versions
+    return {
+        "global_index": sample.index,
+        "partition_id": partition_id,
+        "producer_id": producer_id,
+        "version_start": spans[0].version if spans else -1,
+        "version_end": spans[-1].version if spans else -1,
+    }
 
 
 def save_samples(path: Path, samples: list[Sample]) -> None:

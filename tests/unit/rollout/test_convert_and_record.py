@@ -279,18 +279,18 @@ def test_a_recorded_round_reads_back_bit_for_bit(tmp_path):
     ]
     groups[0][0].metadata = {"k": [1, {"x": None}]}
     path = tmp_path / "deep" / "rollout_4.jsonl"
-    save_rollout(path, groups)
+    save_rollout(path, groups, partition_id="train_0", producer_ids=["a"] * len(groups))
     assert load_rollout(path) == groups
     assert [file.name for file in path.parent.iterdir()] == ["rollout_4.jsonl"]
 
 
 def test_a_failed_write_leaves_the_former_file(tmp_path):
     path = tmp_path / "rollout_0.jsonl"
-    save_rollout(path, [[sample(0, 1.0)]])
+    save_rollout(path, [[sample(0, 1.0)]], partition_id="train_0", producer_ids=["a"])
     bad = sample(1, 0.0)
     bad.metadata = {"x": object()}
     with pytest.raises(DataError, match="sample 1 cannot be recorded"):
-        save_rollout(path, [[bad]])
+        save_rollout(path, [[bad]], partition_id="train_0", producer_ids=["a"])
     assert load_rollout(path) == [[sample(0, 1.0)]]
 
 
@@ -315,3 +315,17 @@ def test_evaluation_samples_are_written_one_a_line(tmp_path):
     path = tmp_path / "eval" / "held_out_0.jsonl"
     save_samples(path, [sample(0, 1.0), sample(1, 0.0)])
     assert [Sample.from_dict(json.loads(line)) for line in path.open()] == [sample(0, 1.0), sample(1, 0.0)]
+
+
+def test_a_recorded_sample_says_the_names_that_the_rfc_gives_a_row(tmp_path):
+    path = tmp_path / "rollout_0.jsonl"
+    old = sample(3, 1.0)
+    old.token_policy_versions = [VersionSpan(4, 0, 1), VersionSpan(5, 1, old.response_length)]
+    save_rollout(path, [[old]], partition_id="train_groups", producer_ids=["rollout-worker-1.7.abc"])
+    assert json.loads(path.read_text())["row"] == {
+        "global_index": 3,
+        "partition_id": "train_groups",
+        "producer_id": "rollout-worker-1.7.abc",
+        "version_start": 4,
+        "version_end": 5,
+    }
