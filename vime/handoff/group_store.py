@@ -7,14 +7,16 @@ between the two leaves an orphan payload, never a visible group without data.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
 import time
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from vime.data.groups import GroupFacts, GroupNotes, facts_of
 from vime.data.payload import cut, join_record, join_samples, pack_rows, pack_story, split_record, unpack_rows
 from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
-from vime.handoff.spool import Spool, Spools
+from vime.handoff.spool import Spool, Spools, spool_directories
 from vime.handoff.stores import PayloadStore
 from vime.types import HandoffError, HandoffLostError, Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
@@ -172,7 +174,7 @@ class GroupStore:
         if self._spool is None:
             return 0
         with self._lock:
-            return self._spool.compact(lambda task, checksum: task in needed and needed[task] in (None, checksum))
+            return self._spool.compact(partial(_is_needed, needed))
 
     @property
     def spool_bytes(self) -> int:
@@ -185,6 +187,21 @@ class GroupStore:
         if self._spool is not None:
             with self._lock:
                 self._spool.close()
+
+
+def compact_left_behind(directory: Path, own: Collection[Path], needed: Mapping[Task, int | None]) -> int:
+    """The same for spools under `directory` that no worker of this life writes: an earlier one had more workers, or
+    other ones. Answers the bytes freed."""
+    freed = 0
+    for path in spool_directories(directory):
+        if path not in own and any(path.glob("segment-*")):
+            with contextlib.closing(Spool(path)) as spool:
+                freed += spool.compact(partial(_is_needed, needed))
+    return freed
+
+
+def _is_needed(needed: Mapping[Task, int | None], task: Task, checksum: int) -> bool:
+    return task in needed and needed[task] in (None, checksum)
 
 
 class RoundStore:

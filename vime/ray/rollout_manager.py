@@ -30,7 +30,7 @@ from vime.observability.samples import RoundGroup
 from vime.ray.checkpoint import LEDGER_RUN
 from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
-from vime.ray.stores import connect_store, group_store, round_store
+from vime.ray.stores import compact_other_spools, connect_store, group_store, round_store
 from vime.rollout import sample_book  # by its module: Ray copies what an actor's class names itself
 from vime.rollout.convert import encoded_group, set_custom_rewards
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, Workers
@@ -175,7 +175,9 @@ class RolloutManager:
     def compact(self) -> int:
         """Drop from the spool what no restart can need; answers the bytes freed."""
         assert self._coordinator is not None
-        return self._coordinator.workers.compact(self._ledger.call(Ledger.needed_payloads))
+        needed = self._ledger.call(Ledger.needed_payloads)
+        freed = self._coordinator.workers.compact(needed)
+        return freed + compact_other_spools(self._config, self._run_dir, needed)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where a checkpoint's `GeneratedRound.cursor` points."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from vime.config.parse import Config
-from vime.handoff.group_store import GroupStore, RoundStore
-from vime.handoff.ledger_types import SPOOL_NAME
+from vime.handoff.group_store import GroupStore, RoundStore, compact_left_behind
+from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
 from vime.handoff.stores import ObjectStore, PayloadStore
 from vime.ray.cluster import QUEUE_CPUS
@@ -61,3 +62,12 @@ def group_store(config: Config, run_dir: Path, store: PayloadStore, *, worker: i
         place = directory if worker is None else worker_spool(directory, worker)
         spool = Spool(place, fsync=Fsync(queue.transferqueue_fsync))
     return GroupStore(store, spool, partition=queue.transferqueue_partition, directory=directory)
+
+
+def compact_other_spools(config: Config, run_dir: Path, needed: Mapping[Task, int | None]) -> int:
+    """Drop from the spools that an earlier life of the run left what no restart can need; answers the bytes freed."""
+    directory, count = run_dir / SPOOL_NAME, config.queue.num_rollout_workers
+    if not config.queue.transferqueue_durable:
+        return 0
+    own = [directory] if count == 1 else [worker_spool(directory, number) for number in range(count)]
+    return compact_left_behind(directory, own, needed)

@@ -11,9 +11,16 @@ from tests.helpers.rows import make_row
 from vime.data import payload
 from vime.data.payload import record_size, split_record, unpack_rows
 from vime.data.rows import TrainRow
-from vime.handoff.group_store import EncodedGroup, GroupStore, StoredGroup, chunk_keys, encode_group
+from vime.handoff.group_store import (
+    EncodedGroup,
+    GroupStore,
+    StoredGroup,
+    chunk_keys,
+    compact_left_behind,
+    encode_group,
+)
 from vime.handoff.ledger_types import Task
-from vime.handoff.spool import Spool
+from vime.handoff.spool import Spool, Spools, worker_spool
 from vime.handoff.stores import MemoryStore
 from vime.types import HandoffError, HandoffLostError, Sample, SampleStatus, VersionSpan
 
@@ -135,3 +142,17 @@ def test_compacting_keeps_what_is_needed_in_queue_and_spool(tmp_path: Path) -> N
     assert [key for _, key in queue.chunks] == ["train/1#1.0"]
     assert store.samples(TASKS[1], checksums[1]) == samples(1)
     store.close()
+
+
+def test_spools_of_workers_that_are_no_more_are_compacted_and_others_left_alone(tmp_path: Path) -> None:
+    for number, tasks in ((0, TASKS[:1]), (3, TASKS[1:])):
+        spool = Spool(worker_spool(tmp_path, number), segment_bytes=1)  # a segment for each record
+        for task in tasks:
+            spool.append([(task, bytes(100))])
+        spool.close()
+    left = [worker_spool(tmp_path, number) for number in (0, 3)]
+    [crc] = {crc for _, crc, _ in Spools(tmp_path).entries()}
+    freed = compact_left_behind(tmp_path, [left[0]], {})
+    assert [task for task, _, _ in Spools(tmp_path).entries()] == [TASKS[0], TASKS[2]]  # a spool's newest segment stays
+    assert freed > 100
+    assert compact_left_behind(tmp_path, [], {TASKS[0]: crc, TASKS[2]: None}) == 0
