@@ -1,6 +1,7 @@
 """--num-rollout-workers through train.py, with real parts: a worker that is killed costs its answers under way."""
 
 import sqlite3
+import time
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +12,17 @@ from tests.helpers.training import Finished, TinyTask, Training
 from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
 from vime.handoff.ledger_types import LEDGER_NAME
+from vime.handoff.queue_view import read_overview
 from vime.observability.claims import read_claims
 
-ROUNDS = 8
-SLOW_REWARD = '''"""Half a second for each answer, so that a worker that is killed has prompts under way."""
+ROUNDS = 6
+SLOW_REWARD = '''"""A second for each answer, so that a worker that was seen at work has not ended when it is killed."""
 
 import asyncio
 
 
 async def reward(args, sample, **kwargs):
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)
     return float(len(set(sample.tokens)) % 3)
 '''
 
@@ -35,6 +37,13 @@ def worker(training: Training, number: int) -> psutil.Process:
     ]
     [found] = holders
     return found
+
+
+def wait_until_at_work(training: Training, number: int) -> None:
+    """Until the ledger says that the worker has a prompt under way. It is asked again and again: nothing else tells."""
+    ends = time.monotonic() + 60
+    while not any(name.startswith(f"rollout-worker-{number}.") for name in read_overview(training.run_dir).in_flight):
+        assert time.monotonic() < ends, "the worker got no prompt"
 
 
 def history(run_dir: Path) -> list[tuple[int, str, int | None, str]]:
@@ -59,7 +68,9 @@ def test_two_workers_are_killed_one_after_the_other_and_the_run_goes_on(tiny_tas
     training = Training("train.py", flags, tmp_path / "run")
     for number in (0, 1):
         training.wait_for_event("round_trained", count=1 + 2 * number)
-        worker(training, number).kill()
+        victim = worker(training, number)
+        wait_until_at_work(training, number)
+        victim.kill()
         training.wait_for_event("worker_lost", count=1 + number)
     finished = training.finish()
     assert finished.code == 0, finished.output
