@@ -16,7 +16,7 @@ from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.eval_sets import eval_sets
 from vime.config.hf_config import num_tokenizer_ids
-from vime.config.layout import idle_under_fsdp
+from vime.config.layout import check_model_layout, idle_under_fsdp
 from vime.config.parse import Config, parse_command_line, parse_readable
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import STREAMING
@@ -33,7 +33,7 @@ from vime.ray.ledger_choice import choose_ledger
 from vime.ray.misfits import refuse_misfit
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
-from vime.types import ConfigError, VimeError
+from vime.types import ConfigError, EngineSpec, VimeError
 from vime.utils.failpoints import check_armed
 from vime.utils.network import port_is_free
 
@@ -144,6 +144,8 @@ def _check_architecture(config: Config) -> None:
         if spec.checkpoint == config.model.hf_checkpoint:
             continue
         found = _vocab_size(config, spec.checkpoint, spec.flag)
+        if config.cluster.train_backend == "megatron":
+            _check_cut(config, spec)
         if found >= policy:
             continue
         needed = num_tokenizer_ids(config.model.hf_checkpoint) or policy  # the policy's embedding may be padded
@@ -153,6 +155,14 @@ def _check_architecture(config: Config) -> None:
                 f"--hf-checkpoint makes ids up to {needed - 1}; expected at least {needed} tokens. Choose a {role} of "
                 "the same family."
             )
+
+
+def _check_cut(config: Config, spec: EngineSpec) -> None:
+    """As the flags' own checks do it for the policy."""
+    try:
+        check_model_layout(config.parallel, read_architecture(spec.checkpoint, flag=spec.flag))
+    except ConfigError as error:
+        raise ConfigError(f"{spec.flag} {spec.checkpoint}: {error}") from error
 
 
 def _vocab_size(config: Config, checkpoint: str, flag: str) -> int:

@@ -158,6 +158,24 @@ def test_another_model_may_pad_its_vocabulary_otherwise_but_must_know_every_toke
         teach(36)
 
 
+def test_a_layout_that_divides_the_policy_but_not_another_model_is_refused_before_the_ranks_build_it(
+    tmp_path: Path,
+) -> None:
+    policy, teacher = tmp_path / "policy", tmp_path / "teacher"
+    policy.mkdir()
+    teacher.mkdir()
+    flags = ["--no-debug-rollout-only", "--use-opd", "--opd-teacher-load", str(teacher)]
+    chosen = config(policy, *flags, "--pipeline-model-parallel-size", "2")  # a layer for each stage
+
+    def teach(num_layers: int) -> None:
+        (teacher / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": num_layers}))
+        preflight(chosen, is_async=False)
+
+    teach(4)
+    with pytest.raises(ConfigError, match=r"--opd-teacher-load .*--pipeline-model-parallel-size 2 .* 3 layers"):
+        teach(3)
+
+
 @pytest.mark.parametrize("name", ["vime.backends.vllm_utils.no_such_server", "no_such_package.server"])
 def test_an_engine_module_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"--debug-engine-module {name}: there is no such module"):

@@ -63,6 +63,18 @@ def shape_of(action: Any, bounds: Mapping[str, float] | None = None) -> FlagShap
     )
 
 
+def flag_names(flags: Sequence[str]) -> list[str]:
+    return [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+
+
+def refuse_owned(flags: Sequence[str], owned: Mapping[str, str], *, prefix: str, whose: str) -> None:
+    """ConfigError for a flag that the run itself decides. `owned`: by which flag of Vime (empty: by none)."""
+    for name in flag_names(flags):
+        if name in owned:
+            action = f"Use {owned[name]} instead" if owned[name] else "Leave it out"
+            raise ConfigError(f"{prefix}{name.lstrip('-')}: Vime decides {whose} {name} itself. {action}.")
+
+
 def check_values(flags: Sequence[str], known: Mapping[str, FlagShape], *, prefix: str, whose: str) -> None:
     """ConfigError, with every reason, when a flag is unknown to the server or its value impossible.
 

@@ -12,10 +12,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from vime.backends.vllm_utils.flag_values import FlagShape, check_values
+from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.backends.vllm_utils.plugin import BACKEND
 from vime.config.hf_config import read_model_shape
@@ -52,7 +52,6 @@ OWNED_FLAGS = {
     "--seed": "--rollout-seed",
     "--enable-return-routed-experts": "--use-rollout-routing-replay",
 }
-_SHORT_NAMES = {"-tp": "--tensor-parallel-size"}
 
 # Of --reference-mode: an answer depends on its prompt, its seed and the weights, not on who was asked beside or before
 # it. Batches change the order of sums; a cached prefix changes the shape of what is left to compute; a prompt cut in
@@ -148,24 +147,16 @@ def validate_vllm_flags(config: Config) -> None:
 
     Asks the installed vLLM once (about 10 s) and remembers the answer by version. Without such a flag it does nothing.
     """
-    given = _names(config.vllm_flags)
-    if not given:
+    if not config.vllm_flags:
         return
-    for name in given:
-        owned = _SHORT_NAMES.get(name, name)
-        if owned in OWNED_FLAGS:
-            action = f"Use {OWNED_FLAGS[owned]} instead" if OWNED_FLAGS[owned] else "Leave it out"
-            raise ConfigError(f"--vllm-{name.lstrip('-')}: Vime decides the engine's {owned} itself. {action}.")
+    refuse_owned(config.vllm_flags, OWNED_FLAGS, prefix="--vllm-", whose="the engine's")
+    for name in flag_names(config.vllm_flags):
         if config.debug.reference_mode and name in REFERENCE_OWNED_FLAGS:
             raise ConfigError(
                 f"--vllm-{name.lstrip('-')} with --reference-mode, which decides how an engine batches and caches: one "
                 "sequence at a time, without a prefix cache. Leave one of the two out."
             )
     check_values(config.vllm_flags, installed_flags(), prefix="--vllm-", whose=f"vLLM {_vllm_version()}")
-
-
-def _names(flags: Sequence[str]) -> list[str]:
-    return [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
 
 
 def installed_flags() -> dict[str, FlagShape]:

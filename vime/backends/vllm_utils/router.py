@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vime.backends.vllm_utils.flag_values import FlagShape, check_values, shape_of
+from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned, shape_of
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
 from vime.config.parse import Config
 from vime.types import ConfigError, EngineAddress
@@ -74,7 +74,7 @@ class RouterProcess(ServerProcess):
 def router_command(config: Config, engines: Sequence[EngineAddress], *, host: str, port: int) -> list[str]:
     """Command line of the router; a user flag replaces the default of the same name."""
     validate_router_flags(config)
-    given = _names(config)
+    given = flag_names(config.router_flags)
     longest_s = config.rollout.generate_timeout_secs
     defaults = {
         **DEFAULT_FLAGS,
@@ -92,9 +92,7 @@ def router_command(config: Config, engines: Sequence[EngineAddress], *, host: st
 def validate_router_flags(config: Config) -> None:
     """ConfigError for a --router-* flag that the run owns, that the installed router does not have, or whose value is
     impossible; before any process starts."""
-    for name in sorted(_names(config) & set(OWNED_FLAGS)):
-        action = f"Use {OWNED_FLAGS[name]} instead" if OWNED_FLAGS[name] else "Leave it out"
-        raise ConfigError(f"--router-{name.lstrip('-')}: Vime decides the router's {name} itself. {action}.")
+    refuse_owned(config.router_flags, OWNED_FLAGS, prefix="--router-", whose="the router's")
     if config.router_flags:
         check_values(config.router_flags, _installed_flags(), prefix="--router-", whose="vllm-router")
 
@@ -120,7 +118,3 @@ def _bounds(name: str) -> dict[str, float]:
     if name in SHARES:
         return {"ge": 0, "le": 1}
     return {"ge": 1 if name in AT_LEAST_ONE else 0}
-
-
-def _names(config: Config) -> set[str]:
-    return {flag.partition("=")[0] for flag in config.router_flags if flag.startswith("--")}
