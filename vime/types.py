@@ -291,7 +291,7 @@ class RoundPlan:
 
 
 class Role(StrEnum):
-    """What a model of the trainer is for. Each role has an engine of its own (`seams.TrainEngine`)."""
+    """What a model of the trainer is for. Each role has an engine of its own (`protocols.TrainEngine`)."""
 
     ACTOR = "actor"  # the policy that learns and is published
     REFERENCE = "reference"  # frozen; the KL terms compare with it

@@ -18,10 +18,10 @@ from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.routes import is_last
 from vime.config.checks import FP32_THRESHOLD
 from vime.data.rows import TrainRow
+from vime.protocols import UpdateResponse
 from vime.ray.agreement import RunWitnesses
 from vime.ray.backends import make_backend
 from vime.rollout.engine_client import read_version
-from vime.seams import UpdateAnswer
 from vime.training.agreement import Disagreement, Judge
 from vime.training.diagnosis import diagnose
 from vime.training.evidence import Agreement
@@ -40,7 +40,7 @@ class CarelessControl(FleetControl):
 
     clears = True
 
-    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateAnswer:
+    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateResponse:
         """By vLLM's own routes, one after the other, which Vime's do in one."""
         if self.clears:
             return super().update(update_info, version=version, pause_mode=pause_mode)
@@ -49,9 +49,9 @@ class CarelessControl(FleetControl):
             self._http.post("/start_weight_update")
         self._http.post("/update_weights", {"update_info": update_info})
         if not is_last(update_info):
-            return UpdateAnswer(pause_s=0.0, confirm_s=0.0, reports=[])
+            return UpdateResponse(pause_s=0.0, confirm_s=0.0, reports=[])
         self._http.post("/finish_weight_update", {"weight_version": str(version)})
-        return UpdateAnswer(pause_s=0.0, confirm_s=0.0, reports=self.reports())
+        return UpdateResponse(pause_s=0.0, confirm_s=0.0, reports=self.reports())
 
 
 class Pair:

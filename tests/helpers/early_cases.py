@@ -1,4 +1,4 @@
-"""A round trained at once and the same round in portions, as cases for `megatron_worker.run`."""
+"""A round trained at once and the same round in early batches, as cases for `megatron_worker.run`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "token mean": {"calculate_per_token_loss": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
     "sample mean": {"advantage_estimator": "rloo", "use_opd": True, "opd_kl_coef": 0.5, "use_kl_loss": True},
 }
-WAYS = ("at once", "in portions", "refused first")
+WAYS = ("at once", "in early batches", "refused first")
 
 
 def early(bench: Bench) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def one_round(
     for part, plan in zip(parts[:-1], plans[:-1], strict=True):
         begun.begin(plan, dict(enumerate(part)))
     last = (plans[-1], dict(enumerate(parts[-1])))
-    if way == "in portions":
+    if way == "in early batches":
         return begun.finish(*last, Judge(version=0))
     try:
         begun.finish(*last, Judge(version=0, threshold=1e-6))  # recorded log-probabilities are made up

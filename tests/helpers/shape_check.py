@@ -1,4 +1,4 @@
-"""Rules of the code base that a machine can hold: floors of the rooms, heavy imports, import circles, size budgets,
+"""Rules of the code base that a machine can hold: layers of the packages, heavy imports, import circles, size budgets,
 banned habits.
 
 python tests/helpers/shape_check.py vime      one line per finding; exit 1 when there is one
@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# A room may import rooms with a smaller number, never an equal or larger one.
-FLOOR = {
+# A package may import packages with a smaller number, never an equal or larger one.
+LAYER = {
     "utils": 0,
     "types": 1,
     "data": 2,
-    "seams": 3,
+    "protocols": 3,
     "config": 3,
     "algo": 4,
     "batching": 4,
@@ -35,7 +35,7 @@ FLOOR = {
     "cli": 7,
 }
 BACKENDS = {"backends.megatron_utils", "backends.fsdp_utils", "backends.vllm_utils"}
-# Packages too heavy, or too bound to a machine, to be loaded everywhere; and the rooms that may load them.
+# Packages too heavy, or too bound to a machine, to be loaded everywhere; and the packages that may load them.
 HEAVY = {
     "ray": {"ray"},
     "vllm": {"backends.vllm_utils"},
@@ -81,9 +81,9 @@ def findings(package: Path) -> Iterator[str]:
     for path in clone_files(package, "*.py"):
         source = path.read_text()
         tree = ast.parse(source)
-        room = room_of(path.relative_to(package).with_suffix("").parts)
+        name = package_of(path.relative_to(package).with_suffix("").parts)
         for line, message in [
-            *check_imports(tree, package.name, room),
+            *check_imports(tree, package.name, name),
             *check_sizes(tree, source),
             *check_habits(tree, source),
         ]:
@@ -91,19 +91,19 @@ def findings(package: Path) -> Iterator[str]:
     yield from check_circles(package, KNOWN_CIRCLES)
 
 
-def room_of(parts: tuple[str, ...]) -> str | None:
-    """('backends', 'vllm_utils', 'client') -> 'backends.vllm_utils'; None outside the rooms."""
-    return next((name for length in (2, 1) if (name := ".".join(parts[:length])) in FLOOR), None)
+def package_of(parts: tuple[str, ...]) -> str | None:
+    """('backends', 'vllm_utils', 'client') -> 'backends.vllm_utils'; None outside the packages."""
+    return next((name for length in (2, 1) if (name := ".".join(parts[:length])) in LAYER), None)
 
 
-def check_imports(tree: ast.Module, package: str, room: str | None) -> Iterator[Finding]:
-    for name, line in imported_modules(tree):
-        root, *rest = name.split(".")
-        if root in HEAVY and room not in HEAVY[root]:
-            yield line, f"'{root}' may only be imported in {sorted(HEAVY[root])}, not in '{room}'"
-        target = room_of(tuple(rest)) if root == package else None
-        if room and target and target != room and FLOOR[target] >= FLOOR[room]:
-            yield line, f"room '{room}' (floor {FLOOR[room]}) imports '{target}' (floor {FLOOR[target]})"
+def check_imports(tree: ast.Module, package: str, name: str | None) -> Iterator[Finding]:
+    for imported, line in imported_modules(tree):
+        root, *rest = imported.split(".")
+        if root in HEAVY and name not in HEAVY[root]:
+            yield line, f"'{root}' may only be imported in {sorted(HEAVY[root])}, not in '{name}'"
+        target = package_of(tuple(rest)) if root == package else None
+        if name and target and target != name and LAYER[target] >= LAYER[name]:
+            yield line, f"package '{name}' (layer {LAYER[name]}) imports '{target}' (layer {LAYER[target]})"
 
 
 def imported_modules(tree: ast.Module) -> Iterator[tuple[str, int]]:

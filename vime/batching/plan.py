@@ -63,10 +63,10 @@ def plan_round(
 
 
 def join_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
-    """Plans of portions of one round, each of one step and with row numbers of its own, as the one plan of the round:
-    micro-batches and rows one portion after the other.
+    """Plans of early batches of one round, each of one step and with row numbers of its own, as the one plan of the
+    round: micro-batches and rows one early batch after the other.
 
-    Example: portions of 4 and 2 rows; row 1 of the second is row 5 of the round.
+    Example: early batches of 4 and 2 rows; row 1 of the second is row 5 of the round.
     """
     steps, shifted, first = [step for plan in plans for step in plan.steps], [], 0
     for step in steps:
@@ -74,7 +74,8 @@ def join_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
         first += step.num_samples
     whole = StepPlan(
         micro_batches=tuple(
-            tuple(tuple(batch) for portion in shifted for batch in portion[rank]) for rank in range(len(shifted[0]))
+            tuple(tuple(batch) for early_batch in shifted for batch in early_batch[rank])
+            for rank in range(len(shifted[0]))
         ),
         num_samples=sum(step.num_samples for step in steps),
         num_tokens=sum(step.num_tokens for step in steps),

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import config_file
+from vime.config.cluster import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.flags import Knob, add_section, flag_name, knobs, read_section
-from vime.config.machine import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.problems import Problems
 from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.run import AgreementConfig, DebugConfig, TrackingConfig
@@ -28,7 +28,7 @@ from vime.types import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All sections of one run, frozen after parsing. A room receives the section it needs."""
+    """All sections of one run, frozen after parsing. A package receives the section it needs."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -51,7 +51,7 @@ class GroupNotes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerFacts:
+class SampleFacts:
     """One answer, as metrics see it."""
 
     reward: float  # as the reward function answered
@@ -81,9 +81,9 @@ class GroupFacts:
         self.rows["is_removed"] = is_removed
         self.rows["num_trainable"][self.rows["is_removed"] > 0] = 0
 
-    def answers(self) -> Iterator[AnswerFacts]:
+    def answers(self) -> Iterator[SampleFacts]:
         for number, row in enumerate(self.rows):
-            yield AnswerFacts(
+            yield SampleFacts(
                 reward=float(row["raw_reward"]),
                 response_length=int(row["response_length"]),
                 is_truncated=row["status"] == _TRUNCATED,

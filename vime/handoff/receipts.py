@@ -119,7 +119,7 @@ class Beginning:
     after: str | None
 
 
-class ReceiptBook:
+class ReceiptFile:
     """Writes the lines of one life of a run. Owned by the driver; `link` is the newest."""
 
     def __init__(self, run_dir: Path, *, start_round: int, link: str | None) -> None:

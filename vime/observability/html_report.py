@@ -114,7 +114,7 @@ def build_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None
     metrics = {name: name for name in sorted(by_name(rounds))}
     page.add_section("All metrics", [{"kind": "explorer", "metrics": metrics, "x": "round"}] if metrics else [])
     page.add_section("Configuration", config_blocks(config))
-    page.add_section("Machine", _machine_blocks(run_dir))
+    page.add_section("Components", _machine_blocks(run_dir))
     return page
 
 

@@ -2,8 +2,8 @@
 
 Layout: `<dir>/iter_0000012/{model/, run_state.json, manifest.json}` and `<dir>/latest_checkpointed_iteration.txt`, the
 marker, which names the newest one. The manifest has size and hash of every other file of its directory
-(`utils/manifest.py`; who reads it: `ray/damage.py`, `vime audit`). A kill or power cut at any byte leaves a loadable
-latest checkpoint, because of four invariants:
+(`utils/manifest.py`; who reads it: `ray/checkpoint_damage.py`, `vime audit`). A kill or power cut at any byte leaves a
+loadable latest checkpoint, because of four invariants:
 
 1. The marker alone says which checkpoint is the latest. It is replaced by one rename and only names what is on disk.
 2. A directory `iter_*` is complete from the moment it has this name, and never written again. A round that is saved
@@ -49,8 +49,8 @@ class RunState:
 
     `ledger`: the line of the ledger's history behind which it was written; None in modes off and buffer, and from
     before ledgers had ids. `receipt`: the link of what the trainer stepped on (`handoff/receipts.py`), `written_with`:
-    facts about the run that wrote it (`ray/misfits.py`); both None: from before there were any. `metrics`: of the
-    round, as far as they were known, because its line is written later; None when the line was there.
+    facts about the run that wrote it (`ray/checkpoint_identity.py`); both None: from before there were any. `metrics`:
+    of the round, as far as they were known, because its line is written later; None when the line was there.
     """
 
     rollout_id: int

@@ -28,27 +28,27 @@ from vime.observability.logs import setup_logging
 from vime.observability.machine_facts import write_machine_facts
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
-from vime.ray.assembly import open_machine
 from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, newest_checkpoint, read_run_state
-from vime.ray.damage import refuse_damage
+from vime.ray.checkpoint_damage import refuse_damage
+from vime.ray.components import Components
 from vime.ray.interrupts import Interrupts
-from vime.ray.machine import Machine
 from vime.ray.preflight import read_command_line
-from vime.ray.rescue import rescue
-from vime.ray.successor import Loss, Program
+from vime.ray.relaunch import Loss, Program
+from vime.ray.save_on_failure import save_on_failure
+from vime.ray.startup import start_components
 from vime.ray.waits import Interrupted
 from vime.types import ClusterError, ConfigError, VimeError, may_pass
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-Rhythm = Callable[[Machine], None]
+Schedule = Callable[[Components], None]
 
 
 def main(
-    rhythm: Rhythm, *, is_async: bool = False, argv: Sequence[str] | None = None, called: str | None = None
+    schedule: Schedule, *, is_async: bool = False, argv: Sequence[str] | None = None, called: str | None = None
 ) -> int:
-    """Run `rhythm` on the machine that the command line describes. `argv`: without the program's name; None: that of
+    """Run `schedule` on the machine that the command line describes. `argv`: without the program's name; None: that of
     this process, as of train.py. `called`: what --help calls it."""
     program = Program()
     program.hide_secrets()
@@ -73,7 +73,7 @@ def main(
         except (VimeError, OSError) as error:  # OSError: of a disk that is full
             sys.stderr.write(f"refused: {error}\n")
             return ConfigError.exit_code  # whatever it is about: nothing was started
-        return _run(config, run_dir.path, rhythm, program)
+        return _run(config, run_dir.path, schedule, program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Lives:
     """What all lives of a run share."""
 
     path: Path
-    rhythm: Rhythm
+    schedule: Schedule
     program: Program
     restarts: Restarts
     screen: Screen
@@ -99,7 +99,7 @@ class Lives:
     interrupts: Interrupts
 
 
-def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
+def _run(config: Config, path: Path, schedule: Schedule, program: Program) -> int:
     program.adopt_orphans()
     setup_logging(path, "driver")
     events = open_events(path, "driver")
@@ -108,7 +108,7 @@ def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
         restarts = Restarts(config, path, program.loss)
         lives = Lives(
             path=path,
-            rhythm=rhythm,
+            schedule=schedule,
             program=program,
             restarts=restarts,
             screen=screen,
@@ -188,7 +188,7 @@ class Restarts:
 def _live(config: Config, lives: Lives) -> End:
     """One life: every part is started, driven, and stopped again. What dies in the start-up of the first one is a
     mistake to be seen at once."""
-    is_later, machine = lives.restarts.num > 0, None
+    is_later, components = lives.restarts.num > 0, None
 
     def go_on_without_ray(server: str) -> None:
         """Called by the thread that watches Ray's servers. There is hardly time for more: the library is about to end
@@ -197,18 +197,18 @@ def _live(config: Config, lives: Lives) -> End:
             server,
             path=lives.path,
             is_alone=lives.program.is_alone,
-            may_restart=(is_later or machine is not None) and not lives.interrupts.is_asked,
-            trained_round=-1 if machine is None else machine.trained_round,
+            may_restart=(is_later or components is not None) and not lives.interrupts.is_asked,
+            trained_round=-1 if components is None else components.trained_round,
         )
         lives.program.replace(loss)
 
     try:
         if is_later and (checkpoint := find_start(config.model.load).checkpoint) is not None:
             refuse_damage(checkpoint)  # of the first life `preflight` did
-        with open_machine(
+        with start_components(
             config, lives.path, lives.screen, lives.interrupts, lives.events, go_on_without_ray
-        ) as machine:
-            return _drive(machine, lives.rhythm)
+        ) as components:
+            return _drive(components, lives.schedule)
     except VimeError as error:
         return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
     except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
@@ -228,13 +228,13 @@ def _live(config: Config, lives: Lives) -> End:
         )
 
 
-def _drive(machine: Machine, rhythm: Rhythm) -> End:
-    """The rhythm itself; whatever ends it, the last trained round is booked and saved before the machine goes."""
+def _drive(components: Components, schedule: Schedule) -> End:
+    """The schedule itself; whatever ends it, the last trained round is booked and saved before the machine goes."""
     is_worth_a_restart = False
     try:
-        rhythm(machine)
-        machine.watchers.screen.activity("finishing the last checkpoint")
-        machine.saver.finish()
+        schedule(components)
+        components.watchers.screen.activity("finishing the last checkpoint")
+        components.saver.finish()
     except Interrupted as interruption:
         message, code = f"interrupted during {interruption}", INTERRUPTED
     except VimeError as error:
@@ -243,14 +243,14 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
         message, code, is_worth_a_restart = _unforeseen(error), VimeError.exit_code, _is_passing(error)
     else:
         return End(code=0)
-    is_safe, outcome = rescue(machine)
+    is_safe, outcome = save_on_failure(components)
     if code == INTERRUPTED and not is_safe:
         code = VimeError.exit_code  # 130 says that nothing is lost
     return End(
         code=code,
         message=f"{message}\n{outcome}",
         is_worth_a_restart=is_worth_a_restart,
-        trained_round=machine.trained_round,
+        trained_round=components.trained_round,
     )
 
 

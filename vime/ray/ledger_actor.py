@@ -18,9 +18,9 @@ from typing import Any, Concatenate, cast
 import ray
 
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_port import P, Part, R, call_ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, LedgerRules, RestoreReport, Task
+from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.spool import Spools
 from vime.handoff.spool_check import check_spool
 from vime.observability.logs import setup_logging
@@ -178,5 +178,5 @@ class LedgerClient:
 
 
 def _answer_to(name: str) -> str:
-    """How a wait for the answer to `PromptDesk.issue` is named."""
+    """How a wait for the answer to `PromptLedger.issue` is named."""
     return f"the ledger's answer to {name.rpartition('.')[2]}"

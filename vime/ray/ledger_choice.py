@@ -11,11 +11,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_file import check_is_there
 from vime.handoff.ledger_identity import find_obstacle
 from vime.handoff.ledger_schema import check_content, open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, LedgerMark
+from vime.handoff.ledger_undo import lasting_file
 from vime.observability.events import EventKind, read_events
 from vime.ray.checkpoint import LEDGER_RUN, read_run_state
 from vime.types import ConfigError

@@ -51,10 +51,10 @@ class RoundPlanner:
         rows: NDArray[Any],
         begun: Sequence[PlannedRound] = (),
         *,
-        is_portion: bool = False,
+        is_early_batch: bool = False,
     ) -> PlannedRound:
-        """`rows`: of type FACTS, in the order in which the plan numbers them. `begun`: portions of the round that were
-        planned before, of which this is the rest. `is_portion`: a further one will follow."""
+        """`rows`: of type FACTS, in the order in which the plan numbers them. `begun`: early batches of the round that
+        were planned before, of which this is the rest. `is_early_batch`: a further one will follow."""
         batch, parallel = self._config.batch, self._config.parallel
         lengths, loads = self._loads(rows)
         balance_by = {"length": "tokens", "flops": "flops"}[batch.balance_data_by]
@@ -66,14 +66,14 @@ class RoundPlanner:
             lengths,
             rows["num_trainable"].tolist(),
             dp_size=data_parallel_size(self._config),
-            samples_per_step=len(rows) if is_portion or begun else batch.global_batch_size or len(rows),
+            samples_per_step=len(rows) if is_early_batch or begun else batch.global_batch_size or len(rows),
             micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
             max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
             loads=loads[balance_by] if batch.balance_data else None,
             micro_batch_multiple=parallel.micro_batch_multiple,
         )
-        every_row = np.concatenate([*(portion.rows for portion in begun), rows])
-        whole = join_plans([*(portion.plan for portion in begun), plan]) if begun else plan
+        every_row = np.concatenate([*(early_batch.rows for early_batch in begun), rows])
+        whole = join_plans([*(early_batch.plan for early_batch in begun), plan]) if begun else plan
         lengths, loads = self._loads(every_row)
         metrics = plan_metrics(
             whole, lengths, loads, pack_multiple=parallel.pack_multiple, sequence_multiple=parallel.sequence_multiple

@@ -21,16 +21,16 @@ from vime.config.parse import Config, parse_command_line, parse_readable
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import STREAMING
 from vime.data.columns import check_requested
-from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_types import LEDGER_NAME
+from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.spool import Fsync
 from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
-from vime.ray.damage import refuse_damage
-from vime.ray.foreign import refuse_foreign
+from vime.ray.checkpoint_damage import refuse_damage
+from vime.ray.checkpoint_identity import refuse_other_run
+from vime.ray.foreign_checkpoint import refuse_foreign
 from vime.ray.inputs import Refusals, check_inputs
 from vime.ray.ledger_choice import choose_ledger
-from vime.ray.misfits import refuse_misfit
 from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError, EngineSpec, VimeError
@@ -39,7 +39,7 @@ from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
-    """The rhythm's own demand on staleness, ports, --load, its ledger, columns, plug-ins, the model's architecture,
+    """The schedule's own demand on staleness, ports, --load, its ledger, columns, plug-ins, the model's architecture,
     flags of vLLM. What all of them find is one refusal."""
     refusals = Refusals()
     look_ahead(config, refusals, is_async=is_async)
@@ -91,7 +91,7 @@ def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, prog
 
 def _check_port(port: int | None) -> None:
     if port is not None and not port_is_free("127.0.0.1", port):
-        raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
+        raise ConfigError(f"--vllm-router-port {port} is in use on this components. Choose another or leave it out.")
 
 
 def _check_address(url: str | None) -> None:
@@ -207,7 +207,7 @@ def _check_load(config: Config) -> None:
         refuse_damage(checkpoint)
         _check_mode_of(checkpoint, config)
         if not config.debug.debug_rollout_only:
-            refuse_misfit(checkpoint, read_run_state(checkpoint).written_with, config)
+            refuse_other_run(checkpoint, read_run_state(checkpoint).written_with, config)
         return
     if save is None and config.tracking.run_dir is not None:
         save = str(Path(config.tracking.run_dir) / "checkpoints")

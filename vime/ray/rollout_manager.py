@@ -27,22 +27,22 @@ from vime.handoff.ticket import RoundTicket, make_ticket, read_some
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.observability.samples import RoundGroup
+from vime.protocols import calling_plugin
 from vime.ray.checkpoint import LEDGER_RUN
 from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import compact_other_spools, connect_store, group_store, round_store
-from vime.rollout import sample_book  # by its module: Ray copies what an actor's class names itself
+from vime.rollout import sample_recorder  # by its module: Ray copies what an actor's class names itself
 from vime.rollout.convert import encoded_group, set_custom_rewards
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, Workers
+from vime.rollout.early_batches import EarlyBatches
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
-from vime.rollout.portions import Portions
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.rollout.worker import RolloutWorker
-from vime.seams import calling_plugin
 from vime.types import ConfigError, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import collect_garbage, collect_when_asked
@@ -73,7 +73,7 @@ class GeneratedRound:
     work: RoundWork | None = None  # None when nothing is trained
     cursor: dict[str, Any] = field(default_factory=dict)  # state of the data source after this round was drawn
     lease: RoundLease | None = None  # mode streaming: the ledger's word that these groups are this round's
-    num_begun: int = 0  # portions that the trainers have already; the ticket holds the other groups
+    num_begun: int = 0  # early batches that the trainers have already; the ticket holds the other groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +94,14 @@ class RolloutManager:
         self._config, self._run_dir = config, Path(run_dir)
         setup_logging(self._run_dir, PROCESS)
         self._events = open_events(self._run_dir, PROCESS)
-        sample_book.BOOK.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
+        sample_recorder.RECORDER.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
         self._queue_address, self._engine_key = queue_address, ""
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._taken: dict[int, Sequence[TakenGroup]] = {}  # mode streaming, whose samples lie elsewhere: the same
         self._source: Any = None  # a run that replays recorded rounds has none
         self._coordinator: RoundCoordinator | None = None  # mode streaming
-        self._portion_lock = threading.Lock()  # of `_begun`, held until a claimed portion has its ticket
-        self._begun: list[PlannedRound] = []  # portions of the round in hand
+        self._early_lock = threading.Lock()  # of `_begun`, held until a claimed early batch has its ticket
+        self._begun: list[PlannedRound] = []  # early batches of the round in hand
 
     def prepare(self, resumed: dict[str, Any] | None = None) -> ManagerInfo:
         """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for. `resumed`:
@@ -158,7 +158,7 @@ class RolloutManager:
             args,
             ledger=ledger,
             workers=workers,
-            portions=Portions(
+            early_batches=EarlyBatches(
                 minimum=self._config.queue.train_early_groups, row_multiple=data_parallel_size(self._config)
             ),
         )
@@ -205,7 +205,7 @@ class RolloutManager:
             check_versions(facts, rollout_id, config.queue.transferqueue_max_staleness)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
-        sample_book.BOOK.write_round(rollout_id, [RoundGroup.of(samples) for samples in output.samples])
+        sample_recorder.RECORDER.write_round(rollout_id, [RoundGroup.of(samples) for samples in output.samples])
         if debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
         planned = self._plan(rollout_id, np.concatenate([known.rows for known in facts]))
@@ -226,7 +226,7 @@ class RolloutManager:
         metrics = {**coordinator.metrics(taken), "perf/rollout_time": time.monotonic() - began}
         # the prompts' own state, to recognise them; where the queue stands is in the ledger
         cursor = {**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)}
-        with self._portion_lock:
+        with self._early_lock:
             begun, self._begun = self._begun, []
         begun = begun if taken.begun else []
         self._keep_taken(rollout_id, taken.groups)
@@ -239,7 +239,7 @@ class RolloutManager:
                 partition_id=groups_partition(config.queue.transferqueue_partition),
                 producer_ids=[group.facts.notes.producer for group in taken.groups],
             )
-        sample_book.BOOK.write_round(rollout_id, [_to_be_read(coordinator, group) for group in taken.groups])
+        sample_recorder.RECORDER.write_round(rollout_id, [_to_be_read(coordinator, group) for group in taken.groups])
         planned = self._plan(rollout_id, np.concatenate([group.facts.rows for group in taken.left]), begun)
         ticket = self._ticket(planned, taken.left)
         return self._generated(ticket, planned, metrics, cursor=cursor, lease=taken.lease, num_begun=len(begun))
@@ -279,18 +279,18 @@ class RolloutManager:
             num_begun=num_begun,
         )
 
-    def portion(self, rollout_id: int) -> RoundTicket | None:
+    def early_batch(self, rollout_id: int) -> RoundTicket | None:
         """Ticket of finished groups of the round that `generate` waits for beside this, for the trainers to begin with.
         None when the round is whole, or failed: `generate` says."""
         coordinator = self._coordinator
         assert coordinator is not None
-        while coordinator.portions.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
-            with self._portion_lock:
-                claimed = coordinator.claim_portion()
+        while coordinator.early_batches.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
+            with self._early_lock:
+                claimed = coordinator.claim_early_batch()
                 if not claimed:
                     continue
                 rows = np.concatenate([group.facts.rows for group in claimed])
-                planned = self._planner.plan(rollout_id, rows, is_portion=True)
+                planned = self._planner.plan(rollout_id, rows, is_early_batch=True)
                 self._begun.append(planned)
                 return self._ticket(planned, claimed)
         return None
@@ -307,7 +307,7 @@ class RolloutManager:
             self._coordinator.workers.release([group.task for group in self._taken.pop(old)])
 
     def clear(self, ticket: RoundTicket) -> None:
-        """Every rank has read this round or portion: it leaves the queue, which makes room for the next. In mode
+        """Every rank has read this round or early batch: it leaves the queue, which makes room for the next. In mode
         streaming the spool keeps it until a checkpoint carries the round."""
         if self._coordinator is None:
             self._rounds.clear(ticket.partition)
@@ -347,7 +347,7 @@ class RolloutManager:
         if self._coordinator is not None:
             self._coordinator.workers.stop()
         close_generation()
-        sample_book.BOOK.close()
+        sample_recorder.RECORDER.close()
         if self._coordinator is not None:
             self._coordinator.workers.close()
         self._store.close()

@@ -16,15 +16,15 @@ from typing import Any
 
 from vime.config.parse import Config
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerMark, LedgerRules, RestoreReport, RoundLease, RoundOrder, StalePolicy
 from vime.handoff.queue_view import copy_queue
+from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Fsync
 from vime.observability.events import span
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.ledger_choice import ORIGIN_NAME, LedgerChoice
 from vime.ray.waits import wait_for
-from vime.rollout.halt import KEEP_S
+from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.worker import STOP_S
 from vime.types import Version, VimeError
 from vime.utils.failpoints import Point, failpoint
@@ -115,13 +115,13 @@ class Stream:
         the lease ended meanwhile."""
         lease = self._leases[round_id]
         with span("note_trained", rollout_id=round_id):
-            self.ledger.call(RoundDesk.trained, round_id, lease.fence, receipt)
+            self.ledger.call(RoundLedger.trained, round_id, lease.fence, receipt)
         del self._leases[round_id]
 
     def release(self, version: Version) -> None:
         """Every engine confirmed `version`."""
         with span("release_slots", version=version):
-            self.ledger.call(RoundDesk.release, version)
+            self.ledger.call(RoundLedger.release, version)
 
     def saving(self) -> LedgerMark:
         """What the checkpoint carries must be in the ledger's file before anyone can see the checkpoint. That keeps the
@@ -133,7 +133,7 @@ class Stream:
         """The checkpoint is visible. A failure here loses nothing: the next restore marks what it carries."""
         failpoint(Point.DURABLE)
         try:
-            self.ledger.call(RoundDesk.durable, rollout_id)
+            self.ledger.call(RoundLedger.durable, rollout_id)
             failpoint(Point.COMPACT)
             self._ask(self._manager.compact.remote(), "the spool to be compacted")
         except VimeError as error:
@@ -167,6 +167,6 @@ class Stream:
         while not self._is_closed.wait(self._config.queue.transferqueue_lease_timeout_secs / 3):
             for lease in list(self._leases.values()):
                 try:
-                    self.ledger.call(RoundDesk.heartbeat, lease.round_id, lease.fence)
+                    self.ledger.call(RoundLedger.heartbeat, lease.round_id, lease.fence)
                 except VimeError as error:
                     logger.warning("round %d: %s", lease.round_id, error)

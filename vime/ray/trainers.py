@@ -24,6 +24,7 @@ from vime.handoff.staleness import check_staleness, staleness_metrics
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.backends import make_backend
+from vime.ray.checkpoint_damage import refuse_any_damage
 from vime.ray.cluster import (
     TRAINER_CPUS,
     keep_collectives_on_interface,
@@ -31,7 +32,6 @@ from vime.ray.cluster import (
     listen_host,
     num_trainer_ranks,
 )
-from vime.ray.damage import refuse_any_damage
 from vime.ray.ranks_save import RanksSave
 from vime.ray.stores import connect_store
 from vime.ray.waits import all_answers, wait_for
@@ -53,8 +53,8 @@ STOP_S = 20.0
 if TYPE_CHECKING:
     from vime.handoff.stores import PayloadStore
     from vime.handoff.ticket import RoundTicket
+    from vime.protocols import PendingSave
     from vime.ray.publisher import Publisher
-    from vime.seams import PendingSave
     from vime.training.columns import ArrayColumns, Columns
     from vime.training.early import BegunRound
     from vime.training.evidence import Agreement
@@ -135,8 +135,8 @@ class TrainerActor:
         return to_arrays(columns) if self._worker.place.speaks else {}
 
     def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
-        """Collective over all ranks of the policy: forward and backward over a portion of a round that is not whole
-        yet. What an earlier round left unfinished is dropped."""
+        """Collective over all ranks of the policy: forward and backward over an early batch of a round that is not
+        whole yet. What an earlier round left unfinished is dropped."""
         from vime.training.early import BegunRound
 
         plan, rows = _fetch(self._worker, self._store, ticket, rollout_id)
@@ -144,7 +144,7 @@ class TrainerActor:
             self._begun = BegunRound(self._config, self._worker, rollout_id)
         bound = self._config.queue.transferqueue_max_staleness
         check_staleness(list(rows.values()), version=version, max_staleness=bound)
-        with span("train_portion", rollout_id=rollout_id):
+        with span("train_early_batch", rollout_id=rollout_id):
             self._begun.begin(plan, rows)
 
     def train(
@@ -157,9 +157,9 @@ class TrainerActor:
         num_begun: int,
     ) -> RankRound | Agreement:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
-        columns of roles that other ranks play; `num_begun`: portions that the round was begun with, which `ticket` does
-        not hold. Or answers how far trainer and engine are apart, when that is more than they may be: then no weight
-        has moved."""
+        columns of roles that other ranks play; `num_begun`: early batches that the round was begun with, which `ticket`
+        does not hold. Or answers how far trainer and engine are apart, when that is more than they may be: then no
+        weight has moved."""
         from vime.training.agreement import Disagreement, Judge
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
@@ -182,7 +182,7 @@ class TrainerActor:
         try:
             with span("train_round", rollout_id=rollout_id):
                 if begun is not None and not begun.is_spent:
-                    assert len(begun) == num_begun, "the driver waits for each portion before the round"
+                    assert len(begun) == num_begun, "the driver waits for each early batch before the round"
                     metrics = begun.finish(plan, rows, judge)
                     plan, rows = begun.joined()
                 else:
@@ -438,14 +438,14 @@ class Trainers:
             ranks.wait_ready(on_poll)
 
     def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
-        """A portion of a round that is not whole yet."""
+        """An early batch of a round that is not whole yet."""
         self._policy.call("begin", rollout_id, ray.put(ticket), version)
 
     def train(
         self, rollout_id: int, ticket: RoundTicket, version: Version, *, is_judged: bool, num_begun: int = 0
     ) -> TrainedRound | list[Agreement]:
         """The round as it was trained, or every rank's Agreement when trainer and engine are too far apart.
-        `num_begun`: the portions that `begin` had of it.
+        `num_begun`: the early batches that `begin` had of it.
 
         Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give
         the mean of the round.

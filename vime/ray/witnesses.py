@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.ray.retelling import retellings
+from vime.ray.retokenization import retokenizations
 from vime.ray.rollout_manager import SampleText
 from vime.ray.trainers import Trainers
-from vime.training.evidence import EngineOpinion, Retelling
+from vime.training.evidence import EngineOpinion, Retokenization
 from vime.types import EngineError, SamplingRule, Version
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class RunWitnesses:
             return {}
         return gaps
 
-    def retellings(self, rows: Sequence[TrainRow]) -> Sequence[Retelling]:
-        return retellings(self._config, rows, self._texts_of([row.sample_index for row in rows]))
+    def retokenizations(self, rows: Sequence[TrainRow]) -> Sequence[Retokenization]:
+        return retokenizations(self._config, rows, self._texts_of([row.sample_index for row in rows]))
 
 
 def _mean_gap(one: dict[int, float], other: dict[int, float]) -> float:

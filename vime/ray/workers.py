@@ -20,8 +20,8 @@ import ray
 
 from vime.config.parse import Config
 from vime.handoff.group_store import StoredGroup
-from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_types import Task
+from vime.handoff.prompt_ledger import PromptLedger
 from vime.observability.events import EventKind, EventLog, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.samples import DroppedGroup
@@ -29,9 +29,9 @@ from vime.ray.cluster import WORKER_CPUS, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import connect_store, group_store
 from vime.ray.waits import wait_for
-from vime.rollout import sample_book
+from vime.rollout import sample_recorder
+from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.generation import use_engine_key
-from vime.rollout.halt import KEEP_S
 from vime.rollout.plugins import load_data_source
 from vime.rollout.vllm_rollout import close_generation
 from vime.rollout.worker import STOP_S, RolloutWorker, WorkerStats, worker_name
@@ -70,7 +70,7 @@ class RolloutWorkerActor:
         setup_logging(Path(run_dir), process)
         open_events(Path(run_dir), process)
         use_engine_key(key)
-        sample_book.BOOK.collect()
+        sample_recorder.RECORDER.collect()
         args = config.flat
         store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
         self._worker = RolloutWorker(args, source=load_data_source(args), ledger=ledger, store=store, name=name)
@@ -103,7 +103,7 @@ class RolloutWorkerActor:
         )
 
     def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
-        return self._worker.take_stats(), sample_book.BOOK.take_dropped()
+        return self._worker.take_stats(), sample_recorder.RECORDER.take_dropped()
 
     def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
         return self._worker.samples(groups)
@@ -210,7 +210,7 @@ class RemoteWorkers:
         answers = self._ask(self._alive(), "take_stats")
         for _, dropped in answers:
             for group in dropped:
-                sample_book.BOOK.note_dropped(group.group_index, group.reason, group.samples)
+                sample_recorder.RECORDER.note_dropped(group.group_index, group.reason, group.samples)
         joined = WorkerStats.joined([stats for stats, _ in answers])
         self._taken += joined.committed_groups
         return joined
@@ -338,7 +338,7 @@ class RemoteWorkers:
     def _replace(self, host: _Host, starting: ThreadPoolExecutor) -> None:
         """Give its prompts to the others now; a new worker comes when it has started."""
         began = time.monotonic()
-        num_prompts = self._ledger.call(PromptDesk.abandon, host.name)
+        num_prompts = self._ledger.call(PromptLedger.abandon, host.name)
         self._events.emit(
             EventKind.WORKER_LOST, worker=host.name, prompts=num_prompts, within_s=time.monotonic() - began
         )

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from vime.data.groups import GroupFacts, GroupNotes
 from vime.data.rows import TrainRow, as_array
 from vime.handoff.group_store import EncodedGroup, encode_group
+from vime.protocols import calling_plugin
 from vime.rollout.groups import mark_samples
 from vime.rollout.metrics import reward_entries, source_of
 from vime.rollout.plugins import is_of_slime, plugin, plugin_args
 from vime.rollout.routed_experts import routed_experts_column
-from vime.seams import calling_plugin
 from vime.types import (
     LARGEST_REWARD,
     HandoffError,

@@ -18,12 +18,12 @@ from vime.data.groups import GroupFacts, check_versions, decode_facts
 from vime.handoff.group_store import StoredGroup, chunk_keys
 from vime.handoff.ledger import Ledger, LedgerStatus
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_rounds import RoundDesk
-from vime.handoff.ledger_types import LeaseAnswer, LeasedGroup, RoundLease, Task
+from vime.handoff.ledger_types import LeasedGroup, LeaseResult, RoundLease, Task
+from vime.handoff.round_ledger import RoundLedger
 from vime.observability.events import span
 from vime.rollout.convert import mark_removed, set_custom_rewards
-from vime.rollout.metrics import answer_metrics, drop_metrics, version_metrics
-from vime.rollout.portions import Portions
+from vime.rollout.early_batches import EarlyBatches
+from vime.rollout.metrics import completion_metrics, drop_metrics, version_metrics
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.worker import WorkerStats
 from vime.types import Sample, WaitTimeoutError
@@ -96,13 +96,15 @@ class TakenRound:
 
 
 class RoundCoordinator:
-    """Used by the RolloutManager, one round at a time; `claim_portion` may be called beside `take`."""
+    """Used by the RolloutManager, one round at a time; `claim_early_batch` may be called beside `take`."""
 
-    def __init__(self, args: Any, *, ledger: LedgerPort, workers: Workers, portions: Portions | None = None) -> None:
+    def __init__(
+        self, args: Any, *, ledger: LedgerPort, workers: Workers, early_batches: EarlyBatches | None = None
+    ) -> None:
         self._args, self._ledger, self.workers = args, ledger, workers
-        self.portions = portions or Portions()
+        self.early_batches = early_batches or EarlyBatches()
         self._claiming = threading.Lock()  # of `_begun`
-        self._begun: dict[int, TakenGroup] = {}  # groups in portions of the round, by number
+        self._begun: dict[int, TakenGroup] = {}  # groups in early batches of the round, by number
         self._round_id = -1
         self._take_time_s = 0.0
         self._too_old = 0  # of the ledger's count, what the rounds before have reported
@@ -111,7 +113,7 @@ class RoundCoordinator:
     def begin(self, round_id: int) -> None:
         """The next `take` answers this round."""
         self._round_id, self._begun = round_id, {}
-        self.portions.open(round_id)
+        self.early_batches.open(round_id)
 
     def take(self, num_groups: int) -> TakenRound:
         """Waits for: `num_groups` ready groups. Unblocked by: the workers' commits. Asking again for a round gives the
@@ -127,7 +129,7 @@ class RoundCoordinator:
                 lease = self._wait_for_lease(num_groups)
             leased = lease.groups
         finally:
-            is_as_begun = self.portions.close(leased)
+            is_as_begun = self.early_batches.close(leased)
         failpoint(Point.LEASED)
         began = time.monotonic()
         with self._claiming:
@@ -142,11 +144,11 @@ class RoundCoordinator:
         self._take_time_s = time.monotonic() - began
         return TakenRound(lease=lease, groups=groups, begun=frozenset(begun))
 
-    def claim_portion(self) -> list[TakenGroup]:
+    def claim_early_batch(self) -> list[TakenGroup]:
         """Finished groups of the round that is being waited for: the trainers begin with them. Empty when the round
         became whole meanwhile."""
         with self._claiming:
-            groups = self._taken(self.portions.claim())
+            groups = self._taken(self.early_batches.claim())
             self._begun |= {group.task.group: group for group in groups}
         return groups
 
@@ -170,7 +172,7 @@ class RoundCoordinator:
         puts = stats.put_times_s
         rewards = stats.rewards or [0.0]
         return {
-            **answer_metrics(answers, "rollout"),
+            **completion_metrics(answers, "rollout"),
             **version_metrics(answers, "rollout"),
             **drop_metrics(stats.dropped),
             **(stats.partial.metrics() if self._args.partial_rollout else {}),
@@ -210,8 +212,8 @@ class RoundCoordinator:
         args, name = self._args, f"round {self._round_id}"
         limit_s, began, seen = args.rollout_timeout_secs, time.monotonic(), -1
         while True:
-            answer: LeaseAnswer = self._ledger.call(
-                RoundDesk.lease, self._round_id, version=self._round_id, holder="trainer", count=num_groups
+            answer: LeaseResult = self._ledger.call(
+                RoundLedger.lease, self._round_id, version=self._round_id, holder="trainer", count=num_groups
             )
             self._status = self._ledger.call(Ledger.status)
             self._post_progress(num_groups, self._status, answer, time.monotonic() - began)
@@ -229,17 +231,18 @@ class RoundCoordinator:
             seen = self._ledger.wait_for_news(seen, NEWS_S, **self._worth_asking(num_groups))
 
     def _worth_asking(self, num_groups: int) -> dict[str, int]:
-        """What the ledger must have (`Ledger.has`) before it is worth asking again. Offers a portion, if there is."""
-        portions = self.portions
-        if not portions.minimum:
+        """What the ledger must have (`Ledger.has`) before it is worth asking again. Offers an early batch, if there
+        is."""
+        early_batches = self.early_batches
+        if not early_batches.minimum:
             return {"round_of": num_groups}
-        ready = self._ledger.call(RoundDesk.ready, version=self._round_id, count=num_groups, of_round=True)
+        ready = self._ledger.call(RoundLedger.ready, version=self._round_id, count=num_groups, of_round=True)
         if len(ready) < num_groups:
-            portions.offer(ready)
-        wanted = min(num_groups, max(len(ready) + 1, len(portions.claimed) + portions.minimum))
+            early_batches.offer(ready)
+        wanted = min(num_groups, max(len(ready) + 1, len(early_batches.claimed) + early_batches.minimum))
         return {"round_of": num_groups, "at_least": wanted}
 
-    def _post_progress(self, num_groups: int, status: LedgerStatus, answer: LeaseAnswer, elapsed_s: float) -> None:
+    def _post_progress(self, num_groups: int, status: LedgerStatus, answer: LeaseResult, elapsed_s: float) -> None:
         stats = self.workers.stats
         BOARD.post(
             RoundProgress(

@@ -13,10 +13,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from vime.protocols import calling_plugin
 from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.prompts import Prompt, Prompts, check_lengths, read_prompts
 from vime.rollout.reasoning_gym_tasks import make_prompts
-from vime.seams import calling_plugin
 from vime.types import DataError, PluginError, Sample
 
 

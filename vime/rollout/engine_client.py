@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vime.rollout.exchanges import note_answers
-from vime.rollout.halt import current_halt, is_halted
-from vime.rollout.turns import Slots
+from vime.rollout.abort_scope import current_abort_scope, is_aborting
+from vime.rollout.exchanges import note_completions
+from vime.rollout.request_priority import Slots
 from vime.types import KEY_HEADER, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
 
@@ -66,9 +66,9 @@ NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
 class EngineClient:
     """HTTP client of the router, made on the event loop that it belongs to.
 
-    At most `max_in_flight` requests are open, those of the lowest group first (turns.py). Each has `timeout_s` from the
-    moment it may start. Cancelling the caller closes the connection, which aborts the request in the engine; `abort`
-    ends it with the tokens so far. `key` opens the engines' generation (docs/security.md).
+    At most `max_in_flight` requests are open, those of the lowest group first (request_priority.py). Each has
+    `timeout_s` from the moment it may start. Cancelling the caller closes the connection, which aborts the request in
+    the engine; `abort` ends it with the tokens so far. `key` opens the engines' generation (docs/security.md).
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class EngineClient:
     ) -> list[Answer]:
         """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
 
-        Under a `Halt` that is set nothing is asked: the answers are empty and aborted.
+        Under a `AbortScope` that is set nothing is asked: the answers are empty and aborted.
         """
-        request_id, halt = uuid.uuid4().hex, current_halt()
+        request_id, halt = uuid.uuid4().hex, current_abort_scope()
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -122,8 +122,8 @@ class EngineClient:
             self._slots.release()
         if answer is None:
             return [NOTHING] * n
-        answers = read_answers(answer, n, f"{self.url}{ROUTE}")
-        note_answers(token_ids, answers)
+        answers = read_completions(answer, n, f"{self.url}{ROUTE}")
+        note_completions(token_ids, answers)
         return answers
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -159,9 +159,9 @@ class EngineClient:
         not again: None."""
         trouble = ""
         for attempt in range(MAX_ATTEMPTS):
-            if attempt and not is_halted():
+            if attempt and not is_aborting():
                 await asyncio.sleep(min(self._first_backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
-            if attempt and is_halted():
+            if attempt and is_aborting():
                 return None
             try:
                 async with self._http.post(f"{self.url}{ROUTE}", json=body, headers=headers) as response:
@@ -214,7 +214,7 @@ class _Body(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def read_answers(data: bytes, n: int, source: str) -> list[Answer]:
+def read_completions(data: bytes, n: int, source: str) -> list[Answer]:
     """The engine's JSON as n answers, in the order of their index. EngineError, naming `source`, when it is none."""
     try:
         choices = sorted(_DECODER.decode(data).choices, key=lambda choice: choice.index)

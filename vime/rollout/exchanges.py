@@ -58,7 +58,7 @@ def current_record() -> Record | None:
     return _RECORD.get()
 
 
-def note_answers(prompt: Sequence[int], answers: Sequence[Any]) -> None:
+def note_completions(prompt: Sequence[int], answers: Sequence[Any]) -> None:
     """Called by the engine's client with every answer that it read."""
     record = _RECORD.get()
     if record is None:

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import Answer, EngineClient
-from vime.rollout.halt import is_halted
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import may_mix
 from vime.rollout.prompts import context_limit, load_tokenizer
@@ -60,7 +60,8 @@ async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapp
     """One answer for each sample, in place. Samples with equal tokens share one request, but not in --reference-mode.
 
     A "seed" among the sampling parameters is sent as it is. A sample whose status is aborted goes on: what it has
-    counts against max_tokens. When generation is halted (vime/rollout/halt.py) samples are aborted, with their tokens.
+    counts against max_tokens. When generation is halted (vime/rollout/abort_scope.py) samples are aborted, with their
+    tokens.
     """
     budgets = [_budget(args, sample, sampling_params) for sample in samples]
     first = samples[0].tokens
@@ -152,7 +153,7 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
     deadline_s = args.generate_timeout_secs
     try:
         async with asyncio.timeout(deadline_s if parts else None):
-            while (not parts or parts[-1].finish_reason == "abort") and not is_halted():
+            while (not parts or parts[-1].finish_reason == "abort") and not is_aborting():
                 if not may_mix(args):
                     parts.clear()
                 parts.append(await _continue(args, sample, parts, params, copy=copy))

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from vime.observability.events import span
+from vime.protocols import calling_plugin
+from vime.rollout.abort_scope import is_aborting
 from vime.rollout.exchanges import complete, recording
 from vime.rollout.generation import generate_group
-from vime.rollout.halt import is_halted
 from vime.rollout.loops import raise_first
 from vime.rollout.partial import FINISHED, OPEN
 from vime.rollout.plugins import generate_call, plugin, plugin_args
 from vime.rollout.reward_errors import REASON, error_of, mark_or_raise
 from vime.rollout.rm_hub import async_rm, batched_async_rm
-from vime.seams import calling_plugin
 from vime.types import DynamicFilterOutput, PluginError, RewardError, Sample, SampleStatus
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -39,7 +39,7 @@ async def generate_and_rm_group(
     with span("generate_group", group=number):
         samples = await _generate(args, group, sampling_params, evaluation=evaluation)
     waiting = [sample for sample in samples if sample.reward is None]
-    if any(sample.status in UNUSABLE for sample in samples) or is_halted():
+    if any(sample.status in UNUSABLE for sample in samples) or is_aborting():
         return samples
     try:
         if waiting:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vime.data.groups import AnswerFacts
+from vime.data.groups import SampleFacts
 from vime.types import Sample, SampleStatus
 
 TASK_KEY = "reasoning_gym"  # of what `reasoning_gym_tasks` writes
@@ -20,12 +20,12 @@ SHORTEST = 16
 
 
 def sample_metrics(args: Any, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """`answer_metrics` of samples that are at hand."""
-    return answer_metrics([answer_of(args, sample) for sample in samples], prefix)
+    """`completion_metrics` of samples that are at hand."""
+    return completion_metrics([answer_of(args, sample) for sample in samples], prefix)
 
 
-def answer_of(args: Any, sample: Sample) -> AnswerFacts:
-    return AnswerFacts(
+def answer_of(args: Any, sample: Sample) -> SampleFacts:
+    return SampleFacts(
         reward=sample.scalar_reward(args.reward_key),
         response_length=sample.response_length,
         is_truncated=sample.status is SampleStatus.TRUNCATED,
@@ -37,7 +37,7 @@ def answer_of(args: Any, sample: Sample) -> AnswerFacts:
     )
 
 
-def answer_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+def completion_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
     """Reward, length (tokens) and truncation, and more by entry of the reward, source and length; empty for no
     answers."""
     if not answers:
@@ -71,7 +71,7 @@ def reward_entries(sample: Sample) -> dict[str, float] | None:
     }
 
 
-def entry_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+def entry_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
     """Mean and deviation of each entry of dict rewards, over the answers that have it."""
     entries: dict[str, list[float]] = {}
     for answer in answers:
@@ -84,13 +84,13 @@ def entry_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, floa
     return found
 
 
-def source_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+def source_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
     """Reward, length and share of the answers of each data source; empty when none names one."""
     if not any(answer.source for answer in answers):
         return {}
     counts = Counter(answer.source or OTHER for answer in answers)
     frequent = {name for name, _ in counts.most_common(MAX_SOURCES)}
-    members: dict[str, list[AnswerFacts]] = {}
+    members: dict[str, list[SampleFacts]] = {}
     for answer in answers:
         members.setdefault(answer.source if answer.source in frequent else OTHER, []).append(answer)
     found: dict[str, float] = {}
@@ -103,7 +103,7 @@ def source_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, flo
     return found
 
 
-def length_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+def length_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
     """Reward of short and of long answers: by buckets of tokens, each twice as wide as the one before."""
     members: dict[int, list[float]] = {}
     for answer in answers:
@@ -156,7 +156,7 @@ def _pass_at(size: int, answers: Iterable[bool]) -> float:
     return 1.0 - math.comb(wrong, size) / math.comb(len(marks), size)
 
 
-def version_metrics(answers: Sequence[AnswerFacts], prefix: str) -> dict[str, float]:
+def version_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
     """Oldest and newest policy version among the response tokens."""
     known = [answer for answer in answers if answer.newest_version >= 0]
     if not known:

@@ -69,7 +69,7 @@ def may_mix(args: Any) -> bool:
     return bool(policy == "mask" or (policy != "reject" and args.transferqueue_max_staleness > 0))
 
 
-def without_answer(sample: Sample) -> Sample:
+def without_completion(sample: Sample) -> Sample:
     """The prompt alone, for a data source that cannot say what group number n is."""
     return Sample(
         group_index=sample.group_index,

@@ -13,9 +13,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from vime.protocols import LOSS_PARAMETERS, DataSource, RolloutFunction, calling_plugin, load_plugin
 from vime.rollout.reasoning_gym_tasks import task_names
 from vime.rollout.slime_aliases import CallArgs, dialect_faults, install, sglang_params, speaks_slime
-from vime.seams import LOSS_PARAMETERS, DataSource, RolloutFunction, calling_plugin, load_plugin
 from vime.types import ConfigError, Sample
 
 SIGNATURES: dict[str, tuple[str, ...]] = {

@@ -22,12 +22,12 @@ import aiohttp
 
 from vime.config.graders import own_grader, own_grader_fault
 from vime.config.rollout import BOXED
+from vime.protocols import calling_plugin
 from vime.rollout import reasoning_gym_tasks, rm_text
 from vime.rollout.labels import label_fault
 from vime.rollout.loops import raise_first, reward_loop
 from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.rm_math import MathJudge
-from vime.seams import calling_plugin
 from vime.types import LARGEST_REWARD, RewardError, Sample, SampleStatus
 from vime.utils.waits import waiting
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vime.protocols import DataSource
 from vime.rollout import vllm_rollout
 from vime.rollout.conversations import TURNS
 from vime.rollout.prompts import context_limit, load_tokenizer
-from vime.seams import DataSource
 from vime.types import DataError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, SampleStatus, VersionSpan
 
 

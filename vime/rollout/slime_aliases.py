@@ -23,10 +23,10 @@ import aiohttp
 
 from vime.config.parse import Args
 from vime.rollout import rm_text
+from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import Answer
 from vime.rollout.exchanges import Record, current_record
 from vime.rollout.filter_hub import check_reward_nonzero_std
-from vime.rollout.halt import is_halted
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.types import (
     DynamicFilterOutput,
@@ -166,7 +166,7 @@ async def _answered(client: Any, prompt: list[int], params: dict[str, Any], sess
     while True:
         answer: Answer
         (answer,) = await client.generate(prompt, params, session_id=session_id)
-        if answer.finish_reason != "abort" or is_halted():
+        if answer.finish_reason != "abort" or is_aborting():
             return answer
 
 
@@ -224,7 +224,7 @@ def _train_params(args: Any) -> dict[str, Any]:
 
 
 def _load_function(path: str) -> Any:
-    from vime.seams import import_object
+    from vime.protocols import import_object
 
     return import_object(path, "load_function")
 

@@ -20,14 +20,15 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+from vime.protocols import DataSource, calling_plugin
+from vime.rollout.abort_scope import AbortScope
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import evaluate_all
 from vime.rollout.generation import close_clients, train_sampling_params
 from vime.rollout.groups import filter_verdict, generate_and_rm_group, mark_samples, unusable_reason
-from vime.rollout.halt import Halt
 from vime.rollout.loops import raise_first, rollout_loop
-from vime.rollout.metrics import answer_metrics, answer_of, drop_metrics, version_metrics
+from vime.rollout.metrics import answer_of, completion_metrics, drop_metrics, version_metrics
 from vime.rollout.partial import (
     PartialStats,
     is_unfinished,
@@ -35,13 +36,12 @@ from vime.rollout.partial import (
     oldest_allowed,
     resume,
     settle_versions,
-    without_answer,
+    without_completion,
 )
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.reward_errors import error_share
 from vime.rollout.rm_hub import close_judges
-from vime.rollout.sample_book import BOOK
-from vime.seams import DataSource, calling_plugin
+from vime.rollout.sample_recorder import RECORDER
 from vime.types import (
     DataError,
     RolloutFnEvalOutput,
@@ -105,13 +105,13 @@ class TrainingRound:
         self._streak, self._errors = DropStreak(args), error_share(args, source)
         self._finished_samples: list[Sample] = []  # of every finished group, also of dropped ones
         self._num_tokens = 0
-        self._halt, self._partial = Halt(), PartialStats()
+        self._abort_scope, self._partial = AbortScope(), PartialStats()
         self._oldest = oldest_allowed(args, rollout_id)
         self._started = time.monotonic()
 
     async def run(self) -> RolloutFnTrainOutput:
         args = self._args
-        self._halt.govern()
+        self._abort_scope.govern()
         try:
             with waiting(f"the groups of round {self._rollout_id}", deadline_s=args.rollout_timeout_secs):
                 async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
@@ -146,7 +146,7 @@ class TrainingRound:
                     self._take(prompts, task.result())
         self._post_progress()
         if self._args.partial_rollout:
-            await self._halt.end(self._running)
+            await self._abort_scope.end(self._running)
         for task, prompts in self._running.items():
             if self._args.partial_rollout and task.done():  # a failure is raised by the TaskGroup
                 self._give_back(prompts, task.result())
@@ -175,7 +175,7 @@ class TrainingRound:
         if isinstance(self._source, RolloutDataSourceWithBuffer):
             for left_out in self._source.take_dropped():
                 self._dropped[BUFFER_FILTER] += 1
-                BOOK.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
+                RECORDER.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
         if not groups and not self._running:
             raise DataError(
                 f"round {self._rollout_id}: the data source is exhausted with {len(self._kept)} of {self._wanted} "
@@ -196,7 +196,7 @@ class TrainingRound:
     def _resumed(self, group: list[Sample]) -> list[Sample]:
         """What is gone on with of a group that was cut; its prompts alone in a run without --partial-rollout."""
         group_at = getattr(self._source, "group_at", None)
-        fresh = group_at(group[0].group_index) if group_at else [without_answer(sample) for sample in group]
+        fresh = group_at(group[0].group_index) if group_at else [without_completion(sample) for sample in group]
         if not self._args.partial_rollout:
             return fresh
         return resume(self._args, group, fresh, self._partial, oldest=self._oldest)
@@ -228,14 +228,14 @@ class TrainingRound:
 
     def _drop(self, samples: list[Sample], reason: str) -> None:
         self._dropped[reason] += 1
-        BOOK.note_dropped(samples[0].group_index, reason, samples)
+        RECORDER.note_dropped(samples[0].group_index, reason, samples)
         self._streak.dropped(reason)
 
     def _metrics(self) -> dict[str, float]:
         kept = [answer_of(self._args, sample) for group in self._kept for sample in group]
         everyone = [sample.scalar_reward(self._args.reward_key) for sample in self._finished_samples]
         return {
-            **answer_metrics(kept, "rollout"),
+            **completion_metrics(kept, "rollout"),
             **version_metrics(kept, "rollout"),
             **drop_metrics(self._dropped),
             "rollout/reward_mean_before_filter": sum(everyone) / len(everyone),

@@ -28,16 +28,16 @@ from vime.data.groups import encode_facts
 from vime.data.payload import bytes_to_samples, samples_to_bytes
 from vime.handoff.group_store import EncodedGroup, GroupStore, StoredGroup
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_prompts import PromptDesk
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGrant, RoundOrder, Task, TransitionError
+from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.receipts import group_content
 from vime.observability.events import span
+from vime.rollout.abort_scope import KEEP_S, AbortScope
 from vime.rollout.convert import encoded_group
 from vime.rollout.drop_limit import DropStreak
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.group_writer import GroupWriter
 from vime.rollout.groups import filter_verdict, generate_and_rm_group, unusable_reason
-from vime.rollout.halt import KEEP_S, Halt
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import (
     MIXED,
@@ -48,9 +48,9 @@ from vime.rollout.partial import (
     resume,
     settle_versions,
 )
+from vime.rollout.request_priority import set_request_priority
 from vime.rollout.reward_errors import ErrorShare
-from vime.rollout.sample_book import BOOK
-from vime.rollout.turns import take_turn
+from vime.rollout.sample_recorder import RECORDER
 from vime.types import HandoffError, Sample, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -115,7 +115,7 @@ class RolloutWorker:
         self.stats = WorkerStats()
         self._running: dict[Task, asyncio.Task[None]] = {}
         self._future: Future[None] | None = None
-        self._halt = Halt()
+        self._abort_scope = AbortScope()
         self._num_slots = (args.transferqueue_max_staleness + 1) * args.rollout_batch_size
         self._most = self._num_slots  # prompts under way here
         self._ended = asyncio.Event()  # a prompt that was under way
@@ -191,14 +191,14 @@ class RolloutWorker:
         self._store.close()
 
     async def _keep_all(self) -> None:
-        await self._halt.end(list(self._running.values()))
+        await self._abort_scope.end(list(self._running.values()))
 
     async def _run(self) -> None:
-        self._halt.govern()
+        self._abort_scope.govern()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._heartbeat())
-                while not self._halt.is_set:
+                while not self._abort_scope.is_set:
                     grant = await self._take_prompts()
                     if grant.prompts:
                         failpoint(Point.ISSUE)
@@ -218,13 +218,13 @@ class RolloutWorker:
         releases those of a round. An empty grant when the worker stops: what it gives back is for others."""
         seen = -1
         with waiting("a slot for a prompt", "driver", deadline_s=None):
-            while not self._halt.is_set:
+            while not self._abort_scope.is_set:
                 wanted = min(self._args.over_sampling_batch_size, self._most - len(self._running))
                 if wanted < 1:
                     await self._wait_for_an_end()
                     continue
                 grant: PromptGrant = await self._ledger.call_async(
-                    PromptDesk.issue, self.name, wanted, request=uuid.uuid4().hex
+                    PromptLedger.issue, self.name, wanted, request=uuid.uuid4().hex
                 )
                 self.waits_for = grant.waits_for
                 if grant.prompts:
@@ -243,7 +243,7 @@ class RolloutWorker:
         """Keep what this worker works on; give up what the ledger gave to others. Waits for: the clock."""
         while True:
             await asyncio.sleep(self._args.transferqueue_lease_timeout_secs / 3)
-            trusted = await self._ledger.call_async(PromptDesk.heartbeat, self.name)
+            trusted = await self._ledger.call_async(PromptLedger.heartbeat, self.name)
             for task, work in list(self._running.items()):
                 if task not in trusted and not work.done():
                     work.cancel(f"group {task} was given to another attempt")
@@ -257,7 +257,7 @@ class RolloutWorker:
         try:
             with self._writer.expecting(task):
                 group = await self._begin(issued, serving)
-                take_turn(group[0].group_index)
+                set_request_priority(group[0].group_index)
                 samples = await generate_and_rm_group(self._args, group, train_sampling_params(self._args))
             await self._hand_over(task, samples)
         except TransitionError as error:
@@ -292,15 +292,15 @@ class RolloutWorker:
         if reason == MIXED and self._args.stale_policy == "retry":
             stats.retried_groups += 1
             with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
-                await self._ledger.call_async(PromptDesk.retry, task, MIXED)
+                await self._ledger.call_async(PromptLedger.retry, task, MIXED)
             return
         if reason is None:
             verdict = filter_verdict(self._args, samples)
             reason = None if verdict.keep else verdict.reason or "filter"
         if reason is not None:
             stats.dropped[reason] += 1
-            BOOK.note_dropped(task.group, reason, samples)
-            await self._ledger.call_async(PromptDesk.drop, task, reason)
+            RECORDER.note_dropped(task.group, reason, samples)
+            await self._ledger.call_async(PromptLedger.drop, task, reason)
             self._errors.note(samples)
             self._streak.dropped(reason)
             return
@@ -319,7 +319,7 @@ class RolloutWorker:
             failpoint(Point.KEEP)
         stats.retried_groups += 1
         with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
-            await self._ledger.call_async(PromptDesk.retry, task, "aborted", partial=checksum)
+            await self._ledger.call_async(PromptLedger.retry, task, "aborted", partial=checksum)
 
     async def _commit(self, task: Task, samples: list[Sample]) -> None:
         stats = self.stats
@@ -343,7 +343,7 @@ class RolloutWorker:
         ends, seen = time.monotonic() + limit_s, -1
         while True:
             answer: Admission = await self._ledger.call_async(
-                PromptDesk.admit, task, num_tokens=num_tokens, num_bytes=num_bytes
+                PromptLedger.admit, task, num_tokens=num_tokens, num_bytes=num_bytes
             )
             if answer.granted:
                 return

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vime.batching.pack import PackedBatch
 from vime.data.rows import TrainRow
-from vime.seams import PackLoss, TrainBackend
+from vime.protocols import PackLoss, TrainBackend
 from vime.training.evidence import NUM_SUSPECTS, Agreement, Suspect
 from vime.types import StepPlan, Version, VimeError
 

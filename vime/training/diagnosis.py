@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vime.data.rows import TrainRow
-from vime.training.evidence import EngineOpinion, Retelling, Suspect
+from vime.training.evidence import EngineOpinion, Retokenization, Suspect
 from vime.types import SamplingRule, Version
 
 EXPLAINS = 0.2
@@ -77,7 +77,7 @@ class Witnesses(Protocol):
         """Engine -> largest mean |with cache - without| of the likeliest next tokens after a row."""
         ...
 
-    def retellings(self, rows: Sequence[TrainRow]) -> Sequence[Retelling]: ...
+    def retokenizations(self, rows: Sequence[TrainRow]) -> Sequence[Retokenization]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,18 +274,19 @@ def _tokenisation(case: _Case) -> Finding:
     def finding(evidence: str, before: float, after: float | None = None, *, shown: bool = False) -> Finding:
         return Finding(cause=Cause.TOKENISATION, before=before, after=after, evidence=evidence, is_shown=shown)
 
-    told = case.witnesses.retellings(case.rows)
+    told = case.witnesses.retokenizations(case.rows)
     if not told:
         return finding("the text of every row encodes back to its tokens", case.before)
     rows = [
-        replace(case.rows[retelling.suspect], tokens=np.asarray(retelling.tokens, dtype=np.int32)) for retelling in told
+        replace(case.rows[retokenization.suspect], tokens=np.asarray(retokenization.tokens, dtype=np.int32))
+        for retokenization in told
     ]
     scores = [_tensor(logp) for logp in case.witnesses.trainer_log_probs(rows, case.witnesses.rule)]
     gaps: dict[int, list[tuple[float, str]]] = {}
-    for retelling, score_R in zip(told, scores, strict=True):
-        mask_R = case.masks[retelling.suspect]
-        left = float((case.recorded[retelling.suspect] - score_R)[mask_R].abs().mean())
-        gaps.setdefault(retelling.suspect, []).append((left, retelling.says))
+    for retokenization, score_R in zip(told, scores, strict=True):
+        mask_R = case.masks[retokenization.suspect]
+        left = float((case.recorded[retokenization.suspect] - score_R)[mask_R].abs().mean())
+        gaps.setdefault(retokenization.suspect, []).append((left, retokenization.says))
     best = {number: min(options) for number, options in gaps.items()}
     count = {number: int(case.masks[number].sum()) for number in best}
     own = {
@@ -298,7 +299,7 @@ def _tokenisation(case: _Case) -> Finding:
     text = f"with the tokens of {says} the difference goes from {before:.2g} to {after:.2g}"
     if case.explains(after, before):
         return finding(text, before, after, shown=True)
-    contradictions = [retelling.says for retelling in told if retelling.is_contradiction]
+    contradictions = [retokenization.says for retokenization in told if retokenization.is_contradiction]
     if contradictions:
         text = f"the row's tokens contradict {contradictions[0]}, though no other tokens that could be tried explain it"
         return finding(text, before, None, shown=True)

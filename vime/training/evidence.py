@@ -48,7 +48,7 @@ class EngineOpinion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retelling:
+class Retokenization:
     """Tokens that suspect number `suspect` may have had when it was sampled, with as many response tokens."""
 
     suspect: int

@@ -11,7 +11,7 @@ from torch import Tensor
 from vime.config.parse import Config
 from vime.config.training import AlgoConfig
 from vime.data.rows import TrainRow
-from vime.seams import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
+from vime.protocols import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
 from vime.training.agreement import AgreementCheck, Judge
 from vime.training.columns import (
     OLD_LOGP,

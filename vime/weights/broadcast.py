@@ -20,11 +20,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from vime.seams import EngineControl
+from vime.protocols import EngineControl
 from vime.types import PublishError, WaitTimeoutError
 from vime.utils.waits import waiting
-from vime.weights.meeting import join_store, open_store
 from vime.weights.plan import Bucket
+from vime.weights.rendezvous import join_store, open_store
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

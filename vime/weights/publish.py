@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vime.seams import EngineControl, UpdateAnswer
+from vime.protocols import EngineControl, UpdateResponse
 from vime.types import EngineReport, PublishError, PublishLostError, Version, WaitTimeoutError, may_pass
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import check_reports
@@ -105,7 +105,7 @@ def _publish(
 
     if not metadata:
         raise PublishError(f"weight update to version {version}: the metadata names no tensor")
-    answers: list[UpdateAnswer] = []
+    answers: list[UpdateResponse] = []
     asked: list[float] = []
 
     def deliver(update_info: dict[str, object]) -> None:

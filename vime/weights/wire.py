@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from vime.seams import EngineControl
+from vime.protocols import EngineControl
 from vime.types import PublishError
 from vime.weights.hashing import ContentHash
 from vime.weights.plan import Bucket, TensorMeta, cut_buckets, single_bucket

@@ -7,9 +7,9 @@ import pytest
 from tests.helpers.rollout_setup import make_args
 from tests.helpers.scripted_engine import Failure, Hang, Held, Reply, ScriptedEngine
 from vime.rollout import engine_client
+from vime.rollout.abort_scope import AbortScope
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.generation import close_clients, generate, generate_group, train_sampling_params
-from vime.rollout.halt import Halt
 from vime.rollout.loops import rollout_loop
 from vime.rollout.seeds import request_seed
 from vime.types import EngineError, Sample, SampleStatus, VersionSpan, WaitTimeoutError
@@ -284,7 +284,7 @@ class TestHalt:
 
         async def run():
             client = EngineClient(f"http://127.0.0.1:{engine.port}", max_in_flight=1, timeout_s=20)
-            halt = Halt()
+            halt = AbortScope()
             halt.govern()
             task = asyncio.create_task(work(client))
             await asyncio.to_thread(engine.num_held.acquire)

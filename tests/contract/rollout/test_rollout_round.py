@@ -10,7 +10,7 @@ from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from vime.observability.samples import read_fates, read_round
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.sample_book import BOOK
+from vime.rollout.sample_recorder import RECORDER
 from vime.rollout.vllm_rollout import close_generation, generate_rollout, generation_progress
 from vime.types import DataError, PluginError, RewardError, SampleStatus, WaitTimeoutError
 
@@ -78,15 +78,15 @@ def test_the_answers_of_dropped_groups_are_kept_with_their_reason(play, tmp_path
     def script(request):
         return Reply(token_ids=[EOS]) if request.token_ids[-1] == LETTER["a"] else echo_first_sample(request)
 
-    BOOK.open(tmp_path, max_bytes=1 << 20)
+    RECORDER.open(tmp_path, max_bytes=1 << 20)
     try:
         with ScriptedEngine(script) as engine:
             output, _ = play(
                 engine, "--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std"
             )
-        BOOK.write_round(0, round_groups(output.samples))
+        RECORDER.write_round(0, round_groups(output.samples))
     finally:
-        BOOK.close()
+        RECORDER.close()
     kept, lost = read_fates(tmp_path)[0].kept, read_fates(tmp_path)[0].dropped
     assert kept == tuple(group[0].group_index for group in output.samples)
     assert list(lost) == ["zero_std_0"]

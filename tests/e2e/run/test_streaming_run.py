@@ -174,9 +174,9 @@ def test_trainers_begin_a_round_with_its_finished_groups_and_every_sample_is_tra
     assert_every_round_trained_once(finished, 4, last_checkpoint=None)
     rounds = finished.metrics().values()
     assert {line["train/num_samples"] for line in rounds} == {16.0}
-    portions = [event for event in finished.events("span_ended") if event["name"] == "train_portion"]
-    assert portions  # some step was begun before its round was whole
-    assert [event["error"] for event in portions] == [None] * len(portions)
+    early_batches = [event for event in finished.events("span_ended") if event["name"] == "train_early_batch"]
+    assert early_batches  # some step was begun before its round was whole
+    assert [event["error"] for event in early_batches] == [None] * len(early_batches)
 
 
 def test_a_manager_that_dies_while_it_keeps_what_a_stop_cut_costs_no_group(

@@ -1,4 +1,4 @@
-"""`Any` in vime/ only gets less: one number for each room."""
+"""`Any` in vime/ only gets less: one number for each package."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ NUM_ANY = {
     "observability": 0,
     "ray": 95,
     "rollout": 237,
-    "seams": 19,
+    "protocols": 19,
     "training": 2,
     "types": 17,
     "utils": 0,
     "weights": 2,
 }
 ADVICE = """
-{room} has {counted} annotations that mention Any, and NUM_ANY in {file} says {written}. Less: write {counted} there.
+{package} has {counted} annotations that mention Any, and NUM_ANY in {file} says {written}. Less: write {counted} there.
 More: say the type (object, a dataclass, a TypedDict, a Protocol) where no other library or plug-in forces Any; see them
 all with `python -m tests.helpers.any_count -v`."""
 
 
-def test_each_room_has_as_many_any_as_are_written_down() -> None:
-    counted = {room: count.num_any for room, count in count_any(ROOT / "vime").items()}
+def test_each_package_has_as_many_any_as_are_written_down() -> None:
+    counted = {package: count.num_any for package, count in count_any(ROOT / "vime").items()}
     advice = [
-        ADVICE.format(room=room, counted=counted.get(room), written=NUM_ANY.get(room), file=Path(__file__).name)
-        for room in sorted(counted.keys() | NUM_ANY.keys())
-        if counted.get(room) != NUM_ANY.get(room)
+        ADVICE.format(
+            package=package, counted=counted.get(package), written=NUM_ANY.get(package), file=Path(__file__).name
+        )
+        for package in sorted(counted.keys() | NUM_ANY.keys())
+        if counted.get(package) != NUM_ANY.get(package)
     ]
     assert not advice, "".join(advice)
 

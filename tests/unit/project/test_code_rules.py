@@ -1,4 +1,4 @@
-"""The code keeps the project's rules: floors, budgets, lint, types, and modules that import on a bare laptop."""
+"""The code keeps the project's rules: layers, budgets, lint, types, and modules that import on a bare laptop."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 
 from tests.helpers.shape_check import (
     BACKENDS,
-    FLOOR,
     HEAVY,
+    LAYER,
     check_circles,
     check_imports,
     check_sizes,
     clone_files,
     findings,
     import_circles,
-    room_of,
+    package_of,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-# Packages that must not be loaded by importing a module of another room than HEAVY allows.
+# Packages that must not be loaded by importing a module of another package than HEAVY allows.
 COLD = ("ray", "vllm", "megatron", "transfer_queue", "wandb", "torch", "transformers")
 
 
@@ -37,9 +37,9 @@ def test_no_rule_of_the_shape_check_is_broken() -> None:
 
 
 def test_the_shape_check_finds_an_import_from_a_higher_floor() -> None:
-    tree = ast.parse("from vime.ray.machine import Machine")
+    tree = ast.parse("from vime.ray.components import Components")
     assert [message for _, message in check_imports(tree, "vime", "algo")] == [
-        "room 'algo' (floor 4) imports 'ray' (floor 6)"
+        "package 'algo' (layer 4) imports 'ray' (layer 6)"
     ]
 
 
@@ -114,24 +114,24 @@ def test_the_version_pins_of_the_spine_are_exact() -> None:
         assert f'"{package}==' in source, package
 
 
-def _modules(room: str) -> list[str]:
+def _modules(package: str) -> list[str]:
     files = [path.relative_to(ROOT).with_suffix("") for path in clone_files(ROOT / "vime", "*.py")]
-    inside = [file for file in files if room_of(file.parts[1:]) == room and file.name != "__main__"]
+    inside = [file for file in files if package_of(file.parts[1:]) == package and file.name != "__main__"]
     return [".".join(file.parts).removesuffix(".__init__") for file in inside]
 
 
-def _rooms_by_forbidden() -> dict[tuple[str, ...], list[str]]:
-    """Rooms that must stay free of the same packages share one process."""
+def _packages_by_forbidden() -> dict[tuple[str, ...], list[str]]:
+    """Packages that must stay free of the same packages share one process."""
     groups: dict[tuple[str, ...], list[str]] = {}
     # The actors in ray/ and the backends exist to load their heavy package.
-    for room in sorted(set(FLOOR) - BACKENDS - {"ray"}):
-        groups.setdefault(tuple(name for name in COLD if room not in HEAVY[name]), []).append(room)
+    for package in sorted(set(LAYER) - BACKENDS - {"ray"}):
+        groups.setdefault(tuple(name for name in COLD if package not in HEAVY[name]), []).append(package)
     return groups
 
 
-@pytest.mark.parametrize(("forbidden", "rooms"), _rooms_by_forbidden().items(), ids=lambda names: ",".join(names))
-def test_importing_a_room_loads_no_heavy_package_of_another_room(forbidden: tuple[str, ...], rooms: list[str]) -> None:
-    modules = [module for room in rooms for module in _modules(room)]
+@pytest.mark.parametrize(("forbidden", "packages"), _packages_by_forbidden().items(), ids=lambda names: ",".join(names))
+def test_no_module_loads_a_heavy_package_of_others(forbidden: tuple[str, ...], packages: list[str]) -> None:
+    modules = [module for name in packages for module in _modules(name)]
     code = (
         "import importlib, json, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from vime.config.parse import parse
+from vime.protocols import load_plugin
 from vime.rollout.plugins import check_plugins
-from vime.seams import load_plugin
 from vime.types import ConfigError
 
 CASES = {

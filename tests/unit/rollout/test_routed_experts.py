@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vime.rollout.engine_client import Answer, read_answers
+from vime.rollout.engine_client import Answer, read_completions
 from vime.rollout.routed_experts import join_routed_experts, routed_experts_column
 from vime.types import HandoffError, Sample, VersionSpan
 
@@ -69,7 +69,7 @@ def test_the_engines_base64_array_is_read() -> None:
     }
 
     def read_experts(**changes: object) -> Any:
-        [read] = read_answers(json.dumps({"choices": [choice | changes]}).encode(), 1, "engine")
+        [read] = read_completions(json.dumps({"choices": [choice | changes]}).encode(), 1, "engine")
         return read.routed_experts
 
     read = read_experts()

@@ -17,7 +17,7 @@ from tests.helpers.rows import make_row
 from vime.algo.sampling import log_probs_under
 from vime.data.rows import TrainRow
 from vime.training.diagnosis import Cause, Diagnosis, diagnose
-from vime.training.evidence import EngineOpinion, Retelling, Suspect
+from vime.training.evidence import EngineOpinion, Retokenization, Suspect
 from vime.types import SamplingRule, VersionSpan
 
 V, R, VERSION, THRESHOLD = 13, 40, 6, 1e-4
@@ -54,7 +54,7 @@ class Court:
     engine_version: int = VERSION
     engine_hash: str = "aa"
     cache_gap: float = 0.0
-    told: tuple[Retelling, ...] = ()
+    told: tuple[Retokenization, ...] = ()
     num_forwards: int = 0
 
     def trainer_log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule) -> list[list[float]]:
@@ -77,7 +77,7 @@ class Court:
     def cache_gaps(self, rows: Sequence[TrainRow]) -> dict[str, float]:
         return {"engine-0": self.cache_gap} if rows and self.engine_VV is not None else {}
 
-    def retellings(self, rows: Sequence[TrainRow]) -> tuple[Retelling, ...]:
+    def retokenizations(self, rows: Sequence[TrainRow]) -> tuple[Retokenization, ...]:
         return self.told if rows else ()
 
 
@@ -187,7 +187,7 @@ def with_other_tokens(row: TrainRow) -> TrainRow:
 
 def test_tokens_that_the_text_gives_back_explain_what_was_recorded() -> None:
     row = sampled(SamplingRule())
-    told = Retelling(suspect=0, tokens=row.tokens, says="its own text")
+    told = Retokenization(suspect=0, tokens=row.tokens, says="its own text")
     found = judged([with_other_tokens(row)], Court(told=(told,)))
     assert found.cause is Cause.TOKENISATION
     assert "with the tokens of its own text" in found.summary
@@ -197,14 +197,14 @@ def test_tokens_that_the_text_gives_back_explain_what_was_recorded() -> None:
 def test_a_prompt_of_another_length_can_explain_it_too() -> None:
     row = sampled(SamplingRule())
     shortened = replace(row, tokens=(row.tokens[0], 7, *row.tokens[2:]))  # the answer's context was 1, not 7
-    told = Retelling(suspect=0, tokens=(2, *row.tokens), says="the prompt with a begin token before it")
+    told = Retokenization(suspect=0, tokens=(2, *row.tokens), says="the prompt with a begin token before it")
     found = judged([shortened], Court(told=(told,)))
     assert found.cause is Cause.TOKENISATION
 
 
 def test_a_text_that_contradicts_the_tokens_is_said_even_when_nothing_else_fits() -> None:
     row = with_other_tokens(sampled(SamplingRule()))
-    told = Retelling(suspect=0, tokens=row.tokens, says="sample 0's own text 'ab'", is_contradiction=True)
+    told = Retokenization(suspect=0, tokens=row.tokens, says="sample 0's own text 'ab'", is_contradiction=True)
     found = judged([row], Court(told=(told,)))
     assert found.cause is Cause.TOKENISATION
     assert "contradict sample 0's own text 'ab'" in found.summary

@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from vime.backends.fsdp_utils import attention
 from vime.batching.pack import PackedBatch
-from vime.config.machine import ParallelConfig
+from vime.config.cluster import ParallelConfig
 from vime.config.model_files import read_headers
 from vime.types import ConfigError, EngineSpec, describe
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vime.config.machine import OptimizerConfig
+from vime.config.cluster import OptimizerConfig
 from vime.config.schedule import decay_steps, learning_rate_at
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

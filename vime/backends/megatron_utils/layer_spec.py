@@ -130,8 +130,8 @@ class SwigluMLP(MLP):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack; a drop-in for megatron's core attention.
 
-    Queries and keys are rotated here, in one go over the pack, by angles that `model.AnswerModel` looks up once for all
-    layers. megatron would cut them by sequence, in every layer anew, and wait for the device to say where.
+    Queries and keys are rotated here, in one go over the pack, by angles that `model.CompletionModel` looks up once for
+    all layers. megatron would cut them by sequence, in every layer anew, and wait for the device to say where.
     Under context parallelism the keys and values of all ranks are gathered (backward: summed and scattered), and the
     two chunks of this rank look at what comes before them.
     """
@@ -165,7 +165,7 @@ class PackedAttention(MegatronModule):
         shared: SharedPrompts | None = packed_seq_params.shared_prompts
         starts: list[int] = packed_seq_params.cu_seqlens_host
         cut: ContextCut | None = packed_seq_params.context_cut
-        rotation: tuple[Tensor, Tensor] = packed_seq_params.rotation  # set by AnswerModel
+        rotation: tuple[Tensor, Tensor] = packed_seq_params.rotation  # set by CompletionModel
         query, key = rotate(query, rotation), rotate(key, rotation)
         if shared is not None:
             outputs = self._attend_shared(query, key, value, shared)

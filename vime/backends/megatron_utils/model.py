@@ -19,8 +19,8 @@ from vime.backends.megatron_utils.architecture import Architecture
 from vime.backends.megatron_utils.fused import rotation
 from vime.backends.megatron_utils.layer_spec import block_spec
 from vime.backends.megatron_utils.value_head import ValueHead
+from vime.config.cluster import ParallelConfig
 from vime.config.layout import check_model_layout
-from vime.config.machine import ParallelConfig
 
 LOGIT_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 29}
 """Of a chunk of logits, by type of device: 128 MiB, and 2 GiB, in fp32. Fewer are not cut, and cost nothing more."""
@@ -121,7 +121,7 @@ def build_chunks(
     count = parallel.virtual_pipeline_model_parallel_size
     chunks = []
     for number in [None] if count is None else range(count):
-        model = AnswerModel(
+        model = CompletionModel(
             config,
             block_spec(config, parallel.transformer_impl, chunk=number, replays_routing=replays_routing),
             padded_vocab_size(architecture, parallel),
@@ -140,7 +140,7 @@ def build_chunks(
     return chunks
 
 
-class AnswerModel(GPTModel):
+class CompletionModel(GPTModel):
     """A GPTModel whose logits are those that predict response tokens (`answer_U` of the pack): prompts have none, which
     saves their share of the largest product and of the largest tensor of a step."""
 
@@ -181,7 +181,7 @@ class AnswerModel(GPTModel):
             hidden_states = hidden_states.index_select(0, answer_U)
 
         def logits(hidden_A1H: Tensor) -> Tensor:
-            return super(AnswerModel, self)._postprocess(  # type: ignore[no-any-return]
+            return super(CompletionModel, self)._postprocess(  # type: ignore[no-any-return]
                 hidden_A1H, *arguments, packed_seq_params=packed_seq_params, **options
             )
 

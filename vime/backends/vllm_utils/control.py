@@ -15,7 +15,7 @@ from typing import Any
 
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, is_last
 from vime.observability.events import note_span, span
-from vime.seams import UpdateAnswer
+from vime.protocols import UpdateResponse
 from vime.types import (
     EngineAddress,
     EngineError,
@@ -103,7 +103,7 @@ class Fanout:
 
 
 class FleetControl:
-    """Implements `vime.seams.EngineControl`. `timeout_s` bounds each call, except that connecting has 10 s.
+    """Implements `vime.protocols.EngineControl`. `timeout_s` bounds each call, except that connecting has 10 s.
 
     A call either succeeds on every engine or raises one EngineError that names each engine that failed, its route,
     status and answer. Thread-safe.
@@ -127,7 +127,7 @@ class FleetControl:
         bodies = [{"init_info": info} for info in init_info_by_engine]
         self._http.post_each("/init_weight_transfer_engine", bodies)
 
-    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateAnswer:
+    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateResponse:
         """One bucket. Before the first the engines stop generating (`wait` for running requests, `keep` them for later,
         or `abort` them with what they have) and clear their prefix caches: the weights change under them. With the last
         they hold `version`, and say what it is that they hold."""
@@ -142,7 +142,7 @@ class FleetControl:
             if is_last(update_info):
                 note_span("confirm_weights", confirm_s)
         reports = self._reports(answers) if is_last(update_info) else ()
-        return UpdateAnswer(pause_s=pause_s, confirm_s=confirm_s, reports=reports)
+        return UpdateResponse(pause_s=pause_s, confirm_s=confirm_s, reports=reports)
 
     def reports(self) -> Sequence[EngineReport]:
         """Version and content hash of each engine. EngineError when an engine's own workers disagree."""

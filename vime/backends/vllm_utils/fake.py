@@ -1,8 +1,8 @@
 """A scripted engine: the routes of vLLM that Vime uses, answered by a function, with failures on demand.
 
 It is a real HTTP server and a real receiver of weights (any transport, its hash); only the model is missing. Tests of
-other rooms run against it in their own process, a whole run against it in a process of its own (`scripted_server.py`),
-and the same contract tests run against vLLM itself.
+other packages run against it in their own process, a whole run against it in a process of its own
+(`scripted_server.py`), and the same contract tests run against vLLM itself.
 
     with FakeEngine(answer=lambda question: ([7, 8], [-0.5, -0.25])) as engine:
         httpx.post(engine.address.url + "/inference/v1/generate", json={"token_ids": [1], "sampling_params": {}})

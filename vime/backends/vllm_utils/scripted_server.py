@@ -6,7 +6,7 @@ but the model is real: weights arrive and are hashed, pauses and aborts happen, 
 a second, so that fault tests can afford hundreds of runs, and at a set pace, so that a long tail can be benchmarked.
 
 An answer is a function of the prompt, the request's seed if it has one, the sample's number and the weights (their
-hash): the same weights answer alike in every run, other weights otherwise, but equally long, so that two rhythms of
+hash): the same weights answer alike in every run, other weights otherwise, but equally long, so that two schedules of
 training can be compared on the same work. Environment:
 
     VIME_SCRIPTED_TOKENS_PER_SECOND   of each sequence, however many there are; unset: answers come at once

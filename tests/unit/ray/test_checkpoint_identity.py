@@ -9,8 +9,8 @@ import pytest
 
 from vime.config.parse import Config, parse
 from vime.ray.checkpoint import RunState, read_run_state, save_checkpoint
-from vime.ray.damage import refuse_damage
-from vime.ray.misfits import facts_of, refuse_misfit
+from vime.ray.checkpoint_damage import refuse_damage
+from vime.ray.checkpoint_identity import facts_of, refuse_other_run
 from vime.ray.preflight import preflight
 from vime.types import CheckpointError, ConfigError
 from vime.utils.manifest import MANIFEST
@@ -37,7 +37,7 @@ def refusal(writer: Config, reader: Config, root: Path) -> str:
     """What the reader is told; empty when it may load."""
     checkpoint = written_by(writer, root)
     try:
-        refuse_misfit(checkpoint, read_run_state(checkpoint).written_with, reader)
+        refuse_other_run(checkpoint, read_run_state(checkpoint).written_with, reader)
     except ConfigError as error:
         return str(error)
     return ""

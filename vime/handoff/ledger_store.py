@@ -1,4 +1,4 @@
-"""The book under the ledger: one transaction per change, the history beside it, the counts in use, and the deadlines.
+"""The store under the ledger: one transaction per change, the history beside it, the counts in use, and the deadlines.
 
 Counts and deadlines live in memory and are rebuilt from the file when it is opened. Deadlines are never written: a time
 of one boot means nothing in the next, so a reopened ledger gives every holder one full timeout from then on.
@@ -87,7 +87,7 @@ class Holding:
 
 @dataclass(slots=True)
 class Memory:
-    """What the book keeps outside the file: a function of the file, but for deadlines and the waiting line."""
+    """What the store keeps outside the file: a function of the file, but for deadlines and the waiting line."""
 
     usage: Usage = field(default_factory=Usage)
     flights: dict[tuple[str, int], Flight] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Memory:
         self.soonest = min(self.soonest, holding.deadline)
 
 
-class Book:
+class LedgerStore:
     """The file and the memory of one ledger. Every change runs inside `transaction`."""
 
     def __init__(self, path: Path, rules: LedgerRules, clock: Callable[[], float], synchronous: str) -> None:
@@ -281,8 +281,8 @@ def count_usage(connection: sqlite3.Connection, train_id: int) -> Usage:
     return usage
 
 
-def known_partition(book: Book, name: str) -> int:
-    row = book.one("select id from partition where name = ?", name)
+def known_partition(store: LedgerStore, name: str) -> int:
+    row = store.one("select id from partition where name = ?", name)
     if row is None:
         raise PartitionError(f"partition {name!r}: nothing was ever issued in it.")
     return int(row[0])
@@ -302,8 +302,8 @@ class GroupRow(NamedTuple):
     partial_checksum: int | None
 
 
-def find_group(book: Book, task: Task) -> GroupRow:
-    row = book.one(
+def find_group(store: LedgerStore, task: Task) -> GroupRow:
+    row = store.one(
         f"select {', '.join(GroupRow._fields)} from prompt_group "
         "where partition = (select id from partition where name = ?) and grp = ?",
         task.partition,

@@ -13,9 +13,9 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_file import OLD_COPY
 from vime.handoff.ledger_schema import UNREADABLE, open_for_reading
+from vime.handoff.ledger_store import LedgerStore
 from vime.handoff.ledger_types import LedgerFileError
 from vime.utils.files import sync
 
@@ -42,36 +42,36 @@ def lasting_file(path: Path, checkpoint_round: int | None) -> Path:
     return path
 
 
-def undo_unless(book: Book, last: int) -> None:
+def undo_unless(store: LedgerStore, last: int) -> None:
     """Put the ledger back as it was before a restore that has not trained, unless that was to round `last` too."""
-    path = before_path(book.path)
-    if book.meta(_FLAG, 0) and book.one(_TO_ROUND) != (last,) and path.is_file():
+    path = before_path(store.path)
+    if store.meta(_FLAG, 0) and store.one(_TO_ROUND) != (last,) and path.is_file():
         try:
             with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source:
-                source.backup(book.connection)  # in one transaction
+                source.backup(store.connection)  # in one transaction
         except sqlite3.Error as error:
             raise LedgerFileError(
                 f"{path}: the ledger as it was before the run went back to an older checkpoint cannot be put back: "
-                f"{error}. {book.path} was not changed; free disk space, or load that older checkpoint again."
+                f"{error}. {store.path} was not changed; free disk space, or load that older checkpoint again."
             ) from error
-        book.reload()
-    if not book.meta(_FLAG, 0):
+        store.reload()
+    if not store.meta(_FLAG, 0):
         _forget(path)
 
 
-def keep_before(book: Book, last: int) -> bool:
+def keep_before(store: LedgerStore, last: int) -> bool:
     """Keep the ledger as it is, when a restore to round `last` takes back rounds that were trained. Answers whether it
     does; the transaction of the restore then calls `note_going_back`."""
-    if book.meta(_FLAG, 0):
+    if store.meta(_FLAG, 0):
         return True
-    if book.one("select 1 from round where id > ? and is_final = 1 limit 1", last) is None:
+    if store.one("select 1 from round where id > ? and is_final = 1 limit 1", last) is None:
         return False
-    path = before_path(book.path)
+    path = before_path(store.path)
     partial = path.with_name(path.name + ".partial")
     try:
         partial.unlink(missing_ok=True)
         with closing(sqlite3.connect(partial)) as copy:
-            book.connection.backup(copy)
+            store.connection.backup(copy)
             copy.execute("pragma journal_mode = delete")
         sync(partial)
         os.replace(partial, path)
@@ -84,22 +84,22 @@ def keep_before(book: Book, last: int) -> bool:
     return True
 
 
-def note_going_back(book: Book) -> None:
-    book.set_meta(_FLAG, 1)
+def note_going_back(store: LedgerStore) -> None:
+    store.set_meta(_FLAG, 1)
 
 
-def is_going_back(book: Book) -> bool:
-    return bool(book.meta(_FLAG, 0))
+def is_going_back(store: LedgerStore) -> bool:
+    return bool(store.meta(_FLAG, 0))
 
 
-def note_gone_on(book: Book) -> None:
+def note_gone_on(store: LedgerStore) -> None:
     """The first round is trained, in the transaction that says so."""
-    book.set_meta(_FLAG, 0)
+    store.set_meta(_FLAG, 0)
 
 
-def forget_before(book: Book) -> None:
+def forget_before(store: LedgerStore) -> None:
     """Behind that transaction."""
-    _forget(before_path(book.path))
+    _forget(before_path(store.path))
 
 
 def _forget(path: Path) -> None:

@@ -1,7 +1,7 @@
 """The machine that train.py and train_async.py drive: the stations of a round as verbs.
 
-The verbs are what happens; the rhythm (when, and what overlaps) is the caller's. `ray/assembly.py` starts and stops the
-parts behind them.
+The verbs are what happens; the schedule (when, and what overlaps) is the caller's. `ray/startup.py` starts and stops
+the parts behind them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from vime.config.parse import Config
-from vime.handoff.receipts import ReceiptBook
+from vime.handoff.receipts import ReceiptFile
 from vime.observability.events import EventKind, EventLog, span
 from vime.observability.screen import Screen
 from vime.ray.agreement import AgreementGuard
-from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import RunState, Start, checkpoint_root
+from vime.ray.checkpoint_identity import facts_of
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
-from vime.ray.misfits import facts_of
 from vime.ray.probe import check_engines_agree
 from vime.ray.rollout_manager import GeneratedRound
+from vime.ray.round_metrics import RoundMetrics
 from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
@@ -64,11 +64,11 @@ class Watchers:
     screen: Screen
     interrupts: Interrupts
     events: EventLog
-    books: RoundBooks
+    round_metrics: RoundMetrics
 
 
-class Machine:
-    """One run. Made by `open_machine`; owned by the driver's main thread."""
+class Components:
+    """One run. Made by `start_components`; owned by the driver's main thread."""
 
     def __init__(
         self, config: Config, run_dir: Path, parts: Parts, watchers: Watchers, versions: VersionLedger, start: Start
@@ -82,7 +82,7 @@ class Machine:
         self._cursor: dict[str, Any] = {}  # the data cursor after the last trained round
         self.open_round: int | None = None  # its line is not written yet
         self.doing: Doing | None = None
-        self.receipts = ReceiptBook(run_dir, start_round=start.rollout_id, link=start.receipt)
+        self.receipts = ReceiptFile(run_dir, start_round=start.rollout_id, link=start.receipt)
         self.saver = Saver(
             self.checkpoint_root,
             is_async=config.model.async_save,
@@ -107,13 +107,13 @@ class Machine:
 
     def rounds(self) -> Iterator[int]:
         """The rollout ids of this run, from the first one not trained yet. Closes a round's books after each."""
-        self.watchers.books.begin()
+        self.watchers.round_metrics.begin()
         for rollout_id in range(self._start.rollout_id, self.parts.num_rollout):
             self.watchers.interrupts.raise_if_asked("the pause between rounds")
             self.saver.poll()
             self.open_round = rollout_id
             yield rollout_id
-            self.watchers.books.finish(rollout_id, self.versions.trained)
+            self.watchers.round_metrics.finish(rollout_id, self.versions.trained)
             self.open_round = None
 
     def start_generation(self, rollout_id: int) -> Any:
@@ -123,10 +123,10 @@ class Machine:
 
     def finish_generation(self, pending: Any) -> GeneratedRound:
         """Wait until the round is generated, scored and put."""
-        with self.watchers.books.timed("perf/wait_time"):
+        with self.watchers.round_metrics.timed("perf/wait_time"):
             generated: GeneratedRound = self._wait_for_manager(pending, "a round of generation")
             self._agreement.after_generation(generated, self.versions)
-        self.watchers.books.add(generated.metrics)
+        self.watchers.round_metrics.add(generated.metrics)
         if self.parts.stream is not None and generated.lease is not None:
             self.parts.stream.leased(generated.lease)
         self.watchers.events.emit(EventKind.ROUND_GENERATED, rollout_id=generated.rollout_id)
@@ -145,7 +145,7 @@ class Machine:
         version is known, and the ledger holds the bound."""
         if self.parts.stream is not None:
             return
-        with self.watchers.books.timed("perf/wait_time"):
+        with self.watchers.round_metrics.timed("perf/wait_time"):
             generated = self._wait_for_manager(pending, "the prefetched round")
             self._agreement.after_generation(generated, self.versions)
 
@@ -160,7 +160,7 @@ class Machine:
         self.watchers.screen.activity("training")
         self.doing = Doing.TRAINING
         trainers, started = self.parts.trainers, time.monotonic()
-        with self.watchers.books.timed("perf/train_time"):
+        with self.watchers.round_metrics.timed("perf/train_time"):
             try:
                 trained = self._agreement.train(generated, self.versions.trained)
             except AgreementError:
@@ -169,7 +169,7 @@ class Machine:
         metrics = dict(trained.metrics)
         if generated.work is not None:
             metrics |= generated.work.rates(
-                time.monotonic() - started + self.watchers.books.spent("perf/early_train_time"),
+                time.monotonic() - started + self.watchers.round_metrics.spent("perf/early_train_time"),
                 num_ranks=len(trainers),
                 device_name=trainers.device_name,
                 bf16=bool(self.config.parallel.bf16),
@@ -187,7 +187,7 @@ class Machine:
             version=self.versions.trained,
             receipt=receipt,
         )
-        self.watchers.books.add(metrics)
+        self.watchers.round_metrics.add(metrics)
         failpoint(Point.CLEAR)
         with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
             _clear(self, generated.ticket)
@@ -203,11 +203,11 @@ class Machine:
             return
         self.watchers.screen.activity("moving weights to the engines")
         self.doing = Doing.PUBLISHING
-        with self.watchers.books.timed("perf/update_weights_time"):
+        with self.watchers.round_metrics.timed("perf/update_weights_time"):
             report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
             self.versions.confirm(report.engine_reports, report.content_hash)
         self.doing = None
-        with self.watchers.books.timed("perf/agreement_time"):  # before new prompts: behind them a score waits
+        with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts: behind them a score waits
             agreement = self._agreement.after_publish(self.versions.trained)
         failpoint(Point.RELEASE)
         if self.parts.stream is not None:
@@ -221,7 +221,7 @@ class Machine:
         )
         if self.config.weights.check_weight_update_equal:
             check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
-        self.watchers.books.add({**report.metrics(), **agreement})
+        self.watchers.round_metrics.add({**report.metrics(), **agreement})
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""
@@ -229,9 +229,9 @@ class Machine:
             return
         _rest_trainers(self)
         self.watchers.screen.activity("evaluating")
-        with self.watchers.books.timed("perf/eval_time"):
+        with self.watchers.round_metrics.timed("perf/eval_time"):
             metrics = self._wait_for_manager(self.parts.manager.evaluate.remote(rollout_id), "evaluation")
-        self.watchers.books.log_eval(rollout_id, metrics)
+        self.watchers.round_metrics.log_eval(rollout_id, metrics)
         self.watchers.events.emit(EventKind.EVAL_DONE, rollout_id=rollout_id, metrics=metrics)
 
     def evaluate_if_due(self, rollout_id: int) -> None:
@@ -251,7 +251,7 @@ class Machine:
         if trainers is None or _is_saved(self):
             return
         self.watchers.screen.activity("saving a checkpoint")
-        with self.watchers.books.timed("perf/save_time"):
+        with self.watchers.round_metrics.timed("perf/save_time"):
             self.saver.finish()  # a failure of the save before does not keep this round from being saved
             self.receipts.sync()
             state = RunState(
@@ -261,7 +261,7 @@ class Machine:
                 ledger=self.parts.stream.saving() if self.parts.stream is not None else None,
                 receipt=self.receipts.link,
                 written_with=facts_of(self.config),
-                metrics=self.watchers.books.so_far() if self.open_round == rollout_id else None,
+                metrics=self.watchers.round_metrics.so_far() if self.open_round == rollout_id else None,
             )
             self.doing = Doing.SAVING
             self.saver.save(state, trainers)
@@ -299,59 +299,61 @@ class Machine:
         return poll
 
 
-def has_work(machine: Machine) -> bool:
+def has_work(components: Components) -> bool:
     """Whether a stop now would save something: a round that is trained and not saved, or that is being trained, which
     nothing interrupts."""
-    is_training = machine.doing is Doing.TRAINING
-    return machine.parts.trainers is not None and (is_training or not _is_saved(machine))
+    is_training = components.doing is Doing.TRAINING
+    return components.parts.trainers is not None and (is_training or not _is_saved(components))
 
 
-def _is_saved(machine: Machine) -> bool:
+def _is_saved(components: Components) -> bool:
     """Whether nothing was trained that is not in a checkpoint."""
-    return machine.trained_round in (machine._start.rollout_id - 1, machine.saver.newest_round)
+    return components.trained_round in (components._start.rollout_id - 1, components.saver.newest_round)
 
 
-def _rest_trainers(machine: Machine) -> None:
+def _rest_trainers(components: Components) -> None:
     """--offload-train: the engines work now. For what the trainers are asked next they wake up by themselves."""
-    if machine.config.cluster.offload_train and machine.parts.trainers is not None:
-        with machine.watchers.books.timed("perf/offload_time"):
-            machine.parts.trainers.sleep()
+    if components.config.cluster.offload_train and components.parts.trainers is not None:
+        with components.watchers.round_metrics.timed("perf/offload_time"):
+            components.parts.trainers.sleep()
 
 
-def _begin_training(machine: Machine, rollout_id: int) -> None:
+def _begin_training(components: Components, rollout_id: int) -> None:
     """Let the trainers work through finished groups of a round until the rest is finished too. No weight moves."""
-    parts, books = machine.parts, machine.watchers.books
+    parts, round_metrics = components.parts, components.watchers.books
     assert parts.trainers is not None, "mode streaming trains"
     while True:
-        with books.timed("perf/wait_time"):
-            ticket = machine._wait_for_manager(parts.manager.portion.remote(rollout_id), "groups to begin a round with")
+        with round_metrics.timed("perf/wait_time"):
+            ticket = components._wait_for_manager(
+                parts.manager.early_batch.remote(rollout_id), "groups to begin a round with"
+            )
         if ticket is None:
             return
-        with books.timed("perf/early_train_time"):
-            parts.trainers.begin(rollout_id, ticket, machine.versions.trained)
-        _clear(machine, ticket)
+        with round_metrics.timed("perf/early_train_time"):
+            parts.trainers.begin(rollout_id, ticket, components.versions.trained)
+        _clear(components, ticket)
 
 
-def _clear(machine: Machine, ticket: Any) -> None:
+def _clear(components: Components, ticket: Any) -> None:
     """Have the RolloutManager remove from the queue what every rank has read. The driver is no client of the queue:
     torch, which a client brings, would be most of its memory. Mode off: the objects go with their ticket."""
-    queue = machine.config.queue
+    queue = components.config.queue
     if queue.transferqueue_mode == "off":
         return
     wait_for(
-        [machine.parts.manager.clear.remote(ticket)],
+        [components.parts.manager.clear.remote(ticket)],
         name="a trained round to leave the queue",
         owner="RolloutManager",
         deadline_s=queue.transferqueue_timeout_secs + GRACE_S,
-        on_poll=machine._poll(interruptible=False),
+        on_poll=components._poll(interruptible=False),
     )
 
 
-def _note_saved(machine: Machine, rollout_id: int, path: Path) -> None:
+def _note_saved(components: Components, rollout_id: int, path: Path) -> None:
     """A checkpoint is visible."""
-    machine.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
-    if machine.parts.stream is not None:
-        machine.parts.stream.saved(rollout_id)
+    components.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
+    if components.parts.stream is not None:
+        components.parts.stream.saved(rollout_id)
 
 
 def is_due(interval: int | None, rollout_id: int, last_round: int) -> bool:

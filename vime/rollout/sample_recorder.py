@@ -24,7 +24,7 @@ WRITE_S = 60.0
 """A disk that takes longer to take a round costs the answers of that round, not the run."""
 
 
-class SampleBook:
+class SampleRecorder:
     """Waits for: the write of the round before, when the next one is handed over. Any thread."""
 
     def __init__(self) -> None:
@@ -107,4 +107,4 @@ class SampleBook:
         self._has_warned = True
 
 
-BOOK = SampleBook()
+RECORDER = SampleRecorder()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vime.handoff.ledger_book import Book, Flight, GroupRow, find_group, lack_of_room
+from vime.handoff.ledger_store import Flight, GroupRow, LedgerStore, find_group, lack_of_room
 from vime.handoff.ledger_types import (
     EVAL_PREFIX,
     Admission,
@@ -46,11 +46,11 @@ _BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0
     where partition = ? and grp = ?"""
 
 
-class PromptDesk:
+class PromptLedger:
     """Issue and commit. Pure: no thread, no clock of its own, one call is one transaction."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, store: LedgerStore) -> None:
+        self._store = store
 
     def issue(
         self, producer: str, count: int, *, request: str, partition: str | None = None, end: int | None = None
@@ -63,22 +63,22 @@ class PromptDesk:
         """
         if count < 1 or not producer or not request:
             raise HandoffError(f"issue of {count} prompts to {producer!r}, request {request!r}; expected 1 and names.")
-        book, memory = self._book, self._book.memory
-        partition = partition or book.rules.partition
-        if partition != book.rules.partition and not partition.startswith(EVAL_PREFIX):
+        store, memory = self._store, self._store.memory
+        partition = partition or store.rules.partition
+        if partition != store.rules.partition and not partition.startswith(EVAL_PREFIX):
             raise PartitionError(
-                f"partition {partition!r}: expected {book.rules.partition!r} (--transferqueue-partition) or a name "
+                f"partition {partition!r}: expected {store.rules.partition!r} (--transferqueue-partition) or a name "
                 f"that begins with {EVAL_PREFIX!r}."
             )
         repeated = memory.requests.get((producer, request))
         if repeated:
             return self._grant(repeated)
-        with book.transaction():
-            number = book.partition_id(partition)
+        with store.transaction():
+            number = store.partition_id(partition)
             tasks, is_at_end = self._take(producer, count, request, partition, number, end)
             for task in tasks:
-                book.write("issued", number, task.group, task.attempt, note=producer)
-        deadline = book.deadline()
+                store.write("issued", number, task.group, task.attempt, note=producer)
+        deadline = store.deadline()
         for task in tasks:
             memory.fly(Flight(task, producer, request, deadline))
         if tasks:
@@ -89,19 +89,19 @@ class PromptDesk:
         self, producer: str, count: int, request: str, partition: str, number: int, end: int | None
     ) -> tuple[list[Task], bool]:
         """Give groups to a producer; also whether the prompts have come to their end."""
-        book, usage = self._book, self._book.memory.usage
-        is_train = partition == book.rules.partition
-        room = max(0, book.num_slots() - usage.active) if is_train else count
-        retries = book.query(_RETRIES, number, min(count, room))
-        [first] = book.one("select next_group from partition where id = ?", number)
+        store, usage = self._store, self._store.memory.usage
+        is_train = partition == store.rules.partition
+        room = max(0, store.num_slots() - usage.active) if is_train else count
+        retries = store.query(_RETRIES, number, min(count, room))
+        [first] = store.one("select next_group from partition where id = ?", number)
         num_new = min(count - len(retries), room - usage.retry if is_train else count)
         new = range(first, first + max(0, num_new if end is None else min(num_new, end - first)))
         for group, _ in retries:
-            book.change(_ISSUE_AGAIN, producer, request, number, group)
+            store.change(_ISSUE_AGAIN, producer, request, number, group)
         for group in new:
-            book.change(_ISSUE_NEW, number, group, producer, request)
+            store.change(_ISSUE_NEW, number, group, producer, request)
         if new:
-            book.change("update partition set next_group = ? where id = ?", new.stop, number)
+            store.change("update partition set next_group = ? where id = ?", new.stop, number)
         if is_train:
             usage.retry -= len(retries)
             usage.active += len(retries) + len(new)
@@ -113,7 +113,7 @@ class PromptDesk:
 
         Ask again until it is granted, within a deadline of your own; heartbeats keep the place in the line.
         """
-        book, rules, row = self._book, self._book.rules, find_group(self._book, task)
+        store, rules, row = self._store, self._store.rules, find_group(self._store, task)
         if row.state != State.ISSUED or row.attempt != task.attempt:
             raise refuse_late(task, row)
         if not rules.has_capacity or task.partition != rules.partition or row.admitted:
@@ -124,43 +124,43 @@ class PromptDesk:
                     f"group {task}: {size} {what}, the queue may hold {most} (--transferqueue-max-{what}). It would "
                     "wait for ever; raise the bound above the largest group."
                 )
-        line = book.memory.waiting
+        line = store.memory.waiting
         line.setdefault(task)
         if next(iter(line)) != task:
             ahead = list(line).index(task)
             return Admission(granted=False, waits_for=f"its turn for room in the queue, behind {ahead} others")
-        lack = lack_of_room(book.memory.usage, rules, num_tokens, num_bytes)
+        lack = lack_of_room(store.memory.usage, rules, num_tokens, num_bytes)
         if lack:
             return Admission(granted=False, waits_for=f"room in the queue: {lack}; a trained round makes some")
-        with book.transaction():
+        with store.transaction():
             sql = "update prompt_group set admitted = 1, num_tokens = ?, num_bytes = ? where partition = ? and grp = ?"
-            book.change(sql, num_tokens, num_bytes, row.partition, task.group)
+            store.change(sql, num_tokens, num_bytes, row.partition, task.group)
             self._note("admitted", row, task, num_tokens, num_bytes)
-            book.memory.usage.hold(num_tokens, num_bytes)
+            store.memory.usage.hold(num_tokens, num_bytes)
         del line[task]
         return Admission(granted=True)
 
     def commit(self, task: Task, payload: Payload) -> CommitOutcome:
         """The payload of `task` is stored: its group is ready. A second delivery of one attempt changes nothing."""
-        book, row = self._book, find_group(self._book, task)
+        store, row = self._store, find_group(self._store, task)
         if row.state != State.ISSUED or row.attempt != task.attempt:
             if row.attempt == task.attempt and row.state in (State.READY, State.LEASED, State.TRAINED, State.DURABLE):
                 return CommitOutcome.DUPLICATE
             raise refuse_late(task, row)
         if not 0 <= payload.min_version <= payload.max_version or payload.num_rows < 1:
             raise HandoffError(f"group {task}: {payload}; expected rows, and versions in order.")
-        is_train = task.partition == book.rules.partition
-        if is_train and book.rules.has_capacity:
-            check_room(book, task, row, payload)
-        with book.transaction():
+        is_train = task.partition == store.rules.partition
+        if is_train and store.rules.has_capacity:
+            check_room(store, task, row, payload)
+        with store.transaction():
             sequence = self._note("ready", row, task, payload.num_tokens, payload.num_bytes, payload.content or None)
             size = (payload.checksum, payload.num_bytes, payload.num_tokens, payload.num_rows)
             known = (payload.min_version, payload.max_version, payload.facts)
-            book.change(_COMMIT, sequence, *size, *known, row.partition, task.group)
+            store.change(_COMMIT, sequence, *size, *known, row.partition, task.group)
             if is_train:
                 more = (payload.num_tokens - row.num_tokens, payload.num_bytes - row.num_bytes)
-                book.memory.usage.hold(*more, groups=1 - row.admitted)
-        book.memory.land(task)
+                store.memory.usage.hold(*more, groups=1 - row.admitted)
+        store.memory.land(task)
         return CommitOutcome.COMMITTED
 
     def drop(self, task: Task, reason: str) -> bool:
@@ -168,7 +168,7 @@ class PromptDesk:
 
         Answers False when the same attempt was dropped before.
         """
-        row = find_group(self._book, task)
+        row = find_group(self._store, task)
         if row.attempt == task.attempt and row.state == State.DROPPED:
             return False
         is_evaluated = row.state == State.READY and task.partition.startswith(EVAL_PREFIX)
@@ -176,12 +176,12 @@ class PromptDesk:
             raise refuse_late(task, row)
         if not reason:
             raise HandoffError(f"group {task}: dropped without a reason; a dropped group is counted under one.")
-        with self._book.transaction():
+        with self._store.transaction():
             sql = "update prompt_group set state = 'dropped', admitted = 0, reason = ? where partition = ? and grp = ?"
-            self._book.change(sql, reason, row.partition, task.group)
+            self._store.change(sql, reason, row.partition, task.group)
             self._note("dropped", row, task, note=reason)
             self._leave(row, task)
-        self._book.memory.land(task)
+        self._store.memory.land(task)
         return True
 
     def retry(self, task: Task, reason: str, *, partial: int | None = None) -> bool:
@@ -189,7 +189,7 @@ class PromptDesk:
 
         Answers False when the same attempt was given back before.
         """
-        row = find_group(self._book, task)
+        row = find_group(self._store, task)
         if row.attempt == task.attempt and row.state == State.RETRY:
             return False
         if row.attempt != task.attempt or row.state != State.ISSUED:
@@ -199,43 +199,43 @@ class PromptDesk:
 
     def heartbeat(self, producer: str) -> frozenset[Task]:
         """`producer` lives: its attempts get a full timeout from now. Answers what it is still trusted with."""
-        flights, deadline = self._book.memory.flights, self._book.deadline()
+        flights, deadline = self._store.memory.flights, self._store.deadline()
         held = {key: flight for key, flight in flights.items() if flight.producer == producer}
         flights.update({key: replace(flight, deadline=deadline) for key, flight in held.items()})
         return frozenset(flight.task for flight in held.values())
 
     def abandon(self, producer: str) -> int:
         """`producer` is dead: its prompts go to others at once. Answers how many."""
-        tasks = [flight.task for flight in self._book.memory.flights.values() if flight.producer == producer]
+        tasks = [flight.task for flight in self._store.memory.flights.values() if flight.producer == producer]
         if tasks:
             self._give_back(tasks, f"producer {producer} lost")
         return len(tasks)
 
     def expire(self, now: float) -> None:
         """Give back what missed its deadline."""
-        late = [flight.task for flight in self._book.memory.flights.values() if flight.deadline <= now]
+        late = [flight.task for flight in self._store.memory.flights.values() if flight.deadline <= now]
         if late:
             self._give_back(late, "lease expired")
 
     def _give_back(self, tasks: list[Task], reason: str, *, partial: int | None = None) -> None:
-        with self._book.transaction():
+        with self._store.transaction():
             for task in tasks:
-                row = find_group(self._book, task)
+                row = find_group(self._store, task)
                 attempt = task.attempt if partial is not None else None
-                self._book.change(_BACK, reason, attempt, partial, row.partition, task.group)
+                self._store.change(_BACK, reason, attempt, partial, row.partition, task.group)
                 self._note("retry", row, task, note=reason)
                 if self._leave(row, task):
-                    self._book.memory.usage.retry += 1
+                    self._store.memory.usage.retry += 1
         for task in tasks:
-            self._book.memory.land(task)
+            self._store.memory.land(task)
 
     def _leave(self, row: GroupRow, task: Task) -> bool:
         """A group stops being under way: its slot and its room are free. Answers whether it held a slot at all."""
-        is_train = task.partition == self._book.rules.partition
+        is_train = task.partition == self._store.rules.partition
         if is_train:
-            self._book.memory.usage.active -= 1
+            self._store.memory.usage.active -= 1
             if row.admitted:
-                self._book.memory.usage.hold(-row.num_tokens, -row.num_bytes, groups=-1)
+                self._store.memory.usage.hold(-row.num_tokens, -row.num_bytes, groups=-1)
         return is_train
 
     def _note(
@@ -248,28 +248,28 @@ class PromptDesk:
         note: str | None = None,
     ) -> int:
         place = (row.partition, task.group, task.attempt)
-        return self._book.write(event, *place, tokens=tokens, num_bytes=num_bytes, note=note)
+        return self._store.write(event, *place, tokens=tokens, num_bytes=num_bytes, note=note)
 
     def _grant(self, tasks: list[Task]) -> PromptGrant:
-        prompts = tuple(issued_prompt(self._book, task) for task in tasks)
-        return PromptGrant(prompts=prompts, serving=self._book.meta("serving", 0))
+        prompts = tuple(issued_prompt(self._store, task) for task in tasks)
+        return PromptGrant(prompts=prompts, serving=self._store.meta("serving", 0))
 
     def _no_prompt(self, number: int, *, is_at_end: bool) -> PromptGrant:
-        usage = self._book.memory.usage
+        usage = self._store.memory.usage
         if is_at_end:
-            is_done = self._book.one(_UNDER_WAY, number) is None
+            is_done = self._store.one(_UNDER_WAY, number) is None
             why = "" if is_done else "the groups in flight: there is no new prompt, but one of them may come back"
             return PromptGrant(prompts=(), waits_for=why, is_exhausted=is_done)
         return PromptGrant(
             prompts=(),
             waits_for=f"a slot: {usage.active} groups are under way and {usage.retry} to be retried, of "
-            f"{self._book.num_slots()}; a served round or a dropped group frees one",
+            f"{self._store.num_slots()}; a served round or a dropped group frees one",
         )
 
 
-def issued_prompt(book: Book, task: Task) -> IssuedPrompt:
+def issued_prompt(store: LedgerStore, task: Task) -> IssuedPrompt:
     """With the tokens that an earlier attempt left."""
-    row = find_group(book, task) if task.attempt > 1 else None
+    row = find_group(store, task) if task.attempt > 1 else None
     if row is None or row.partial_attempt is None or row.partial_checksum is None:
         return IssuedPrompt(task=task)
     return IssuedPrompt(task=task, partial=(replace(task, attempt=row.partial_attempt), row.partial_checksum))
@@ -283,7 +283,7 @@ def refuse_late(task: Task, row: GroupRow) -> TransitionError:
     return TransitionError(f"{found}, expected issued at attempt {task.attempt}. Discard what it made.")
 
 
-def check_room(book: Book, task: Task, row: GroupRow, payload: Payload) -> None:
+def check_room(store: LedgerStore, task: Task, row: GroupRow, payload: Payload) -> None:
     """Refuse a payload larger than admitted, or one that never was while there is no room or others wait."""
     if row.admitted:
         if payload.num_tokens > row.num_tokens or payload.num_bytes > row.num_bytes:
@@ -292,7 +292,7 @@ def check_room(book: Book, task: Task, row: GroupRow, payload: Payload) -> None:
                 f"{row.num_tokens} and {row.num_bytes}. Ask `admit` with the size that is stored."
             )
         return
-    usage, rules = book.memory.usage, book.rules
+    usage, rules = store.memory.usage, store.rules
     lack = lack_of_room(usage, rules, payload.num_tokens, payload.num_bytes)
-    if lack or book.memory.waiting:
+    if lack or store.memory.waiting:
         raise CapacityError(f"group {task}: not admitted; {lack or 'others wait for room'}. Ask `admit` first.")

@@ -1,4 +1,4 @@
-"""A round whose step was begun portion by portion ends with the weights of the round trained at once."""
+"""A round whose step was begun early batch by early batch ends with the weights of the round trained at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_portions_make_the_weights_and_metrics_of_the_whole_round(contract: Answers, setting: str, recipe: str) -> None:
-    """Denominators are known when the last portion comes: 8 samples, and more tokens than the first portion has."""
+    """Denominators are known when the last early batch comes: 8 samples, and more tokens than the first early batch
+    has."""
     for rank in contract(f"{setting}-early-{recipe}"):
-        expected, found = rank["at once"], rank["in portions"]
-        for at_once, in_portions in zip(expected["metrics"], found["metrics"], strict=True):
-            assert in_portions == pytest.approx(at_once, rel=RELATIVE, abs=1e-7)
+        expected, found = rank["at once"], rank["in early batches"]
+        for at_once, in_early_batches in zip(expected["metrics"], found["metrics"], strict=True):
+            assert in_early_batches == pytest.approx(at_once, rel=RELATIVE, abs=1e-7)
         assert found["weights"].keys() == expected["weights"].keys()
         for name, tensor in expected["weights"].items():
             torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=WEIGHT, msg=name)

@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.ledger_cases import checked, groups_of, has_all, issue, lease, make_ready, open_ledger, train
 from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_before import before_path, lasting_file
 from vime.handoff.ledger_types import LedgerFileError, LedgerMark
+from vime.handoff.ledger_undo import before_path, lasting_file
 
 NEWEST = 3
 
@@ -39,7 +39,7 @@ def facts(round_id: int, marks: list[LedgerMark]) -> SavedFacts:
 
 
 def tables(ledger: Ledger) -> list[object]:
-    query = ledger._book.query
+    query = ledger._store.query
     return [query(f"select * from {name}") for name in ("prompt_group", "round", "history", "partition")]
 
 

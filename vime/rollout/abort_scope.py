@@ -22,10 +22,10 @@ AGAIN_S = 0.25
 """A request that had not reached its engine when the abort did is aborted again after this."""
 
 Abort = Callable[[list[str]], Awaitable[None]]
-_HALT: ContextVar[Halt | None] = ContextVar("vime_halt", default=None)
+_HALT: ContextVar[AbortScope | None] = ContextVar("vime_abort_scope", default=None)
 
 
-class Halt:
+class AbortScope:
     """Of one round, or of a producer: what its tasks ask of engines ends when it says so. Lives on the rollout loop.
 
     It belongs to the task that calls `govern` and to those that it starts, through any plug-in: evaluation goes on.
@@ -65,12 +65,12 @@ class Halt:
                 await asyncio.wait(pending, timeout=min(AGAIN_S, left))
 
 
-def current_halt() -> Halt | None:
+def current_abort_scope() -> AbortScope | None:
     """What the calling task obeys; None for evaluation."""
     return _HALT.get()
 
 
-def is_halted() -> bool:
+def is_aborting() -> bool:
     """Whether the calling task is to end with what it has."""
     halt = _HALT.get()
     return halt is not None and halt.is_set

@@ -12,7 +12,7 @@ from vime.observability.screen import Screen
 from vime.types import Version
 
 
-class RoundBooks:
+class RoundMetrics:
     """Owned by the driver. Durations are wall seconds."""
 
     def __init__(self, tracker: Tracker, screen: Screen) -> None:

@@ -11,12 +11,12 @@ import heapq
 import itertools
 from contextvars import ContextVar
 
-_TURN: ContextVar[int] = ContextVar("vime_turn", default=-1)
+_PRIORITY: ContextVar[int] = ContextVar("vime_request_priority", default=-1)
 
 
-def take_turn(group_index: int) -> None:
+def set_request_priority(group_index: int) -> None:
     """What the calling task asks from now on, through any plug-in, is for this group. Evaluation asks first."""
-    _TURN.set(group_index)
+    _PRIORITY.set(group_index)
 
 
 class Slots:
@@ -32,7 +32,7 @@ class Slots:
             self._free -= 1
             return
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (_TURN.get(), next(self._arrivals), mine))
+        heapq.heappush(self._waiting, (_PRIORITY.get(), next(self._arrivals), mine))
         try:
             await mine
         except asyncio.CancelledError:

@@ -21,16 +21,16 @@ from vime.config.schedule import steps_of_round
 from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
-from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import Start, find_start, read_run_state
+from vime.ray.checkpoint_damage import doubts
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
-from vime.ray.damage import doubts
+from vime.ray.components import Components, Parts, Watchers, has_work
 from vime.ray.engines import STOP_S as ENGINES_STOP_S
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal, nothing_to_save
 from vime.ray.ledger_choice import choose_ledger
-from vime.ray.machine import Machine, Parts, Watchers, has_work
 from vime.ray.rollout_manager import ManagerInfo, RolloutManager
+from vime.ray.round_metrics import RoundMetrics
 from vime.ray.servers import watched_ray
 from vime.ray.stores import start_queue, stop_queue
 from vime.ray.stream import Stream
@@ -76,14 +76,14 @@ class Starter:
 
 
 @contextlib.contextmanager
-def open_machine(
+def start_components(
     config: Config,
     run_dir: Path,
     screen: Screen,
     interrupts: Interrupts,
     events: EventLog,
     on_ray_lost: Callable[[str], None],
-) -> Iterator[Machine]:
+) -> Iterator[Components]:
     """Every part running and confirmed; on exit every part stopped. `on_ray_lost`: as in `watched_ray`.
 
     A part of a start that fails, or that the user ends, has nothing that it would have to bring to an end: it is not
@@ -95,10 +95,10 @@ def open_machine(
     with contextlib.ExitStack() as stack:
         with children_outlive_the_terminal():
             tracker = Tracker(config.tracking, run_dir, config.to_dict(), start_round=start.rollout_id)
-        books = RoundBooks(tracker, screen)
-        stack.callback(books.close)
+        round_metrics = RoundMetrics(tracker, screen)
+        stack.callback(round_metrics.close)
         if start.checkpoint is not None and (saved := read_run_state(start.checkpoint)).metrics is not None:
-            books.retell(saved.rollout_id, saved.version, saved.metrics)
+            round_metrics.retell(saved.rollout_id, saved.version, saved.metrics)
         stack.callback(stop_ray)
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config, starter.poll)
@@ -124,20 +124,20 @@ def open_machine(
                 for doubt in doubts(start.checkpoint, config.model.load):
                     screen.warn(doubt)
                 _restore(parts, start.checkpoint, versions)
-        watchers = Watchers(screen=screen, interrupts=interrupts, events=events, books=books)
-        machine = Machine(config, run_dir, parts, watchers, versions, start)
-        stack.callback(machine.receipts.close)
+        watchers = Watchers(screen=screen, interrupts=interrupts, events=events, round_metrics=round_metrics)
+        components = Components(config, run_dir, parts, watchers, versions, start)
+        stack.callback(components.receipts.close)
         with starter.part("first_weights", "bringing the weights to the engines"):
-            machine.publish()
+            components.publish()
         if parts.stream is not None:
             parts.stream.begin()
         if start.rollout_id == 0 and not config.eval.skip_eval_before_train:
-            machine.evaluate(0)
+            components.evaluate(0)
         elif start.rollout_id > 0 and tracker.lacks(start.rollout_id - 1, "eval/"):
-            machine.evaluate_if_due(start.rollout_id - 1)  # the run before ended with the checkpoint and ahead of it
+            components.evaluate_if_due(start.rollout_id - 1)  # the run before ended with the checkpoint and ahead of it
         screen.begin(start.rollout_id, parts.num_rollout)
-        starter.is_done, interrupts.has_work = True, partial(has_work, machine)
-        yield machine
+        starter.is_done, interrupts.has_work = True, partial(has_work, components)
+        yield components
         failpoint(Point.STOP)
         screen.stage("stopping")
 
@@ -208,7 +208,7 @@ def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> S
 
 
 def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:
-    """Model on every rank, data cursor in the manager, version in the books."""
+    """Model on every rank, data cursor in the manager, version in the round_metrics."""
     state = read_run_state(checkpoint)
     if parts.trainers is not None:
         parts.trainers.load(checkpoint)

@@ -10,29 +10,31 @@ from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
-from vime.training.evidence import Retelling
+from vime.training.evidence import Retokenization
 
 SHOWN_TEXT = 40
 
 
-def retellings(config: Config, rows: Sequence[TrainRow], texts: Sequence[SampleText | None]) -> list[Retelling]:
+def retokenizations(
+    config: Config, rows: Sequence[TrainRow], texts: Sequence[SampleText | None]
+) -> list[Retokenization]:
     """Each differs from its row's tokens, or says that the sample's text does."""
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     return [
-        retelling
+        retokenization
         for number, (row, text) in enumerate(zip(rows, texts, strict=True))
-        for retelling in _of_row(tokenizer, number, row, text, is_template=config.data.apply_chat_template)
+        for retokenization in _of_row(tokenizer, number, row, text, is_template=config.data.apply_chat_template)
     ]
 
 
 def _of_row(
     tokenizer: Any, number: int, row: TrainRow, text: SampleText | None, *, is_template: bool
-) -> Iterator[Retelling]:
+) -> Iterator[Retokenization]:
     tokens = row.tokens.tolist()
     prompt, response = tokens[: -row.response_length], tokens[-row.response_length :]
 
-    def told(new: list[int], says: str, *, contradicts: bool = False) -> Retelling:
-        return Retelling(suspect=number, tokens=new, says=says, is_contradiction=contradicts)
+    def told(new: list[int], says: str, *, contradicts: bool = False) -> Retokenization:
+        return Retokenization(suspect=number, tokens=new, says=says, is_contradiction=contradicts)
 
     if text is not None and text.response:  # a plug-in need not keep the text
         decoded = tokenizer.decode(response, skip_special_tokens=True)

@@ -1,8 +1,8 @@
 """Which finished groups of a round the trainers begin with, while others of it are still being answered.
 
 Two threads of the RolloutManager share it: one waits for the whole round and says what is ready (`open`, `offer`,
-`close`), one hands portions to the trainers (`wait`, `claim`). A portion is a guess: it holds once the ledger's lease
-has the same groups, and `close` says whether it does.
+`close`), one hands early batches to the trainers (`wait`, `claim`). An early batch is a guess: it holds once the
+ledger's lease has the same groups, and `close` says whether it does.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import accumulate
 from vime.handoff.ledger_types import LeasedGroup
 
 
-class Portions:
+class EarlyBatches:
     """Owned by the data source of finished groups."""
 
     def __init__(self, *, minimum: int = 0, row_multiple: int = 1) -> None:
-        """`minimum`: groups of a portion at least; 0: there are none. `row_multiple`: its rows are dealt to so many
-        data-parallel ranks, equally many each."""
+        """`minimum`: groups of an early batch at least; 0: there are none. `row_multiple`: its rows are dealt to so
+        many data-parallel ranks, equally many each."""
         self.minimum, self._row_multiple = minimum, row_multiple
         self._changed = threading.Condition()
         self._round_id, self._is_open = -1, False
@@ -46,7 +46,7 @@ class Portions:
             self._changed.notify_all()
 
     def close(self, leased: Sequence[LeasedGroup]) -> bool:
-        """No portion is claimed any more: the round is whole, or it failed (nothing is leased). Whether what was
+        """No early batch is claimed any more: the round is whole, or it failed (nothing is leased). Whether what was
         claimed is part of it."""
         with self._changed:
             self._is_open, self._unclaimed = False, []
@@ -54,7 +54,8 @@ class Portions:
             return set(self._claimed) <= set(leased)
 
     def wait(self, round_id: int, timeout_s: float) -> bool:
-        """Until a portion of the round can be claimed. False when the round is whole, or over, or after `timeout_s`."""
+        """Until an early batch of the round can be claimed. False when the round is whole, or over, or after
+        `timeout_s`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._round_id >= round_id and (not self._is_open or self._fits()), timeout_s
@@ -62,15 +63,16 @@ class Portions:
             return self._round_id == round_id and self._is_open and bool(self._fits())
 
     def claim(self) -> list[LeasedGroup]:
-        """The groups of the next portion, empty when there is none any more."""
+        """The groups of the next early batch, empty when there is none any more."""
         with self._changed:
-            portion = self._unclaimed[: self._fits()] if self._is_open else []
-            self._unclaimed = self._unclaimed[len(portion) :]
-            self._claimed += portion
-            return portion
+            early_batch = self._unclaimed[: self._fits()] if self._is_open else []
+            self._unclaimed = self._unclaimed[len(early_batch) :]
+            self._claimed += early_batch
+            return early_batch
 
     def _fits(self) -> int:
-        """How many of the unclaimed groups make a portion: as many as can be dealt equally, 0 below the minimum."""
+        """How many of the unclaimed groups make an early batch: as many as can be dealt equally, 0 below the
+        minimum."""
         rows = accumulate(group.payload.num_rows for group in self._unclaimed)
         whole = [number for number, count in enumerate(rows, start=1) if count % self._row_multiple == 0]
         return whole[-1] if self.minimum and whole and whole[-1] >= self.minimum else 0

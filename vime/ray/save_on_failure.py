@@ -10,58 +10,58 @@ from __future__ import annotations
 import logging
 
 from vime.ray.checkpoint import newest_checkpoint
-from vime.ray.machine import Doing, Machine
+from vime.ray.components import Components, Doing
 from vime.types import VimeError
 
 logger = logging.getLogger(__name__)
 
 
-def rescue(machine: Machine) -> tuple[bool, str]:
+def save_on_failure(components: Components) -> tuple[bool, str]:
     """Book and save the last trained round. Answers whether nothing is lost, and what to tell the user.
 
     Bounded by the deadlines of a save; a second Ctrl-C ends it at once. Raises no ordinary exception, because the
     caller has an error to report that matters more.
     """
-    books, trained = machine.watchers.books, machine.trained_round
+    round_metrics, trained = components.watchers.round_metrics, components.trained_round
     try:
-        machine.saver.finish()
+        components.saver.finish()
     except Exception as error:  # boundary: the round it holds is saved anew below, if it can be
         logger.warning("the checkpoint that was being written is lost with the run: %s", error)
-    if machine.doing is Doing.TRAINING:
+    if components.doing is Doing.TRAINING:
         return (
             False,
-            f"This was in the middle of a round of training: its weights are not saved. {_newest(machine)}",
+            f"This was in the middle of a round of training: its weights are not saved. {_newest(components)}",
         )
-    if machine.doing is Doing.SAVING:
+    if components.doing is Doing.SAVING:
         return (
             False,
-            f"Round {trained} is trained, but not saved. {_newest(machine)}",
+            f"Round {trained} is trained, but not saved. {_newest(components)}",
         )
-    if machine.open_round is not None and machine.open_round == trained:
+    if components.open_round is not None and components.open_round == trained:
         try:
-            books.finish(trained, machine.versions.trained)
+            round_metrics.finish(trained, components.versions.trained)
         except Exception:  # boundary: a line of metrics is worth less than the round, and its sink may be what failed
             logger.exception("the metrics of round %d could not be written", trained)
     try:
-        if machine.doing is Doing.PUBLISHING and machine.parts.engines is not None:
-            machine.parts.engines.stop()  # rank 0 may wait for one that hangs, and no rank can save meanwhile
-        machine.save()
-        machine.saver.finish()
+        if components.doing is Doing.PUBLISHING and components.parts.engines is not None:
+            components.parts.engines.stop()  # rank 0 may wait for one that hangs, and no rank can save meanwhile
+        components.save()
+        components.saver.finish()
     except Exception as error:  # boundary: told together with the error that ended the run
         if not isinstance(error, VimeError):
             logger.exception("saving at the end of a failed run")
         return (
             False,
-            f"Saving round {trained} failed too: {type(error).__name__}: {error}\n{_newest(machine)}",
+            f"Saving round {trained} failed too: {type(error).__name__}: {error}\n{_newest(components)}",
         )
-    saved = machine.saver.latest
+    saved = components.saver.latest
     if saved is None:
         return (
             True,
-            f"No round was trained, so there is nothing to save. {_newest(machine)}",
+            f"No round was trained, so there is nothing to save. {_newest(components)}",
         )
     return True, f"State saved in {saved}; go on with --load {saved.parent}"
 
 
-def _newest(machine: Machine) -> str:
-    return newest_checkpoint(machine.checkpoint_root, machine.loaded)
+def _newest(components: Components) -> str:
+    return newest_checkpoint(components.checkpoint_root, components.loaded)

@@ -26,7 +26,7 @@ SIZES = {
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """What `refuse_misfit` wants to know of the run that writes a checkpoint."""
+    """What `refuse_other_run` wants to know of the run that writes a checkpoint."""
     try:
         shape = asdict(read_model_shape(config.model.hf_checkpoint))
     except ConfigError:  # the model's directory went away since the start, which is no reason to lose a checkpoint
@@ -41,7 +41,7 @@ def facts_of(config: Config) -> dict[str, Any]:
     }
 
 
-def refuse_misfit(checkpoint: Path, written: dict[str, Any] | None, config: Config) -> None:
+def refuse_other_run(checkpoint: Path, written: dict[str, Any] | None, config: Config) -> None:
     """Raise ConfigError, with every reason, when this run cannot load what that run wrote."""
     reasons = list(_reasons(written, facts_of(config))) if written else []
     if reasons:

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from vime.rollout.turns import Slots, take_turn
+from vime.rollout.request_priority import Slots, set_request_priority
 
 
 async def _holder(slots: Slots, group: int, entered: list[int], may_leave: asyncio.Event) -> None:
-    take_turn(group)
+    set_request_priority(group)
     await slots.acquire()
     entered.append(group)
     await may_leave.wait()

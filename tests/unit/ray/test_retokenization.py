@@ -10,10 +10,10 @@ from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.rows import make_row
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.ray.retelling import retellings
+from vime.ray.retokenization import retokenizations
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
-from vime.training.evidence import Retelling
+from vime.training.evidence import Retokenization
 
 BOS, EOS = 1, 2
 
@@ -30,9 +30,9 @@ def row(config: Config, prompt: str, answer: str, *, begin: bool = True) -> Trai
     return make_row(7, prompt=tokens, response=response)
 
 
-def told(config: Config, one: TrainRow, text: SampleText | None) -> dict[str, Retelling]:
-    found = retellings(config, [one], [text])
-    return {retelling.says: retelling for retelling in found}
+def told(config: Config, one: TrainRow, text: SampleText | None) -> dict[str, Retokenization]:
+    found = retokenizations(config, [one], [text])
+    return {retokenization.says: retokenization for retokenization in found}
 
 
 def test_a_faithful_row_differs_by_its_begin_token_only(config: Config) -> None:
@@ -46,7 +46,7 @@ def test_a_faithful_row_differs_by_its_begin_token_only(config: Config) -> None:
 def test_the_text_of_a_sample_gives_back_the_tokens_it_was_sampled_with(config: Config) -> None:
     written, sampled = row(config, "1+2=", "45"), row(config, "1+2=", "43")
     found = told(config, written, SampleText(prompt="1+2=", response="43"))
-    [own] = [retelling for says, retelling in found.items() if "own text" in says]
+    [own] = [retokenization for says, retokenization in found.items() if "own text" in says]
     assert list(own.tokens) == list(sampled.tokens)
     assert own.is_contradiction
     assert own.says.startswith("sample 7's own text '43' (they decode to '45') (token 1: the row has ")
@@ -55,7 +55,7 @@ def test_the_text_of_a_sample_gives_back_the_tokens_it_was_sampled_with(config: 
 def test_a_text_of_another_length_contradicts_without_tokens_to_try(config: Config) -> None:
     written = row(config, "1+2=", "45")
     found = told(config, written, SampleText(prompt="1+2=", response="435"))
-    [own] = [retelling for retelling in found.values() if retelling.is_contradiction]
+    [own] = [retokenization for retokenization in found.values() if retokenization.is_contradiction]
     assert list(own.tokens) == list(written.tokens)
 
 
@@ -67,4 +67,4 @@ def test_a_prompt_that_lost_its_begin_token_is_told_with_it(config: Config) -> N
         f"sample 7's prompt text (token 0: the row has {first}, this {BOS})",
         "the prompt with a begin token before it",
     ]
-    assert all(list(retelling.tokens) == list(whole.tokens) for retelling in found.values())
+    assert all(list(retokenization.tokens) == list(whole.tokens) for retokenization in found.values())

@@ -103,7 +103,7 @@ class LossFunction(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateAnswer:
+class UpdateResponse:
     """What all engines say about one bucket of weights; seconds are the slowest engine's."""
 
     pause_s: float  # of the first bucket: until nothing was generated any more
@@ -118,7 +118,7 @@ class EngineControl(Protocol):
     def addresses(self) -> Sequence[EngineAddress]: ...
     def world_sizes(self) -> list[int]: ...
     def init_transfer(self, init_info_by_engine: Sequence[dict[str, Any]]) -> None: ...
-    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateAnswer:
+    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateResponse:
         """One bucket of `version`: the first pauses the engines, with the last they say what they hold."""
         ...
 
@@ -190,10 +190,10 @@ class TrainEngine(Protocol):
         is_first: bool = True,
         is_last: bool = True,
     ) -> list[Tensor]:
-        """Forward and backward over micro-batches of one optimizer step: all of them, or one portion after another.
+        """Forward and backward over micro-batches of one optimizer step: all of them, or one early batch after another.
 
-        The first portion forgets old gradients; after the last the gradients stand, as those of one pass over the
-        micro-batches of all portions would. `forward` may be called between two portions.
+        The first early batch forgets old gradients; after the last the gradients stand, as those of one pass over the
+        micro-batches of all early batches would. `forward` may be called between two early_batches.
         `columns[i][name][j]` is the [R] tensor of a further column for `batches[i][j]`. Every rank passes the same
         number of micro-batches, of which some may be empty. Answers the statistics of each pack, [] off
         `RankPlace.holds_tokens`.

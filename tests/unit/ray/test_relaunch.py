@@ -15,7 +15,7 @@ from tests.helpers.training import ROOT
 from vime.config.parse import parse
 from vime.ray import launch
 from vime.ray.checkpoint import RunState, save_checkpoint
-from vime.ray.successor import Loss
+from vime.ray.relaunch import Loss
 
 LOSS = Loss(
     server="raylet (pid 7)",
@@ -30,8 +30,8 @@ LOSS = Loss(
 PROGRAM = """
 import dataclasses, json, os, subprocess, sys, threading
 import psutil
-from tests.unit.ray.test_successor import LOSS
-from vime.ray.successor import HANDED_ON, Program
+from tests.unit.ray.test_relaunch import LOSS
+from vime.ray.relaunch import HANDED_ON, Program
 program = Program()
 program.adopt_orphans()
 if program.loss is None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from vime.config.machine import ClusterConfig
+from vime.config.cluster import ClusterConfig
 from vime.types import ClusterError, RankInfo
 from vime.utils.network import listener
 from vime.utils.waits import peer, waiting

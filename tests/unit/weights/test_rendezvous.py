@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from vime.utils.network import free_port
-from vime.weights.meeting import meet, open_store
+from vime.weights.rendezvous import meet, open_store
 
 TIMEOUT = timedelta(seconds=30)
 
