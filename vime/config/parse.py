@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vime.config import config_file
 from vime.config.cluster import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
@@ -85,25 +85,60 @@ SECTIONS: dict[str, type] = {
     if spec.default_factory is not dataclasses.MISSING
 }
 _HOME = {spec.name: name for name, section in SECTIONS.items() for _, spec in knobs(section)}
+_READABLE = _HOME | {
+    name: section
+    for section, kind in SECTIONS.items()
+    for name, member in vars(kind).items()
+    if isinstance(member, property)
+}
+"""What `Args` answers: the flags and what a section makes of several of them."""
 
 
-class Args:
+if TYPE_CHECKING:
+
+    class _Flags(  # type: ignore[misc]  # every flag with its type; nothing is ever made of it, so slots do not clash
+        ClusterConfig,
+        ParallelConfig,
+        ModelConfig,
+        OptimizerConfig,
+        DataConfig,
+        RolloutConfig,
+        RewardConfig,
+        EvalConfig,
+        EngineConfig,
+        AlgoConfig,
+        CriticConfig,
+        BatchConfig,
+        QueueConfig,
+        WeightsConfig,
+        TrackingConfig,
+        AgreementConfig,
+        DebugConfig,
+    ): ...
+else:
+    _Flags = object
+
+
+class Args(_Flags):
     """The frozen configuration readable by flag name: `args.rollout_batch_size`. What plug-ins see."""
 
     __slots__ = ("config",)
+    config: Config
 
     def __init__(self, config: Config) -> None:
         object.__setattr__(self, "config", config)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "config":
-            raise AttributeError(name)
-        if name not in _HOME:
-            raise AttributeError(f"args has no {name!r}; flags are listed in docs/flags.md")
-        return getattr(getattr(self.config, _HOME[name]), name)
+    if not TYPE_CHECKING:  # to the type checker the flags are attributes: a name that is none is an error
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"args is frozen: cannot set {name!r}. Return new values instead.")
+        def __getattr__(self, name: str) -> object:
+            if name.startswith("__") or name == "config":
+                raise AttributeError(name)
+            if name not in _READABLE:
+                raise AttributeError(f"args has no {name!r}; flags are listed in docs/flags.md")
+            return getattr(getattr(self.config, _READABLE[name]), name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(f"args is frozen: cannot set {name!r}. Return new values instead.")
 
     def __reduce__(self) -> tuple[type, tuple[Config]]:
         return (Args, (self.config,))

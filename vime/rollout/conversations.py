@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 from vime.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TURNS = "sft_turns"
 """Key of a sample's metadata: [[token ids, is it trained], ...] behind the prompt."""
@@ -30,7 +33,12 @@ class Conversation:
         return len(self.prompt_ids) + sum(len(ids) for ids, _ in self.turns)
 
 
-def is_conversation(content: Any) -> bool:
+def turns_of(metadata: Mapping[str, object]) -> Sequence[tuple[Sequence[int], bool]]:
+    """What a prompt's metadata holds under TURNS; empty for a prompt that is no conversation."""
+    return cast("Sequence[tuple[Sequence[int], bool]]", metadata.get(TURNS, ()))
+
+
+def is_conversation(content: object) -> TypeGuard[list[dict[str, object]]]:
     """Whether a record's prompt is a list of messages in which the assistant has spoken."""
     return isinstance(content, list) and any(
         isinstance(message, Mapping) and message.get("role") == ASSISTANT for message in content
@@ -38,7 +46,12 @@ def is_conversation(content: Any) -> bool:
 
 
 def read_conversation(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any, arguments: Mapping[str, Any], *, where: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, object]],
+    tools: list[dict[str, object]] | None,
+    arguments: Mapping[str, object],
+    *,
+    where: str,
 ) -> Conversation:
     """DataError when the tokenizer has no chat template, or one that rewrites earlier turns."""
     if not tokenizer.chat_template:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.config.parse import Args
 from vime.data.groups import GroupFacts, GroupNotes
 from vime.data.rows import TrainRow, as_array
 from vime.handoff.group_store import EncodedGroup, encode_group
@@ -34,7 +35,7 @@ _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 
 
 def group_rows(
-    args: Any, samples: Sequence[Sample], *, partition_id: str = "", producer_id: str = ""
+    args: Args, samples: Sequence[Sample], *, partition_id: str = "", producer_id: str = ""
 ) -> list[TrainRow]:
     """The rows of one finished group, of no round yet.
 
@@ -71,7 +72,7 @@ def group_rows(
 
 
 def encoded_group(
-    args: Any, samples: Sequence[Sample], *, producer_id: str = "", with_samples: bool = False
+    args: Args, samples: Sequence[Sample], *, producer_id: str = "", with_samples: bool = False
 ) -> EncodedGroup:
     """One finished group as it is stored. `with_samples`: somebody may ask for the samples too."""
     rows = group_rows(args, samples, partition_id=args.transferqueue_partition, producer_id=producer_id)
@@ -83,7 +84,7 @@ def encoded_group(
     )
 
 
-def group_notes(args: Any, samples: Sequence[Sample], producer_id: str = "") -> GroupNotes:
+def group_notes(args: Args, samples: Sequence[Sample], producer_id: str = "") -> GroupNotes:
     """What metrics ask beside numbers: the entries of dict rewards and the data's sources, where there are any."""
     entries = [reward_entries(sample) for sample in samples]
     sources = [source_of(sample, args.source_key) for sample in samples]
@@ -92,7 +93,7 @@ def group_notes(args: Any, samples: Sequence[Sample], producer_id: str = "") -> 
     )
 
 
-def mark_removed(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
+def mark_removed(args: Args, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
     """Let --rollout-sample-filter-path take samples of a round out of the loss: their mask is 0, their reward stays in
     the group's mean. `samples` reads the round's samples from where they are stored."""
     if plugin(args, "rollout_sample_filter_path") is None:
@@ -103,7 +104,7 @@ def mark_removed(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], 
         facts.remove([sample.remove_sample for sample in group])
 
 
-def set_custom_rewards(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
+def set_custom_rewards(args: Args, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
     """Let --custom-reward-post-process-path, which sees a whole round, say what its advantages are made of."""
     custom = plugin(args, "custom_reward_post_process_path")
     if custom is not None:
@@ -111,7 +112,7 @@ def set_custom_rewards(args: Any, groups: Sequence[GroupFacts], samples: Callabl
             facts.rows["reward"] = rewards
 
 
-def _extra_columns(args: Any, sample: Sample) -> dict[str, Any]:
+def _extra_columns(args: Args, sample: Sample) -> dict[str, Any]:
     """The columns of --transfer-queue-extra-data-fields."""
     writers = {"teacher_log_probs": _teacher_log_probs, "rollout_routed_experts": routed_experts_column}
     return {
@@ -161,7 +162,7 @@ def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> NDArray[np.flo
     return np.asarray(values, dtype=np.float32)
 
 
-def _normalised(args: Any, raw: list[float]) -> list[float]:
+def _normalised(args: Args, raw: list[float]) -> list[float]:
     """What the advantages of one group are made of."""
     if args.loss_type == "sft_loss" or plugin(args, "custom_reward_post_process_path") is not None:
         return raw
@@ -177,7 +178,7 @@ def _normalised(args: Any, raw: list[float]) -> list[float]:
     return list(signal.tolist())
 
 
-def _custom_rewards(args: Any, custom: Callable[..., Any], groups: list[list[Sample]]) -> list[list[float]]:
+def _custom_rewards(args: Args, custom: Callable[..., Any], groups: list[list[Sample]]) -> list[list[float]]:
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
     with calling_plugin(where, custom, expected="Expected a list of lists of numbers."):
         answer = [[float(reward) for reward in group] for group in _post_processed(custom, args, groups)]
@@ -194,7 +195,7 @@ def _custom_rewards(args: Any, custom: Callable[..., Any], groups: list[list[Sam
     return answer
 
 
-def _post_processed(custom: Callable[..., Any], args: Any, groups: list[list[Sample]]) -> Any:
+def _post_processed(custom: Callable[..., Any], args: Args, groups: list[list[Sample]]) -> Any:
     """One of slime takes the samples of all groups in a row, and returns (raw rewards, rewards) of them."""
     if not is_of_slime(custom):
         return custom(args, groups)
@@ -207,7 +208,7 @@ def _post_processed(custom: Callable[..., Any], args: Any, groups: list[list[Sam
     return [[next(taken) for _ in group] for group in groups]
 
 
-def _raw_reward(args: Any, sample: Sample) -> float:
+def _raw_reward(args: Args, sample: Sample) -> float:
     """The reward function's answer; an answer to imitate (--loss-type sft_loss) needs none and counts 0."""
     if args.loss_type == "sft_loss" and sample.reward is None:
         return 0.0

@@ -15,7 +15,6 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -57,7 +56,7 @@ class Answer:
     log_probs: Sequence[float]
     versions: Sequence[VersionSpan]
     finish_reason: str  # stop, length or abort
-    routed_experts: NDArray[Any] | None = None
+    routed_experts: NDArray[np.integer] | None = None
 
 
 NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
@@ -86,7 +85,7 @@ class EngineClient:
         )
 
     async def generate(
-        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], *, n: int = 1, session_id: str = ""
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, object], *, n: int = 1, session_id: str = ""
     ) -> list[Answer]:
         """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
 
@@ -138,7 +137,7 @@ class EngineClient:
         body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
         await asyncio.gather(*(self._abort_at(worker, body) for worker in workers))
 
-    async def _abort_at(self, worker: str, body: Mapping[str, Any]) -> None:
+    async def _abort_at(self, worker: str, body: Mapping[str, object]) -> None:
         try:
             async with self._http.post(f"{worker}{ABORT_ROUTE}", json=body, timeout=SHORTLY, raise_for_status=True):
                 pass
@@ -154,7 +153,7 @@ class EngineClient:
     async def aclose(self) -> None:
         await self._http.close()
 
-    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> bytes | None:
+    async def _post(self, body: dict[str, object], headers: dict[str, str]) -> bytes | None:
         """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
         not again: None."""
         trouble = ""

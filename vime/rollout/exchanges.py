@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
+from vime.config.parse import Args
 from vime.types import PluginError, Sample, Version, VersionSpan, tiling_fault
 
 TOLERANCE = 1e-3
@@ -34,7 +34,7 @@ class Exchange:
 class Record:
     """Everything asked during one call. `sample`: the one that the call is about, for requests made of text."""
 
-    args: Any
+    args: Args
     sample: Sample
     exchanges: list[Exchange] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ _RECORD: ContextVar[Record | None] = ContextVar("vime_exchanges", default=None)
 
 
 @contextlib.contextmanager
-def recording(args: Any, sample: Sample) -> Iterator[Record]:
+def recording(args: Args, sample: Sample) -> Iterator[Record]:
     """Keep what is asked inside, also by tasks that are started there."""
     record = Record(args, sample)
     token = _RECORD.set(record)
@@ -58,7 +58,7 @@ def current_record() -> Record | None:
     return _RECORD.get()
 
 
-def note_completions(prompt: Sequence[int], answers: Sequence[Any]) -> None:
+def note_completions(prompt: Sequence[int], answers: Sequence[Answer]) -> None:
     """Called by the engine's client with every answer that it read."""
     record = _RECORD.get()
     if record is None:

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from vime.config.parse import Args
 from vime.protocols import LOSS_PARAMETERS, DataSource, RolloutFunction, calling_plugin, load_plugin
 from vime.rollout.reasoning_gym_tasks import task_names
 from vime.rollout.slime_aliases import CallArgs, dialect_faults, install, sglang_params, speaks_slime
@@ -38,7 +39,7 @@ _ANSWERS_AT_ONCE = (
 _METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
 
-def check_plugins(args: Any) -> None:
+def check_plugins(args: Args) -> None:
     """Load every plug-in that is named and check its signature; ConfigError names the flag."""
     for name in SIGNATURES:
         found = plugin(args, name)
@@ -75,13 +76,13 @@ def _check_kind(found: Callable[..., Any], name: str, path: str) -> None:
         raise ConfigError(f"{flag} {path}: is `async def`, but nobody would await it. Write `def`.")
 
 
-def plugin(args: Any, name: str) -> Callable[..., Any] | None:
+def plugin(args: Args, name: str) -> Callable[..., Any] | None:
     """The plug-in of flag `name` (as in SIGNATURES), or None when the flag is empty."""
     path = getattr(args, name)
     return None if path is None else _load(path, name)
 
 
-def load_data_source(args: Any) -> DataSource:
+def load_data_source(args: Args) -> DataSource:
     """The data source of --data-source-path, standing on its data."""
     kind = _load(args.data_source_path, "data_source_path")
     with calling_plugin(
@@ -97,13 +98,13 @@ def load_data_source(args: Any) -> DataSource:
     return source
 
 
-def load_rollout_function(args: Any) -> RolloutFunction:
+def load_rollout_function(args: Args) -> RolloutFunction:
     """The function of --rollout-function-path."""
     return _load(args.rollout_function_path, "rollout_function_path")
 
 
 def generate_call(
-    function: Callable[..., Any], args: Any, sample: Sample, params: dict[str, Any], *, evaluation: bool
+    function: Callable[..., Any], args: Args, sample: Sample, params: dict[str, Any], *, evaluation: bool
 ) -> Callable[[], Any]:
     """The call of a generate function: one written for slime gets sampling parameters under SGLang's names, and `args`
     on which it may keep attributes of its own while it runs."""
@@ -122,7 +123,7 @@ def is_of_slime(function: Callable[..., Any]) -> bool:
     return file is not None and speaks_slime(file)
 
 
-def plugin_args(function: Callable[..., Any], args: Any) -> Any:
+def plugin_args(function: Callable[..., Any], args: Args) -> Any:
     """`args` as a plug-in reads it."""
     return CallArgs(args) if is_of_slime(function) else args
 

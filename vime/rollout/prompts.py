@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vime.config.graders import COMPARE_WITH_LABEL, own_grader, own_grader_fault
 from vime.config.hf_config import read_model_shape
 from vime.config.model_files import has_tokenizer, no_tokenizer
+from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
-from vime.rollout.conversations import TURNS, is_conversation, read_conversation
+from vime.rollout.conversations import TURNS, is_conversation, read_conversation, turns_of
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
@@ -34,15 +35,19 @@ PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe")
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
+Record = dict[str, object]
+"""One line of a prompt file."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One problem, ready to be asked. `where` is for messages: file and line, or generator and number."""
 
     text: str
     token_ids: tuple[int, ...]
-    label: Any
+    label: object
     where: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=4)
@@ -81,7 +86,7 @@ def is_plain_tokenizer(path: Path) -> bool:
         return False
 
 
-def context_limit(args: Any) -> int:
+def context_limit(args: Args) -> int:
     """Longest prompt + answer, tokens: --rollout-max-context-len, else the model's positions."""
     return args.rollout_max_context_len or read_model_shape(args.hf_checkpoint).max_position_embeddings
 
@@ -92,7 +97,7 @@ class Prompts(list[Prompt]):
     num_too_long = 0
 
 
-def read_prompts(args: Any, path: str, *, flag: str) -> Prompts:
+def read_prompts(args: Args, path: str, *, flag: str) -> Prompts:
     """Every record of `path` (given by `flag`; `path@[a:b]` takes a slice), tokenised and checked."""
     file, part = split_slice(path, flag)
     records = list(read_records(file, flag))[part]
@@ -120,13 +125,13 @@ def split_slice(path: str, flag: str) -> tuple[Path, slice]:
     return Path(match["path"]).expanduser(), slice(start, stop)
 
 
-def check_lengths(args: Any, prompts: list[Prompt]) -> Prompts:
+def check_lengths(args: Args, prompts: list[Prompt]) -> Prompts:
     """Leave out prompts over --rollout-max-prompt-len, or without room for a single answer token; with
     --refuse-long-prompts, and when none is left, they are refused."""
     context, limit = context_limit(args), args.rollout_max_prompt_len
     kept, faults = Prompts(), []
     for prompt in prompts:
-        length = len(prompt.token_ids) + sum(len(ids) for ids, _ in prompt.metadata.get(TURNS, []))
+        length = len(prompt.token_ids) + sum(len(ids) for ids, _ in turns_of(prompt.metadata))
         if length == 0:
             raise DataError(f"{prompt.where}: the prompt has no tokens. Remove the record.")
         if limit is not None and length > limit:
@@ -148,7 +153,7 @@ def check_lengths(args: Any, prompts: list[Prompt]) -> Prompts:
     return kept
 
 
-def read_records(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
     """(line number from 1, record); blank lines of a jsonl file are passed over."""
     parts = prompt_files(str(file))
     if not parts:
@@ -188,7 +193,7 @@ def _json_of(path: Path, flag: str) -> dict[str, Any]:
         raise DataError(f"{flag} {path}: cannot be read: {error}. Save the data set again.") from error
 
 
-def _read_file(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_file(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
     if file.suffix in (".parquet", ".arrow"):
         yield from _read_table(file, flag)
         return
@@ -203,7 +208,7 @@ def _read_file(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from error
 
 
-def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_line(file: Path, number: int, line: str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -220,7 +225,7 @@ def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-def _read_table(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_table(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
     from pyarrow import ArrowException, ipc, memory_map, parquet
 
     kind = file.suffix.removeprefix(".")
@@ -240,13 +245,13 @@ def _read_table(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
 class Fields:
     """What the key flags find in a record, of the kind that is expected; not tokenised yet."""
 
-    content: str | list[dict[str, Any]]
-    tools: Any
-    label: Any
-    metadata: dict[str, Any]
+    content: str | list[dict[str, object]]
+    tools: list[dict[str, object]] | None
+    label: object
+    metadata: dict[str, object]
 
 
-def read_fields(args: Any, record: dict[str, Any], where: str) -> Fields:
+def read_fields(args: Args, record: Record, where: str) -> Fields:
     """Everything about a record that can be checked without the tokenizer. DataError says what is wrong with it."""
     content = _value(record, args.input_key, "--input-key", where)
     _check_content(args, content, where)
@@ -273,22 +278,22 @@ def read_fields(args: Any, record: dict[str, Any], where: str) -> Fields:
     )
 
 
-def _value(record: dict[str, Any], key: str, flag: str, where: str) -> Any:
+def _value(record: Record, key: str, flag: str, where: str) -> object:
     outer, _, inner = key.partition(".")
-    if key not in record and inner and isinstance(record.get(outer), dict):
-        return _value(record[outer], inner, flag, f"{where}, {outer}")
+    if key not in record and inner and isinstance(nested := record.get(outer), dict):
+        return _value(nested, inner, flag, f"{where}, {outer}")
     if key not in record:
         found = ", ".join(sorted(record)) or "none"
         raise DataError(f"{where}: no key {key!r} ({flag}); the record has: {found}. Fix the record or the flag.")
     return record[key]
 
 
-def _is_imitated(args: Any, content: Any) -> bool:
+def _is_imitated(args: Args, content: object) -> TypeGuard[list[dict[str, object]]]:
     """Whether the record is a conversation whose answers are in it (--loss-type sft_loss without --label-key)."""
     return args.loss_type == "sft_loss" and args.label_key is None and is_conversation(content)
 
 
-def _check_content(args: Any, content: Any, where: str) -> None:
+def _check_content(args: Args, content: object, where: str) -> None:
     """Text, or with --apply-chat-template messages too."""
     if _is_imitated(args, content):
         return  # read_conversation looks at its messages
@@ -315,22 +320,22 @@ def _check_content(args: Any, content: Any, where: str) -> None:
 class _RecordReader:
     """Record -> Prompt, by the key flags and the chat template."""
 
-    def __init__(self, args: Any, file: Path) -> None:
+    def __init__(self, args: Args, file: Path) -> None:
         self._args, self._file = args, file
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
         self._num_ids = read_model_shape(args.hf_checkpoint).vocab_size  # 0: unsaid
-        self._template_arguments: dict[str, Any] = json.loads(args.apply_chat_template_kwargs or "{}")
+        self._template_arguments: dict[str, object] = json.loads(args.apply_chat_template_kwargs or "{}")
         if args.apply_chat_template and not self._tokenizer.chat_template:
             raise DataError(
                 f"--apply-chat-template: the tokenizer of {args.hf_checkpoint} has no chat template. Remove the flag."
             )
 
-    def prompt(self, number: int, record: dict[str, Any]) -> Prompt:
+    def prompt(self, number: int, record: Record) -> Prompt:
         where = f"{self._file}:{number}"
         fields = read_fields(self._args, record, where)
         if _is_imitated(self._args, fields.content):
-            return self._conversation(fields.content, fields.tools, fields.metadata, where)
-        text, token_ids = self._render(fields.content, fields.tools, where)
+            return self._conversation(fields.content, fields, where)
+        text, token_ids = self._render(fields, where)
         if self._num_ids and token_ids and (largest := max(token_ids)) >= self._num_ids:
             raise DataError(
                 f"{where}: the tokenizer makes the id {largest} of the prompt, but the embedding of --hf-checkpoint "
@@ -344,26 +349,27 @@ class _RecordReader:
             metadata=fields.metadata | ({"tools": fields.tools} if fields.tools else {}),
         )
 
-    def _conversation(self, messages: list[Any], tools: Any, metadata: dict[str, Any], where: str) -> Prompt:
+    def _conversation(self, messages: list[dict[str, object]], fields: Fields, where: str) -> Prompt:
         """Every turn of the assistant is to be imitated (--loss-type sft_loss without --label-key)."""
-        made = read_conversation(self._tokenizer, messages, tools, self._template_arguments, where=where)
+        made = read_conversation(self._tokenizer, messages, fields.tools, self._template_arguments, where=where)
         turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
         return Prompt(
             text=made.text,
             token_ids=made.prompt_ids,
             label=None,
             where=where,
-            metadata={**metadata, TURNS: turns},
+            metadata={**fields.metadata, TURNS: turns},
         )
 
-    def _render(self, content: str | list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[int]]:
+    def _render(self, fields: Fields, where: str) -> tuple[str, list[int]]:
         """Prompt text and its tokens. Special tokens come from the template, or else from the tokenizer."""
-        if not self._args.apply_chat_template:
+        content = fields.content
+        if not self._args.apply_chat_template and isinstance(content, str):
             return content, self._tokenizer(content)["input_ids"]
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._template_arguments
+                messages, tools=fields.tools, tokenize=False, add_generation_prompt=True, **self._template_arguments
             )
         except Exception as error:
             raise DataError(

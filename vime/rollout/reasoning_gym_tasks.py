@@ -12,6 +12,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from vime.config.parse import Args
 from vime.rollout.prompts import Prompt, load_tokenizer
 from vime.types import ConfigError, RewardError, Sample
 
@@ -19,7 +20,7 @@ METADATA_KEY = "reasoning_gym"
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def task_names(args: Any) -> list[str]:
+def task_names(args: Args) -> list[str]:
     """The generators of --reasoning-gym, each checked against the installed package."""
     known = _package().factory.DATASETS
     names = [name.strip() for name in args.reasoning_gym.split(",") if name.strip()]
@@ -32,7 +33,7 @@ def task_names(args: Any) -> list[str]:
     return names
 
 
-def make_prompts(args: Any) -> list[Prompt]:
+def make_prompts(args: Args) -> list[Prompt]:
     """`reasoning_gym_size` problems of each task, tasks taken in turn so that an unshuffled run mixes them."""
     names, size, seed = task_names(args), args.reasoning_gym_size, args.rollout_seed
     tokenizer, template_arguments = (

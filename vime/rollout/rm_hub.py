@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from vime.config.graders import own_grader, own_grader_fault
+from vime.config.parse import Args
 from vime.config.rollout import BOXED
 from vime.protocols import calling_plugin
 from vime.rollout import reasoning_gym_tasks, rm_text
@@ -38,7 +39,7 @@ REMOTE_ATTEMPTS = 3
 UNBOUND = aiohttp.ClientTimeout(total=None)  # aiohttp's own is 300 s; --rm-timeout-secs may be longer
 
 
-async def async_rm(args: Any, sample: Sample) -> Reward:
+async def async_rm(args: Args, sample: Sample) -> Reward:
     """The reward of one sample."""
     custom = plugin(args, "custom_rm_path")
     if custom is not None:
@@ -57,7 +58,7 @@ async def async_rm(args: Any, sample: Sample) -> Reward:
     return check_reward(args, value, where=f"--rm-type {name}, sample {sample.index}")
 
 
-async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:
+async def batched_async_rm(args: Args, samples: list[Sample]) -> list[Reward]:
     """The rewards of several samples, in order. With --group-rm one call sees them all."""
     if not args.group_rm:
         try:
@@ -81,7 +82,7 @@ async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:
     ]
 
 
-def check_reward(args: Any, value: Any, *, where: str) -> Reward:
+def check_reward(args: Args, value: Any, *, where: str) -> Reward:
     """A finite number, or a dict of them that holds --reward-key; anything else is refused."""
     if isinstance(value, Mapping):
         if args.reward_key is None or args.reward_key not in value:
@@ -187,19 +188,19 @@ def answer_text(sample: Sample) -> str:
     return sample.response.rpartition("</think>")[2].strip()
 
 
-async def exact_match(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+async def exact_match(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     """1.0 when the answer ended by itself (not cut at the length limit) and its text equals the label."""
     is_complete = sample.status is SampleStatus.COMPLETED
     return float(is_complete and answer_text(sample) == _label(sample).strip())
 
 
-async def math_equal(args: Any, sample: Sample) -> float:
+async def math_equal(args: Args, sample: Sample) -> float:
     """1.0 when math-verify finds the answer's last expression (`\\boxed{}` first) equal to the label."""
     judge = _JUDGES.setdefault(asyncio.get_running_loop(), MathJudge())
     return await judge.score(_label(sample), answer_text(sample), timeout_s=args.rm_timeout_secs)
 
 
-async def deepscaler(args: Any, sample: Sample) -> float:
+async def deepscaler(args: Args, sample: Sample) -> float:
     """1.0 when the last box behind the reasoning equals the label; 0.0 for an answer without `</think>` (or
     `###Response`) or without a box, as in DeepScaleR."""
     text = rm_text.after_thinking(sample.response)
@@ -215,22 +216,22 @@ async def deepscaler(args: Any, sample: Sample) -> float:
     return 0.0
 
 
-async def dapo(args: Any, sample: Sample) -> dict[str, Any]:  # noqa: ARG001 - the signature of a reward
+async def dapo(args: Args, sample: Sample) -> dict[str, Any]:  # noqa: ARG001 - the signature of a reward
     """{score: 1 or -1, acc: 1 or 0} by the answer's last `Answer: ...` line; --reward-key says which."""
     return rm_text.dapo_score(sample.response, _label(sample))
 
 
-async def f1(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+async def f1(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     """Share of words that answer and label have in common."""
     return rm_text.token_f1(answer_text(sample), _label(sample))[0]
 
 
-async def gpqa(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+async def gpqa(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     """1.0 when the answer chooses the right letter."""
     return rm_text.choice_score(sample.response, sample.label, sample.metadata)
 
 
-async def remote_rm(args: Any, sample: Sample) -> Any:
+async def remote_rm(args: Args, sample: Sample) -> Any:
     """POST the sample to --rm-url; its JSON answer is the reward, or an object with the key "reward"."""
     body = {
         "index": sample.index,
@@ -267,12 +268,12 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     raise RewardError(f"{where}: {REMOTE_ATTEMPTS} attempts failed, the last: {trouble}. Is the service up?")
 
 
-async def reasoning_gym(args: Any, sample: Sample) -> Any:
+async def reasoning_gym(args: Args, sample: Sample) -> Any:
     """The verdict of the generator that made the prompt."""
     return await _call(_score_reasoning_gym, args, sample, where=f"--rm-type reasoning_gym, sample {sample.index}")
 
 
-def _score_reasoning_gym(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+def _score_reasoning_gym(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     return reasoning_gym_tasks.score(sample)
 
 

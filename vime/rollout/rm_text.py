@@ -10,7 +10,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 DAPO_TAIL = 300
 """Characters at the end of an answer in which DAPO looks for it (Yu et al. 2025, appendix)."""
@@ -44,7 +43,7 @@ def after_thinking(response: str) -> str | None:
     return response.partition("###Response")[2] if "###Response" in response else None
 
 
-def dapo_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+def dapo_score(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, float | str]:
     """1 or -1: whether the last line `Answer: ...`, or with `strict_box_verify` the last box, is the label.
 
     As in DAPO the two are compared as text after spelling is made alike; `pred` is what was found.
@@ -72,7 +71,7 @@ def token_f1(prediction: str, ground_truth: str) -> tuple[float, float, float]:
     return 2 * precision * recall / (precision + recall), precision, recall
 
 
-def choice_score(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+def choice_score(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
     """1.0 when the letter that the answer chooses is the right one of a multiple-choice problem.
 
     The right letter is metadata's "correct_letter", or the label: a letter, its number from 0, or the text of one of
@@ -89,7 +88,7 @@ def choice_score(response: str, label: Any, metadata: Mapping[str, Any] | None =
     return float(right is not None and chosen == right)
 
 
-def _right_letter(label: Any, letters: Sequence[str], texts: Sequence[Any]) -> str | None:
+def _right_letter(label: object, letters: Sequence[str], texts: Sequence[object]) -> str | None:
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     text = str(label).strip()

@@ -89,7 +89,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class GenerateState:
     """What slime's generate functions ask for their tokenizer and limits; one that lives as long as the call."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self.args, self.processor, self.aborted = args, None, False
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.semaphore = asyncio.Semaphore(args.vllm_server_concurrency * (args.rollout_num_engines or 1))
@@ -199,25 +199,25 @@ def _vllm_params(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"temperature": 1.0, **params}
 
 
-async def _async_rm(args: Any, sample: Sample, **_: Any) -> Any:
+async def _async_rm(args: Args, sample: Sample, **_: Any) -> Any:
     from vime.rollout.rm_hub import async_rm
 
     return await async_rm(args, sample)
 
 
-async def _batched_async_rm(args: Any, samples: list[Sample], **_: Any) -> Any:
+async def _batched_async_rm(args: Args, samples: list[Sample], **_: Any) -> Any:
     from vime.rollout.rm_hub import batched_async_rm
 
     return await batched_async_rm(args, samples) if samples else []
 
 
-async def _generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
+async def _generate(args: Args, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
     from vime.rollout.generation import generate
 
     return await generate(args, sample, _vllm_params(sampling_params))
 
 
-def _train_params(args: Any) -> dict[str, Any]:
+def _train_params(args: Args) -> dict[str, Any]:
     from vime.rollout.generation import train_sampling_params
 
     return train_sampling_params(args)
@@ -257,7 +257,7 @@ def _trace_function(*_: Any, **__: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
 
-def _model_url(args: Any, _name: str = "", endpoint: str = "/generate") -> str:
+def _model_url(args: Args, _name: str = "", endpoint: str = "/generate") -> str:
     return f"http://{args.vllm_router_ip}:{args.vllm_router_port}{endpoint}"
 
 
