@@ -6,9 +6,9 @@ generation prompt, so what is trained is what the model has to say there, up to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, cast
 
 from vime.types import DataError
 
@@ -38,17 +38,31 @@ def turns_of(metadata: Mapping[str, object]) -> Sequence[tuple[Sequence[int], bo
     return cast("Sequence[tuple[Sequence[int], bool]]", metadata.get(TURNS, ()))
 
 
-def is_conversation(content: object) -> TypeGuard[list[dict[str, object]]]:
+def is_conversation(content: object) -> bool:
     """Whether a record's prompt is a list of messages in which the assistant has spoken."""
     return isinstance(content, list) and any(
         isinstance(message, Mapping) and message.get("role") == ASSISTANT for message in content
     )
 
 
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] | None,
+    arguments: Mapping[str, object],
+    *,
+    asks: bool,
+) -> str:
+    """The messages as the chat template writes them; `asks`: with the generation prompt behind them. `arguments`:
+    --apply-chat-template-kwargs. Raises whatever the template raises."""
+    template: Callable[..., object] = tokenizer.apply_chat_template  # its own types know no tool calls or images
+    return str(template(list(messages), tools=tools, tokenize=False, add_generation_prompt=asks, **arguments))
+
+
 def read_conversation(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, object]],
-    tools: list[dict[str, object]] | None,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] | None,
     arguments: Mapping[str, object],
     *,
     where: str,
@@ -58,11 +72,7 @@ def read_conversation(
         raise DataError(f"{where}: a list of messages, and the tokenizer has no chat template. Give text and a label.")
 
     def render(count: int, *, asks: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages[:count]), tools=tools, tokenize=False, add_generation_prompt=asks, **arguments
-            )
-        )
+        return chat_text(tokenizer, messages[:count], tools, arguments, asks=asks)
 
     try:
         whole = render(len(messages), asks=False)

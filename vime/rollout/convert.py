@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.config.parse import Args
 from vime.data.groups import GroupFacts, GroupNotes
-from vime.data.rows import TrainRow, as_array
+from vime.data.rows import Column, TrainRow, as_array
 from vime.handoff.group_store import EncodedGroup, encode_group
 from vime.protocols import calling_plugin
 from vime.rollout.groups import mark_samples
@@ -112,8 +112,9 @@ def set_custom_rewards(args: Args, groups: Sequence[GroupFacts], samples: Callab
             facts.rows["reward"] = rewards
 
 
-def _extra_columns(args: Args, sample: Sample) -> dict[str, Any]:
+def _extra_columns(args: Args, sample: Sample) -> dict[str, Column]:
     """The columns of --transfer-queue-extra-data-fields."""
+    writers: dict[str, Callable[[Args, Sample, str], Column]]
     writers = {"teacher_log_probs": _teacher_log_probs, "rollout_routed_experts": routed_experts_column}
     return {
         name: writers[name](args, sample, _name(sample)) if name in writers else _any_field(sample, name)
@@ -121,7 +122,7 @@ def _extra_columns(args: Args, sample: Sample) -> dict[str, Any]:
     }
 
 
-def _any_field(sample: Sample, name: str) -> NDArray[Any] | bytes:
+def _any_field(sample: Sample, name: str) -> Column:
     """A field that a plug-in wrote: an attribute of the sample, or an entry of its metadata. Numbers as an array, all
     else as JSON."""
     missing = object()
@@ -151,7 +152,7 @@ def _name(sample: Sample) -> str:
     return f"sample {sample.index} of group {sample.group_index}"
 
 
-def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> NDArray[np.float32]:
+def _teacher_log_probs(_args: Args, sample: Sample, where: str) -> NDArray[np.float32]:
     values = sample.teacher_log_probs
     if values is None or len(values) != sample.response_length or not all(map(math.isfinite, values)):
         got = "none" if values is None else f"{len(values)} values"
@@ -178,7 +179,7 @@ def _normalised(args: Args, raw: list[float]) -> list[float]:
     return list(signal.tolist())
 
 
-def _custom_rewards(args: Args, custom: Callable[..., Any], groups: list[list[Sample]]) -> list[list[float]]:
+def _custom_rewards(args: Args, custom: Callable[..., object], groups: list[list[Sample]]) -> list[list[float]]:
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
     with calling_plugin(where, custom, expected="Expected a list of lists of numbers."):
         answer = [[float(reward) for reward in group] for group in _post_processed(custom, args, groups)]
@@ -195,13 +196,13 @@ def _custom_rewards(args: Args, custom: Callable[..., Any], groups: list[list[Sa
     return answer
 
 
-def _post_processed(custom: Callable[..., Any], args: Args, groups: list[list[Sample]]) -> Any:
+def _post_processed(custom: Callable[..., object], args: Args, groups: list[list[Sample]]) -> Iterable[Iterable[float]]:
     """One of slime takes the samples of all groups in a row, and returns (raw rewards, rewards) of them."""
     if not is_of_slime(custom):
-        return custom(args, groups)
+        return cast("Iterable[Iterable[float]]", custom(args, groups))
     samples = [sample for group in groups for sample in group]
     answer = custom(plugin_args(custom, args), samples)
-    flat = list(answer[1] if isinstance(answer, tuple) else answer)
+    flat = list(cast("Iterable[float]", answer[1] if isinstance(answer, tuple) else answer))
     if len(flat) != len(samples):
         return [flat]
     taken = iter(flat)

@@ -14,15 +14,13 @@ import io
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
-from vime.rollout.exchanges import note_completions
+from vime.rollout.exchanges import Answer, note_completions
 from vime.rollout.request_priority import Slots
 from vime.types import KEY_HEADER, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
@@ -42,21 +40,6 @@ SERVERS = ("router", "engine")
 """Who may hold an answer up: a request does not say which engine the router gave it to."""
 REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 """Answers after which asking again is right: generation has no effect, so a repeated request costs only time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What the engine sampled for one of the n: parallel lists, spans tile them.
-
-    `routed_experts` [prompt + answer - 1, layers, top_k]: where the engine sent each token that it computed (the last
-    one it only sampled); None from an engine that does not say.
-    """
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    versions: Sequence[VersionSpan]
-    finish_reason: str  # stop, length or abort
-    routed_experts: NDArray[np.integer] | None = None
 
 
 NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")

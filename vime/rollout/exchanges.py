@@ -13,11 +13,29 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vime.config.parse import Args
 from vime.types import PluginError, Sample, Version, VersionSpan, tiling_fault
 
 TOLERANCE = 1e-3
 """Nats by which a plug-in's own log-probability may differ from the engine's: it may have been rounded for JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the engine sampled for one of the n: parallel lists, spans tile them.
+
+    `routed_experts` [prompt + answer - 1, layers, top_k]: where the engine sent each token that it computed (the last
+    one it only sampled); None from an engine that does not say.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[VersionSpan]
+    finish_reason: str  # stop, length or abort
+    routed_experts: NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import TypeVar
 
 from vime.config.parse import Args
 from vime.rollout.abort_scope import is_aborting
-from vime.rollout.engine_client import Answer, EngineClient
+from vime.rollout.engine_client import EngineClient
+from vime.rollout.exchanges import Answer
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import may_mix
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.rollout.routed_experts import join_routed_experts
 from vime.rollout.seeds import request_seed
-from vime.types import FINISH_STATUS, KEY_HEADER, ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
+from vime.types import (
+    FINISH_STATUS,
+    KEY_HEADER,
+    ConfigError,
+    EngineError,
+    Sample,
+    SampleStatus,
+    SamplingParams,
+    WaitTimeoutError,
+)
 
+Number = TypeVar("Number", int, float)
 _CLIENTS: dict[str, EngineClient] = {}
 _engine_key = ""  # see `use_engine_key`
 """One client per router address. Owner: the rollout loop; only its thread touches the dict."""
@@ -39,25 +50,26 @@ def train_sampling_params(args: Args) -> SamplingParams:
 def eval_sampling_params(args: Args) -> SamplingParams:
     """The same for evaluation; an empty --eval-* flag means the rollout's value."""
 
-    def either[Value](value: Value | None, fallback: Value) -> Value:
-        return fallback if value is None else value
-
     return _sampling_params(
         args,
-        temperature=either(args.eval_temperature, args.rollout_temperature),
-        top_p=either(args.eval_top_p, args.rollout_top_p),
-        top_k=either(args.eval_top_k, args.rollout_top_k),
-        max_tokens=either(args.eval_max_response_len, args.rollout_max_response_len),
+        temperature=_either(args.eval_temperature, args.rollout_temperature),
+        top_p=_either(args.eval_top_p, args.rollout_top_p),
+        top_k=_either(args.eval_top_k, args.rollout_top_k),
+        max_tokens=_either(args.eval_max_response_len, args.rollout_max_response_len),
     )
 
 
-async def generate(args: Args, sample: Sample, sampling_params: Mapping[str, object]) -> Sample:
+def _either(value: Number | None, fallback: Number) -> Number:
+    return fallback if value is None else value
+
+
+async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Continue `sample.tokens` by one answer, in place. The building block of custom generate functions."""
     (sample,) = await generate_group(args, [sample], sampling_params)
     return sample
 
 
-async def generate_group(args: Args, samples: list[Sample], sampling_params: Mapping[str, object]) -> list[Sample]:
+async def generate_group(args: Args, samples: list[Sample], sampling_params: SamplingParams) -> list[Sample]:
     """One answer for each sample, in place. Samples with equal tokens share one request, but not in --reference-mode.
 
     A "seed" among the sampling parameters is sent as it is. A sample whose status is aborted goes on: what it has
@@ -84,7 +96,7 @@ async def generate_group(args: Args, samples: list[Sample], sampling_params: Map
     return samples
 
 
-def _budget(args: Args, sample: Sample, sampling_params: Mapping[str, object]) -> int:
+def _budget(args: Args, sample: Sample, sampling_params: SamplingParams) -> int:
     """Tokens that the answer may still get; not positive when there is no room for one."""
     done = sample.response_length if sample.status is SampleStatus.ABORTED else 0
     return min(int(sampling_params["max_tokens"]) - done, context_limit(args) - len(sample.tokens))

@@ -31,7 +31,9 @@ class LoopThread:
         """Start the coroutine on the loop; callable from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine[object, object, Result], *, name: str, timeout_s: float, advice: str = "") -> Result:
+    def run(
+        self, coroutine: Coroutine[object, object, Result], *, name: str, timeout_s: float, advice: str = ""
+    ) -> Result:
         """Run to the end and answer its result; WaitTimeoutError (after cancelling it) when `timeout_s` is over."""
         future = self.submit(coroutine)
         try:

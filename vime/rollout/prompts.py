@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vime.config.graders import COMPARE_WITH_LABEL, own_grader, own_grader_fault
 from vime.config.hf_config import read_model_shape
 from vime.config.model_files import has_tokenizer, no_tokenizer
 from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
-from vime.rollout.conversations import TURNS, is_conversation, read_conversation, turns_of
+from vime.rollout.conversations import TURNS, chat_text, is_conversation, read_conversation, turns_of
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
@@ -56,13 +56,18 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     path = Path(directory).expanduser()
     if not has_tokenizer(path):  # transformers would make one of no files at all, which knows no word
         raise DataError(no_tokenizer(f"--hf-checkpoint {directory}"))
+    load: Callable[[str], PreTrainedTokenizerBase]
     with without_collector():
         if is_plain_tokenizer(path):
-            from transformers import TokenizersBackend as Loader
+            from transformers import TokenizersBackend
+
+            load = TokenizersBackend.from_pretrained
         else:
-            from transformers import AutoTokenizer as Loader
+            from transformers import AutoTokenizer
+
+            load = AutoTokenizer.from_pretrained
     try:
-        return Loader.from_pretrained(str(path))
+        return load(str(path))
     except (OSError, ValueError) as error:
         raise DataError(
             f"--hf-checkpoint {directory}: no tokenizer can be loaded from there: {error}. Expected tokenizer.json or "
@@ -169,26 +174,27 @@ def read_records(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
 def files_of_directory(directory: Path, flag: str) -> list[Path]:
     """The files of a data set that `datasets` saved (`save_to_disk`, in the order that it wrote down), or else all
     parquet or jsonl files, by name. DataError names the splits when there are several."""
-    splits = _json_of(directory / "dataset_dict.json", flag).get("splits")
+    splits = [str(name) for name in _listed(directory / "dataset_dict.json", "splits", flag)]
     if splits:
         if len(splits) > 1:
             raise DataError(
                 f"{flag} {directory}: has the splits {', '.join(splits)}. Name one: {directory / splits[0]}."
             )
         return files_of_directory(directory / splits[0], flag)
-    saved = [directory / entry["filename"] for entry in _json_of(directory / "state.json", flag).get("_data_files", [])]
+    entries = _listed(directory / "state.json", "_data_files", flag)
+    saved = [directory / str(entry["filename"]) for entry in entries if isinstance(entry, dict)]
     found = saved or sorted(directory.glob("*.parquet")) or sorted(directory.glob("*.jsonl"))
     if not found:
         raise DataError(f"{flag} {directory}: no data set in this directory. {EXPECTED_PROMPTS}")
     return found
 
 
-def _json_of(path: Path, flag: str) -> dict[str, Any]:
-    """Empty when there is no such file."""
+def _listed(path: Path, key: str, flag: str) -> list[object]:
+    """What the JSON file lists under `key`; empty when there is no such file or key."""
     if not path.is_file():
-        return {}
+        return []
     try:
-        return dict(json.loads(path.read_text()))
+        return list(dict(json.loads(path.read_text())).get(key) or [])
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{flag} {path}: cannot be read: {error}. Save the data set again.") from error
 
@@ -270,9 +276,10 @@ def read_fields(args: Args, record: Record, where: str) -> Fields:
     if (own or args.rm_type) in COMPARE_WITH_LABEL and (own or args.label_key) and (fault := label_fault(label)):
         grader = f"rm_type {own} of its metadata" if own else f"--rm-type {args.rm_type}"
         raise DataError(f"{where}: {fault}: {grader} compares the answer with it. Fix the record or --label-key.")
+    tools = _value(record, args.tool_key, "--tool-key", where) if args.tool_key else None
     return Fields(
-        content=content,
-        tools=_value(record, args.tool_key, "--tool-key", where) if args.tool_key else None,
+        content=cast("str | list[dict[str, object]]", content),
+        tools=cast("list[dict[str, object]] | None", tools),  # the chat template says what is wrong with them
         label=label,
         metadata=named | dict(metadata or {}),
     )
@@ -288,7 +295,7 @@ def _value(record: Record, key: str, flag: str, where: str) -> object:
     return record[key]
 
 
-def _is_imitated(args: Args, content: object) -> TypeGuard[list[dict[str, object]]]:
+def _is_imitated(args: Args, content: object) -> bool:
     """Whether the record is a conversation whose answers are in it (--loss-type sft_loss without --label-key)."""
     return args.loss_type == "sft_loss" and args.label_key is None and is_conversation(content)
 
@@ -334,7 +341,7 @@ class _RecordReader:
         where = f"{self._file}:{number}"
         fields = read_fields(self._args, record, where)
         if _is_imitated(self._args, fields.content):
-            return self._conversation(fields.content, fields, where)
+            return self._conversation(fields, where)
         text, token_ids = self._render(fields, where)
         if self._num_ids and token_ids and (largest := max(token_ids)) >= self._num_ids:
             raise DataError(
@@ -349,9 +356,10 @@ class _RecordReader:
             metadata=fields.metadata | ({"tools": fields.tools} if fields.tools else {}),
         )
 
-    def _conversation(self, messages: list[dict[str, object]], fields: Fields, where: str) -> Prompt:
+    def _conversation(self, fields: Fields, where: str) -> Prompt:
         """Every turn of the assistant is to be imitated (--loss-type sft_loss without --label-key)."""
-        made = read_conversation(self._tokenizer, messages, fields.tools, self._template_arguments, where=where)
+        assert not isinstance(fields.content, str)
+        made = read_conversation(self._tokenizer, fields.content, fields.tools, self._template_arguments, where=where)
         turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
         return Prompt(
             text=made.text,
@@ -366,13 +374,13 @@ class _RecordReader:
         content = fields.content
         if not self._args.apply_chat_template and isinstance(content, str):
             return content, self._tokenizer(content)["input_ids"]
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        messages: list[dict[str, object]] = (
+            [{"role": "user", "content": content}] if isinstance(content, str) else content
+        )
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=fields.tools, tokenize=False, add_generation_prompt=True, **self._template_arguments
-            )
+            text = chat_text(self._tokenizer, messages, fields.tools, self._template_arguments, asks=True)
         except Exception as error:
             raise DataError(
                 f"{where}: the chat template refused the prompt: {type(error).__name__} {error}."
             ) from error
-        return str(text), self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text, self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 DAPO_TAIL = 300
 """Characters at the end of an answer in which DAPO looks for it (Yu et al. 2025, appendix)."""
@@ -78,14 +79,19 @@ def choice_score(response: str, label: object, metadata: Mapping[str, object] | 
     metadata's "choices".
     """
     known = dict(metadata or {})
-    choices = known.get("choices")
-    texts = list(choices.values()) if isinstance(choices, Mapping) else list(choices or [])
+    texts = _listed(known.get("choices"))
     letters = [
-        str(letter).upper() for letter in known.get("valid_letters") or string.ascii_uppercase[: len(texts) or 8]
+        str(letter).upper()
+        for letter in _listed(known.get("valid_letters")) or string.ascii_uppercase[: len(texts) or 8]
     ]
     right = _right_letter(known.get("correct_letter", label), letters, texts)
     chosen = _chosen_letter((after_thinking(response) or response).strip(), letters)
     return float(right is not None and chosen == right)
+
+
+def _listed(value: object) -> list[object]:
+    """What metadata lists, or names by letters; empty when it says nothing."""
+    return list(value.values() if isinstance(value, Mapping) else cast("Iterable[object]", value or ()))
 
 
 def _right_letter(label: object, letters: Sequence[str], texts: Sequence[object]) -> str | None:
@@ -100,7 +106,7 @@ def _right_letter(label: object, letters: Sequence[str], texts: Sequence[object]
 
 def _chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
     for pattern in _CHOICES:
-        found = [letter for letter in pattern.findall(answer) if letter in letters]
+        found: list[str] = [letter for letter in pattern.findall(answer) if letter in letters]
         if found:
             return found[-1]
     return None

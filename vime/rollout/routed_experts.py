@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Args
-from vime.rollout.engine_client import Answer
+from vime.rollout.exchanges import Answer
 from vime.types import NOT_RECORDED, HandoffError, RoutedExperts, Sample
 
 
