@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,19 +164,19 @@ def build_parser(program: str = "train.py") -> argparse.ArgumentParser:
 def parse(argv: Sequence[str], *, program: str = "train.py") -> Config:
     """Parse without cross checks. ConfigError names every flag that is unknown or has a bad value."""
     problems = Problems()
-    config, _ = _parse(argv, problems, program=program)
+    config, _ = collect(argv, problems, program=program)
     problems.raise_all()
     return config
 
 
 def parse_readable(argv: Sequence[str]) -> tuple[Config, set[str]]:
     """What can be read of a command line, and which flags of it could not: those have their defaults."""
-    config, reading = _parse(argv, Problems(), program="")
+    config, reading = collect(argv, Problems(), program="")
     return config, reading.refused_flags
 
 
-def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
-    """What could be read; a flag with a problem has its default."""
+def collect(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
+    """What could be read; a flag with a problem has its default, and the problem is added to `problems`."""
     files, own = config_file.split_config_files(argv)
     argv = [*(word for path in files for word in _read_file(path)), *own]
     parser = build_parser(program)
@@ -215,26 +213,3 @@ def iter_flags() -> Iterator[tuple[str, str, Knob]]:
 
 def dump(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2)
-
-
-def parse_command_line(argv: Sequence[str] | None = None, *, program: str = "train.py") -> Config:
-    """`parse` + every check + derived defaults: what train.py calls. All that is wrong is one ConfigError; what is
-    taken otherwise than it was written is said on stderr. `program` is the name that --help shows."""
-    from vime.config.checks import check, differences, resolve
-    from vime.config.hub import with_local_copies
-    from vime.config.readers import check_given
-
-    problems, of_flags = Problems(), Problems()
-    given, reading = _parse(sys.argv[1:] if argv is None else argv, of_flags, program=program)
-    os.environ.update(reading.environment)
-    with of_flags.gathering():
-        given = with_local_copies(given)
-    config = resolve(given, problems)
-    check(config, problems)
-    check_given(given, config, problems)
-    # without its flag a default may be wrong too: that follows from the first, and would only distract
-    of_flags.add(*problems.not_about(reading.refused_flags))
-    of_flags.raise_all()
-    for line in [*reading.notes, *differences(given, config)]:
-        sys.stderr.write(f"note: {line}\n")
-    return config
