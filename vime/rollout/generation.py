@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import Answer, EngineClient
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import may_mix
-from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.rollout.prompts import context_limit, decode_response
 from vime.rollout.routed_experts import join_routed_experts
 from vime.rollout.seeds import request_seed
-from vime.types import FINISH_STATUS, KEY_HEADER, ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
+from vime.types import (
+    FINISH_STATUS,
+    KEY_HEADER,
+    ConfigError,
+    EngineError,
+    PendingText,
+    Sample,
+    SampleStatus,
+    WaitTimeoutError,
+)
 
 _CLIENTS: dict[str, EngineClient] = {}
 _engine_key = ""  # see `use_engine_key`
@@ -168,8 +178,8 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
         if part.token_ids:
             sample.append_response_tokens(part.token_ids, part.log_probs, versions=part.versions)
     sample.status = _status(parts[-1]) if parts else SampleStatus.ABORTED
-    tokenizer = load_tokenizer(args.hf_checkpoint)
-    sample.response = str(tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True))
+    text = PendingText(sample.tokens[sample.prompt_length :], partial(decode_response, args.hf_checkpoint))
+    sample.set_pending_text(text)
 
 
 async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any], *, copy: int) -> Answer:
