@@ -69,9 +69,8 @@ def test_the_shape_check_finds_a_circle_of_three_files(tmp_path: Path) -> None:
     )
     circle = ("made/first.py", "made/second.py", "made/third.py")
     assert import_circles(package) == [circle]
-    (message,) = check_circles(package, frozenset())
+    (message,) = check_circles(package)
     assert message.startswith(f"{package / 'first.py'}:1: these files import each other: {', '.join(circle)}.")
-    assert list(check_circles(package, frozenset({circle}))) == []
 
 
 @pytest.mark.parametrize(
@@ -81,16 +80,9 @@ def test_the_shape_check_finds_a_circle_of_three_files(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.first import x\n",
     ],
 )
-def test_an_import_that_does_not_run_at_loading_closes_no_circle(tmp_path: Path, late: str) -> None:
+def test_an_import_that_does_not_run_at_loading_closes_a_circle_too(tmp_path: Path, late: str) -> None:
     package = _made_package(tmp_path, first="from made.second import x\n", second=late)
-    assert import_circles(package) == []
-    assert import_circles(package, with_late=True) == [("made/first.py", "made/second.py")]
-
-
-def test_a_known_circle_that_is_gone_has_to_leave_the_list(tmp_path: Path) -> None:
-    package = _made_package(tmp_path, first="", second="from made.first import x\n")
-    (message,) = check_circles(package, frozenset({("made/first.py", "made/second.py")}))
-    assert message.endswith("no circle any more: made/first.py, made/second.py. Take it out of KNOWN_CIRCLES")
+    assert import_circles(package) == [("made/first.py", "made/second.py")]
 
 
 def test_ruff_has_no_finding() -> None:
