@@ -154,9 +154,7 @@ def _said_by_lint(log: Path) -> str:
         if said.rpartition("\n")[2].startswith(("lint: passed", "lint: FAILED")):
             return said
         if time.monotonic() > ends:
-            return (
-                f"{said}\nno last line of lint.sh within {LINT_DEADLINE_S:g} s of the tests' end (VIME_LINT_DEADLINE)"
-            )
+            return f"{said}\nlint.sh was not done {LINT_DEADLINE_S:g} s after the tests (VIME_LINT_DEADLINE)"
         time.sleep(0.2)
 
 

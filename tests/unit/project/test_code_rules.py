@@ -1,4 +1,4 @@
-"""The code keeps the project's rules: modules import on a bare laptop, and shape_check (scripts/lint.sh) finds faults."""
+"""The code keeps the project's rules: modules import on a bare laptop, and shape_check of lint.sh finds faults."""
 
 from __future__ import annotations
 

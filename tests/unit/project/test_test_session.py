@@ -119,7 +119,7 @@ import os
 def test_that_no_inner_session_waits_for_it(): assert "VIME_LINT_LOG" not in os.environ
 """
     lint = {"VIME_LINT_LOG": str(tmp_path / "lint.txt"), "VIME_LINT_DEADLINE": "0.3"}
-    done = run_session(tmp_path, source, *TWO_WORKERS, **lint)
+    done = run_session(tmp_path, source, *(TWO_WORKERS if error else ()), **lint)
     assert done.returncode == (pytest.ExitCode.TESTS_FAILED if error else 0), done.stdout
     assert ("1 passed, 1 error" if error else "1 passed in") in done.stdout.splitlines()[-1]
     assert error in done.stdout
