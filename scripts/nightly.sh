@@ -56,7 +56,7 @@ for part in "${CHOSEN[@]}"; do
     124 | 137 | 70) outcome="FAILED: not done in $DEADLINE s" failed=1 ;;
     *) outcome="FAILED: exit code $code" failed=1 ;;
   esac
-  last=$(grep -v '^[[:space:]]*$' "$OUT/$part.log" | tail -n 1 | tr '|' '/' | cut -c1-100)
+  last=$(grep -v '^[[:space:]]*$' "$OUT/$part.log" | tail -n 1 | tr '|' '/' | cut -c1-160)
   table+="| $part | $outcome | $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s | $last |"$'\n'
 done
 printf '\n%s\n%s\n%s' "| part (seed $SEED) | outcome | took | its last line |" "|---|---|---|---|" "$table"
