@@ -28,7 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHES = 3
 WORKER = {"content_hash": "0" * 32, "num_tensors": 40}
 CONTENT = json.dumps({"weight_version": "1", "workers": [WORKER], "pause_s": 0.0, "confirm_s": 0.0}).encode()
-RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(CONTENT), CONTENT)
+RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
+    len(CONTENT),
+    CONTENT,
+)
 METADATA = {  # of a model of 40 tensors: some 3 kB, as one bucket of the quick start has
     "names": [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(40)],
     "dtypes": ["bfloat16"] * 40,
