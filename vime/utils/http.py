@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -108,18 +109,13 @@ def _described(error: BaseException) -> str:
 
 class HttpThread:
     """A session for callers without an event loop: its loop runs in one daemon thread, however many servers and callers
-    there are. Both are made at the first call. Thread-safe.
-
-    The thread *consumes* the coroutines of `run`, *waits for* sockets, and is *unblocked by* `close`.
-    """
+    there are. Made at the first call; closed by `close`, with the object, or with the process. Thread-safe."""
 
     def __init__(self, name: str, *, headers: Mapping[str, str] | None = None, calls_at_once: int = 0) -> None:
         self._name, self._headers, self._calls_at_once = name, headers, calls_at_once
         self._lock = threading.Lock()
+        self._loop: _SessionLoop | None = None
         self._is_closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._session: HttpSession | None = None  # made, used and closed by the loop's thread
 
     def call(
         self,
@@ -141,8 +137,12 @@ class HttpThread:
         """Run `ask(session)` on the loop and return its result. It keeps `deadline_s` itself; HttpTimeout when the loop
         does not get to that, HttpFailure when the client is closed meanwhile."""
         with self._lock:
-            loop = self._running_loop()
-            future = asyncio.run_coroutine_threadsafe(self._with_session(ask), loop)
+            if self._is_closed:
+                raise HttpFailure(f"{self._name} is closed")
+            if self._loop is None:
+                self._loop = _SessionLoop(self._name, self._headers, self._calls_at_once)
+                weakref.finalize(self, self._loop.close)
+            future = self._loop.submit(ask)
         try:
             return future.result(deadline_s + CLOSE_S)
         except concurrent.futures.CancelledError as error:
@@ -157,27 +157,40 @@ class HttpThread:
     def close(self) -> None:
         """Fail the calls under way, close every connection and end the thread. May be called again."""
         with self._lock:
-            loop, thread, self._loop, self._is_closed = self._loop, self._thread, None, True
-        if loop is None or thread is None:
+            self._is_closed = True
+            if self._loop is not None:
+                self._loop.close()
+
+
+class _SessionLoop:
+    """The thread of a HttpThread.
+
+    It *consumes* the coroutines of `submit`, *waits for* sockets, and is *unblocked by* `close`.
+    """
+
+    def __init__(self, name: str, headers: Mapping[str, str] | None, calls_at_once: int) -> None:
+        self._headers, self._calls_at_once = headers, calls_at_once
+        self._loop = asyncio.new_event_loop()
+        self._session: HttpSession | None = None  # made, used and closed by the thread
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, ask: Callable[[HttpSession], Coroutine[None, None, Result]]) -> concurrent.futures.Future[Result]:
+        async def asked() -> Result:
+            if self._session is None:
+                self._session = HttpSession(headers=self._headers, calls_at_once=self._calls_at_once)
+            return await ask(self._session)
+
+        return asyncio.run_coroutine_threadsafe(asked(), self._loop)
+
+    def close(self) -> None:
+        """The second time it does nothing."""
+        if self._loop.is_closed() or not self._thread.is_alive():
             return
-        asyncio.run_coroutine_threadsafe(self._end(), loop)
-        thread.join(CLOSE_S)
-        if not thread.is_alive():
-            loop.close()
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._is_closed:
-            raise HttpFailure(f"{self._name} is closed")
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-            self._thread.start()
-        return self._loop
-
-    async def _with_session(self, ask: Callable[[HttpSession], Coroutine[None, None, Result]]) -> Result:
-        if self._session is None:
-            self._session = HttpSession(headers=self._headers, calls_at_once=self._calls_at_once)
-        return await ask(self._session)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     async def _end(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -186,4 +199,4 @@ class HttpThread:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
-        asyncio.get_running_loop().stop()
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
