@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from vime.backends.vllm_utils.access import REFUSED, EngineKeys
-from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, is_last
+from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE
 from vime.types import KEY_HEADER, EngineAddress, VimeError
+from vime.weights.update_info import is_last
 
 if TYPE_CHECKING:  # torch takes seconds to import, and an engine answers before it has weights
     import torch
