@@ -1,4 +1,5 @@
-"""The rollout half of a run in mode `streaming`, with the product's own parts, and the CPU time of each kind of process.
+"""The rollout half of a run in mode `streaming`, with the product's own parts, and the CPU time of each kind of
+process.
 
 Used by simulate.py. Ray, router, RolloutManager, rollout workers, ledger, TransferQueue and spool are those of a run.
 Scripted are the engines: one process serves all their ports, with answers that were made beforehand, so that two cores
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import random
@@ -43,7 +45,6 @@ NUM_RANKS = 2
 DEADLINE_S = 300.0
 VERSION_DIGITS = 6
 VOCABULARY = 90  # ids that the quick start's tokenizer knows for sure
-SHORTEST, LONGEST = 256, 2048  # tokens of a completion
 POOL = 48  # answers that the engines draw from
 
 KINDS = {  # what `role` calls a process: its kind
@@ -71,6 +72,8 @@ class Setting:
     token_s: float = 0.004
     warm_up: int = 3
     rounds: int = 12
+    shortest: int = 256  # tokens of a completion
+    longest: int = 2048
 
 
 @dataclass(kw_only=True)
@@ -87,15 +90,17 @@ class Found:
 # ---- engines ----
 
 
-def lengths(chance: random.Random, count: int) -> list[int]:
-    """Log-normal with a median of 724 tokens, cut to SHORTEST..LONGEST: between the two on a logarithmic scale."""
-    middle, spread = math.sqrt(SHORTEST * LONGEST), math.log(LONGEST / SHORTEST) / 4
-    return [min(LONGEST, max(SHORTEST, round(middle * math.exp(spread * chance.gauss())))) for _ in range(count)]
+def lengths(chance: random.Random, setting: Setting) -> list[int]:
+    """Log-normal around the middle of the two bounds on a logarithmic scale, cut to them."""
+    shortest, longest = setting.shortest, setting.longest
+    middle, spread = math.sqrt(shortest * longest), math.log(longest / shortest) / 4
+    drawn = (round(middle * math.exp(spread * chance.gauss())) for _ in range(setting.samples))
+    return [min(longest, max(shortest, size)) for size in drawn]
 
 
-def answer(chance: random.Random, samples: int) -> tuple[bytes, int, int]:
+def answer(chance: random.Random, setting: Setting) -> tuple[bytes, int, int]:
     """Body as vLLM 0.32 writes it, with version 0 in VERSION_DIGITS digits; the longest completion; all tokens."""
-    choices, sizes = [], lengths(chance, samples)
+    choices, sizes = [], lengths(chance, setting)
     for index, size in enumerate(sizes):
         tokens = [chance.randrange(VOCABULARY) for _ in range(size)]
         content = [{"token_id": t, "logprob": -chance.expovariate(1.0), "rank": 1, "top_logprobs": []} for t in tokens]
@@ -107,23 +112,26 @@ def answer(chance: random.Random, samples: int) -> tuple[bytes, int, int]:
     return json.dumps({"choices": choices}).encode(), max(sizes), sum(sizes)
 
 
-async def serve_engines(count: int, samples: int, token_s: float) -> None:
+async def serve_engines(setting: Setting) -> None:
     """Serve until stdin ends; says its ports on stdout."""
     from aiohttp import web
 
     chance = random.Random(0)
-    pool = [answer(chance, samples) for _ in range(POOL)]
+    pool = [answer(chance, setting) for _ in range(POOL)]
     current = [body for body, _, _ in pool]
 
     async def generate(request: web.Request) -> web.Response:
         await request.read()
         drawn = chance.randrange(POOL)
         body = current[drawn]  # sampled by the weights that serve when it begins
-        await asyncio.sleep(pool[drawn][1] * token_s)
+        await asyncio.sleep(pool[drawn][1] * setting.token_s)
         return web.Response(body=body, content_type="application/json")
 
     async def version(request: web.Request) -> web.Response:
-        before, after = b'"version": "' + b"0" * VERSION_DIGITS, b'"version": "%0*d' % (VERSION_DIGITS, int(await request.text()))
+        before, after = (
+            b'"version": "' + b"0" * VERSION_DIGITS,
+            b'"version": "%0*d' % (VERSION_DIGITS, int(await request.text())),
+        )
         current[:] = [body.replace(before, after) for body, _, _ in pool]
         return web.json_response({})
 
@@ -131,10 +139,12 @@ async def serve_engines(count: int, samples: int, token_s: float) -> None:
         return web.json_response({})
 
     app = web.Application()
-    app.add_routes([web.post("/inference/v1/generate", generate), web.post("/version", version), web.get("/health", health)])
+    app.add_routes(
+        [web.post("/inference/v1/generate", generate), web.post("/version", version), web.get("/health", health)]
+    )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    for _ in range(count):
+    for _ in range(setting.engines):
         await web.TCPSite(runner, "127.0.0.1", 0).start()
     print(json.dumps([address[1] for address in runner.addresses]), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -144,9 +154,11 @@ async def serve_engines(count: int, samples: int, token_s: float) -> None:
 @contextlib.contextmanager
 def scripted_engines(setting: Setting) -> Iterator[tuple[int, list[str]]]:
     """Pid of the one process and the URLs of its engines."""
-    asked = [str(setting.engines), str(setting.samples), str(setting.token_s)]
     with subprocess.Popen(
-        [sys.executable, str(Path(__file__)), *asked], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(Path(__file__)), json.dumps(dataclasses.asdict(setting))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -173,7 +185,7 @@ def configuration(setting: Setting, directory: Path) -> Config:
         "hf-checkpoint": MODEL, "prompt-data": directory / "train.jsonl", "input-key": "input", "label-key": "label",
         "rm-type": "exact_match", "device": "cpu", "lr": "1e-6", "micro-batch-size": 1,
         "rollout-batch-size": setting.groups, "n-samples-per-prompt": setting.samples,
-        "rollout-max-response-len": LONGEST, "rollout-max-context-len": 2 * LONGEST,
+        "rollout-max-response-len": setting.longest + 1, "rollout-max-context-len": 2 * setting.longest + 512,
         "transferqueue-mode": "streaming", "max-staleness": setting.staleness, "vllm-server-concurrency": 1024,
         "num-rollout-workers": setting.workers, "num-rollout": setting.warm_up + setting.rounds + 1,
         "actor-num-gpus-per-node": NUM_RANKS, "over-sampling-batch-size": 8, "vllm-router-policy": "round_robin",
@@ -232,8 +244,8 @@ class Half:
 
 
 @contextlib.contextmanager
-def rollout_half(setting: Setting) -> Iterator[Half]:
-    """Start every part, as ray/assembly.py does, and stop every part."""
+def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
+    """Start every part, as ray/assembly.py does, and stop every part. `is_begun`: prompts are answered."""
     import ray
 
     from vime.backends.vllm_utils.router import RouterProcess
@@ -279,7 +291,8 @@ def rollout_half(setting: Setting) -> Iterator[Half]:
         stack.callback(stream.close)
         set_version(urls[0], 0)
         stream.release(0)
-        stream.begin()
+        if is_begun:
+            stream.begin()
         yield Half(manager=manager, stream=stream, ranks=ranks, engine_pid=pid, engine_url=urls[0])
 
 
@@ -323,8 +336,5 @@ def kind_of(process: psutil.Process, own_pid: int, engine_pid: int) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Scripted engines on ports of one process, until stdin ends.")
-    parser.add_argument("count", type=int)
-    parser.add_argument("samples", type=int)
-    parser.add_argument("token_s", type=float)
-    asked = parser.parse_args()
-    asyncio.run(serve_engines(asked.count, asked.samples, asked.token_s))
+    parser.add_argument("setting", help="JSON")
+    asyncio.run(serve_engines(Setting(**json.loads(parser.parse_args().setting))))
