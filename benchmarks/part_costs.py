@@ -15,21 +15,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import pickle
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.rollout_half import Setting, configuration, cpu_seconds, rollout_half, scripted_engines
+from benchmarks.rollout_half import (
+    MODEL,
+    VOCABULARY,
+    Setting,
+    configuration,
+    cpu_seconds,
+    rollout_half,
+    scripted_engines,
+)
 from benchmarks.unit_costs import SAMPLES, generated
+from vime.types import KEY_HEADER
 
 SHORT, LONG = 256, 2048  # tokens of a completion
 TURNS = 3
@@ -376,7 +390,7 @@ def http() -> None:
                     await response.read()
 
     found: dict[str, list[tuple[float, float]]] = {"router": [], "scripted engines": []}
-    for size in (SHORT, LONG):
+    for size in (8, LONG):
         setting = Setting(token_s=0.0, shortest=size, longest=size)
         with tempfile.TemporaryDirectory() as name, scripted_engines(setting) as (pid, urls):
             directory = Path(name)
@@ -399,6 +413,97 @@ def http() -> None:
         request, token = line(*points)
         say(f"{who}, a request", request * 1e3, "ms")
         say(f"{who}, a token", token * 1e6, "us")
+
+
+def vllm() -> None:
+    """A real vLLM server of the quick start's model, n = 16: what its API server spends, which Python holds up. The
+    model's own process is measured beside it and not used: on a GPU it is another."""
+    from vime.backends.vllm_utils.engine import EngineProcess
+
+    points = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "logs").mkdir()
+        config = configuration(Setting(longest=2 * LONG), directory).replace(hf_checkpoint=str(longer_model(directory)))
+        engine = EngineProcess(config, index=0, run_dir=directory)
+        engine.start()
+        try:
+            engine.wait_ready(300)
+            process = psutil.Process(engine.pid)
+            below = process.children(recursive=True)
+            servers = [each for each in below if "cpu_server" in " ".join(each.cmdline())]
+            pids = [servers[0].pid, *(each.pid for each in below if each not in servers)]
+            headers = {KEY_HEADER: engine.keys.generate}
+            for size in (SHORT, LONG):
+                body = {
+                    "request_id": "x", "token_ids": [5] * 20, "stream": False,
+                    "sampling_params": {"n": SAMPLES, "max_tokens": size, "logprobs": 0, "detokenize": False,
+                                        "ignore_eos": True, "temperature": 1.0},
+                }  # fmt: skip
+
+                found: list[int] = []
+
+                def ask(body: dict[str, Any] = body, found: list[int] = found) -> None:
+                    request = urllib.request.Request(
+                        f"{engine.url}/inference/v1/generate", data=json.dumps(body).encode(),
+                        headers={**headers, "Content-Type": "application/json"},
+                    )  # fmt: skip
+                    with urllib.request.urlopen(request, timeout=300) as response:
+                        found.append(len(response.read()))
+
+                costs = spent(pids, ask, TURNS)
+                say(f"vLLM, {SAMPLES} x {size} tokens: API server", costs[0] * 1e3, "ms")
+                say(f"vLLM, {SAMPLES} x {size} tokens: others", sum(costs[1:]) * 1e3, "ms")
+                say(f"vLLM, {SAMPLES} x {size} tokens: JSON", found[0] / SAMPLES / size, "bytes a token")
+                points.append((SAMPLES * size, costs[0]))
+        finally:
+            engine.stop()
+    request_s, token_s = line(*points)
+    say("vLLM API server, a request of 16", request_s * 1e3, "ms")
+    say("vLLM API server, a token", token_s * 1e6, "us")
+
+
+def longer_model(directory: Path) -> Path:
+    """The quick start's model with room for LONG tokens; what it says does not matter."""
+    shutil.copytree(MODEL, directory / "model")
+    path = directory / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 8 * LONG}))
+    return directory / "model"
+
+
+def decode() -> None:
+    """tokenizer.decode alone, which is in `worker`: the quick start's tokenizer knows a few words only."""
+    from vime.rollout.prompts import load_tokenizer
+
+    tokenizer = load_tokenizer(str(MODEL))
+    ids = [number % VOCABULARY for number in range(LONG)]
+    turns = []
+    for _ in range(30):
+        began = time.process_time()
+        tokenizer.decode(ids, skip_special_tokens=True)
+        turns.append((time.process_time() - began) / LONG)
+    say("tokenizer.decode, a token", statistics.median(turns) * 1e6, "us")
+
+
+def has() -> None:
+    """`Ledger.has` in process, asked at each change while a coordinator waits: by groups that a round wants."""
+    from vime.handoff.ledger import Ledger
+    from vime.ray.stream import ledger_rules
+
+    points = []
+    for groups in (64, 1024):
+        with tempfile.TemporaryDirectory() as name:
+            config = configuration(Setting(groups=groups, staleness=1), Path(name))
+            opened = Ledger(Path(name) / "ledger.db", ledger_rules(config, 2), clock=time.monotonic)
+            commit_round(opened, groups)
+            began = time.process_time()
+            for _ in range(200):
+                opened.has(round_of=2 * groups, at_least=2 * groups)
+            points.append((groups, (time.process_time() - began) / 200))
+            opened.close()
+    base, group = line(*points)
+    say("ledger, a look whether a round is whole", base * 1e3, "ms")
+    say("the same, a group of the round", group * 1e6, "us")
 
 
 def disk() -> None:
@@ -443,8 +548,8 @@ def idle() -> None:
 
 
 STATIONS: dict[str, Callable[[], None]] = {
-    "worker": worker, "coordinator": coordinator, "kept": kept, "rank": rank, "disk": disk, "router": http,
-    "ledger": ledger, "queue": queue, "idle": idle,
+    "worker": worker, "coordinator": coordinator, "kept": kept, "rank": rank, "decode": decode, "disk": disk,
+    "router": http, "has": has, "ledger": ledger, "queue": queue, "vllm": vllm, "idle": idle,
 }  # fmt: skip
 
 
