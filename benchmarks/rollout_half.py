@@ -103,13 +103,16 @@ def answer(chance: random.Random, setting: Setting) -> tuple[bytes, int, int]:
     choices, sizes = [], lengths(chance, setting)
     for index, size in enumerate(sizes):
         tokens = [chance.randrange(VOCABULARY) for _ in range(size)]
-        content = [{"token_id": t, "logprob": -chance.expovariate(1.0), "rank": 1, "top_logprobs": []} for t in tokens]
+        content = []
+        for token in tokens:
+            entry = {"token_id": token, "logprob": -chance.expovariate(1.0), "rank": 1}
+            content.append({**entry, "top_logprobs": [entry]})
         spans = [{"version": "0" * VERSION_DIGITS, "start": 0, "end": size}]
         choices.append({
             "index": index, "token_ids": tokens, "finish_reason": "stop", "logprobs": {"content": content},
             "weight_versions": spans,
         })  # fmt: skip
-    return json.dumps({"choices": choices}).encode(), max(sizes), sum(sizes)
+    return json.dumps({"choices": choices}, separators=(",", ":")).encode(), max(sizes), sum(sizes)
 
 
 async def serve_engines(setting: Setting) -> None:
@@ -129,8 +132,8 @@ async def serve_engines(setting: Setting) -> None:
 
     async def version(request: web.Request) -> web.Response:
         before, after = (
-            b'"version": "' + b"0" * VERSION_DIGITS,
-            b'"version": "%0*d' % (VERSION_DIGITS, int(await request.text())),
+            b'"version":"' + b"0" * VERSION_DIGITS,
+            b'"version":"%0*d' % (VERSION_DIGITS, int(await request.text())),
         )
         current[:] = [body.replace(before, after) for body, _, _ in pool]
         return web.json_response({})
@@ -226,6 +229,11 @@ class Half:
     ranks: Sequence[Any]
     engine_pid: int
     engine_url: str
+    run_dir: Path
+
+    def num_writes(self) -> int:
+        """Of the workers so far: each commits what it stored with one call, which is a span in the run's events."""
+        return sum(path.read_text().count('"commit_groups"') for path in (self.run_dir / "events").glob("*.jsonl")) // 2
 
     def round(self, number: int) -> Any:
         """One round of the product's rhythm: leased, read by the ranks, trained, taken out of the queue, and its slots
@@ -293,7 +301,7 @@ def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
         stream.release(0)
         if is_begun:
             stream.begin()
-        yield Half(manager=manager, stream=stream, ranks=ranks, engine_pid=pid, engine_url=urls[0])
+        yield Half(manager=manager, stream=stream, ranks=ranks, engine_pid=pid, engine_url=urls[0], run_dir=run_dir)
 
 
 def measure(setting: Setting) -> Found:
@@ -301,12 +309,14 @@ def measure(setting: Setting) -> Found:
     with rollout_half(setting) as half:
         for number in range(setting.warm_up):
             half.round(number)
+        writes = half.num_writes()
         before, began, found = cpu_seconds(half.engine_pid), time.monotonic(), Found()
         for number in range(setting.warm_up, setting.warm_up + setting.rounds):
             generated, num_tokens = half.round(number)
             found.num_tokens += num_tokens
             found.num_groups += int(generated.metrics["rollout/num_groups"])
         after, found.wall_s = cpu_seconds(half.engine_pid), time.monotonic() - began
+        found.num_writes = half.num_writes() - writes
     spent: dict[str, float] = defaultdict(float)
     for pid, (kind, seconds) in after.items():
         spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]

@@ -7,7 +7,7 @@
 
 Every process with Python code is a server that works on one thing at a time (its GIL); router, network interfaces and
 disks are servers too. Groups move between them, tokens do not: a group of 16 completions costs a server what so many
-tokens cost. Figures are in COSTS, each with the place where it was measured; what nobody measured is in `Assumed`.
+tokens cost. Figures are in COSTS of simulated_run.py, each with the place where it was measured; what nobody measured is in `Assumed`.
 docs/scale.md says what came out and what it does not show.
 """
 
@@ -15,588 +15,307 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import heapq
-import itertools
 import json
 import math
 import random
-import statistics
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-HERE = "part_costs.py"  # 2 cores of an AMD EPYC, little else running; docs/log.md has the run
-MS, US, NS = 1e-3, 1e-6, 1e-9
+from benchmarks.simulated_run import COSTS, Assumed, Result, Run, simulate
+
+KINDS_OF_PROCESS = (
+    "coordinator",
+    "worker",
+    "ledger",
+    "queue controller",
+    "storage unit",
+    "router",
+    "API server",
+    "driver",
+    "source rank",
+    "rank 0, weight update",
+)
+EVERY_KIND = frozenset(
+    {*KINDS_OF_PROCESS, "storage unit's network", "router's network", "worker's network", "worker's disk"}
+)
+ENOUGH = 0.9
+"""Of what the engines would do if every other part took no time; below it is the knee."""
 
 
-class Cost(NamedTuple):
-    """Seconds of one core, and where the figure is from."""
-
-    seconds: float
-    what: str
-    source: str
+def free_rate(run: Run) -> Result:
+    """The same run with parts that take no time: what slots, order of rounds, trainers and long completions leave."""
+    return simulate(dataclasses.replace(run, without=EVERY_KIND))
 
 
-COSTS = {
-    # engines
-    "api_token": Cost(55 * US, "vLLM's API server, a token, 16 sequences a step", f"{HERE} vllm"),
-    "scripted_request": Cost(0.167 * MS, "the check's engines, a request", f"{HERE} router"),
-    "scripted_token": Cost(0.021 * US, "the check's engines, a token", f"{HERE} router"),
-    # router
-    "router_request": Cost(0.195 * MS, "router of 50 engines, a request", f"{HERE} router"),
-    "router_token": Cost(0.028 * US, "router, a token of 82 bytes of JSON", f"{HERE} router"),
-    # rollout worker
-    "worker_group": Cost(3.37 * MS, "prompt to stored group of 16, without calls to others", f"{HERE} worker"),
-    "worker_token": Cost(0.66 * US, "the same, a token", f"{HERE} worker"),
-    "kept_send_group": Cost(0.71 * MS, "a group of 16 sent to be kept for `vime samples`", f"{HERE} kept"),
-    "kept_send_token": Cost(0.085 * US, "the same, a token", f"{HERE} kept"),
-    # a call through Ray that does nothing
-    "call": Cost(0.90 * MS, "a call through Ray, who answers it", f"{HERE} ledger"),
-    "call_caller": Cost(0.63 * MS, "the same, who asks", f"{HERE} ledger"),
-    # ledger
-    "issue": Cost(1.11 * MS, "ledger, issue of prompts, a call", f"{HERE} ledger"),
-    "issue_group": Cost(0.058 * MS, "the same, a prompt", f"{HERE} ledger"),
-    "issue_caller": Cost(0.67 * MS, "the same, the worker's side", f"{HERE} ledger"),
-    "issue_caller_group": Cost(0.02 * MS, "the same, a prompt", f"{HERE} ledger"),
-    "commit": Cost(1.01 * MS, "ledger, commit, a call", f"{HERE} ledger"),
-    "commit_group": Cost(0.208 * MS, "the same, a group", f"{HERE} ledger"),
-    "commit_caller": Cost(0.67 * MS, "the same, the worker's side", f"{HERE} ledger"),
-    "commit_caller_group": Cost(0.054 * MS, "the same, a group", f"{HERE} ledger"),
-    "lease": Cost(2.1 * MS, "ledger, lease of a round, a call", f"{HERE} ledger"),
-    "lease_group": Cost(0.0194 * MS, "the same, a group", f"{HERE} ledger"),
-    "lease_caller": Cost(2.5 * MS, "the same, the coordinator's side", f"{HERE} ledger"),
-    "lease_caller_group": Cost(0.0179 * MS, "the same, a group", f"{HERE} ledger"),
-    "look_group": Cost(1.12 * US, "a look whether a round is whole, a group of it, at each change", f"{HERE} has"),
-    # TransferQueue
-    "put_client": Cost(2.09 * MS, "put, a call, client", f"{HERE} queue"),
-    "put_client_key": Cost(0.017 * MS, "the same, a key", f"{HERE} queue"),
-    "put_client_byte": Cost(1.21 * NS, "the same, a byte", f"{HERE} queue"),
-    "put_controller": Cost(1.19 * MS, "put, controller", f"{HERE} queue"),
-    "put_controller_key": Cost(0.013 * MS, "the same, a key", f"{HERE} queue"),
-    "put_controller_byte": Cost(0.36 * NS, "the same, a byte", f"{HERE} queue"),
-    "put_unit": Cost(0.57 * MS, "put, storage unit", f"{HERE} queue"),
-    "put_unit_key": Cost(0.005 * MS, "the same, a key", f"{HERE} queue"),
-    "put_unit_byte": Cost(1.03 * NS, "the same, a byte", f"{HERE} queue"),
-    "get_client": Cost(1.03 * MS, "get, a call, client", f"{HERE} queue"),
-    "get_client_key": Cost(0.008 * MS, "the same, a key", f"{HERE} queue"),
-    "get_client_byte": Cost(0.79 * NS, "the same, a byte", f"{HERE} queue"),
-    "get_controller": Cost(0.59 * MS, "get, controller", f"{HERE} queue"),
-    "get_controller_key": Cost(0.0053 * MS, "the same, a key", f"{HERE} queue"),
-    "get_controller_byte": Cost(0.15 * NS, "the same, a byte", f"{HERE} queue"),
-    "get_unit": Cost(0.485 * MS, "get, storage unit", f"{HERE} queue"),
-    "get_unit_key": Cost(0.0032 * MS, "the same, a key", f"{HERE} queue"),
-    "get_unit_byte": Cost(0.73 * NS, "the same, a byte", f"{HERE} queue"),
-    "clear_client": Cost(1.1 * MS, "clear, a call, client", f"{HERE} queue"),
-    "clear_client_key": Cost(0.004 * MS, "the same, a key", f"{HERE} queue"),
-    "clear_controller": Cost(0.83 * MS, "clear, controller", f"{HERE} queue"),
-    "clear_controller_key": Cost(0.0035 * MS, "the same, a key", f"{HERE} queue"),
-    "clear_unit": Cost(0.44 * MS, "clear, storage unit", f"{HERE} queue"),
-    # spool
-    "fsync": Cost(0.27 * MS, "append with fsync, the disk of this machine", f"{HERE} disk"),
-    "disk_byte": Cost(2.68 * NS, "the same, a byte", f"{HERE} disk"),
-    # coordinator
-    "round": Cost(1.6 * MS, "coordinator: facts, metrics, plan, ticket, a round", f"{HERE} coordinator"),
-    "round_group": Cost(0.212 * MS, "the same, a group of 16", f"{HERE} coordinator"),
-    "kept_group": Cost(0.46 * MS, "coordinator: a group of 16 written for `vime samples`", f"{HERE} kept"),
-    "kept_token": Cost(0.175 * US, "the same, a token", f"{HERE} kept"),
-    # ranks and driver
-    "rank_row": Cost(0.064 * MS, "source rank, a row unpacked and packed", f"{HERE} rank"),
-    "rank_token": Cost(0.018 * US, "the same, a token", f"{HERE} rank"),
-    "ticket_rank": Cost(0.59 * MS, "driver: a rank is told to train and answers", "an earlier machine, 2 busy cores"),
-    "publish_call": Cost(0.35 * MS, "rank 0: one call to one engine", "docs/log.md, a weight update in two calls"),
-    # processes that have nothing to do, CPU s a second
-    "idle_actor": Cost(6.0 * MS, "an actor of Ray, a second", f"{HERE} idle"),
-    "idle_coordinator": Cost(6.6 * MS, "the RolloutManager, a second", "docs/log.md, who is awake in a run that waits"),
-    "idle_driver": Cost(2.7 * MS, "the driver, a second", f"{HERE} idle"),
-    "idle_ray": Cost(20.0 * MS, "Ray's servers of one machine, a second", f"{HERE} idle"),
-    "idle_router": Cost(0.04 * MS, "the router, an engine and a second", f"{HERE} idle"),
-    "idle_engines": Cost(0.053 * MS, "the check's engines, an engine and a second", f"{HERE} idle"),
-}  # fmt: skip
-JSON_BYTES = 133  # of a token in vLLM's answer: part_costs.py vllm
-ROW_BYTES = 9  # of a token in a chunk: id 4, log-probability 4, mask 1 (vime/data/payload.py)
-TEXT_BYTES = 4  # of a token in a spool's record beside that: its text, about
-CHUNK_BYTES = 256 << 10  # vime/data/payload.py
-KEPT_TOKENS = (256 << 20) // 16 // 12  # of a round, at most, with the default --keep-samples-mib
-OVER_SAMPLING = 8
-LINGER_S = 1.0  # vime/rollout/group_writer.py
-POLLS_A_SECOND = 2.0  # vime/ray/workers.py
+def at_target(run: Run, workers: Sequence[int]) -> tuple[Result, list[Result]]:
+    return free_rate(run), [simulate(dataclasses.replace(run, workers=count)) for count in workers]
+
+
+def scaled(run: Run, engines: int) -> Run:
+    """A run of the same shape with so many engines: groups and ranks in the same proportion."""
+    share = engines / run.engines
+
+    def of(count: int) -> int:
+        return max(1, round(count * share))
+
+    sources = of(run.sources)
+    return dataclasses.replace(
+        run, engines=engines, groups=2 * sources, ranks=of(run.ranks), sources=sources, warm_up=6, rounds=8
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assumed:
-    """What nobody measured."""
+class Knee:
+    """Where more engines stop to bring more tokens. `engines` 0: nowhere up to the most that were tried."""
 
-    nic_bytes_s: float = 12.5e9  # one network interface of 100 Gb/s for each part, each direction
-    router_threads: int = 16  # cores that one router may use
-    train_share: float = 0.8  # of the time that the engines take for a round: trainers are not what is asked about
-    buckets: int = 16  # calls of each engine in a weight update, beside the last
-    spread: float = 0.37  # standard deviation over mean of a group's tokens: 16 completions of log-normal length
+    workers: int
+    without: tuple[str, ...]  # kinds that take no time here: the knees before
+    engines: int
+    tokens_s: float
+    full: str  # the kind that is full there
+
+
+def knees(run: Run, most: int, count: int = 2) -> tuple[list[Result], list[Knee]]:
+    """Double the engines until the knee; then again without what was full there. Results are those of the first."""
+    small = free_rate(scaled(run, 128))
+    per_engine, without = small.tokens_s / small.engines, frozenset[str]()
+    tried: list[Result] = []
+    found: list[Knee] = []
+    while len(found) < count:
+        engines, result = 8 if not found else max(8, found[-1].engines // 2), None
+        while engines <= most:
+            result = simulate(dataclasses.replace(scaled(run, engines), without=without))
+            if not found:
+                tried.append(result)
+            if result.tokens_s < ENOUGH * per_engine * engines:
+                break
+            engines *= 2
+        assert result is not None
+        is_found = engines <= most
+        full = result.ranked[0]
+        found.append(
+            Knee(
+                workers=run.workers,
+                without=tuple(sorted(without)),
+                engines=engines if is_found else 0,
+                tokens_s=result.tokens_s,
+                full=full,
+            )
+        )
+        if not is_found:
+            break
+        without |= {full}
+    return tried, found
+
+
+# ---- the check against real Ray ----
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is simulated. `token_s`: seconds of a token in each completion, whatever else runs; None: an engine makes
-    `engine_tokens_s` and shares them among its groups."""
+class Checked:
+    """One kind of process in a real run and in the simulated one: its share of all CPU time, and CPU s a round."""
 
-    engines: int = 1000
-    engine_tokens_s: float = 5000.0
-    groups: int = 1024
-    samples: int = 16
-    tokens: int = 16384  # of a completion, in the mean
-    ranks: int = 4096
-    sources: int = 512  # ranks that read rows: one for each data-parallel index
-    workers: int = 1
-    units: int = 1
-    staleness: int = 1
-    is_async: bool = True  # the next round is asked for while one trains
-    token_s: float | None = None
-    sizes: Sequence[tuple[int, int]] = ()  # (longest completion, all tokens) that groups are drawn from
-    is_scripted: bool = False  # the engines of the check: no vLLM, no weights
-    json_bytes: float = JSON_BYTES
-    without: frozenset[str] = frozenset()  # kinds whose work takes no time
-    warm_up: int = 2
-    rounds: int = 4
-    seed: int = 0
-    assumed: Assumed = Assumed()
-
-
-# ---- a small simulator ----
-
-
-class Server:
-    """Works on one thing at a time, first come first served; `lanes`: on so many. `background`: CPU s a second that it
-    spends besides, which holds nobody up."""
-
-    def __init__(self, kind: str, *, lanes: int = 1, background: float = 0.0, is_cpu: bool = True) -> None:
-        self.kind, self.is_cpu, self.background, self.lanes = kind, is_cpu, background, lanes
-        self._free = [0.0] * lanes
-        self.busy_s = 0.0
-        self.is_free_of_charge = False
-
-    def end_of(self, now: float, cost: float) -> float:
-        """When work that arrives now is done. Arrivals must be told in the order of time."""
-        if self.is_free_of_charge:
-            return now
-        begin = max(now, heapq.heappop(self._free))
-        heapq.heappush(self._free, begin + cost)
-        self.busy_s += cost
-        return begin + cost
-
-
-class Signal:
-    """Something to wait for. Whoever waits is woken once, when it is set."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Process] = []
-        self.is_set = False
-
-
-Step = tuple[Server, float] | float | Signal
-Process = Generator[Step, None, None]
-"""A process yields (server, cost): work; a number: seconds that pass; a Signal: until it is set."""
-
-
-class Clock:
-    """Runs processes in the order of time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._count = itertools.count()
-        self._due: list[tuple[float, int, Process]] = []
-
-    def start(self, process: Process) -> None:
-        self._at(self.now, process)
-
-    def set(self, signal: Signal) -> None:
-        signal.is_set = True
-        for process in signal.waiting:
-            self._at(self.now, process)
-        signal.waiting.clear()
-
-    def run(self, until: Callable[[], bool]) -> None:
-        """Until that holds, or nothing is left to happen."""
-        while self._due and not until():
-            self.now, _, process = heapq.heappop(self._due)
-            self._step(process)
-
-    def _at(self, time: float, process: Process) -> None:
-        heapq.heappush(self._due, (time, next(self._count), process))
-
-    def _step(self, process: Process) -> None:
-        try:
-            step = next(process)
-        except StopIteration:
-            return
-        if isinstance(step, Signal):
-            if step.is_set:
-                self._at(self.now, process)
-            else:
-                step.waiting.append(process)
-        elif isinstance(step, tuple):
-            self._at(step[0].end_of(self.now, step[1]), process)
-        else:
-            self._at(self.now + step, process)
-
-
-class Engine:
-    """Makes `tokens_s` tokens a second, shared equally by the groups that it answers."""
-
-    def __init__(self, clock: Clock, tokens_s: float) -> None:
-        self._clock, self._tokens_s = clock, tokens_s
-        self._open: list[tuple[float, int, Signal]] = []  # (what each has had when it ends, order, end)
-        self._each, self._since, self._plan_number, self._order = 0.0, 0.0, 0, itertools.count()
-        self.busy_s = 0.0
-        self._is_paused = False
+    workers: int
+    kind: str
+    real_share: float
+    simulated_share: float
+    real_s: float
+    simulated_s: float
 
     @property
-    def load(self) -> int:
-        return len(self._open)
-
-    def generate(self, tokens: int) -> Signal:
-        self._advance()
-        end = Signal()
-        heapq.heappush(self._open, (self._each + tokens, next(self._order), end))
-        self._plan()
-        return end
-
-    def pause(self, is_paused: bool) -> None:
-        self._advance()
-        self._is_paused = is_paused
-        self._plan()
-
-    def _advance(self) -> None:
-        passed, self._since = self._clock.now - self._since, self._clock.now
-        if self._open and not self._is_paused:
-            self._each += passed * self._tokens_s / len(self._open)
-            self.busy_s += passed
-
-    def _plan(self) -> None:
-        self._plan_number += 1
-        if self._open and not self._is_paused:
-            self._clock.start(self._next_end(self._plan_number))
-
-    def _next_end(self, number: int) -> Process:
-        yield max(0.0, (self._open[0][0] - self._each) * len(self._open) / self._tokens_s)
-        if number == self._plan_number:
-            self._advance()
-            while self._open and self._open[0][0] <= self._each + 0.5:  # of a token
-                self._clock.set(heapq.heappop(self._open)[2])
-            self._plan()
+    def off(self) -> float:
+        return self.simulated_share / self.real_share - 1 if self.real_share else math.inf
 
 
-# ---- the run ----
+def check(workers: int, rounds: int, token_s: float, seed: int) -> tuple[list[Checked], dict[str, float]]:
+    """Run the real rollout half and the simulated one."""
+    from benchmarks import rollout_half
 
-
-@dataclass(frozen=True)
-class Group:
-    number: int
-    longest: int
-    tokens: int
-
-    def keys(self, samples: int) -> int:
-        """Chunks, each of whole rows."""
-        row = ROW_BYTES * self.tokens / samples
-        return math.ceil(samples / max(1, math.ceil(CHUNK_BYTES / row)))
-
-
-@dataclass(kw_only=True)
-class WorkerState:
-    """One rollout worker: its process, its disk, its network interface, and the groups that it has in hand."""
-
-    gil: Server
-    disk: Server
-    nic: Server
-    running: int = 0
-    expected: set[int] = field(default_factory=set)
-    finished: list[tuple[Group, Signal]] = field(default_factory=list)
-    changed: Signal = field(default_factory=Signal)  # of the two above
-    ended: Signal = field(default_factory=Signal)  # a prompt that was under way
-
-
-def c(name: str) -> float:
-    return COSTS[name].seconds
-
-
-class Simulation:
-    """One run. `measured` answers what its rounds after the warm-up took."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.clock, self._chance = run, Clock(), random.Random(run.seed)
-        alone, polls = run.workers == 1, POLLS_A_SECOND * run.workers
-        asked = 0.0 if alone else polls * c("call_caller")
-        self.servers: list[Server] = []
-        self.coordinator = self._server("coordinator", background=c("idle_coordinator") + asked)
-        self.ledger = self._server("ledger", background=c("idle_actor"))
-        self.controller = self._server("queue controller", background=c("idle_actor"))
-        self.units = [self._server("storage unit", background=c("idle_actor")) for _ in range(run.units)]
-        self.unit_nics = [self._server("storage unit's network", is_cpu=False) for _ in range(run.units)]
-        lanes = run.assumed.router_threads
-        self.router = self._server("router", lanes=lanes, background=run.engines * c("idle_router"))
-        self.router_nic = self._server("router's network", is_cpu=False)
-        self.driver = self._server("driver", background=c("idle_driver"))
-        self.rank_0 = self._server("rank 0, weight update", is_cpu=not run.is_scripted)
-        self.sources = [self._server("source rank", background=c("idle_actor")) for _ in range(run.sources)]
-        if run.is_scripted:
-            self.apis = [self._server("engines", background=run.engines * c("idle_engines"))] * run.engines
-            self._server("Ray itself", background=c("idle_ray"))
-        else:
-            self.apis = [self._server("API server") for _ in range(run.engines)]
-        polled = c("idle_actor") + POLLS_A_SECOND * c("call")
-        self.workers = [
-            WorkerState(
-                gil=self.coordinator if alone else self._server("worker", background=polled),
-                disk=self._server("worker's disk", is_cpu=False),
-                nic=self._server("worker's network", is_cpu=False),
+    setting = rollout_half.Setting(workers=workers, rounds=rounds, token_s=token_s)
+    found = rollout_half.measure(setting)
+    chance = random.Random(0)
+    pool = [rollout_half.answer(chance, setting)[1:] for _ in range(rollout_half.POOL)]
+    result = simulate(
+        Run(
+            engines=setting.engines,
+            groups=setting.groups,
+            samples=setting.samples,
+            ranks=rollout_half.NUM_RANKS,
+            sources=rollout_half.NUM_RANKS,
+            tokens=sum(size for _, size in pool) // len(pool) // setting.samples,
+            workers=workers,
+            staleness=setting.staleness,
+            is_async=False,
+            token_s=token_s,
+            sizes=pool,
+            is_scripted=True,
+            warm_up=setting.warm_up,
+            rounds=40,
+            seed=seed,
+        )
+    )
+    shares, total = result.shares(), sum(found.cpu_s.values())
+    lines = []
+    for kind in sorted({*found.cpu_s, *shares}, key=lambda name: -found.cpu_s.get(name, 0.0)):
+        seconds = result.kinds[kind].cpu_s / 40 if kind in result.kinds else 0.0
+        real_s = found.cpu_s.get(kind, 0.0)
+        lines.append(
+            Checked(
+                workers=workers,
+                kind=kind,
+                real_share=real_s / total,
+                simulated_share=shares.get(kind, 0.0),
+                real_s=real_s / rounds,
+                simulated_s=seconds,
             )
-            for _ in range(run.workers)
+        )
+    facts = {
+        "real_round_s": found.wall_s / rounds,
+        "simulated_round_s": result.round_s,
+        "real_groups_a_write": found.num_groups / max(1, found.num_writes),
+        "simulated_groups_a_write": result.groups_a_write,
+        "real_cores": total / found.wall_s,
+        "real_tokens_s": found.num_tokens / found.wall_s,
+        "simulated_tokens_s": result.tokens_s,
+    }
+    return lines, facts
+
+
+# ---- the command ----
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("mode", nargs="?", default="target", choices=("target", "engines", "check", "costs"))
+    parser.add_argument("--workers", type=int, nargs="+", help="rollout workers (default: 1 2 4 8 16; check: 1 2 4)")
+    parser.add_argument("--engines", type=int, default=Run.engines, help=f"engines (default: {Run.engines})")
+    parser.add_argument("--engine-tokens-s", type=float, default=Run.engine_tokens_s, help="of each (default: 5000)")
+    parser.add_argument("--groups", type=int, default=Run.groups, help=f"prompts of a round (default: {Run.groups})")
+    parser.add_argument("--tokens", type=int, default=Run.tokens, help="of a completion (default: 16384)")
+    parser.add_argument("--staleness", type=int, default=Run.staleness, help=f"K (default: {Run.staleness})")
+    parser.add_argument("--units", type=int, default=Run.units, help="storage units (default: 1)")
+    parser.add_argument("--spread", type=float, default=Assumed.spread, help="of a group's tokens, std over mean")
+    parser.add_argument("--most", type=int, default=8192, help="engines: up to so many (default: 8192)")
+    parser.add_argument("--rounds", type=int, default=12, help="check: measured rounds of the real run (default: 12)")
+    parser.add_argument("--token-s", type=float, default=0.004, help="check: seconds of a token (default: 0.004)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    options = parser.parse_args()
+    run = Run(
+        engines=options.engines,
+        engine_tokens_s=options.engine_tokens_s,
+        groups=options.groups,
+        tokens=options.tokens,
+        staleness=options.staleness,
+        units=options.units,
+        seed=options.seed,
+        assumed=Assumed(spread=options.spread),
+    )
+    if options.mode == "costs":
+        for name, (seconds, what, source) in COSTS.items():
+            print(f"| {name} | {seconds * 1e6:.4g} us | {what} | {source} |")
+        return 0
+    if options.mode == "check":
+        return said_check(options)
+    began = time.monotonic()
+    if options.mode == "engines":
+        found = [
+            knees(dataclasses.replace(run, workers=count), options.most) for count in options.workers or (1, 4, 16)
         ]
-        self.engines = [Engine(self.clock, run.engine_tokens_s) for _ in range(run.engines)]
-        self.slots = (run.staleness + 1) * run.groups
-        self.issued = self.released = 0  # groups
-        self.groups: dict[int, Group] = {}  # that are not trained yet
-        self.ready: set[int] = set()
-        self.slots_freed, self.round_whole, self.kept_written = Signal(), Signal(), Signal()
-        self.kept_written.is_set = True
-        self.is_awaited = False  # the coordinator waits for news
-        self.round_id = self.trained_rounds = self.num_writes = 0
-        self.tokens_generated = self.tokens_trained = 0
-        self.marks: list[tuple[float, int, dict[int, float]]] = []  # at the end of each round: time, tokens, busy s
+        record: object = {
+            "runs": [as_json(result) for tried, _ in found for result in tried],
+            "knees": [dataclasses.asdict(knee) for _, of in found for knee in of],
+        }
+        if not options.json:
+            for tried, of in found:
+                say_results(tried)
+                say_knees(of)
+    else:
+        free, results = at_target(run, options.workers or (1, 2, 4, 8, 16))
+        record = {"free": as_json(free), "runs": [as_json(result) for result in results]}
+        if not options.json:
+            print(f"parts that take no time: {free.tokens_s:,.0f} tokens/s, engines busy {free.engines_busy:.0%}\n")
+            say_results(results)
+            say_limits(results)
+    if options.json:
+        print(json.dumps(record, indent=1))
+    else:
+        print(f"{time.monotonic() - began:.0f} s")
+    return 0
 
-    def _server(self, kind: str, *, lanes: int = 1, background: float = 0.0, is_cpu: bool = True) -> Server:
-        server = Server(kind, lanes=lanes, background=background, is_cpu=is_cpu)
-        server.is_free_of_charge = kind in self.run.without
-        self.servers.append(server)
-        return server
 
-    def simulate(self) -> Simulation:
-        for worker in self.workers:
-            self.clock.start(self._take_prompts(worker))
-            self.clock.start(self._write(worker))
-        self.clock.start(self._drive())
-        last = self.run.warm_up + self.run.rounds
-        self.clock.run(lambda: self.trained_rounds >= last)
-        return self
+def as_json(result: Result) -> dict[str, object]:
+    """`kinds` in the order in which they would be full."""
+    return {
+        **dataclasses.asdict(result),
+        "kinds": {name: dataclasses.asdict(result.kinds[name]) for name in result.ranked},
+    }
 
-    # a worker: vime/rollout/worker.py, vime/rollout/group_writer.py
 
-    def _take_prompts(self, worker: WorkerState) -> Process:
-        share = -(-self.slots // self.run.workers)
-        while True:
-            wanted = min(OVER_SAMPLING, share - worker.running)
-            if wanted < 1:
-                worker.ended = Signal()
-                yield worker.ended
-                continue
-            yield worker.gil, c("issue_caller") + wanted * c("issue_caller_group")
-            granted = min(wanted, self.slots - (self.issued - self.released))
-            numbers = range(self.issued, self.issued + granted)
-            self.issued += granted
-            worker.running += granted
-            yield self.ledger, c("issue") + granted * c("issue_group") + (self._look() if granted else 0.0)
-            for number in numbers:
-                group = self.groups[number] = self._draw(number)
-                worker.expected.add(number)
-                self.clock.start(self._answer(worker, group))
-            if not granted:
-                if self.slots == self.issued - self.released:
-                    yield self.slots_freed
-                yield self.ledger, c("call")
-                yield worker.gil, c("call_caller")
+def say_results(results: Sequence[Result]) -> None:
+    print("| engines | workers | tokens/s | s a round | engines busy | groups a write | fullest | next | third |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for result in results:
+        full = [f"{name} {result.kinds[name].utilisation:.0%}" for name in result.ranked[:3]]
+        print(
+            f"| {result.engines} | {result.workers} | {result.tokens_s:,.0f} | {result.round_s:.1f} "
+            f"| {result.engines_busy:.0%} | {result.groups_a_write:.1f} | {' | '.join(full)} |"
+        )
+    print()
 
-    def _draw(self, number: int) -> Group:
-        run = self.run
-        if run.sizes:
-            return Group(number, *self._chance.choice(run.sizes))
-        variance = math.log(1 + run.assumed.spread**2)
-        factor = math.exp(self._chance.gauss(-variance / 2, math.sqrt(variance)))
-        return Group(number, run.tokens, round(run.samples * run.tokens * factor))
 
-    def _answer(self, worker: WorkerState, group: Group) -> Process:
-        run = self.run
-        if run.token_s is None:
-            at = min(range(run.engines), key=lambda number: self.engines[number].load)
-            yield self.engines[at].generate(group.tokens)
-        else:
-            at = group.number % run.engines
-            yield group.longest * run.token_s
-        self.tokens_generated += group.tokens
-        num_bytes = group.tokens * run.json_bytes
-        if run.is_scripted:
-            yield self.apis[at], c("scripted_request") + group.tokens * c("scripted_token")
-        else:
-            yield self.apis[at], group.tokens * c("api_token")
-        yield self.router, c("router_request") + num_bytes * c("router_token") / 82
-        yield self.router_nic, num_bytes / run.assumed.nic_bytes_s
-        yield worker.nic, num_bytes / run.assumed.nic_bytes_s
-        yield worker.gil, c("worker_group") + group.tokens * c("worker_token")
-        stored = Signal()
-        worker.expected.discard(group.number)
-        worker.finished.append((group, stored))
-        self.clock.set(worker.changed)
-        yield stored
-        worker.running -= 1
-        self.clock.set(worker.ended)
+def say_limits(results: Sequence[Result]) -> None:
+    """At which rate the busiest server of each kind would be full, by the work that it had at the simulated rate."""
+    names = sorted(
+        {name for result in results for name in result.kinds},
+        key=lambda name: results[-1].kinds[name].limit_tokens_s if name in results[-1].kinds else 0.0,
+    )
+    print(f"| full at, million tokens/s (utilisation) | {' | '.join(f'W = {result.workers}' for result in results)} |")
+    print(f"|---|{'---|' * len(results)}")
+    for name in names:
+        cells = []
+        for result in results:
+            kind = result.kinds.get(name)
+            cells.append(f"{kind.limit_tokens_s / 1e6:.1f} ({kind.utilisation:.1%})" if kind else "")
+        print(f"| {name} | {' | '.join(cells)} |")
+    print()
 
-    def _write(self, worker: WorkerState) -> Process:
-        unit = itertools.cycle(range(self.run.units))
-        while True:
-            if not worker.finished:
-                worker.changed = Signal()
-                yield worker.changed
-                continue
-            until, first = self.clock.now + LINGER_S, min(group.number for group, _ in worker.finished)
-            while self.clock.now < until and any(number < first for number in worker.expected):
-                worker.changed = Signal()
-                self.clock.start(self._set_after(until - self.clock.now, worker.changed))
-                yield worker.changed
-                first = min(group.number for group, _ in worker.finished)
-            batch, worker.finished = worker.finished, []
-            self.num_writes += 1
-            tokens, count = sum(group.tokens for group, _ in batch), len(batch)
-            keys, at = sum(group.keys(self.run.samples) for group, _ in batch), next(unit)
-            yield worker.disk, c("fsync") + tokens * (ROW_BYTES + TEXT_BYTES) * c("disk_byte")
-            yield from self._queue_call("put", worker.gil, keys, tokens * ROW_BYTES, at)
-            yield worker.gil, c("commit_caller") + count * c("commit_caller_group")
-            yield self.ledger, c("commit") + count * c("commit_group") + self._look()
-            self.ready.update(group.number for group, _ in batch)
-            if self._is_whole():
-                self.clock.set(self.round_whole)
-            for _, stored in batch:
-                self.clock.set(stored)
 
-    def _set_after(self, seconds: float, signal: Signal) -> Process:
-        yield seconds
-        self.clock.set(signal)
+def say_knees(found: Sequence[Knee]) -> None:
+    for knee in found:
+        beside = f" without {', '.join(knee.without)}" if knee.without else ""
+        where = f"at {knee.engines} engines" if knee.engines else "at none of the engines tried"
+        print(f"W = {knee.workers}{beside}: knee {where}, {knee.tokens_s:,.0f} tokens/s; fullest: {knee.full}")
+    print()
 
-    def _queue_call(self, verb: str, client: Server, keys: int, num_bytes: float, unit: int) -> Process:
-        """A put or get: its client, the controller, a storage unit and its network interface."""
-        for part, server in (("client", client), ("controller", self.controller), ("unit", self.units[unit])):
-            name = f"{verb}_{part}"
-            yield server, c(name) + keys * c(f"{name}_key") + num_bytes * c(f"{name}_byte")
-        yield self.unit_nics[unit], num_bytes / self.run.assumed.nic_bytes_s
 
-    def _look(self) -> float:
-        """What the ledger looks at after a change, while the coordinator waits."""
-        return min(self.run.groups, self.issued - self.released) * c("look_group") if self.is_awaited else 0.0
+def said_check(options: argparse.Namespace) -> int:
+    record = []
+    for workers in options.workers or (1, 2, 4):
+        lines, facts = check(workers, options.rounds, options.token_s, options.seed)
+        record.append({"workers": workers, "facts": facts, "kinds": [dataclasses.asdict(line) for line in lines]})
+        if options.json:
+            continue
+        print(f"W = {workers}: " + ", ".join(f"{name} {value:.4g}" for name, value in facts.items()))
+        print(
+            "| process | share of CPU, real | simulated | off by | CPU s a round, real | simulated |\n|---|---|---|---|---|---|"
+        )
+        for line in lines:
+            print(
+                f"| {line.kind} | {line.real_share:.1%} | {line.simulated_share:.1%} | {line.off:+.0%} "
+                f"| {line.real_s:.3f} | {line.simulated_s:.3f} |"
+            )
+        print(flush=True)
+    if options.json:
+        print(json.dumps(record, indent=1))
+    return 0
 
-    # the coordinator: vime/rollout/coordinator.py, vime/ray/rollout_manager.py
 
-    def _is_whole(self) -> bool:
-        first = self.round_id * self.run.groups
-        return all(number in self.ready for number in range(first, first + self.run.groups))
-
-    def _generate(self, generated: Signal) -> Process:
-        run, coordinator = self.run, self.coordinator
-        yield from self._ask_ledger(coordinator, 2)  # for the lease, in vain or not, and how the ledger stands
-        self.round_whole = Signal()
-        if not self._is_whole():
-            self.is_awaited = True
-            yield self.round_whole
-            self.is_awaited = False
-            yield from self._ask_ledger(coordinator, 2)
-        yield self.ledger, c("lease") + run.groups * c("lease_group")
-        yield coordinator, c("lease_caller") + run.groups * c("lease_caller_group")
-        yield self.kept_written
-        self.kept_written = Signal()
-        self.clock.start(self._keep(self.round_id, self.kept_written))
-        yield coordinator, c("round") + run.groups * c("round_group")
-        if run.staleness:
-            row = ROW_BYTES * run.tokens
-            yield from self._queue_call("get", coordinator, 4, 4 * max(CHUNK_BYTES, row), 0)
-        self.clock.set(generated)
-
-    def _ask_ledger(self, caller: Server, times: int) -> Process:
-        for _ in range(times):
-            yield self.ledger, c("call")
-            yield caller, c("call_caller")
-
-    def _keep(self, round_id: int, written: Signal) -> Process:
-        """Answers for `vime samples`: groups of the round, evenly, up to KEPT_TOKENS."""
-        groups = [self.groups[number] for number in self._numbers(round_id)]
-        stride = max(1, -(-sum(group.tokens for group in groups) // KEPT_TOKENS))
-        for at, group in enumerate(groups[::stride]):
-            worker = self.workers[at % len(self.workers)]
-            if worker.gil is not self.coordinator:
-                yield worker.gil, c("kept_send_group") + group.tokens * c("kept_send_token")
-            yield self.coordinator, c("kept_group") + group.tokens * c("kept_token")
-        self.clock.set(written)
-
-    def _numbers(self, round_id: int) -> range:
-        return range(round_id * self.run.groups, (round_id + 1) * self.run.groups)
-
-    # the driver and the ranks: vime/ray/rhythms.py
-
-    def _drive(self) -> Process:
-        generated = Signal()
-        self.clock.start(self._generate(generated))
-        while True:
-            yield generated
-            round_id, self.round_id = self.round_id, self.round_id + 1
-            generated = Signal()
-            if self.run.is_async:
-                self.clock.start(self._generate(generated))
-            yield from self._train(round_id)
-            self._note_round(round_id)
-            yield from self._publish()
-            yield self.ledger, c("call")
-            yield self.driver, c("call_caller")
-            self.released += self.run.groups
-            freed, self.slots_freed = self.slots_freed, Signal()
-            self.clock.set(freed)
-            if not self.run.is_async:
-                self.clock.start(self._generate(generated))
-
-    def _train(self, round_id: int) -> Process:
-        run = self.run
-        groups = [self.groups[number] for number in self._numbers(round_id)]
-        tokens = sum(group.tokens for group in groups)
-        keys, read, left = sum(group.keys(run.samples) for group in groups), Signal(), [run.sources]
-        rows = run.groups * run.samples // run.sources
-        share = min(keys, rows)  # a row of a rank lies in a chunk of its own, where there are so many
-        for at in range(run.sources):
-            yield self.driver, run.ranks / run.sources * c("ticket_rank")
-            chunk_bytes = tokens * ROW_BYTES / keys
-            self.clock.start(self._read(at, share, share * chunk_bytes, rows, tokens / run.sources, left, read))
-        yield read
-        if not run.is_scripted:
-            yield run.assumed.train_share * tokens / (run.engines * run.engine_tokens_s)
-        yield from self._ask_ledger(self.driver, 1)
-        yield self.coordinator, c("clear_client") + keys * c("clear_client_key")
-        yield self.controller, c("clear_controller") + keys * c("clear_controller_key")
-        for unit in self.units:
-            yield unit, c("clear_unit")
-
-    def _read(
-        self, at: int, keys: int, num_bytes: float, rows: int, tokens: float, left: list[int], read: Signal
-    ) -> Process:
-        source = self.sources[at]
-        yield from self._queue_call("get", source, keys, num_bytes, at % self.run.units)
-        yield source, rows * c("rank_row") + tokens * c("rank_token")
-        left[0] -= 1
-        if left[0] == 0:
-            self.clock.set(read)
-
-    def _publish(self) -> Process:
-        """Every engine pauses with the first bucket's call and goes on after the last."""
-        run = self.run
-        if run.is_scripted:
-            return
-        for engine in self.engines:
-            engine.pause(True)
-        yield self.rank_0, run.engines * (run.assumed.buckets + 1) * c("publish_call")
-        for engine in self.engines:
-            engine.pause(False)
-
-    def _note_round(self, round_id: int) -> None:
-        for number in self._numbers(round_id):
-            self.tokens_trained += self.groups.pop(number).tokens
-            self.ready.discard(number)
-        self.trained_rounds += 1
-        busy = {id(server): server.busy_s for server in self.servers}
-        self.marks.append((self.clock.now, self.tokens_trained, busy))
+if __name__ == "__main__":
+    sys.exit(main())
