@@ -7,8 +7,8 @@
 
 Every process with Python code is a server that works on one thing at a time (its GIL); router, network interfaces and
 disks are servers too. Groups move between them, tokens do not: a group of 16 completions costs a server what so many
-tokens cost. Figures are in COSTS of simulated_run.py, each with the place where it was measured; what nobody measured is in `Assumed`.
-docs/scale.md says what came out and what it does not show.
+tokens cost. Figures are in COSTS of simulated_run.py, each with the place where it was measured; what nobody measured
+is in `Assumed`. docs/scale.md says what came out and what it does not show.
 """
 
 from __future__ import annotations
@@ -304,7 +304,8 @@ def said_check(options: argparse.Namespace) -> int:
             continue
         print(f"W = {workers}: " + ", ".join(f"{name} {value:.4g}" for name, value in facts.items()))
         print(
-            "| process | share of CPU, real | simulated | off by | CPU s a round, real | simulated |\n|---|---|---|---|---|---|"
+            "| process | share of CPU, real | simulated | off by | CPU s a round, real | simulated |\n"
+            "|---|---|---|---|---|---|"
         )
         for line in lines:
             print(

@@ -174,7 +174,7 @@ class Server:
 
 
 class Signal:
-    """Something to wait for. Whoever waits is woken once, when it is set."""
+    """Something to wait for. Whoever waits is woken when it is set, and who comes later does not wait."""
 
     def __init__(self) -> None:
         self.waiting: list[Process] = []
@@ -298,7 +298,7 @@ class WorkerState:
     nic: Server
     running: int = 0
     expected: set[int] = field(default_factory=set)
-    finished: list[tuple[Group, Signal]] = field(default_factory=list)
+    finished: list[Group] = field(default_factory=list)
     changed: Signal = field(default_factory=Signal)  # of the two above
     ended: Signal = field(default_factory=Signal)  # a prompt that was under way
 
@@ -308,6 +308,7 @@ class Mark(NamedTuple):
 
     time: float
     tokens_trained: int
+    tokens_generated: int
     num_writes: int
     busy_s: dict[int, float]  # by id of a server
     generated_s: float  # of all engines
@@ -432,13 +433,9 @@ class Simulation:
         yield self.router_nic, num_bytes / run.assumed.nic_bytes_s
         yield worker.nic, num_bytes / run.assumed.nic_bytes_s
         yield worker.gil, c("worker_group") + group.tokens * c("worker_token")
-        stored = Signal()
         worker.expected.discard(group.number)
-        worker.finished.append((group, stored))
+        worker.finished.append(group)
         self.clock.set(worker.changed)
-        yield stored
-        worker.running -= 1
-        self.clock.set(worker.ended)
 
     def _least_loaded(self) -> int:
         """The engine with the fewest groups. Entries of `_by_load` that are not true any more are passed over."""
@@ -455,25 +452,25 @@ class Simulation:
                 worker.changed = Signal()
                 yield worker.changed
                 continue
-            until, first = self.clock.now + LINGER_S, min(group.number for group, _ in worker.finished)
+            until, first = self.clock.now + LINGER_S, min(group.number for group in worker.finished)
             while self.clock.now < until and any(number < first for number in worker.expected):
                 worker.changed = Signal()
                 self.clock.start(self._set_after(until - self.clock.now, worker.changed))
                 yield worker.changed
-                first = min(group.number for group, _ in worker.finished)
+                first = min(group.number for group in worker.finished)
             batch, worker.finished = worker.finished, []
             self.num_writes += 1
-            tokens, count = sum(group.tokens for group, _ in batch), len(batch)
-            keys, at = sum(group.keys(self.run.samples) for group, _ in batch), next(unit)
+            tokens, count = sum(group.tokens for group in batch), len(batch)
+            keys, at = sum(group.keys(self.run.samples) for group in batch), next(unit)
             yield worker.disk, c("fsync") + tokens * (ROW_BYTES + TEXT_BYTES) * c("disk_byte")
             yield from self._queue_call("put", worker.gil, keys, tokens * ROW_BYTES, at)
             yield worker.gil, c("commit_caller") + count * c("commit_caller_group")
             yield self.ledger, c("commit") + count * c("commit_group") + self._look()
-            self.num_ready.update(group.number // self.run.groups for group, _ in batch)
+            self.num_ready.update(group.number // self.run.groups for group in batch)
             if self._is_whole():
                 self.clock.set(self.round_whole)
-            for _, stored in batch:
-                self.clock.set(stored)
+            worker.running -= count
+            self.clock.set(worker.ended)
 
     def _set_after(self, seconds: float, signal: Signal) -> Process:
         yield seconds
@@ -603,7 +600,9 @@ class Simulation:
         self.trained_rounds += 1
         busy = {id(server): server.busy_s for server in self.servers}
         generated_s = sum(engine.busy_s for engine in self.engines)
-        self.marks.append(Mark(self.clock.now, self.tokens_trained, self.num_writes, busy, generated_s))
+        self.marks.append(
+            Mark(self.clock.now, self.tokens_trained, self.tokens_generated, self.num_writes, busy, generated_s)
+        )
 
 
 # ---- what is read from it ----
@@ -650,6 +649,7 @@ def result_of(simulation: Simulation) -> Result:
     run = simulation.run
     first, last = simulation.marks[run.warm_up - 1], simulation.marks[-1]
     seconds, tokens = last.time - first.time, last.tokens_trained - first.tokens_trained
+    generated = last.tokens_generated - first.tokens_generated  # what the servers worked on; some is not trained yet
     servers: dict[str, list[Server]] = defaultdict(list)
     for server in simulation.servers:
         servers[server.kind].append(server)
@@ -662,7 +662,7 @@ def result_of(simulation: Simulation) -> Result:
         kinds[name] = Kind(
             count=len(members),
             utilisation=utilisation,
-            limit_tokens_s=tokens / seconds / utilisation if utilisation else math.inf,
+            limit_tokens_s=generated / seconds / utilisation if utilisation else math.inf,
             cpu_s=sum(spent) if members[0].is_cpu else 0.0,
         )
     return Result(
