@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -48,9 +49,14 @@ ENOUGH = 0.9
 """Of what the engines would do if every other part took no time; below it is the knee."""
 
 
+@functools.cache
+def _free(run: Run) -> Result:
+    return simulate(run)
+
+
 def free_rate(run: Run) -> Result:
     """The same run with parts that take no time: what slots, order of rounds, trainers and long completions leave."""
-    return simulate(dataclasses.replace(run, without=EVERY_KIND))
+    return _free(dataclasses.replace(run, workers=1, without=EVERY_KIND))
 
 
 def at_target(run: Run, workers: Sequence[int]) -> tuple[Result, list[Result]]:
@@ -66,7 +72,13 @@ def scaled(run: Run, engines: int) -> Run:
 
     sources = of(run.sources)
     return dataclasses.replace(
-        run, engines=engines, groups=2 * sources, ranks=of(run.ranks), sources=sources, warm_up=6, rounds=8
+        run,
+        engines=engines,
+        groups=2 * sources,
+        ranks=of(run.ranks),
+        sources=sources,
+        warm_up=2 * (run.staleness + 1),
+        rounds=16 if engines < 1000 else 8,  # more groups in each
     )
 
 
@@ -83,8 +95,7 @@ class Knee:
 
 def knees(run: Run, most: int, count: int = 2) -> tuple[list[Result], list[Knee]]:
     """Double the engines until the knee; then again without what was full there. Results are those of the first."""
-    small = free_rate(scaled(run, 128))
-    per_engine, without = small.tokens_s / small.engines, frozenset[str]()
+    without = frozenset[str]()
     tried: list[Result] = []
     found: list[Knee] = []
     while len(found) < count:
@@ -93,7 +104,7 @@ def knees(run: Run, most: int, count: int = 2) -> tuple[list[Result], list[Knee]
             result = simulate(dataclasses.replace(scaled(run, engines), without=without))
             if not found:
                 tried.append(result)
-            if result.tokens_s < ENOUGH * per_engine * engines:
+            if result.tokens_s < ENOUGH * free_rate(scaled(run, engines)).tokens_s:
                 break
             engines *= 2
         assert result is not None
@@ -201,7 +212,7 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, default=Run.staleness, help=f"K (default: {Run.staleness})")
     parser.add_argument("--units", type=int, default=Run.units, help="storage units (default: 1)")
     parser.add_argument("--spread", type=float, default=Assumed.spread, help="of a group's tokens, std over mean")
-    parser.add_argument("--most", type=int, default=8192, help="engines: up to so many (default: 8192)")
+    parser.add_argument("--most", type=int, default=4096, help="engines: up to so many (default: 4096)")
     parser.add_argument("--rounds", type=int, default=12, help="check: measured rounds of the real run (default: 12)")
     parser.add_argument("--token-s", type=float, default=0.004, help="check: seconds of a token (default: 0.004)")
     parser.add_argument("--seed", type=int, default=0)

@@ -39,8 +39,8 @@ COSTS = {
     # rollout worker
     "worker_group": Cost(3.11 * MS, "prompt to stored group of 16, without calls to others", f"{HERE} worker"),
     "worker_token": Cost(0.72 * US, "the same, a token", f"{HERE} worker"),
-    "kept_send_group": Cost(0.71 * MS, "a group of 16 sent to be kept for `vime samples`", f"{HERE} kept"),
-    "kept_send_token": Cost(0.085 * US, "the same, a token", f"{HERE} kept"),
+    "kept_send_group": Cost(0.51 * MS, "a group of 16 sent to be kept for `vime samples`", f"{HERE} kept"),
+    "kept_send_token": Cost(0.067 * US, "the same, a token", f"{HERE} kept"),
     # a call through Ray that does nothing
     "call": Cost(0.90 * MS, "a call through Ray, who answers it", f"{HERE} ledger"),
     "call_caller": Cost(0.63 * MS, "the same, who asks", f"{HERE} ledger"),
@@ -88,8 +88,8 @@ COSTS = {
     # coordinator
     "round": Cost(1.6 * MS, "coordinator: facts, metrics, plan, ticket, a round", f"{HERE} coordinator"),
     "round_group": Cost(0.212 * MS, "the same, a group of 16", f"{HERE} coordinator"),
-    "kept_group": Cost(0.46 * MS, "coordinator: a group of 16 written for `vime samples`", f"{HERE} kept"),
-    "kept_token": Cost(0.175 * US, "the same, a token", f"{HERE} kept"),
+    "kept_group": Cost(0.21 * MS, "coordinator: a group of 16 written for `vime samples`", f"{HERE} kept"),
+    "kept_token": Cost(0.34 * US, "the same, a token", f"{HERE} kept"),
     # ranks and driver
     "rank_row": Cost(0.064 * MS, "source rank, a row unpacked and packed", f"{HERE} rank"),
     "rank_token": Cost(0.018 * US, "the same, a token", f"{HERE} rank"),
@@ -524,7 +524,8 @@ class Simulation:
         for at, group in enumerate(groups[::stride]):
             worker = self.workers[at % len(self.workers)]
             if worker.gil is not self.coordinator:
-                yield worker.gil, c("kept_send_group") + group.tokens * c("kept_send_token")
+                yield worker.gil, c("call") + c("kept_send_group") + group.tokens * c("kept_send_token")
+                yield self.coordinator, c("call_caller")
             yield self.coordinator, c("kept_group") + group.tokens * c("kept_token")
         self.clock.set(written)
 
