@@ -128,6 +128,14 @@ _COPIES: dict[str, Callable[[Any], object]] = {  # each takes the type of its fi
 which takes ten times as long for numbers."""
 
 
+@dataclass(frozen=True, slots=True)
+class PendingText:
+    """Text of tokens that nobody has read yet. `decode` can be pickled: a function of a module, or a partial of one."""
+
+    tokens: Sequence[int]
+    decode: Callable[[Sequence[int]], str]
+
+
 def _copied(name: str, value: object) -> object:
     return _COPIES[name](value) if name in _COPIES else copy.deepcopy(value)
 
@@ -214,6 +222,8 @@ class Sample:
         fault = None if versions is None else tiling_fault(versions, len(new))
         if fault is not None:
             raise ValueError(f"append_response_tokens: {fault}")
+        if text:
+            self.response += text
         base = self.response_length
         self.loss_mask = [1] * base if self.loss_mask is None else self.loss_mask
         self.rollout_log_probs = [math.nan] * base if self.rollout_log_probs is None else self.rollout_log_probs
@@ -225,10 +235,18 @@ class Sample:
         if versions is None and new and not trainable and spans and spans[-1].end == base:
             versions = (VersionSpan(spans[-1].version, 0, len(new)),)  # context is as old as what it stands behind
         self._extend_spans(versions or (), base)
-        self.response += text or ""
         reason = (meta_info or {}).get("finish_reason")
         if update_terminal_info and reason is not None:
             self.status = FINISH_STATUS.get(str(reason["type"]), self.status)
+
+    @property
+    def has_pending_text(self) -> bool:
+        """Whether `response` was set by `set_pending_text` and never read."""
+        return isinstance(vars(self)["response"], PendingText)
+
+    def set_pending_text(self, text: PendingText) -> None:
+        """The response is the text of these tokens, decoded when somebody reads it: half of a microsecond a token."""
+        vars(self)["response"] = text
 
     def _extend_spans(self, versions: Sequence[VersionSpan], base: int) -> None:
         for span in versions:
@@ -287,6 +305,21 @@ class Sample:
         sample = cls(**fields)
         vars(sample).update(own)
         return sample
+
+
+def _read_response(sample: Sample) -> str:
+    text = vars(sample).get("response", "")
+    if isinstance(text, PendingText):
+        text = vars(sample)["response"] = text.decode(text.tokens)
+    return str(text)
+
+
+def _write_response(sample: Sample, text: str) -> None:
+    vars(sample)["response"] = text
+
+
+# After the dataclass is made, which takes a property in its body for the default of the field.
+Sample.response = property(_read_response, _write_response)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,15 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.data.columns import COLUMNS, Shape
-from vime.data.rows import STATUS_CODES, Column, Kind, TrainRow, as_array
-from vime.types import HandoffError, Sample, VersionSpan
+from vime.data.rows import Column, Kind, STATUS_CODES, TrainRow, as_array
+from vime.types import HandoffError, PendingText, Sample, VersionSpan
 
 CHUNK_BYTES = 256 << 10
 """Of a chunk: a key of TransferQueue costs 0.4 ms each way whatever it holds, a copy of this much far less."""
@@ -39,6 +40,7 @@ _HEADS = np.dtype(
 IN_ROWS = ("tokens", "loss_mask", "rollout_log_probs")
 """Fields of a sample that a story leaves to its row."""
 BYTES = "bytes"
+Decode = Callable[[Sequence[int]], str]
 Layout = tuple[str, str, Sequence[int | tuple[int, ...]]]
 """Name and type of an optional column, and the shape of each row's cell; of BYTES its length."""
 
@@ -198,10 +200,12 @@ def cut(rows: Sequence[TrainRow]) -> Iterator[list[TrainRow]]:
 
 
 def pack_story(samples: Sequence[Sample]) -> bytes:
-    """What samples hold beside the columns of their rows. It must be what JSON can say, and come back as it was."""
+    """What samples hold beside the columns of their rows. It must be what JSON can say, and come back as it was. Text
+    that nobody has read is left to who reads it."""
     records = []
     for sample in samples:
-        record = sample.to_dict(without=IN_ROWS if _is_lined_up(sample) else ())
+        without = IN_ROWS if _is_lined_up(sample) else ()
+        record = sample.to_dict(without=(*without, "response") if _is_text_of_row(sample) else without)
         bad = [key for key, value in record.items() if key not in _PLAIN and not _is_json(value)]
         if bad:
             raise HandoffError(
@@ -226,14 +230,15 @@ def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
     return join_record(chunks, pack_story(samples))
 
 
-def bytes_to_samples(data: bytes) -> list[Sample]:
-    """The samples of a record, of `samples_to_bytes` or of a finished group."""
+def bytes_to_samples(data: bytes, decode: Decode | None = None) -> list[Sample]:
+    """The samples of a record, of `samples_to_bytes` or of a finished group; `decode` as in `join_samples`."""
     chunks, story = split_record(data)
-    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story)
+    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story, decode)
 
 
-def join_samples(rows: Sequence[TrainRow], story: bytes) -> list[Sample]:
-    """The samples whose numbers are in `rows`."""
+def join_samples(rows: Sequence[TrainRow], story: bytes, decode: Decode | None = None) -> list[Sample]:
+    """The samples whose numbers are in `rows`. `decode` makes text of tokens, for responses that nobody had read when
+    they were stored; without it those are empty."""
     try:
         if story[:4] != b"VIMS":
             raise ValueError("it has no story")
@@ -243,7 +248,11 @@ def join_samples(rows: Sequence[TrainRow], story: bytes) -> list[Sample]:
             for name in IN_ROWS:
                 if name not in record:
                     record[name] = getattr(row, name).tolist()
-            samples.append(Sample.from_dict(record))
+            is_pending = "response" not in record
+            sample = Sample.from_dict(record)
+            if is_pending and decode is not None:
+                sample.set_pending_text(PendingText(sample.tokens[sample.prompt_length :], decode))
+            samples.append(sample)
     except (KeyError, TypeError, ValueError) as error:
         raise HandoffError(f"payload: not a group of samples: {error!r}. The writer is of another version.") from error
     return samples
@@ -265,6 +274,16 @@ def numbers_of(sample: Sample) -> TrainRow:
         raw_reward=0.0,
         status=str(sample.status),
         truncated=False,
+    )
+
+
+def _is_text_of_row(sample: Sample) -> bool:
+    """Whether the response is the text of the row's response tokens, and nobody has read it."""
+    pending = vars(sample).get("response")
+    return (
+        isinstance(pending, PendingText)
+        and len(pending.tokens) == sample.response_length
+        and list(pending.tokens) == sample.tokens[sample.prompt_length :]
     )
 
 

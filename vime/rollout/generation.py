@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import TypeVar
 
 from vime.config.parse import Args
@@ -16,7 +17,7 @@ from vime.rollout.engine_client import EngineClient
 from vime.rollout.exchanges import Answer
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import may_mix
-from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.rollout.prompts import context_limit, decode_response
 from vime.rollout.routed_experts import join_routed_experts
 from vime.rollout.seeds import request_seed
 from vime.types import (
@@ -24,6 +25,7 @@ from vime.types import (
     KEY_HEADER,
     ConfigError,
     EngineError,
+    PendingText,
     Sample,
     SampleStatus,
     SamplingParams,
@@ -181,8 +183,8 @@ async def _finish(args: Args, sample: Sample, parts: list[Answer], params: Sampl
         if part.token_ids:
             sample.append_response_tokens(part.token_ids, part.log_probs, versions=part.versions)
     sample.status = _status(parts[-1]) if parts else SampleStatus.ABORTED
-    tokenizer = load_tokenizer(args.hf_checkpoint)
-    sample.response = str(tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True))
+    text = PendingText(sample.tokens[sample.prompt_length :], partial(decode_response, args.hf_checkpoint))
+    sample.set_pending_text(text)
 
 
 async def _continue(args: Args, sample: Sample, parts: list[Answer], params: SamplingParams, *, copy: int) -> Answer:

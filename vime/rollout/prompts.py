@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -48,6 +48,11 @@ class Prompt:
     label: object
     where: str
     metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+def decode_response(directory: str, tokens: Sequence[int]) -> str:
+    """Text of response tokens as `Sample.response` has it, by the tokenizer of `load_tokenizer`."""
+    return str(load_tokenizer(directory).decode(list(tokens), skip_special_tokens=True))
 
 
 @lru_cache(maxsize=4)

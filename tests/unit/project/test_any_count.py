@@ -14,7 +14,7 @@ NUM_ANY = {
     "backends": 0,
     "backends.fsdp_utils": 0,
     "backends.megatron_utils": 0,
-    "backends.vllm_utils": 53,
+    "backends.vllm_utils": 29,
     "batching": 0,
     "cli": 0,
     "config": 2,
