@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Required, TypedDict, runtime_checkable
 
 from vime.data.rows import TrainRow
 from vime.types import (
@@ -33,7 +33,6 @@ from vime.types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     Sample,
-    SamplingParams,
     SamplingRule,
     Version,
     VimeError,
@@ -51,6 +50,18 @@ if TYPE_CHECKING:
     from vime.weights.update_info import UpdateInfo
 
 logger = logging.getLogger(__name__)
+
+
+class SamplingParams(TypedDict, total=False):
+    """How an answer is sampled, in vLLM's names. What generate functions get and hand on; others may be added."""
+
+    temperature: Required[float]
+    max_tokens: Required[int]
+    top_p: float
+    top_k: int
+    stop: list[str]
+    stop_token_ids: list[int]
+    seed: int
 
 
 @runtime_checkable
