@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import ParamSpec
 
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
 from vime.backends.megatron_utils.hf_tensors import EMBEDDING, HEAD, VALUE_HEAD, expected_tensors
@@ -18,6 +18,8 @@ from vime.rollout.data_check import data_faults
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError, DataError, EngineSpec, Role, VimeError
 
+P = ParamSpec("P")
+
 
 class Refusals:
     """What is wrong so far, in the order in which it was found."""
@@ -25,7 +27,7 @@ class Refusals:
     def __init__(self) -> None:
         self._errors: list[VimeError] = []
 
-    def attempt(self, check: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    def attempt(self, check: Callable[P, object], *arguments: P.args, **options: P.kwargs) -> None:
         """Call a check. What it refuses is kept; what it stumbles over after a refusal follows from that."""
         try:
             check(*arguments, **options)

@@ -39,7 +39,7 @@ def client(ray_cluster, tmp_path):
 
     client = LedgerClient.start(tmp_path, RULES, run_id=tmp_path.name, deadline_s=DEADLINE_S)
     yield client
-    ray.kill(client._handle)
+    client._actor.kill()
 
 
 def kill(client):

@@ -21,7 +21,7 @@ NUM_ANY = {
     "data": 0,
     "handoff": 4,
     "observability": 0,
-    "ray": 96,
+    "ray": 47,
     "rollout": 25,
     "protocols": 1,
     "training": 2,
