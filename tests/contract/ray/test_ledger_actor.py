@@ -35,7 +35,6 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def client(ray_cluster, tmp_path):
-    import ray
 
     client = LedgerClient.start(tmp_path, RULES, run_id=tmp_path.name, deadline_s=DEADLINE_S)
     yield client

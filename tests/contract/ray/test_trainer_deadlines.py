@@ -4,7 +4,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import ray
 
 from vime.config.parse import parse
 from vime.ray import trainers as trainers_module

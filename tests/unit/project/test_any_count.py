@@ -24,8 +24,8 @@ NUM_ANY = {
     "ray": 47,
     "rollout": 25,
     "protocols": 1,
-    "training": 2,
-    "types": 3,
+    "training": 1,
+    "types": 2,
     "utils": 0,
     "weights": 2,
 }
