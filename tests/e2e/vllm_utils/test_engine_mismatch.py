@@ -18,7 +18,7 @@ def verdicts(
     arguments = {"model": qwen3_dir, "url": vllm_engine.url}
     directory = tmp_path_factory.mktemp("agreement")
     [answers] = launch(
-        "tests.helpers.agreement_engine:run", world_size=1, directory=directory, arguments=arguments, deadline_s=180
+        "tests.helpers.mismatch_engine:run", world_size=1, directory=directory, arguments=arguments, deadline_s=180
     )
     return answers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.helpers.agreement_faults import FAULTS
+from tests.helpers.mismatch_faults import FAULTS
 from tests.helpers.training import TinyTask, train
 
 CAUSES = {
@@ -33,7 +33,7 @@ def generate_rollout(args, rollout_id, data_source, evaluation=False):
 
 def test_each_fault_of_a_generate_plug_in_is_named_within_its_round(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--num-rollout", str(len(FAULTS)), "--rollout-max-response-len", "24"]
-    flags += ["--custom-generate-function-path", "tests.helpers.agreement_faults.faulty"]
+    flags += ["--custom-generate-function-path", "tests.helpers.mismatch_faults.faulty"]
     finished = train(flags, tmp_path / "run")
     assert finished.code == 0, finished.output
     metrics = finished.metrics()

@@ -21,11 +21,11 @@ from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.observability.events import EventLog, read_events
 from vime.observability.screen import Screen
-from vime.ray.agreement import RESCORED, AgreementGuard
+from vime.ray.mismatch_guard import RESCORED, MismatchGuard
 from vime.ray.rollout_manager import GeneratedRound, SampleText
 from vime.ray.trainers import TrainedRound
-from vime.training.evidence import COMPARED, DIFFERENCE, Agreement, Suspect
-from vime.types import AgreementError, EngineReport, SamplingRule, VersionSpan
+from vime.training.evidence import COMPARED, DIFFERENCE, MeasuredMismatch, Suspect
+from vime.types import MismatchError, EngineReport, SamplingRule, VersionSpan
 from vime.weights.versions import VersionLedger
 
 SERVING, TRAINED, R = 3, 4, 8
@@ -78,7 +78,7 @@ class Setup:
         model = write_model_directory(tmp_path / "model")
         settings = {"train_rollout_diff_threshold": 1e-4, "on_train_rollout_diff": "warn", **flags}
         self.run_dir, self.stream = tmp_path, io.StringIO()
-        self.guard = AgreementGuard(
+        self.guard = MismatchGuard(
             Config().replace(hf_checkpoint=str(model), **settings),
             tmp_path,
             trainers=ranks,
@@ -94,9 +94,9 @@ class Setup:
         return [str(event.fields["cause"]) for event in read_events(self.run_dir) if event.kind == "disagreement"]
 
 
-def disagreement() -> Agreement:
+def disagreement() -> MeasuredMismatch:
     suspect = Suspect(row=row(recorded=-2.0, version=TRAINED), logp_R=[-1.0] * R, is_compared_R=[True] * R)
-    return Agreement(num_tokens=R, mean=1.0, largest=1.0, suspects=(suspect,))
+    return MeasuredMismatch(num_tokens=R, mean=1.0, largest=1.0, suspects=(suspect,))
 
 
 def generated(**kind: Any) -> GeneratedRound:
@@ -128,7 +128,7 @@ def test_warn_writes_a_report_and_trains_the_round_unjudged(tmp_path: Path, engi
 def test_stop_ends_the_run_before_a_second_attempt(tmp_path: Path, engine: FakeEngine) -> None:
     ranks = Ranks([disagreement()])
     setup = Setup(tmp_path, engine, ranks, on_train_rollout_diff="stop")
-    with pytest.raises(AgreementError, match=r"expected at most 0.0001. Likely cause: .* Report: .*round_4.json"):
+    with pytest.raises(MismatchError, match=r"expected at most 0.0001. Likely cause: .* Report: .*round_4.json"):
         setup.guard.train(generated(), TRAINED)
     assert ranks.judged == [True]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.agreement_cases import LAYOUTS, RULES, TEMPERATURE, agreement_cases, mixed_rows
+from tests.helpers.mismatch_cases import LAYOUTS, RULES, TEMPERATURE, mismatch_cases, mixed_rows
 from tests.helpers.megatron_worker import Answers, answers_of
 from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, NUM_SUSPECTS
 
@@ -18,7 +18,7 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-5
 
 @pytest.fixture(scope="module")
 def answers(models: Path, work: Path) -> Answers:
-    return answers_of(agreement_cases(models), directory=work / "launch-agreement")
+    return answers_of(mismatch_cases(models), directory=work / "launch-mismatch")
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ from vime.backends.vllm_utils.routes import is_last
 from vime.config.checks import FP32_THRESHOLD
 from vime.data.rows import TrainRow
 from vime.protocols import UpdateResponse
-from vime.ray.agreement import RunWitnesses
+from vime.ray.mismatch_guard import RunWitnesses
 from vime.ray.backends import make_backend
 from vime.rollout.engine_client import read_version
-from vime.training.agreement import Disagreement, Judge
+from vime.training.mismatch import LogprobMismatch, Judge
 from vime.training.diagnosis import diagnose
-from vime.training.evidence import Agreement
+from vime.training.evidence import MeasuredMismatch
 from vime.training.export import weights_hash
 from vime.training.worker import TrainWorker
 from vime.types import EngineAddress, RankInfo, SamplingRule, VersionSpan
@@ -125,8 +125,8 @@ class Pair:
         plan = make_plan(list(rows), dp_size=1)
         try:
             self.worker.train_round(plan, dict(enumerate(rows)), judge=Judge(version=self.version, threshold=-1.0))
-        except Disagreement as disagreement:
-            found: Agreement = disagreement.agreement
+        except LogprobMismatch as error:
+            found: MeasuredMismatch = error.measured
         if found.mean <= FP32_THRESHOLD:
             return {"mean": found.mean, "cause": None, "summary": ""}
         witnesses = RunWitnesses(
