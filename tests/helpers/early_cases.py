@@ -12,8 +12,8 @@ from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
 from vime.batching.plan import join_plans
 from vime.data.rows import TrainRow
-from vime.training.mismatch import LogprobMismatch, Judge
 from vime.training.early import BegunRound
+from vime.training.mismatch import Judge, LogprobMismatch
 from vime.training.worker import TrainWorker
 
 PORTIONS = ((0, 4), (4, 6), (6, 8))  # rows, unequally many; their trainable tokens differ more

@@ -9,8 +9,8 @@ from typing import Any
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import Bench, Case, exported
 from vime.data.rows import TrainRow
-from vime.training.mismatch import LogprobMismatch, Judge
 from vime.training.evidence import MeasuredMismatch
+from vime.training.mismatch import Judge, LogprobMismatch
 from vime.types import SamplingRule, VersionSpan
 
 TEMPERATURE = 0.8

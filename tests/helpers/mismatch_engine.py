@@ -19,13 +19,13 @@ from vime.backends.vllm_utils.routes import is_last
 from vime.config.checks import FP32_THRESHOLD
 from vime.data.rows import TrainRow
 from vime.protocols import UpdateResponse
-from vime.ray.mismatch_guard import RunWitnesses
 from vime.ray.backends import make_backend
+from vime.ray.mismatch_guard import RunWitnesses
 from vime.rollout.engine_client import read_version
-from vime.training.mismatch import LogprobMismatch, Judge
 from vime.training.diagnosis import diagnose
 from vime.training.evidence import MeasuredMismatch
 from vime.training.export import weights_hash
+from vime.training.mismatch import Judge, LogprobMismatch
 from vime.training.worker import TrainWorker
 from vime.types import EngineAddress, RankInfo, SamplingRule, VersionSpan
 from vime.weights.publish import publish

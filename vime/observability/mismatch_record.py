@@ -175,7 +175,7 @@ def write_record(run: Path, record: MismatchRecord) -> Path:
     partial.write_text(json.dumps(asdict(record)) + "\n")
     partial.replace(path)
     others = [other for other in record_files(run) if other != path]
-    for other in others[1 : len(others) - MAX_RECORDS + 2]:
+    for other in others[1 : max(1, len(others) - MAX_RECORDS + 2)]:
         other.unlink()
     return path
 

@@ -25,7 +25,7 @@ from vime.ray.mismatch_guard import RESCORED, MismatchGuard
 from vime.ray.rollout_manager import GeneratedRound, SampleText
 from vime.ray.trainers import TrainedRound
 from vime.training.evidence import COMPARED, DIFFERENCE, MeasuredMismatch, Suspect
-from vime.types import MismatchError, EngineReport, SamplingRule, VersionSpan
+from vime.types import EngineReport, MismatchError, SamplingRule, VersionSpan
 from vime.weights.versions import VersionLedger
 
 SERVING, TRAINED, R = 3, 4, 8

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.mismatch_cases import LAYOUTS, RULES, TEMPERATURE, mismatch_cases, mixed_rows
 from tests.helpers.megatron_worker import Answers, answers_of
+from tests.helpers.mismatch_cases import LAYOUTS, RULES, TEMPERATURE, mismatch_cases, mixed_rows
 from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, NUM_SUSPECTS
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-5

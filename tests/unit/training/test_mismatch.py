@@ -6,8 +6,8 @@ import pickle
 from dataclasses import replace
 
 from vime.data.rows import TrainRow
-from vime.training.mismatch import LogprobMismatch, comparable
 from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, MeasuredMismatch, merge, of_rows
+from vime.training.mismatch import LogprobMismatch, comparable
 from vime.types import VersionSpan
 
 ROW = TrainRow(
@@ -32,7 +32,11 @@ def test_rows_are_compared_at_every_trainable_token() -> None:
 
 def test_without_a_token_to_compare_no_difference_is_reported() -> None:
     assert MeasuredMismatch(num_tokens=0, mean=0.0, largest=0.0).metrics() == {COMPARED: 0.0}
-    assert MeasuredMismatch(num_tokens=2, mean=0.5, largest=1.0).metrics() == {DIFFERENCE: 0.5, LARGEST: 1.0, COMPARED: 2.0}
+    assert MeasuredMismatch(num_tokens=2, mean=0.5, largest=1.0).metrics() == {
+        DIFFERENCE: 0.5,
+        LARGEST: 1.0,
+        COMPARED: 2.0,
+    }
 
 
 def test_the_worst_rows_of_all_ranks_come_first() -> None:
@@ -47,5 +51,5 @@ def test_the_worst_rows_of_all_ranks_come_first() -> None:
 
 def test_a_disagreement_travels_between_processes_with_its_numbers() -> None:
     error = pickle.loads(pickle.dumps(LogprobMismatch(of_rows([ROW], [[-1.5, -9.0, -2.0, -3.25]]))))
-    assert error.agreement.num_tokens == 3
+    assert error.measured.num_tokens == 3
     assert "disagree by 0.25 nats a token (largest 0.5) over 3 tokens" in str(error)
