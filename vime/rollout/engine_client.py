@@ -14,16 +14,13 @@ import io
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
-from vime.rollout.exchanges import note_completions
+from vime.rollout.exchanges import Answer, note_completions
 from vime.rollout.request_priority import Slots
 from vime.types import KEY_HEADER, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.waits import waiting
@@ -43,21 +40,6 @@ SERVERS = ("router", "engine")
 """Who may hold an answer up: a request does not say which engine the router gave it to."""
 REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 """Answers after which asking again is right: generation has no effect, so a repeated request costs only time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What the engine sampled for one of the n: parallel lists, spans tile them.
-
-    `routed_experts` [prompt + answer - 1, layers, top_k]: where the engine sent each token that it computed (the last
-    one it only sampled); None from an engine that does not say.
-    """
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    versions: Sequence[VersionSpan]
-    finish_reason: str  # stop, length or abort
-    routed_experts: NDArray[Any] | None = None
 
 
 NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
@@ -86,7 +68,7 @@ class EngineClient:
         )
 
     async def generate(
-        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], *, n: int = 1, session_id: str = ""
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, object], *, n: int = 1, session_id: str = ""
     ) -> list[Answer]:
         """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
 
@@ -138,7 +120,7 @@ class EngineClient:
         body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
         await asyncio.gather(*(self._abort_at(worker, body) for worker in workers))
 
-    async def _abort_at(self, worker: str, body: Mapping[str, Any]) -> None:
+    async def _abort_at(self, worker: str, body: Mapping[str, object]) -> None:
         try:
             async with self._http.post(f"{worker}{ABORT_ROUTE}", json=body, timeout=SHORTLY, raise_for_status=True):
                 pass
@@ -154,7 +136,7 @@ class EngineClient:
     async def aclose(self) -> None:
         await self._http.close()
 
-    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> bytes | None:
+    async def _post(self, body: dict[str, object], headers: dict[str, str]) -> bytes | None:
         """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
         not again: None."""
         trouble = ""

@@ -209,7 +209,7 @@ class RolloutWorker(GroupWorker):
             return fresh
         try:
             data = await self._writer.run(self._store.record, *assignment.partial)
-            kept = bytes_to_samples(data)
+            kept = bytes_to_samples(data, self._store.decode)
         except HandoffError as error:  # nothing that was promised is lost: the completions are sampled again
             logger.warning("group %s: its earlier tokens cannot be read, it begins anew: %s", assignment.task, error)
             return fresh
