@@ -203,7 +203,7 @@ def _check_lengths(record: MismatchRecord) -> None:
     """ValueError when a list does not have a number for each token of its row."""
     lengths = [len(row.response_tokens) for row in record.rows]
     every = [record.recorded, record.trainer, [row.is_compared for row in record.rows]]
-    every += [scored.log_probs for scored in (*record.engines, *record.rescored)]
+    every += [engine.log_probs for engine in record.engines] + [scored.log_probs for scored in record.rescored]
     if any([len(values) for values in scores] != lengths for scores in every) or any(
         not 0 <= other.row < len(lengths) or len(other.log_probs) != lengths[other.row] for other in record.retokenized
     ):

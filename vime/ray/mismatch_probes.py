@@ -210,7 +210,7 @@ def _mean_gap(one: dict[int, float], other: dict[int, float]) -> float:
 def _temperature(record: MismatchRecord, under: Callable[[SamplingRule], Scores]) -> SamplingRule:
     """Where the trainer comes closest to what was recorded, which has one valley around the best of TEMPERATURES:
     golden section between its neighbours in the logarithm, then two decimals when they are as good."""
-    values: dict[float, float] = {}
+    values: dict[float, float] = {}  # by temperature: what is left
 
     def at(temperature: float) -> float:
         if temperature not in values:
@@ -226,8 +226,9 @@ def _temperature(record: MismatchRecord, under: Callable[[SamplingRule], Scores]
             high = second
         else:
             low = first
-    at(round(min(values, key=lambda temperature: values[temperature]), 2))
-    return SamplingRule(temperature=min(values, key=lambda temperature: values[temperature]))
+    best: float = min(values, key=values.__getitem__)
+    at(round(best, 2))
+    return SamplingRule(temperature=min(values, key=values.__getitem__))
 
 
 def _truncations(record: MismatchRecord, under: Callable[[SamplingRule], Scores]) -> list[SamplingRule]:
