@@ -16,7 +16,7 @@ from vime.observability.metrics import METRICS_FILE, read_metrics
 from vime.observability.mismatch_record import MismatchRecord, read_record, record_files
 from vime.observability.run_dir import check_run_dir, config_value, read_config
 from vime.training.evidence import DIFFERENCE, RESCORED
-from vime.types import DataError
+from vime.types import ConfigError
 
 
 def add_parser(commands: Commands) -> None:
@@ -33,14 +33,16 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_diagnose(arguments: argparse.Namespace) -> None:
-    """Print the cause of every recorded round. DataError for a round without a record, or a damaged one."""
+    """Print the cause of every recorded round. ConfigError for a round without a record, or a damaged one."""
     run: Path = arguments.run
     check_run_dir(run)
     files = record_files(run)
     paths = [path for path, round_id in files.items() if arguments.round in (None, round_id)]
     if arguments.round is not None and not paths:
         known = ", ".join(map(str, sorted(set(files.values())))) or "none"
-        raise DataError(f"{run}: no logprob mismatch of round {arguments.round} is recorded. Recorded rounds: {known}.")
+        raise ConfigError(
+            f"{run}: no logprob mismatch of round {arguments.round} is recorded. Recorded rounds: {known}."
+        )
     records = {path: read_record(path) for path in paths}
     console = Console(highlight=False, soft_wrap=True)
     for path, record in records.items():

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vime.types import DataError, SamplingRule, Version
+from vime.types import ConfigError, SamplingRule, Version
 
 SCHEMA = 1
 DIRECTORY = "mismatch"
@@ -181,18 +181,18 @@ def write_record(run: Path, record: MismatchRecord) -> Path:
 
 
 def read_record(path: Path) -> MismatchRecord:
-    """DataError says which file is damaged, or was written by a newer version."""
+    """ConfigError says which file is damaged, or was written by a newer version."""
     try:
         told = json.loads(path.read_text())
         schema = told["schema"]
         if schema > SCHEMA:
-            raise DataError(
+            raise ConfigError(
                 f"{path}: has schema {schema}, this version of Vime reads up to {SCHEMA}. Use the one that wrote it."
             )
         record = msgspec.convert(told, MismatchRecord)
         _check_lengths(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
+        raise ConfigError(
             f"{path}: is damaged: {error}. Expected what a run writes when trainer and engine differ; delete the file, "
             "or name another round by --round."
         ) from error

@@ -34,7 +34,7 @@ from vime.ray import mismatch_probes
 from vime.ray.mismatch_probes import MAX_ENGINES, MismatchProbes
 from vime.ray.retokenization import Retokenization
 from vime.training.evidence import MeasuredMismatch, Suspect
-from vime.types import DataError, EngineError, EngineReport, SamplingRule, VersionSpan
+from vime.types import ConfigError, EngineError, EngineReport, SamplingRule, VersionSpan
 
 V, R, VERSION, THRESHOLD = 13, 40, 6, 1e-4
 TABLE_VV = torch.randn(V, V, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -349,8 +349,8 @@ def test_engines_that_do_not_answer_leave_the_trainer_s_word(judged) -> None:
 def test_a_record_that_cannot_be_read_is_refused_by_name(tmp_path: Path, change: dict[str, object], says: str) -> None:
     path = write_record(tmp_path, Run().recorded([sampled(SamplingRule(top_k=3))]))
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(DataError, match=f"round_{VERSION}.json: {says}" if "log-prob" not in says else says):
+    with pytest.raises(ConfigError, match=f"round_{VERSION}.json: {says}" if "log-prob" not in says else says):
         read_record(path)
     path.write_text(path.read_text()[:-200])
-    with pytest.raises(DataError, match="is damaged"):
+    with pytest.raises(ConfigError, match="is damaged"):
         read_record(path)
