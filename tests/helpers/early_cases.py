@@ -59,7 +59,7 @@ def one_round(
         begun.finish(*last, Judge(version=0, threshold=1e-6))  # recorded log-probabilities are made up
     except LogprobMismatch:
         return worker.train_round(*begun.joined())
-    raise AssertionError("no disagreement was found")
+    raise AssertionError("no mismatch was found")
 
 
 def early_cases(models: Path) -> list[Case]:

@@ -45,7 +45,7 @@ def mixed_rows() -> list[TrainRow]:
 
 
 def judged(bench: Bench, **plan: Any) -> dict[str, Any]:
-    """What a disagreement says, what it leaves behind, and the round trained after it beside one never judged."""
+    """What a mismatch says, what it leaves behind, and the round trained after it beside one never judged."""
     rows = mixed_rows()
     trainer = bench.trainer()
     planned = make_plan(rows, dp_size=trainer.place.dp_size, **plan)

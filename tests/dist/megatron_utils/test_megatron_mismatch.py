@@ -1,4 +1,4 @@
-"""Agreement of trainer and engine is measured alike in every layout, and a disagreement leaves the trainer alone."""
+"""A logprob mismatch is measured alike in every layout, and leaves the trainer alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_rank_stops_with_the_same_numbers(answers: Answers, expected: Any,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_disagreement_moves_no_weight_and_leaves_no_trace(answers: Answers, layout: str) -> None:
+def test_a_mismatch_moves_no_weight_and_leaves_no_trace(answers: Answers, layout: str) -> None:
     for rank in answers(f"judged-{layout}"):
         for name, tensor in rank["before"].items():
             assert torch.equal(rank["stopped"][name], tensor), name

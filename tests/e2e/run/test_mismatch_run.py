@@ -38,7 +38,7 @@ def vime(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
-def test_each_fault_of_a_generate_plug_in_is_named_within_its_round(tiny_task: TinyTask, tmp_path: Path) -> None:
+def test_each_fault_of_a_generate_plug_in_is_named_when_the_run_is_over(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--num-rollout", str(len(FAULTS)), "--rollout-max-response-len", "24"]
     flags += ["--custom-generate-function-path", "tests.helpers.mismatch_faults.faulty"]
     finished = train(flags, tmp_path / "run")
@@ -50,6 +50,11 @@ def test_each_fault_of_a_generate_plug_in_is_named_within_its_round(tiny_task: T
     named = {rollout_id: line["cause"] for rollout_id, line in told.items()}
     assert metrics[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
     assert named == {number: CAUSES[fault] for number, fault in enumerate(FAULTS) if fault != "none"}
+    told_to_people = vime("diagnose", str(tmp_path / "run")).stdout
+    assert [line.split(maxsplit=1)[1] for line in told_to_people.splitlines() if "  cause  " in line] == list(
+        named.values()
+    )
+    assert "  shown     top-p/top-k truncation" in vime("diagnose", str(tmp_path / "run"), "--round", "3").stdout
     assert [event["rollout_id"] for event in finished.events("disagreement")] == list(named)
     for rollout_id in named:
         assert told[rollout_id]["mean"] == metrics[rollout_id]["train/train_rollout_logprob_abs_diff"] > 1e-4
