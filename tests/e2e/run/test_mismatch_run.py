@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +51,8 @@ def test_each_fault_of_a_generate_plug_in_is_named_when_the_run_is_over(tiny_tas
     named = {rollout_id: line["cause"] for rollout_id, line in told.items()}
     assert metrics[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
     assert named == {number: CAUSES[fault] for number, fault in enumerate(FAULTS) if fault != "none"}
-    told_to_people = vime("diagnose", str(tmp_path / "run")).stdout
-    assert [line.split(maxsplit=1)[1] for line in told_to_people.splitlines() if "  cause  " in line] == list(
-        named.values()
-    )
+    text = vime("diagnose", str(tmp_path / "run")).stdout
+    assert re.findall("  cause     (.*)", text) == list(named.values())
     assert "  shown     top-p/top-k truncation" in vime("diagnose", str(tmp_path / "run"), "--round", "3").stdout
     assert [event["rollout_id"] for event in finished.events("disagreement")] == list(named)
     for rollout_id in named:
