@@ -25,7 +25,7 @@ from vime.types import ConfigError, SamplingRule, Version
 SCHEMA = 1
 DIRECTORY = "mismatch"
 MAX_TOKENS = 4096
-"""Of a row's response, and of its prompt. With four rows a record has at most about 3 MB."""
+"""Of a row's response, and of its prompt. With four rows a record has at most some 4 MB."""
 MAX_RECORDS = 32
 """Of a run: the first one and the newest."""
 _FILE = re.compile(r"round_(\d+)(|_generated|_published)\.json")
@@ -60,7 +60,7 @@ class RecordedRow:
     attempt: int
     producer_id: str
     status: str
-    versions: list[tuple[Version, int, int]]  # (version, start, end) over the whole response
+    versions: list[tuple[Version, int, int]]  # (version, start, end) in the whole response, where tokens are kept
     prompt_tokens: list[int]  # the last ones
     first_token: int  # of the response that is kept: where the lists below begin
     response_tokens: list[int]

@@ -179,7 +179,11 @@ def _recorded(suspect: Suspect, kept: slice, text: SampleText | None) -> Recorde
         attempt=row.attempt,
         producer_id=row.producer_id,
         status=row.status,
-        versions=[(span.version, span.start, span.end) for span in row.token_policy_versions],
+        versions=[
+            (span.version, span.start, span.end)
+            for span in row.token_policy_versions
+            if span.start < kept.stop and span.end > kept.start
+        ],
         prompt_tokens=prompt[-MAX_TOKENS:].tolist(),
         first_token=kept.start,
         response_tokens=response[kept].tolist(),
