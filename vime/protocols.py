@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from vime.batching.pack import PackedBatch
     from vime.weights.plan import TensorMeta
+    from vime.weights.update_info import UpdateInfo
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ class EngineControl(Protocol):
     @property
     def addresses(self) -> Sequence[EngineAddress]: ...
     def world_sizes(self) -> list[int]: ...
-    def init_transfer(self, init_info_by_engine: Sequence[dict[str, Any]]) -> None: ...
-    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateResponse:
+    def init_transfer(self, init_info_by_engine: Sequence[Mapping[str, object]]) -> None: ...
+    def update(self, update_info: UpdateInfo, *, version: Version, pause_mode: str) -> UpdateResponse:
         """One bucket of `version`: the first pauses the engines, with the last they say what they hold."""
         ...
 

@@ -15,7 +15,6 @@ from tests.helpers.dist_launch import Ranks
 from tests.helpers.engines import KEYS, engine_config
 from tests.helpers.megatron_models import make_plan
 from vime.backends.vllm_utils.control import FleetControl
-from vime.backends.vllm_utils.routes import is_last
 from vime.config.checks import FP32_THRESHOLD
 from vime.data.rows import TrainRow
 from vime.observability.mismatch_record import Stage, write_record
@@ -30,6 +29,7 @@ from vime.training.worker import TrainWorker
 from vime.types import EngineAddress, RankInfo, SamplingRule, VersionSpan
 from vime.weights.publish import publish
 from vime.weights.transports import make_sender
+from vime.weights.update_info import UpdateInfo, is_last
 
 PROMPT = [5 + (7 * position) % 100 for position in range(300)]  # 18 full cache blocks of 16 tokens
 NUM_TOKENS = 24
@@ -40,7 +40,7 @@ class CarelessControl(FleetControl):
 
     clears = True
 
-    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateResponse:
+    def update(self, update_info: UpdateInfo, *, version: int, pause_mode: str) -> UpdateResponse:
         """By vLLM's own routes, one after the other, which Vime's do in one."""
         if self.clears:
             return super().update(update_info, version=version, pause_mode=pause_mode)

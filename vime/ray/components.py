@@ -209,6 +209,8 @@ class Components:
         self.doing = None
         with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts: behind them a score waits
             compared = self._mismatch.after_publish(self.versions.trained)
+            if self.config.weights.check_weight_update_equal:
+                check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
         failpoint(Point.RELEASE)
         if self.parts.stream is not None:
             self.parts.stream.release(report.version)
@@ -219,8 +221,6 @@ class Components:
             content_hash=report.content_hash,
             engines=[address.name for address in engines.addresses],
         )
-        if self.config.weights.check_weight_update_equal:
-            check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
         self.watchers.round_metrics.add({**report.metrics(), **compared})
 
     def evaluate(self, rollout_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Token-in token-out requests to the router, checked answers out.
+"""Token-in token-out requests to the router; completions, checked, come back.
 
 Speaks vLLM's `POST /inference/v1/generate`. One request asks for all n samples of a prompt: n times fewer requests. A
 per-request seed is sent in --reference-mode only: on vLLM's CPU build it kills the engine when a prompt is prefilled in
@@ -11,18 +11,19 @@ import asyncio
 import base64
 import contextlib
 import io
+import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
 from vime.rollout.exchanges import Answer, note_completions
 from vime.rollout.request_priority import Slots
-from vime.types import KEY_HEADER, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
+from vime.types import EngineAddress, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
+from vime.utils.http import HttpFailure, HttpSession
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,8 @@ logger = logging.getLogger(__name__)
 ROUTE = "/inference/v1/generate"
 WORKERS_ROUTE, ABORT_ROUTE = "/list_workers", "/abort_requests"  # of the router, of an engine
 ABORT_S = 2.0
-CONNECT_S = 10.0
-IDLE_S = 4.0
-"""After which an idle connection is given up: before vLLM's server does it, which is after 5 s."""
 MAX_ATTEMPTS = 8
 LONGEST_BACKOFF_S = 8.0
-SHORTLY = aiohttp.ClientTimeout(total=ABORT_S)
 SERVERS = ("router", "engine")
 """Who may hold an answer up: a request does not say which engine the router gave it to."""
 REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
@@ -60,12 +57,7 @@ class EngineClient:
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
         self._slots = Slots(max_in_flight)
         self._warned: set[str] = set()
-        # No proxy from the environment may stand between trainer and engines: aiohttp asks for none by default.
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),  # the slots are the limit
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s)),
-            headers={KEY_HEADER: key} if key else None,
-        )
+        self._http = HttpSession(headers=EngineAddress(name="router", url=url, key=key).headers)  # the slots limit it
 
     async def generate(
         self, token_ids: Sequence[int], sampling_params: Mapping[str, object], *, n: int = 1, session_id: str = ""
@@ -112,20 +104,25 @@ class EngineClient:
         """Tell every engine to give these requests up: they are answered with the tokens so far. One that an engine
         does not know, or an engine that does not answer, is passed over."""
         try:
-            async with self._http.get(f"{self.url}{WORKERS_ROUTE}", timeout=SHORTLY, raise_for_status=True) as answer:
-                workers = [str(url) for url in (await answer.json(content_type=None))["urls"]]
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-            self._warn(self.url, f"it does not say which engines there are: {error!r}")
+            content = await self._ok("GET", f"{self.url}{WORKERS_ROUTE}", None)
+            workers = msgspec.json.decode(content, type=_Workers).urls
+        except (HttpFailure, msgspec.DecodeError) as error:
+            self._warn(self.url, f"it does not say which engines there are: {error}")
             return
-        body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
+        body = json.dumps({"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}).encode()
         await asyncio.gather(*(self._abort_at(worker, body) for worker in workers))
 
-    async def _abort_at(self, worker: str, body: Mapping[str, object]) -> None:
+    async def _abort_at(self, worker: str, body: bytes) -> None:
         try:
-            async with self._http.post(f"{worker}{ABORT_ROUTE}", json=body, timeout=SHORTLY, raise_for_status=True):
-                pass
-        except (aiohttp.ClientError, TimeoutError) as error:
-            self._warn(worker, f"{ABORT_ROUTE}: {error!r}")
+            await self._ok("POST", f"{worker}{ABORT_ROUTE}", body)
+        except HttpFailure as error:
+            self._warn(worker, f"{ABORT_ROUTE}: {error}")
+
+    async def _ok(self, method: str, url: str, body: bytes | None) -> bytes:
+        response = await self._http.call(method, url, body, deadline_s=ABORT_S)
+        if response.status != 200:
+            raise HttpFailure(response.described())
+        return response.content
 
     def _warn(self, server: str, trouble: str) -> None:
         """Once for each server: an abort is repeated until it is obeyed."""
@@ -139,22 +136,21 @@ class EngineClient:
     async def _post(self, body: dict[str, object], headers: dict[str, str]) -> bytes | None:
         """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
         not again: None."""
-        trouble = ""
+        trouble, content = "", json.dumps(body).encode()
         for attempt in range(MAX_ATTEMPTS):
             if attempt and not is_aborting():
                 await asyncio.sleep(min(self._first_backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
             if attempt and is_aborting():
                 return None
             try:
-                async with self._http.post(f"{self.url}{ROUTE}", json=body, headers=headers) as response:
-                    status, data = response.status, await response.read()
-            except aiohttp.ClientError as error:
-                trouble = f"{type(error).__name__} {error}".strip()
+                response = await self._http.call("POST", f"{self.url}{ROUTE}", content, headers=headers)
+            except HttpFailure as error:
+                trouble = str(error)
             else:
-                if status == 200:
-                    return data
-                trouble = f"HTTP {status}: {data[:500].decode(errors='replace')}"
-                if status not in REPEATABLE_STATUS:
+                if response.status == 200:
+                    return response.content
+                trouble = response.described()
+                if response.status not in REPEATABLE_STATUS:
                     raise EngineError(f"{self.url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
             logger.warning("generation request failed (attempt %d of %d): %s", attempt + 1, MAX_ATTEMPTS, trouble)
         raise EngineLostError(
@@ -191,6 +187,12 @@ class _Body(msgspec.Struct, gc=False):
     that the garbage collector would look at (docs/decisions/0029)."""
 
     choices: list[_Choice]
+
+
+class _Workers(msgspec.Struct):
+    """The engines behind the router."""
+
+    urls: list[str]
 
 
 _DECODER = msgspec.json.Decoder(_Body)

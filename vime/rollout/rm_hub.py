@@ -19,8 +19,6 @@ from functools import partial
 from typing import cast
 from weakref import WeakKeyDictionary
 
-import aiohttp
-
 from vime.config.graders import own_grader, own_grader_fault
 from vime.config.parse import Args
 from vime.config.rollout import BOXED
@@ -32,11 +30,11 @@ from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.rm_math import MathJudge
 from vime.rollout.slime_aliases import Scorers, set_scorers
 from vime.types import LARGEST_REWARD, Reward, RewardError, Sample, SampleStatus
+from vime.utils.http import HttpFailure, HttpSession
 from vime.utils.waits import waiting
 
 MAX_THREADS = 32
 REMOTE_ATTEMPTS = 3
-UNBOUND = aiohttp.ClientTimeout(total=None)  # aiohttp's own is 300 s; --rm-timeout-secs may be longer
 
 
 async def async_rm(args: Args, sample: Sample) -> Reward:
@@ -174,17 +172,20 @@ def _in_thread(calling: AbstractContextManager[None], function: Callable[[], obj
 
 _THREADS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _JUDGES: WeakKeyDictionary[asyncio.AbstractEventLoop, MathJudge] = WeakKeyDictionary()
+_SESSIONS: WeakKeyDictionary[asyncio.AbstractEventLoop, HttpSession] = WeakKeyDictionary()
 
 
 def _threads() -> asyncio.Semaphore:
     return _THREADS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
 
 
-async def close_judges() -> None:
-    """End the math workers of the running event loop; a later call starts them again."""
-    judge = _JUDGES.get(asyncio.get_running_loop())
-    if judge is not None:
+async def close_rewards() -> None:
+    """End what the rewards of the running event loop keep, math workers and connections; a later call starts anew."""
+    loop = asyncio.get_running_loop()
+    if judge := _JUDGES.get(loop):
         await judge.close()
+    if session := _SESSIONS.pop(loop, None):
+        await session.close()
 
 
 def answer_text(sample: Sample) -> str:
@@ -248,25 +249,24 @@ async def remote_rm(args: Args, sample: Sample) -> object:
     }
     if args.rm_url is None:
         raise RewardError("--rm-type remote_rm needs --rm-url, the address of the service. Add it.")
-    where = f"--rm-url {args.rm_url}, sample {sample.index}"
+    where, content = f"--rm-url {args.rm_url}, sample {sample.index}", json.dumps(body).encode()
     trouble = ""
+    loop = asyncio.get_running_loop()
+    session = _SESSIONS.get(loop) or _SESSIONS.setdefault(loop, HttpSession(is_outside=True))
     try:
-        async with (
-            asyncio.timeout(args.rm_timeout_secs),
-            aiohttp.ClientSession(trust_env=True, timeout=UNBOUND) as session,
-        ):
+        async with asyncio.timeout(args.rm_timeout_secs):
             with waiting("a remote reward", args.rm_url, deadline_s=args.rm_timeout_secs):
                 for attempt in range(REMOTE_ATTEMPTS):
                     await asyncio.sleep(0.2 * attempt)
                     try:
-                        async with session.post(args.rm_url, json=body) as response:
-                            status, text = response.status, await response.text(errors="replace")
-                        if status == 200:
-                            answer = json.loads(text)
-                            return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
-                        trouble = f"HTTP {status}: {text[:200]}"
-                    except aiohttp.ClientError as error:
-                        trouble = f"{type(error).__name__} {error}".strip()
+                        response = await session.call("POST", args.rm_url, content)
+                    except HttpFailure as error:
+                        trouble = str(error)
+                        continue
+                    if response.status == 200:
+                        told = json.loads(response.content)
+                        return told["reward"] if isinstance(told, dict) and "reward" in told else told
+                    trouble = response.described()
     except TimeoutError as error:
         raise RewardError(f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). {trouble}") from error
     except ValueError as error:

@@ -12,14 +12,13 @@ import asyncio
 import contextlib
 import importlib.abc
 import importlib.machinery
+import json
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
-
-import aiohttp
 
 from vime.config.parse import Args
 from vime.protocols import import_object
@@ -38,6 +37,7 @@ from vime.types import (
     Sample,
     SamplingParams,
 )
+from vime.utils.http import HttpFailure, HttpSession
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,18 +140,22 @@ async def post(
     record = current_record()
     if record is not None and url.rstrip("/") == _model_url(record.args):
         return await _ask_engines(record, payload)
-    trouble = ""
-    timeout = aiohttp.ClientTimeout(total=POST_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+    trouble, content = "", json.dumps(payload).encode()
+    session = HttpSession(headers=headers, is_outside=True)
+    try:
         for attempt in range(max(1, min(max_retries, POST_ATTEMPTS))):
             await asyncio.sleep(0.5 * attempt)
             try:
-                async with session.post(url, json=payload) as response:
-                    response.raise_for_status()
-                    return await response.json(content_type=None)
-            except aiohttp.ClientError as error:
-                trouble = f"{type(error).__name__} {error}"
-    raise RuntimeError(f"post to {url}: no answer, the last trouble: {trouble}. Is the service up?")
+                response = await session.call("POST", url, content, deadline_s=POST_TIMEOUT_S)
+            except HttpFailure as error:
+                trouble = str(error)
+            else:
+                if response.status < 400:
+                    return json.loads(response.content)
+                trouble = response.described()
+    finally:
+        await session.close()
+    raise RuntimeError(f"post to {url}: no response, the last trouble: {trouble}. Is the service up?")
 
 
 async def _ask_engines(record: Record, payload: Mapping[str, object]) -> dict[str, object]:

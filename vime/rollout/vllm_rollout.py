@@ -37,7 +37,7 @@ from vime.rollout.partial import (
 )
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.reward_errors import error_share
-from vime.rollout.rm_hub import close_judges
+from vime.rollout.rm_hub import close_rewards
 from vime.rollout.sample_recorder import RECORDER
 from vime.types import (
     DataError,
@@ -82,7 +82,7 @@ def generation_progress() -> str:
 def close_generation() -> None:
     """Close the connections to the router and end the reward workers. A later round opens and starts them again."""
     close_clients()
-    rollout_loop().run(close_judges(), name="math reward workers to end", timeout_s=CLOSE_S)
+    rollout_loop().run(close_rewards(), name="math reward workers and connections to end", timeout_s=CLOSE_S)
 
 
 class RoundWorker(GroupWorker):

@@ -9,7 +9,7 @@ from aiohttp import web
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.rollout.filter_hub import check_reward_nonzero_std
 from vime.rollout.plugins import check_plugins, plugin
-from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward, close_judges
+from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward, close_rewards
 from vime.types import ConfigError, RewardError, Sample, SampleStatus
 
 
@@ -83,7 +83,7 @@ class TestAsTheRecordSays:
             expected
         )
         assert asked.response == response
-        await close_judges()
+        await close_rewards()
 
 
 class TestReasoningGym:
@@ -159,7 +159,7 @@ class TestRemote:
         assert len(calls) == 3
 
     async def test_the_flag_alone_says_how_long_an_answer_may_take(self, service, monkeypatch):
-        """aiohttp has a limit of its own, 300 s, for whoever names none."""
+        """The library has a limit of its own, 300 s, for whoever names none."""
         monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
 
         async def slow(request):
