@@ -55,7 +55,7 @@ OWNED_FLAGS = {
     "--enable-return-routed-experts": "--use-rollout-routing-replay",
 }
 
-# Of --reference-mode: a completion depends on its prompt, its seed and the weights, not on the requests beside or before
+# Of --reference-mode: a completion depends on its prompt, its seed and the weights, not on those beside or before
 # it. Batches change the order of sums; a cached prefix changes the shape of what is left to compute; a prompt cut in
 # two kills vLLM's CPU engine when its request has a seed ("CPU Generator does not use offset"). A token budget of the
 # whole context, and no second sequence to share it with, never cuts one.
