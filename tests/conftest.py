@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,6 +68,10 @@ CONTROLLER_MARGIN_S = 20
 # How long what the tests stopped may take to be gone.
 GRACE_S = float(os.environ.get("VIME_TEST_GRACE", "30"))
 EXIT_DEADLINE = 70
+# Where scripts/test.sh has the output of scripts/lint.sh, which runs beside the tests. Not for sessions within tests.
+LINT_LOG = os.environ.pop("VIME_LINT_LOG", "")
+# How long lint.sh may still take when the tests are over.
+LINT_DEADLINE_S = float(os.environ.get("VIME_LINT_DEADLINE", "600"))
 
 leaked: list[str] = []
 
@@ -110,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 @pytest.hookimpl(trylast=True)  # behind the end of the workers
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process that a test left behind fails the session, by name, and is ended."""
+    """A process that a test left behind fails the session, by name, and is ended. So does what lint.sh found."""
     if hasattr(session.config, "workerinput"):
         return
     left = session_processes()
@@ -119,17 +124,38 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         leaked.append(f"pid {process.pid}: {_command(process)}")
     _kill(left)
     if leaked:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        reporter = session.config.pluginmanager.getplugin("terminalreporter")
-        report = pytest.TestReport(
-            nodeid="processes left behind",
-            location=("tests/conftest.py", 0, "pytest_sessionfinish"),
-            keywords={},
-            outcome="failed",
-            longrepr="the tests left these processes behind (ended now):\n" + "\n".join(leaked),
-            when="teardown",
-        )
-        reporter.stats.setdefault("error", []).append(report)
+        text = "the tests left these processes behind (ended now):\n" + "\n".join(leaked)
+        _fail_session(session, "processes left behind", text)
+    if LINT_LOG and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        said = _said_by_lint(Path(LINT_LOG))
+        if not said.endswith("\nlint: passed"):
+            _fail_session(session, "scripts/lint.sh", said)
+
+
+def _fail_session(session: pytest.Session, name: str, text: str) -> None:
+    """An error of pytest's summary and exit code that no test had."""
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    report = pytest.TestReport(
+        nodeid=name,
+        location=("tests/conftest.py", 0, "pytest_sessionfinish"),
+        keywords={},
+        outcome="failed",
+        longrepr=text,
+        when="teardown",
+    )
+    session.config.pluginmanager.getplugin("terminalreporter").stats.setdefault("error", []).append(report)
+
+
+def _said_by_lint(log: Path) -> str:
+    """The output of lint.sh once it has its last line, `lint: passed` or `lint: FAILED: ...`."""
+    ends = time.monotonic() + LINT_DEADLINE_S
+    while True:
+        said = log.read_text(errors="replace").rstrip()
+        if said.rpartition("\n")[2].startswith(("lint: passed", "lint: FAILED")):
+            return said
+        if time.monotonic() > ends:
+            return f"{said}\nlint.sh was not done {LINT_DEADLINE_S:g} s after the tests (VIME_LINT_DEADLINE)"
+        time.sleep(0.2)
 
 
 def session_processes() -> list[psutil.Process]:

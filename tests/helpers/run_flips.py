@@ -42,7 +42,8 @@ from typing import Any
 from tests.helpers.bit_flips import flip
 from tests.helpers.training import ROOT, Finished, Training, train
 from vime.cli.main import main as vime
-from vime.config.parse import Config, dump, parse_command_line
+from vime.config.command_line import parse_command_line
+from vime.config.parse import Config, dump
 from vime.handoff.ledger import Ledger, needed_payloads
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME

@@ -47,8 +47,6 @@ HEAVY = {
     "transformers": {"ray", "rollout"} | BACKENDS,
     "torch": {"algo", "backends", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
 }
-# Files of vime/ that import each other while they are loaded, each circle sorted. The list only gets shorter.
-KNOWN_CIRCLES: frozenset[tuple[str, ...]] = frozenset()
 MAX_FILE, MAX_FUNCTION, MAX_BRANCHES = 600, 80, 15  # none for classes: no code moves because one has many methods
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCH = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.AsyncFor)
@@ -89,7 +87,7 @@ def findings(package: Path) -> Iterator[str]:
             *check_habits(tree, source),
         ]:
             yield f"{path}:{line}: {message}"
-    yield from check_circles(package, KNOWN_CIRCLES)
+    yield from check_circles(package)
 
 
 def package_of(parts: tuple[str, ...]) -> str | None:
@@ -126,43 +124,28 @@ def imported_modules(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def check_circles(package: Path, known: frozenset[tuple[str, ...]]) -> Iterator[str]:
-    """A circle that is not in `known`, and a known one that is there no more."""
-    found = import_circles(package)
-    for circle in found:
-        if circle not in known:
-            yield (
-                f"{package.parent / circle[0]}:1: these files import each other: {', '.join(circle)}. Move what they "
-                "share to a file that imports none of them"
-            )
-    for circle in sorted(known - set(found)):
-        yield f"{__file__}:1: no circle any more: {', '.join(circle)}. Take it out of KNOWN_CIRCLES"
+def check_circles(package: Path) -> Iterator[str]:
+    for circle in import_circles(package):
+        yield (
+            f"{package.parent / circle[0]}:1: these files import each other: {', '.join(circle)}. Move what they "
+            "share to a file that imports none of them"
+        )
 
 
-def import_circles(package: Path, *, with_late: bool = False) -> list[tuple[str, ...]]:
-    """Groups of files each of which imports all others of its group, over whatever files are between. Counted are the
-    imports that run while a file is loaded; `with_late`: also those inside of functions and for the type checker."""
+def import_circles(package: Path) -> list[tuple[str, ...]]:
+    """Groups of files each of which imports all others of its group, over whatever files are between. Every import
+    counts, also one inside of a function or for the type checker."""
     files = {_module_name(path, package): path for path in clone_files(package, "*.py")}
-    graph: dict[str, set[str]] = {}
-    for module, path in files.items():
-        tree = ast.parse(path.read_text())
-        late = set() if with_late else _late_nodes(tree)
-        graph[module] = {name for node in ast.walk(tree) if id(node) not in late for name in _targets(node, set(files))}
+    graph = {
+        module: {name for node in ast.walk(ast.parse(path.read_text())) for name in _targets(node, set(files))}
+        for module, path in files.items()
+    }
     groups = (group for group in _strongly_connected(graph) if len(group) > 1)
     return sorted(tuple(sorted(files[module].relative_to(package.parent).as_posix() for module in g)) for g in groups)
 
 
 def _module_name(path: Path, package: Path) -> str:
     return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _late_nodes(tree: ast.Module) -> set[int]:
-    """What does not run while the file is loaded: bodies of functions, and what only the type checker reads."""
-    bodies: list[ast.stmt] = []
-    for node in ast.walk(tree):
-        if isinstance(node, FUNCTION) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            bodies += node.body
-    return {id(inner) for statement in bodies for inner in ast.walk(statement)}
 
 
 def _targets(node: ast.AST, modules: set[str]) -> Iterator[str]:

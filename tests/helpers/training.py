@@ -104,6 +104,9 @@ class Training:
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"the run did not end within {deadline_s} s:\n{self._log.read_text()[-4000:]}")
+        except BaseException:  # Ctrl-C: the run is of another session and would live on
+            self.kill()
+            raise
         survivors = self.survivors(grace_s=30)
         self.kill()
         assert not survivors, f"left running: {survivors}\n{self._log.read_text()[-2000:]}"

@@ -12,7 +12,6 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +68,7 @@ class GroupFacts:
     """One group. `rows` are of type FACTS."""
 
     group_index: int
-    rows: NDArray[Any]
+    rows: NDArray[np.void]
     notes: GroupNotes = field(default_factory=GroupNotes)
 
     @property
@@ -95,9 +94,9 @@ class GroupFacts:
             )
 
 
-def facts_of(chunks: Sequence[Sequence[TrainRow]], removed: Sequence[bool] = ()) -> NDArray[Any]:
+def facts_of(chunks: Sequence[Sequence[TrainRow]], removed: Sequence[bool] = ()) -> NDArray[np.void]:
     """FACTS of the rows of a group, which lie in `chunks`; `removed` has one entry for each row, or none."""
-    found: list[tuple[Any, ...]] = []
+    found: list[tuple[float, ...]] = []
     for chunk, rows in enumerate(chunks):
         for place, row in enumerate(rows):
             versions = [span.version for span in row.token_policy_versions]

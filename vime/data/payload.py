@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.data.columns import COLUMNS, Shape
-from vime.data.rows import STATUS_CODES, TrainRow, as_array
-from vime.types import HandoffError, Sample, VersionSpan
+from vime.data.rows import Column, Kind, STATUS_CODES, TrainRow, as_array
+from vime.types import HandoffError, PendingText, Sample, VersionSpan
 
 CHUNK_BYTES = 256 << 10
 """Of a chunk: a key of TransferQueue costs 0.4 ms each way whatever it holds, a copy of this much far less."""
@@ -40,6 +40,9 @@ _HEADS = np.dtype(
 IN_ROWS = ("tokens", "loss_mask", "rollout_log_probs")
 """Fields of a sample that a story leaves to its row."""
 BYTES = "bytes"
+Decode = Callable[[Sequence[int]], str]
+Layout = tuple[str, str, Sequence[int | tuple[int, ...]]]
+"""Name and type of an optional column, and the shape of each row's cell; of BYTES its length."""
 
 
 def pack_rows(rows: Sequence[TrainRow]) -> bytes:
@@ -139,41 +142,42 @@ class _Reader:
     def __init__(self, data: bytearray, offset: int) -> None:
         self._data, self._offset = data, offset
 
-    def take(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        found = np.frombuffer(self._data, dtype=dtype, count=count, offset=self._offset)
+    def take(self, dtype: np.dtype[Kind], count: int) -> NDArray[Kind]:
+        found: NDArray[Kind] = np.frombuffer(self._data, dtype=dtype, count=count, offset=self._offset)
         self._offset += found.nbytes
         return found
 
-    def take_each(self, dtype: np.dtype[Any], counts: Sequence[int]) -> list[NDArray[Any]]:
+    def take_each(self, dtype: np.dtype[Kind], counts: Sequence[int]) -> list[NDArray[Kind]]:
         return [self.take(dtype, count) for count in counts]
 
 
-def _pack_extra(rows: Sequence[TrainRow]) -> tuple[list[list[Any]], list[bytes]]:
-    """[name, type, shape of each row's cell] of each optional column, and the bytes of the cells."""
+def _pack_extra(rows: Sequence[TrainRow]) -> tuple[list[Layout], list[bytes]]:
+    """The layout of each optional column, and the bytes of the cells."""
     names = sorted({name for row in rows for name in row.extra})
-    layout, buffers = [], []
+    layout: list[Layout] = []
+    buffers: list[bytes] = []
     for name in names:
         missing = [row.sample_index for row in rows if name not in row.extra]
         if missing:
             raise HandoffError(f"samples {missing}: column {name!r} is missing, which others of the group have.")
         cells = [row.extra[name] for row in rows]
         if any(isinstance(cell, bytes) for cell in cells):
-            cells = [cell if isinstance(cell, bytes) else json.dumps(cell.tolist()).encode() for cell in cells]
-            layout.append([name, BYTES, [len(cell) for cell in cells]])
-            buffers += cells
+            texts = [cell if isinstance(cell, bytes) else json.dumps(cell.tolist()).encode() for cell in cells]
+            layout.append((name, BYTES, [len(text) for text in texts]))
+            buffers += texts
             continue
         arrays = [np.asarray(cell) for cell in cells]
         dtype = np.result_type(*arrays).newbyteorder("<")
-        layout.append([name, dtype.str, [array.shape for array in arrays]])
+        layout.append((name, dtype.str, [array.shape for array in arrays]))
         buffers += [array.astype(dtype).tobytes() for array in arrays]
     return layout, buffers
 
 
-def _unpack_extra(layout: list[list[Any]], reader: _Reader, num_rows: int) -> list[dict[str, Any]]:
-    extras: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+def _unpack_extra(layout: list[Layout], reader: _Reader, num_rows: int) -> list[dict[str, Column]]:
+    extras: list[dict[str, Column]] = [{} for _ in range(num_rows)]
     for name, dtype, shapes in layout:
         for extra, shape in zip(extras, shapes, strict=True):
-            if dtype == BYTES:
+            if isinstance(shape, int):  # of BYTES
                 extra[name] = reader.take(np.dtype("u1"), shape).tobytes()
             else:
                 count = int(np.prod(shape, dtype=np.int64))
@@ -196,10 +200,12 @@ def cut(rows: Sequence[TrainRow]) -> Iterator[list[TrainRow]]:
 
 
 def pack_story(samples: Sequence[Sample]) -> bytes:
-    """What samples hold beside the columns of their rows. It must be what JSON can say, and come back as it was."""
+    """What samples hold beside the columns of their rows. It must be what JSON can say, and come back as it was. Text
+    that nobody has read is left to who reads it."""
     records = []
     for sample in samples:
-        record = sample.to_dict(without=IN_ROWS if _is_lined_up(sample) else ())
+        without = IN_ROWS if _is_lined_up(sample) else ()
+        record = sample.to_dict(without=(*without, "response") if _is_text_of_row(sample) else without)
         bad = [key for key, value in record.items() if key not in _PLAIN and not _is_json(value)]
         if bad:
             raise HandoffError(
@@ -224,14 +230,15 @@ def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
     return join_record(chunks, pack_story(samples))
 
 
-def bytes_to_samples(data: bytes) -> list[Sample]:
-    """The samples of a record, of `samples_to_bytes` or of a finished group."""
+def bytes_to_samples(data: bytes, decode: Decode | None = None) -> list[Sample]:
+    """The samples of a record, of `samples_to_bytes` or of a finished group; `decode` as in `join_samples`."""
     chunks, story = split_record(data)
-    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story)
+    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story, decode)
 
 
-def join_samples(rows: Sequence[TrainRow], story: bytes) -> list[Sample]:
-    """The samples whose numbers are in `rows`."""
+def join_samples(rows: Sequence[TrainRow], story: bytes, decode: Decode | None = None) -> list[Sample]:
+    """The samples whose numbers are in `rows`. `decode` makes text of tokens, for responses that nobody had read when
+    they were stored; without it those are empty."""
     try:
         if story[:4] != b"VIMS":
             raise ValueError("it has no story")
@@ -241,7 +248,11 @@ def join_samples(rows: Sequence[TrainRow], story: bytes) -> list[Sample]:
             for name in IN_ROWS:
                 if name not in record:
                     record[name] = getattr(row, name).tolist()
-            samples.append(Sample.from_dict(record))
+            is_pending = "response" not in record
+            sample = Sample.from_dict(record)
+            if is_pending and decode is not None:
+                sample.set_pending_text(PendingText(sample.tokens[sample.prompt_length :], decode))
+            samples.append(sample)
     except (KeyError, TypeError, ValueError) as error:
         raise HandoffError(f"payload: not a group of samples: {error!r}. The writer is of another version.") from error
     return samples
@@ -263,6 +274,16 @@ def numbers_of(sample: Sample) -> TrainRow:
         raw_reward=0.0,
         status=str(sample.status),
         truncated=False,
+    )
+
+
+def _is_text_of_row(sample: Sample) -> bool:
+    """Whether the response is the text of the row's response tokens, and nobody has read it."""
+    pending = vars(sample).get("response")
+    return (
+        isinstance(pending, PendingText)
+        and len(pending.tokens) == sample.response_length
+        and list(pending.tokens) == sample.tokens[sample.prompt_length :]
     )
 
 
@@ -310,7 +331,7 @@ def record_size(data: bytes) -> tuple[int, int]:
     return num_rows, num_tokens
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     """Whether JSON gives it back as it was: no tuple, no key that is no string, no NaN."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value) and _has_text_keys(value)
@@ -318,7 +339,7 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _has_text_keys(value: Any) -> bool:
+def _has_text_keys(value: object) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(item) for key, item in value.items())
     return all(_has_text_keys(item) for item in value) if isinstance(value, list) else not isinstance(value, tuple)

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vime.types import HandoffError, SampleStatus, StaleError, Version, VersionSpan, tiling_fault
 
+Column = NDArray[np.generic] | bytes
+"""One entry of an optional column."""
 STATUS_CODES = tuple(str(status) for status in SampleStatus)
+
+
+Kind = TypeVar("Kind", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +42,7 @@ class TrainRow:
     raw_reward: float  # as the reward function answered
     status: str
     truncated: bool
-    extra: Mapping[str, Any] = field(default_factory=dict)  # optional columns by name: an array, or bytes
+    extra: Mapping[str, Column] = field(default_factory=dict)  # optional columns by name
     attempt: int = 0  # at the prompt, which the ledger of mode streaming counts from 1
     partition_id: str = ""  # of the queue
     producer_id: str = ""  # the process that generated it
@@ -94,7 +99,7 @@ class TrainRow:
 _ARRAYS: dict[str, type[np.generic]] = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32}
 
 
-def as_array(values: ArrayLike, kind: type[np.generic], where: str) -> NDArray[Any]:
+def as_array(values: ArrayLike, kind: type[Kind], where: str) -> NDArray[Kind]:
     """The numbers in type `kind`; HandoffError, which names `where`, for one that does not fit."""
     try:
         array = np.asarray(values, dtype=kind)

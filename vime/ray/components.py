@@ -59,7 +59,7 @@ class Parts:
 
 @dataclass(slots=True)
 class Watchers:
-    """Who sees the run: the user's screen and signals, the event log, the books of a round."""
+    """Who sees the run: the user's screen and signals, the event log, the numbers of a round."""
 
     screen: Screen
     interrupts: Interrupts
@@ -89,7 +89,7 @@ class Components:
             keep=config.model.keep_checkpoints,
             protected=start.checkpoint,
             deadline_s=config.cluster.train_timeout_secs + GRACE_S,
-            on_saved=lambda rollout_id, path: _note_saved(self, rollout_id, path),
+            on_saved=self._note_saved,
         )
         self._agreement = AgreementGuard(
             config,
@@ -106,7 +106,7 @@ class Components:
         return self.parts.num_rollout - 1
 
     def rounds(self) -> Iterator[int]:
-        """The rollout ids of this run, from the first one not trained yet. Closes a round's books after each."""
+        """The rollout ids of this run, from the first one not trained yet. Writes the numbers of a round after each."""
         self.watchers.round_metrics.begin()
         for rollout_id in range(self._start.rollout_id, self.parts.num_rollout):
             self.watchers.interrupts.raise_if_asked("the pause between rounds")
@@ -118,7 +118,7 @@ class Components:
 
     def start_generation(self, rollout_id: int) -> Any:
         """Begin a round of generation and answer at once."""
-        _rest_trainers(self)
+        self._rest_trainers()
         return self.parts.manager.generate.remote(rollout_id)
 
     def finish_generation(self, pending: Any) -> GeneratedRound:
@@ -137,7 +137,7 @@ class Components:
         meanwhile."""
         pending = pending or self.start_generation(rollout_id)
         if self.config.queue.train_early_groups:
-            _begin_training(self, rollout_id)
+            self._begin_training(rollout_id)
         return self.finish_generation(pending)
 
     def wait_until_generated(self, pending: Any) -> None:
@@ -190,7 +190,7 @@ class Components:
         self.watchers.round_metrics.add(metrics)
         failpoint(Point.CLEAR)
         with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
-            _clear(self, generated.ticket)
+            self._clear(generated.ticket)
 
     def publish(self) -> None:
         """Bring the newest weights to every engine: pause, transfer, confirm by hash, resume."""
@@ -227,7 +227,7 @@ class Components:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""
         if self.parts.engines is None or not self.config.eval.has_sets:
             return
-        _rest_trainers(self)
+        self._rest_trainers()
         self.watchers.screen.activity("evaluating")
         with self.watchers.round_metrics.timed("perf/eval_time"):
             metrics = self._wait_for_manager(self.parts.manager.evaluate.remote(rollout_id), "evaluation")
@@ -248,7 +248,7 @@ class Components:
         With --async-save this returns when the state is copied; `saver.finish` waits for the rest.
         """
         trainers, rollout_id = self.parts.trainers, self.trained_round
-        if trainers is None or _is_saved(self):
+        if trainers is None or self._is_saved():
             return
         self.watchers.screen.activity("saving a checkpoint")
         with self.watchers.round_metrics.timed("perf/save_time"):
@@ -298,62 +298,56 @@ class Components:
 
         return poll
 
+    def has_work(self) -> bool:
+        """Whether a stop now would save something: a round that is trained and not saved, or that is being trained,
+        which nothing interrupts."""
+        is_training = self.doing is Doing.TRAINING
+        return self.parts.trainers is not None and (is_training or not self._is_saved())
 
-def has_work(components: Components) -> bool:
-    """Whether a stop now would save something: a round that is trained and not saved, or that is being trained, which
-    nothing interrupts."""
-    is_training = components.doing is Doing.TRAINING
-    return components.parts.trainers is not None and (is_training or not _is_saved(components))
+    def _is_saved(self) -> bool:
+        """Whether nothing was trained that is not in a checkpoint."""
+        return self.trained_round in (self._start.rollout_id - 1, self.saver.newest_round)
 
+    def _rest_trainers(self) -> None:
+        """--offload-train: the engines work now. For what the trainers are asked next they wake up by themselves."""
+        if self.config.cluster.offload_train and self.parts.trainers is not None:
+            with self.watchers.round_metrics.timed("perf/offload_time"):
+                self.parts.trainers.sleep()
 
-def _is_saved(components: Components) -> bool:
-    """Whether nothing was trained that is not in a checkpoint."""
-    return components.trained_round in (components._start.rollout_id - 1, components.saver.newest_round)
+    def _begin_training(self, rollout_id: int) -> None:
+        """Let the trainers work through finished groups of a round until the rest is finished too. No weight moves."""
+        parts, round_metrics = self.parts, self.watchers.round_metrics
+        assert parts.trainers is not None, "mode streaming trains"
+        while True:
+            with round_metrics.timed("perf/wait_time"):
+                ticket = self._wait_for_manager(
+                    parts.manager.early_batch.remote(rollout_id), "groups to begin a round with"
+                )
+            if ticket is None:
+                return
+            with round_metrics.timed("perf/early_train_time"):
+                parts.trainers.begin(rollout_id, ticket, self.versions.trained)
+            self._clear(ticket)
 
-
-def _rest_trainers(components: Components) -> None:
-    """--offload-train: the engines work now. For what the trainers are asked next they wake up by themselves."""
-    if components.config.cluster.offload_train and components.parts.trainers is not None:
-        with components.watchers.round_metrics.timed("perf/offload_time"):
-            components.parts.trainers.sleep()
-
-
-def _begin_training(components: Components, rollout_id: int) -> None:
-    """Let the trainers work through finished groups of a round until the rest is finished too. No weight moves."""
-    parts, round_metrics = components.parts, components.watchers.books
-    assert parts.trainers is not None, "mode streaming trains"
-    while True:
-        with round_metrics.timed("perf/wait_time"):
-            ticket = components._wait_for_manager(
-                parts.manager.early_batch.remote(rollout_id), "groups to begin a round with"
-            )
-        if ticket is None:
+    def _clear(self, ticket: Any) -> None:
+        """Have the RolloutManager remove from the queue what every rank has read. The driver is no client of the queue:
+        torch, which a client brings, would be most of its memory. Mode off: the objects go with their ticket."""
+        queue = self.config.queue
+        if queue.transferqueue_mode == "off":
             return
-        with round_metrics.timed("perf/early_train_time"):
-            parts.trainers.begin(rollout_id, ticket, components.versions.trained)
-        _clear(components, ticket)
+        wait_for(
+            [self.parts.manager.clear.remote(ticket)],
+            name="a trained round to leave the queue",
+            owner="RolloutManager",
+            deadline_s=queue.transferqueue_timeout_secs + GRACE_S,
+            on_poll=self._poll(interruptible=False),
+        )
 
-
-def _clear(components: Components, ticket: Any) -> None:
-    """Have the RolloutManager remove from the queue what every rank has read. The driver is no client of the queue:
-    torch, which a client brings, would be most of its memory. Mode off: the objects go with their ticket."""
-    queue = components.config.queue
-    if queue.transferqueue_mode == "off":
-        return
-    wait_for(
-        [components.parts.manager.clear.remote(ticket)],
-        name="a trained round to leave the queue",
-        owner="RolloutManager",
-        deadline_s=queue.transferqueue_timeout_secs + GRACE_S,
-        on_poll=components._poll(interruptible=False),
-    )
-
-
-def _note_saved(components: Components, rollout_id: int, path: Path) -> None:
-    """A checkpoint is visible."""
-    components.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
-    if components.parts.stream is not None:
-        components.parts.stream.saved(rollout_id)
+    def _note_saved(self, rollout_id: int, path: Path) -> None:
+        """A checkpoint is visible."""
+        self.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
+        if self.parts.stream is not None:
+            self.parts.stream.saved(rollout_id)
 
 
 def is_due(interval: int | None, rollout_id: int, last_round: int) -> bool:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import ray
 
-from vime.config.parse import Config, dump, parse_command_line
+from vime.config.command_line import parse_command_line
+from vime.config.parse import Config, dump
 from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.queue_view import ledger_fates

@@ -14,10 +14,11 @@ from pathlib import Path
 from vime.backends.megatron_utils.architecture import read_architecture
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
+from vime.config.command_line import parse_command_line
 from vime.config.eval_sets import eval_sets
 from vime.config.hf_config import num_tokenizer_ids
 from vime.config.layout import check_model_layout, idle_under_fsdp
-from vime.config.parse import Config, parse_command_line, parse_readable
+from vime.config.parse import Config, parse_readable
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import STREAMING
 from vime.data.columns import check_requested

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vime.batching.flops import RoundWork
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER, STREAMING
-from vime.data.groups import check_versions
+from vime.data.groups import GroupFacts, check_versions
 from vime.data.rows import TrainRow
 from vime.handoff.group_store import groups_partition
 from vime.handoff.ledger import Ledger
@@ -74,6 +74,19 @@ class GeneratedRound:
     cursor: dict[str, Any] = field(default_factory=dict)  # state of the data source after this round was drawn
     lease: RoundLease | None = None  # mode streaming: the ledger's word that these groups are this round's
     num_begun: int = 0  # early batches that the trainers have already; the ticket holds the other groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRound:
+    """The groups of a round before they are planned, however they came: facts of each and the handles of its chunks."""
+
+    groups: Sequence[tuple[GroupFacts, Sequence[Any]]]
+    partition: str
+    metrics: Mapping[str, float]
+    cursor: dict[str, Any]
+    to_be_read: Sequence[RoundGroup]  # for `vime samples`
+    lease: RoundLease | None = None
+    begun: Sequence[PlannedRound] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,64 +198,86 @@ class RolloutManager:
             self._source.load(state)
 
     def generate(self, rollout_id: int) -> GeneratedRound:
-        """One round: its groups generated (or replayed, or leased), planned and stored."""
+        """One round: its groups generated (or replayed, or leased), planned, and where their rows lie."""
         collect_garbage()
-        if self._coordinator is not None:
-            return self._lease(self._coordinator, rollout_id)
-        config = self._config
-        args, debug = config.flat, config.debug
         began = time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
-            output = _samples(config, self._generate, self._source, rollout_id)
-        metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
+            found = self._lease(rollout_id) if self._coordinator is not None else self._generate_round(rollout_id)
+        metrics = {**found.metrics, "perf/rollout_time": time.monotonic() - began}
+        sample_recorder.RECORDER.write_round(rollout_id, found.to_be_read)
+        if self._config.debug.debug_rollout_only:
+            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
+        rows = np.concatenate([facts.rows for facts, _ in found.groups])
+        planned = self._plan(rollout_id, rows, found.begun)
+        ticket = make_ticket(planned.plan, found.groups, partition=found.partition)
+        failpoint(Point.STORED)
+        return GeneratedRound(
+            rollout_id=rollout_id,
+            ticket=ticket,
+            metrics=metrics | planned.metrics,
+            work=planned.work,
+            probe=self._probe(ticket, planned),
+            lease=found.lease,
+            cursor=found.cursor,
+            num_begun=len(found.begun),
+        )
+
+    def _generate_round(self, rollout_id: int) -> FoundRound:
+        """Modes off and buffer: the samples of a rollout function, or of a record, encoded and stored."""
+        config, args = self._config, self._config.flat
+        output = _samples(config, self._generate, self._source, rollout_id)
         # which prompts were drawn up to this round
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
         with span("convert_round", rollout_id=rollout_id):
             groups = [encoded_group(args, samples, producer_id=PROCESS) for samples in output.samples]
             facts = [group.facts for group in groups]
             set_custom_rewards(args, facts, lambda: output.samples)
-        if not (debug.debug_rollout_only or debug.load_debug_rollout_data):
+        if not (config.debug.debug_rollout_only or config.debug.load_debug_rollout_data):
             check_versions(facts, rollout_id, config.queue.transferqueue_max_staleness)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
-        sample_recorder.RECORDER.write_round(rollout_id, [RoundGroup.of(samples) for samples in output.samples])
-        if debug.debug_rollout_only:
-            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
-        planned = self._plan(rollout_id, np.concatenate([known.rows for known in facts]))
-        began = time.monotonic()
-        with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
-            partition, handles = self._rounds.put(rollout_id, groups)
-        if config.queue.transferqueue_mode == BUFFER:
-            metrics["transferqueue/put_latency"] = (time.monotonic() - began) / len(groups)
-        ticket = make_ticket(planned.plan, list(zip(facts, handles, strict=True)), partition=partition)
-        return self._generated(ticket, planned, metrics, cursor=cursor)
+        metrics, partition, handles = dict(output.metrics), "", [[] for _ in groups]
+        if not config.debug.debug_rollout_only:
+            began = time.monotonic()
+            with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
+                partition, handles = self._rounds.put(rollout_id, groups)
+            if config.queue.transferqueue_mode == BUFFER:
+                metrics["transferqueue/put_latency"] = (time.monotonic() - began) / len(groups)
+        return FoundRound(
+            groups=list(zip(facts, handles, strict=True)),
+            partition=partition,
+            metrics=metrics,
+            cursor=cursor,
+            to_be_read=[RoundGroup.of(samples) for samples in output.samples],
+        )
 
-    def _lease(self, coordinator: RoundCoordinator, rollout_id: int) -> GeneratedRound:
+    def _lease(self, rollout_id: int) -> FoundRound:
         """Mode streaming: the next finished groups, whose rows lie in the queue already."""
-        config, began = self._config, time.monotonic()
-        with span("generate_round", rollout_id=rollout_id):
-            coordinator.begin(rollout_id)
-            taken = coordinator.take(config.rollout.rollout_batch_size)
-        metrics = {**coordinator.metrics(taken), "perf/rollout_time": time.monotonic() - began}
-        # the prompts' own state, to recognise them; where the queue stands is in the ledger
-        cursor = {**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)}
+        config, coordinator = self._config, self._coordinator
+        assert coordinator is not None
+        coordinator.begin(rollout_id)
+        taken = coordinator.take(config.rollout.rollout_batch_size)
         with self._early_lock:
             begun, self._begun = self._begun, []
-        begun = begun if taken.begun else []
         self._keep_taken(rollout_id, taken.groups)
-        debug = config.debug
-        if debug.save_debug_rollout_data:
-            path = Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id))
+        if config.debug.save_debug_rollout_data:
+            path = Path(config.debug.save_debug_rollout_data.format(rollout_id=rollout_id))
             save_rollout(
                 path,
                 coordinator.samples(taken.groups),
                 partition_id=groups_partition(config.queue.transferqueue_partition),
                 producer_ids=[group.facts.notes.producer for group in taken.groups],
             )
-        sample_recorder.RECORDER.write_round(rollout_id, [_to_be_read(coordinator, group) for group in taken.groups])
-        planned = self._plan(rollout_id, np.concatenate([group.facts.rows for group in taken.left]), begun)
-        ticket = self._ticket(planned, taken.left)
-        return self._generated(ticket, planned, metrics, cursor=cursor, lease=taken.lease, num_begun=len(begun))
+        return FoundRound(
+            groups=[(group.facts, group.handles) for group in taken.left],
+            partition=groups_partition(config.queue.transferqueue_partition),
+            metrics=coordinator.metrics(taken),
+            # the prompts' own state, to recognise them; where the queue stands is in the ledger
+            cursor={**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)},
+            to_be_read=[_to_be_read(coordinator, group) for group in taken.groups],
+            lease=taken.lease,
+            begun=begun if taken.begun else [],
+        )
 
     def _plan(self, rollout_id: int, rows: NDArray[Any], begun: Sequence[PlannedRound] = ()) -> PlannedRound:
         failpoint(Point.CONVERT)
@@ -251,33 +286,13 @@ class RolloutManager:
         failpoint(Point.PUT)
         return planned
 
-    def _generated(
-        self,
-        ticket: RoundTicket,
-        planned: PlannedRound,
-        metrics: dict[str, float],
-        *,
-        cursor: dict[str, Any],
-        lease: RoundLease | None = None,
-        num_begun: int = 0,
-    ) -> GeneratedRound:
-        failpoint(Point.STORED)
-        may_be_stale = self._config.queue.transferqueue_max_staleness > 0
-        probe: tuple[TrainRow, ...] = ()
-        if may_be_stale:
-            trained = np.flatnonzero(planned.rows["num_trainable"]).tolist()
-            numbers = trained[:: max(1, len(trained) // NUM_PROBES)][:NUM_PROBES]
-            probe = tuple(read_some(self._store, ticket, numbers).values())
-        return GeneratedRound(
-            rollout_id=ticket.rollout_id,
-            ticket=ticket,
-            metrics=metrics | planned.metrics,
-            work=planned.work,
-            probe=probe,
-            lease=lease,
-            cursor=cursor,
-            num_begun=num_begun,
-        )
+    def _probe(self, ticket: RoundTicket, planned: PlannedRound) -> tuple[TrainRow, ...]:
+        """A few trained rows, where tokens may be older than the weights that train them."""
+        if self._config.queue.transferqueue_max_staleness == 0:
+            return ()
+        trained = np.flatnonzero(planned.rows["num_trainable"]).tolist()
+        numbers = trained[:: max(1, len(trained) // NUM_PROBES)][:NUM_PROBES]
+        return tuple(read_some(self._store, ticket, numbers).values())
 
     def early_batch(self, rollout_id: int) -> RoundTicket | None:
         """Ticket of finished groups of the round that `generate` waits for beside this, for the trainers to begin with.
@@ -292,12 +307,10 @@ class RolloutManager:
                 rows = np.concatenate([group.facts.rows for group in claimed])
                 planned = self._planner.plan(rollout_id, rows, is_early_batch=True)
                 self._begun.append(planned)
-                return self._ticket(planned, claimed)
+                partition = groups_partition(self._config.queue.transferqueue_partition)
+                found = [(group.facts, group.handles) for group in claimed]
+                return make_ticket(planned.plan, found, partition=partition)
         return None
-
-    def _ticket(self, planned: PlannedRound, groups: Sequence[TakenGroup]) -> RoundTicket:
-        partition = groups_partition(self._config.queue.transferqueue_partition)
-        return make_ticket(planned.plan, [(group.facts, group.handles) for group in groups], partition=partition)
 
     def _keep_taken(self, rollout_id: int, groups: Sequence[TakenGroup]) -> None:
         """Of the last rounds only: one trains while the next is generated, and its texts may be asked for."""

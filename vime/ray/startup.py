@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from vime.observability.screen import Screen
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.checkpoint_damage import doubts
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
-from vime.ray.components import Components, Parts, Watchers, has_work
+from vime.ray.components import Components, Parts, Watchers
 from vime.ray.engines import STOP_S as ENGINES_STOP_S
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal, nothing_to_save
@@ -136,7 +135,7 @@ def start_components(
         elif start.rollout_id > 0 and tracker.lacks(start.rollout_id - 1, "eval/"):
             components.evaluate_if_due(start.rollout_id - 1)  # the run before ended with the checkpoint and ahead of it
         screen.begin(start.rollout_id, parts.num_rollout)
-        starter.is_done, interrupts.has_work = True, partial(has_work, components)
+        starter.is_done, interrupts.has_work = True, components.has_work
         yield components
         failpoint(Point.STOP)
         screen.stage("stopping")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
 from vime.handoff.stores import ObjectStore, PayloadStore
 from vime.ray.cluster import QUEUE_CPUS
+from vime.rollout.prompts import decode_response
 
 
 def start_queue(config: Config) -> Any:
@@ -61,7 +63,8 @@ def group_store(config: Config, run_dir: Path, store: PayloadStore, *, worker: i
     if queue.transferqueue_durable:
         place = directory if worker is None else worker_spool(directory, worker)
         spool = Spool(place, fsync=Fsync(queue.transferqueue_fsync))
-    return GroupStore(store, spool, partition=queue.transferqueue_partition, directory=directory)
+    decode = partial(decode_response, config.flat.hf_checkpoint)
+    return GroupStore(store, spool, partition=queue.transferqueue_partition, directory=directory, decode=decode)
 
 
 def compact_other_spools(config: Config, run_dir: Path, needed: Mapping[Task, int | None]) -> int:

@@ -32,9 +32,10 @@ from vime.ray.waits import wait_for
 from vime.rollout import sample_recorder
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.generation import use_engine_key
+from vime.rollout.group_worker import WorkerStats
 from vime.rollout.plugins import load_data_source
 from vime.rollout.vllm_rollout import close_generation
-from vime.rollout.worker import STOP_S, RolloutWorker, WorkerStats, worker_name
+from vime.rollout.worker import STOP_S, RolloutWorker, worker_name
 from vime.types import ClusterError, HandoffLostError, Sample, VimeError
 from vime.utils.waits import waiting
 

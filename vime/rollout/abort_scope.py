@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 from vime.utils.waits import waiting
 
@@ -48,7 +47,7 @@ class AbortScope:
         finally:
             del self._open[request_id]
 
-    async def end(self, work: Collection[asyncio.Task[Any]], *, deadline_s: float = KEEP_S) -> None:
+    async def end(self, work: Collection[asyncio.Task[object]], *, deadline_s: float = KEEP_S) -> None:
         """No request begins any more, and those under way are aborted, until `work` has ended or the deadline is over.
 
         Waits for: the engines' last answers, and the rewards and stores that follow. Never raises what `work` raises.

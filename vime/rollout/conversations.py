@@ -6,11 +6,14 @@ generation prompt, so what is trained is what the model has to say there, up to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from vime.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TURNS = "sft_turns"
 """Key of a sample's metadata: [[token ids, is it trained], ...] behind the prompt."""
@@ -30,26 +33,46 @@ class Conversation:
         return len(self.prompt_ids) + sum(len(ids) for ids, _ in self.turns)
 
 
-def is_conversation(content: Any) -> bool:
+def turns_of(metadata: Mapping[str, object]) -> Sequence[tuple[Sequence[int], bool]]:
+    """What a prompt's metadata holds under TURNS; empty for a prompt that is no conversation."""
+    return cast("Sequence[tuple[Sequence[int], bool]]", metadata.get(TURNS, ()))
+
+
+def is_conversation(content: object) -> bool:
     """Whether a record's prompt is a list of messages in which the assistant has spoken."""
     return isinstance(content, list) and any(
         isinstance(message, Mapping) and message.get("role") == ASSISTANT for message in content
     )
 
 
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] | None,
+    arguments: Mapping[str, object],
+    *,
+    asks: bool,
+) -> str:
+    """The messages as the chat template writes them; `asks`: with the generation prompt behind them. `arguments`:
+    --apply-chat-template-kwargs. Raises whatever the template raises."""
+    template: Callable[..., object] = tokenizer.apply_chat_template  # its own types know no tool calls or images
+    return str(template(list(messages), tools=tools, tokenize=False, add_generation_prompt=asks, **arguments))
+
+
 def read_conversation(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any, arguments: Mapping[str, Any], *, where: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] | None,
+    arguments: Mapping[str, object],
+    *,
+    where: str,
 ) -> Conversation:
     """DataError when the tokenizer has no chat template, or one that rewrites earlier turns."""
     if not tokenizer.chat_template:
         raise DataError(f"{where}: a list of messages, and the tokenizer has no chat template. Give text and a label.")
 
     def render(count: int, *, asks: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages[:count]), tools=tools, tokenize=False, add_generation_prompt=asks, **arguments
-            )
-        )
+        return chat_text(tokenizer, messages[:count], tools, arguments, asks=asks)
 
     try:
         whole = render(len(messages), asks=False)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.config.parse import Args
 from vime.data.groups import GroupFacts, GroupNotes
-from vime.data.rows import TrainRow, as_array
+from vime.data.rows import Column, TrainRow, as_array
 from vime.handoff.group_store import EncodedGroup, encode_group
 from vime.protocols import calling_plugin
 from vime.rollout.groups import mark_samples
@@ -34,7 +35,7 @@ _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 
 
 def group_rows(
-    args: Any, samples: Sequence[Sample], *, partition_id: str = "", producer_id: str = ""
+    args: Args, samples: Sequence[Sample], *, partition_id: str = "", producer_id: str = ""
 ) -> list[TrainRow]:
     """The rows of one finished group, of no round yet.
 
@@ -71,7 +72,7 @@ def group_rows(
 
 
 def encoded_group(
-    args: Any, samples: Sequence[Sample], *, producer_id: str = "", with_samples: bool = False
+    args: Args, samples: Sequence[Sample], *, producer_id: str = "", with_samples: bool = False
 ) -> EncodedGroup:
     """One finished group as it is stored. `with_samples`: somebody may ask for the samples too."""
     rows = group_rows(args, samples, partition_id=args.transferqueue_partition, producer_id=producer_id)
@@ -83,7 +84,7 @@ def encoded_group(
     )
 
 
-def group_notes(args: Any, samples: Sequence[Sample], producer_id: str = "") -> GroupNotes:
+def group_notes(args: Args, samples: Sequence[Sample], producer_id: str = "") -> GroupNotes:
     """What metrics ask beside numbers: the entries of dict rewards and the data's sources, where there are any."""
     entries = [reward_entries(sample) for sample in samples]
     sources = [source_of(sample, args.source_key) for sample in samples]
@@ -92,7 +93,7 @@ def group_notes(args: Any, samples: Sequence[Sample], producer_id: str = "") -> 
     )
 
 
-def mark_removed(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
+def mark_removed(args: Args, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
     """Let --rollout-sample-filter-path take samples of a round out of the loss: their mask is 0, their reward stays in
     the group's mean. `samples` reads the round's samples from where they are stored."""
     if plugin(args, "rollout_sample_filter_path") is None:
@@ -103,7 +104,7 @@ def mark_removed(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], 
         facts.remove([sample.remove_sample for sample in group])
 
 
-def set_custom_rewards(args: Any, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
+def set_custom_rewards(args: Args, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
     """Let --custom-reward-post-process-path, which sees a whole round, say what its advantages are made of."""
     custom = plugin(args, "custom_reward_post_process_path")
     if custom is not None:
@@ -111,8 +112,9 @@ def set_custom_rewards(args: Any, groups: Sequence[GroupFacts], samples: Callabl
             facts.rows["reward"] = rewards
 
 
-def _extra_columns(args: Any, sample: Sample) -> dict[str, Any]:
+def _extra_columns(args: Args, sample: Sample) -> dict[str, Column]:
     """The columns of --transfer-queue-extra-data-fields."""
+    writers: dict[str, Callable[[Args, Sample, str], Column]]
     writers = {"teacher_log_probs": _teacher_log_probs, "rollout_routed_experts": routed_experts_column}
     return {
         name: writers[name](args, sample, _name(sample)) if name in writers else _any_field(sample, name)
@@ -120,7 +122,7 @@ def _extra_columns(args: Any, sample: Sample) -> dict[str, Any]:
     }
 
 
-def _any_field(sample: Sample, name: str) -> NDArray[Any] | bytes:
+def _any_field(sample: Sample, name: str) -> Column:
     """A field that a plug-in wrote: an attribute of the sample, or an entry of its metadata. Numbers as an array, all
     else as JSON."""
     missing = object()
@@ -150,7 +152,7 @@ def _name(sample: Sample) -> str:
     return f"sample {sample.index} of group {sample.group_index}"
 
 
-def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> NDArray[np.float32]:
+def _teacher_log_probs(_args: Args, sample: Sample, where: str) -> NDArray[np.float32]:
     values = sample.teacher_log_probs
     if values is None or len(values) != sample.response_length or not all(map(math.isfinite, values)):
         got = "none" if values is None else f"{len(values)} values"
@@ -161,7 +163,7 @@ def _teacher_log_probs(_args: Any, sample: Sample, where: str) -> NDArray[np.flo
     return np.asarray(values, dtype=np.float32)
 
 
-def _normalised(args: Any, raw: list[float]) -> list[float]:
+def _normalised(args: Args, raw: list[float]) -> list[float]:
     """What the advantages of one group are made of."""
     if args.loss_type == "sft_loss" or plugin(args, "custom_reward_post_process_path") is not None:
         return raw
@@ -177,7 +179,7 @@ def _normalised(args: Any, raw: list[float]) -> list[float]:
     return list(signal.tolist())
 
 
-def _custom_rewards(args: Any, custom: Callable[..., Any], groups: list[list[Sample]]) -> list[list[float]]:
+def _custom_rewards(args: Args, custom: Callable[..., object], groups: list[list[Sample]]) -> list[list[float]]:
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
     with calling_plugin(where, custom, expected="Expected a list of lists of numbers."):
         answer = [[float(reward) for reward in group] for group in _post_processed(custom, args, groups)]
@@ -194,20 +196,20 @@ def _custom_rewards(args: Any, custom: Callable[..., Any], groups: list[list[Sam
     return answer
 
 
-def _post_processed(custom: Callable[..., Any], args: Any, groups: list[list[Sample]]) -> Any:
+def _post_processed(custom: Callable[..., object], args: Args, groups: list[list[Sample]]) -> Iterable[Iterable[float]]:
     """One of slime takes the samples of all groups in a row, and returns (raw rewards, rewards) of them."""
     if not is_of_slime(custom):
-        return custom(args, groups)
+        return cast("Iterable[Iterable[float]]", custom(args, groups))
     samples = [sample for group in groups for sample in group]
     answer = custom(plugin_args(custom, args), samples)
-    flat = list(answer[1] if isinstance(answer, tuple) else answer)
+    flat = list(cast("Iterable[float]", answer[1] if isinstance(answer, tuple) else answer))
     if len(flat) != len(samples):
         return [flat]
     taken = iter(flat)
     return [[next(taken) for _ in group] for group in groups]
 
 
-def _raw_reward(args: Any, sample: Sample) -> float:
+def _raw_reward(args: Args, sample: Sample) -> float:
     """The reward function's answer; an answer to imitate (--loss-type sft_loss) needs none and counts 0."""
     if args.loss_type == "sft_loss" and sample.reward is None:
         return 0.0

@@ -23,9 +23,9 @@ from vime.handoff.round_ledger import RoundLedger
 from vime.observability.events import span
 from vime.rollout.convert import mark_removed, set_custom_rewards
 from vime.rollout.early_batches import EarlyBatches
+from vime.rollout.group_worker import WorkerStats
 from vime.rollout.metrics import completion_metrics, drop_metrics, version_metrics
 from vime.rollout.progress import BOARD, RoundProgress
-from vime.rollout.worker import WorkerStats
 from vime.types import Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting

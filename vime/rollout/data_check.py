@@ -11,20 +11,20 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from vime.config.eval_sets import eval_sets
 from vime.config.graders import COMPARE_WITH_LABEL, is_unscored, own_grader
+from vime.config.parse import Args
 from vime.config.paths import prompt_files
-from vime.rollout.prompts import no_records, read_fields, read_records, split_slice
+from vime.rollout.prompts import Record, no_records, read_fields, read_records, split_slice
 from vime.types import ConfigError, DataError
 
-Record = tuple[int, dict[str, Any]]  # line number from 1
+Numbered = tuple[int, Record]  # line number from 1
 MAX_NAMED = 3
 LIMIT_S = 3.0  # of one file: some 500,000 records
 
 
-def data_faults(args: Any) -> Iterator[str]:
+def data_faults(args: Args) -> Iterator[str]:
     """What is wrong with the files of --prompt-data, --eval-prompt-data and --eval-config and with how they are to be
     read, a sentence each."""
     is_ours = str(args.data_source_path).startswith("vime.")  # else they are somebody else's records
@@ -37,7 +37,7 @@ def data_faults(args: Any) -> Iterator[str]:
         yield from _file_faults(own, path, flag)
 
 
-def _file_faults(args: Any, path: str, flag: str) -> Iterator[str]:
+def _file_faults(args: Args, path: str, flag: str) -> Iterator[str]:
     """The first MAX_NAMED faults, and how many more records have one."""
     try:
         file, part = split_slice(path, flag)
@@ -70,7 +70,7 @@ def _file_faults(args: Any, path: str, flag: str) -> Iterator[str]:
         yield f"{flag} {path}: {more} more of its {len(records)} records are like these. Correct them too."
 
 
-def _unscored(args: Any, file: str, records: list[Record]) -> Iterator[str]:
+def _unscored(args: Args, file: str, records: list[Numbered]) -> Iterator[str]:
     """Records that do not say who scores them, where no flag does."""
     silent = []
     for number, record in records:
@@ -84,7 +84,7 @@ def _unscored(args: Any, file: str, records: list[Record]) -> Iterator[str]:
         )
 
 
-def _read_within(limit_s: float, records: Iterator[Record]) -> tuple[list[Record], bool]:
+def _read_within(limit_s: float, records: Iterator[Numbered]) -> tuple[list[Numbered], bool]:
     """As many as can be read in time, and whether those are all."""
     ends, found = time.monotonic() + limit_s, []
     for record in records:
@@ -94,7 +94,7 @@ def _read_within(limit_s: float, records: Iterator[Record]) -> tuple[list[Record
     return found, True
 
 
-def _template_faults(args: Any) -> Iterator[str]:
+def _template_faults(args: Args) -> Iterator[str]:
     """--apply-chat-template where no file of the tokenizer has a template."""
     directory = Path(args.hf_checkpoint).expanduser()
     if any(directory.glob("chat_template.*")) or (directory / "additional_chat_templates").is_dir():

@@ -7,8 +7,8 @@ otherwise use the engines until --rollout-timeout-secs, an hour, and say only th
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
+from vime.config.parse import Args
 from vime.types import PluginError
 
 ROUNDS, AT_LEAST = 10, 64
@@ -18,7 +18,7 @@ ROUNDS, AT_LEAST = 10, 64
 class DropStreak:
     """Groups that were dropped since the last one that was kept."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self._args = args
         self._limit: int = args.max_dropped_in_a_row or max(AT_LEAST, ROUNDS * args.rollout_batch_size)
         self._reasons: Counter[str] = Counter()

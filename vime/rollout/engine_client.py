@@ -15,15 +15,12 @@ import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
-from vime.rollout.exchanges import note_completions
+from vime.rollout.exchanges import Answer, note_completions
 from vime.rollout.request_priority import Slots
 from vime.types import EngineAddress, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.http import HttpFailure, HttpSession
@@ -40,21 +37,6 @@ SERVERS = ("router", "engine")
 """Who may hold an answer up: a request does not say which engine the router gave it to."""
 REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 """Answers after which asking again is right: generation has no effect, so a repeated request costs only time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What the engine sampled for one of the n: parallel lists, spans tile them.
-
-    `routed_experts` [prompt + answer - 1, layers, top_k]: where the engine sent each token that it computed (the last
-    one it only sampled); None from an engine that does not say.
-    """
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    versions: Sequence[VersionSpan]
-    finish_reason: str  # stop, length or abort
-    routed_experts: NDArray[Any] | None = None
 
 
 NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
@@ -78,7 +60,7 @@ class EngineClient:
         self._http = HttpSession(headers=EngineAddress(name="router", url=url, key=key).headers)  # the slots limit it
 
     async def generate(
-        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any], *, n: int = 1, session_id: str = ""
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, object], *, n: int = 1, session_id: str = ""
     ) -> list[Answer]:
         """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
 
@@ -151,7 +133,7 @@ class EngineClient:
     async def aclose(self) -> None:
         await self._http.close()
 
-    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> bytes | None:
+    async def _post(self, body: dict[str, object], headers: dict[str, str]) -> bytes | None:
         """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
         not again: None."""
         trouble, content = "", json.dumps(body).encode()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from vime.config.eval_sets import EvalSet, eval_sets
 from vime.config.graders import IN_RECORD
+from vime.config.parse import Args
 from vime.rollout.data_source import new_sample
 from vime.rollout.generation import eval_sampling_params
 from vime.rollout.groups import UNUSABLE, generate_and_rm_group
@@ -23,7 +23,7 @@ _PROMPTS: dict[tuple[str, ...], Prompts] = {}
 """Files read so far, by path and the flags that decide how they are read. Owner: the rollout loop."""
 
 
-def eval_data_sets(args: Any) -> list[tuple[EvalSet, Prompts]]:
+def eval_data_sets(args: Args) -> list[tuple[EvalSet, Prompts]]:
     """The prompts of each set of --eval-prompt-data and --eval-config; DataError when one cannot be used."""
     return [(one, _prompts_of(one)) for one in eval_sets(args.config)]
 
@@ -37,7 +37,7 @@ def _prompts_of(one: EvalSet) -> Prompts:
     return _PROMPTS[key]
 
 
-async def evaluate_all(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+async def evaluate_all(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """Every evaluation set, one after the other; samples in the order of the file, answers of a prompt side by side.
 
     Waits for generation and rewards; unblocked by --rollout-timeout-secs, for all sets together.

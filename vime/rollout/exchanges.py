@@ -12,12 +12,30 @@ import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vime.config.parse import Args
 from vime.types import PluginError, Sample, Version, VersionSpan, tiling_fault
 
 TOLERANCE = 1e-3
 """Nats by which a plug-in's own log-probability may differ from the engine's: it may have been rounded for JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the engine sampled for one of the n: parallel lists, spans tile them.
+
+    `routed_experts` [prompt + answer - 1, layers, top_k]: where the engine sent each token that it computed (the last
+    one it only sampled); None from an engine that does not say.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[VersionSpan]
+    finish_reason: str  # stop, length or abort
+    routed_experts: NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +52,7 @@ class Exchange:
 class Record:
     """Everything asked during one call. `sample`: the one that the call is about, for requests made of text."""
 
-    args: Any
+    args: Args
     sample: Sample
     exchanges: list[Exchange] = field(default_factory=list)
 
@@ -43,7 +61,7 @@ _RECORD: ContextVar[Record | None] = ContextVar("vime_exchanges", default=None)
 
 
 @contextlib.contextmanager
-def recording(args: Any, sample: Sample) -> Iterator[Record]:
+def recording(args: Args, sample: Sample) -> Iterator[Record]:
     """Keep what is asked inside, also by tasks that are started there."""
     record = Record(args, sample)
     token = _RECORD.set(record)
@@ -58,7 +76,7 @@ def current_record() -> Record | None:
     return _RECORD.get()
 
 
-def note_completions(prompt: Sequence[int], answers: Sequence[Any]) -> None:
+def note_completions(prompt: Sequence[int], answers: Sequence[Answer]) -> None:
     """Called by the engine's client with every answer that it read."""
     record = _RECORD.get()
     if record is None:

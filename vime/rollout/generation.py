@@ -7,24 +7,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import TypeVar
 
+from vime.config.parse import Args
 from vime.rollout.abort_scope import is_aborting
-from vime.rollout.engine_client import Answer, EngineClient
+from vime.rollout.engine_client import EngineClient
+from vime.rollout.exchanges import Answer
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import may_mix
-from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.rollout.prompts import context_limit, decode_response
 from vime.rollout.routed_experts import join_routed_experts
 from vime.rollout.seeds import request_seed
-from vime.types import FINISH_STATUS, KEY_HEADER, ConfigError, EngineError, Sample, SampleStatus, WaitTimeoutError
+from vime.types import (
+    FINISH_STATUS,
+    KEY_HEADER,
+    ConfigError,
+    EngineError,
+    PendingText,
+    Sample,
+    SampleStatus,
+    SamplingParams,
+    WaitTimeoutError,
+)
 
+Number = TypeVar("Number", int, float)
 _CLIENTS: dict[str, EngineClient] = {}
 _engine_key = ""  # see `use_engine_key`
 """One client per router address. Owner: the rollout loop; only its thread touches the dict."""
 
 
-def train_sampling_params(args: Any) -> dict[str, Any]:
+def train_sampling_params(args: Args) -> SamplingParams:
     """Sampling parameters of a training rollout, in vLLM's names. What custom generate functions receive."""
     return _sampling_params(
         args,
@@ -35,28 +49,29 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
     )
 
 
-def eval_sampling_params(args: Any) -> dict[str, Any]:
+def eval_sampling_params(args: Args) -> SamplingParams:
     """The same for evaluation; an empty --eval-* flag means the rollout's value."""
-
-    def either(value: Any, fallback: Any) -> Any:
-        return fallback if value is None else value
 
     return _sampling_params(
         args,
-        temperature=either(args.eval_temperature, args.rollout_temperature),
-        top_p=either(args.eval_top_p, args.rollout_top_p),
-        top_k=either(args.eval_top_k, args.rollout_top_k),
-        max_tokens=either(args.eval_max_response_len, args.rollout_max_response_len),
+        temperature=_either(args.eval_temperature, args.rollout_temperature),
+        top_p=_either(args.eval_top_p, args.rollout_top_p),
+        top_k=_either(args.eval_top_k, args.rollout_top_k),
+        max_tokens=_either(args.eval_max_response_len, args.rollout_max_response_len),
     )
 
 
-async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
+def _either(value: Number | None, fallback: Number) -> Number:
+    return fallback if value is None else value
+
+
+async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Continue `sample.tokens` by one answer, in place. The building block of custom generate functions."""
     (sample,) = await generate_group(args, [sample], sampling_params)
     return sample
 
 
-async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapping[str, Any]) -> list[Sample]:
+async def generate_group(args: Args, samples: list[Sample], sampling_params: SamplingParams) -> list[Sample]:
     """One answer for each sample, in place. Samples with equal tokens share one request, but not in --reference-mode.
 
     A "seed" among the sampling parameters is sent as it is. A sample whose status is aborted goes on: what it has
@@ -83,7 +98,7 @@ async def generate_group(args: Any, samples: list[Sample], sampling_params: Mapp
     return samples
 
 
-def _budget(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> int:
+def _budget(args: Args, sample: Sample, sampling_params: SamplingParams) -> int:
     """Tokens that the answer may still get; not positive when there is no room for one."""
     done = sample.response_length if sample.status is SampleStatus.ABORTED else 0
     return min(int(sampling_params["max_tokens"]) - done, context_limit(args) - len(sample.tokens))
@@ -101,7 +116,7 @@ def engine_headers() -> dict[str, str]:
     return {KEY_HEADER: _engine_key} if _engine_key else {}
 
 
-def engine_client(args: Any) -> EngineClient:
+def engine_client(args: Args) -> EngineClient:
     """The client of this run's router; call it on the rollout loop."""
     if args.vllm_router_ip is None or args.vllm_router_port is None:
         raise ConfigError(
@@ -131,7 +146,7 @@ async def _close_clients() -> None:
         await client.aclose()
 
 
-async def _in_parallel(coroutines: Sequence[Any]) -> None:
+async def _in_parallel(coroutines: Sequence[Coroutine[object, None, None]]) -> None:
     """Run all; the first failure cancels the others and is raised as itself."""
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -141,7 +156,7 @@ async def _in_parallel(coroutines: Sequence[Any]) -> None:
         raise_first(group)
 
 
-async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any], *, copy: int = 0) -> None:
+async def _finish(args: Args, sample: Sample, parts: list[Answer], params: SamplingParams, *, copy: int = 0) -> None:
     """Ask until an answer is not an engine's abort, or generation is halted, then write it into the sample.
 
     A weight update with --pause-mode abort ends requests early. Their tokens are kept and continued by the new weights
@@ -168,11 +183,11 @@ async def _finish(args: Any, sample: Sample, parts: list[Answer], params: dict[s
         if part.token_ids:
             sample.append_response_tokens(part.token_ids, part.log_probs, versions=part.versions)
     sample.status = _status(parts[-1]) if parts else SampleStatus.ABORTED
-    tokenizer = load_tokenizer(args.hf_checkpoint)
-    sample.response = str(tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True))
+    text = PendingText(sample.tokens[sample.prompt_length :], partial(decode_response, args.hf_checkpoint))
+    sample.set_pending_text(text)
 
 
-async def _continue(args: Any, sample: Sample, parts: list[Answer], params: dict[str, Any], *, copy: int) -> Answer:
+async def _continue(args: Args, sample: Sample, parts: list[Answer], params: SamplingParams, *, copy: int) -> Answer:
     done = [token for part in parts for token in part.token_ids]
     rest = params["max_tokens"] - len(done)
     if rest < 1:
@@ -193,8 +208,8 @@ def _status(answer: Answer) -> SampleStatus:
     return FINISH_STATUS[answer.finish_reason]
 
 
-def _sampling_params(args: Any, *, temperature: float, top_p: float, top_k: int, max_tokens: int) -> dict[str, Any]:
-    params: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+def _sampling_params(args: Args, *, temperature: float, top_p: float, top_k: int, max_tokens: int) -> SamplingParams:
+    params: SamplingParams = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     if top_k > 0:
         params["top_k"] = top_k
     if args.rollout_stop:

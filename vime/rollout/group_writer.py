@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
@@ -23,6 +23,7 @@ from vime.observability.events import span
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
+Result = TypeVar("Result")
 LINGER_S = 1.0
 """A kill costs the answers that wait; they are asked for again, as those under way are."""
 
@@ -76,7 +77,7 @@ class GroupWriter:
             raise
         return mine.is_written.result()
 
-    async def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Another call of the store, after the writes before it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 

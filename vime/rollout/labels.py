@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
 
 
-def label_fault(label: Any) -> str:
+def label_fault(label: object) -> str:
     """Why `label` compares with no answer, as what it is and what is expected; empty when it does."""
     if isinstance(label, str):
         return "" if label.strip() else f"the label is {label!r}, expected the text of the right answer"

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from vime.types import WaitTimeoutError
 from vime.utils.waits import waiting
@@ -27,11 +27,13 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+    def submit(self, coroutine: Coroutine[object, object, Result]) -> Future[Result]:
         """Start the coroutine on the loop; callable from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, Result], *, name: str, timeout_s: float, advice: str = "") -> Result:
+    def run(
+        self, coroutine: Coroutine[object, object, Result], *, name: str, timeout_s: float, advice: str = ""
+    ) -> Result:
         """Run to the end and answer its result; WaitTimeoutError (after cancelling it) when `timeout_s` is over."""
         future = self.submit(coroutine)
         try:

@@ -7,8 +7,8 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from vime.config.parse import Args
 from vime.data.groups import SampleFacts
 from vime.types import Sample, SampleStatus
 
@@ -19,12 +19,12 @@ SHORTEST = 16
 """Answers below so many tokens are in one bucket of length; each further bucket is twice as wide."""
 
 
-def sample_metrics(args: Any, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+def sample_metrics(args: Args, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     """`completion_metrics` of samples that are at hand."""
     return completion_metrics([answer_of(args, sample) for sample in samples], prefix)
 
 
-def answer_of(args: Any, sample: Sample) -> SampleFacts:
+def answer_of(args: Args, sample: Sample) -> SampleFacts:
     return SampleFacts(
         reward=sample.scalar_reward(args.reward_key),
         response_length=sample.response_length,
@@ -116,7 +116,7 @@ def length_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, flo
     return found
 
 
-def pass_metrics(args: Any, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+def pass_metrics(args: Args, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     """pass@k of an evaluation, for k = 1, 2, 4, ... and the number of answers: the chance that of k answers to a
     prompt, drawn from its n without repetition, one is right. 1 - C(n - c, k) / C(n, k) with c right ones (Chen et al.,
     arXiv 2107.03374), mean over the prompts. Right: a reward of at least --pass-reward."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
+from vime.config.parse import Args
 from vime.types import Sample, SampleStatus, Version
 
 FINISHED = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
@@ -56,14 +56,14 @@ def num_response_tokens(samples: Sequence[Sample]) -> int:
     return sum(sample.response_length for sample in samples)
 
 
-def oldest_allowed(args: Any, version: Version) -> Version:
+def oldest_allowed(args: Args, version: Version) -> Version:
     """Oldest version that a token may have when weights of `version` train on it."""
     if args.debug_rollout_only:  # nothing is trained, and the weights never move
         return 0
     return max(0, version - int(args.transferqueue_max_staleness))
 
 
-def may_mix(args: Any) -> bool:
+def may_mix(args: Args) -> bool:
     """Whether an answer may go on with newer weights where older ones were stopped."""
     policy = args.mixed_version_policy
     return bool(policy == "mask" or (policy != "reject" and args.transferqueue_max_staleness > 0))
@@ -85,7 +85,7 @@ def without_completion(sample: Sample) -> Sample:
 
 
 def resume(
-    args: Any, kept: Sequence[Sample], fresh: Sequence[Sample], stats: PartialStats, *, oldest: Version
+    args: Args, kept: Sequence[Sample], fresh: Sequence[Sample], stats: PartialStats, *, oldest: Version
 ) -> list[Sample]:
     """The group to go on with: of each answer what is `kept`, or in its place the `fresh` one.
 
@@ -106,7 +106,7 @@ def resume(
     return group
 
 
-def settle_versions(args: Any, samples: Sequence[Sample], stats: PartialStats, *, oldest: Version) -> str | None:
+def settle_versions(args: Args, samples: Sequence[Sample], stats: PartialStats, *, oldest: Version) -> str | None:
     """What --mixed-version-policy does with a finished group; answers why it is refused, None when it is not.
 
     `mask`: a token leaves the loss when it is older than its answer's newest one, or older than `oldest`. It stays in
@@ -126,7 +126,7 @@ def trainable_versions(sample: Sample) -> set[Version]:
     return {span.version for span in spans if any(sample.loss_mask[span.start : span.end])}
 
 
-def _is_usable(args: Any, sample: Sample, oldest: Version) -> bool:
+def _is_usable(args: Args, sample: Sample, oldest: Version) -> bool:
     """Whether going on with it gives tokens to train on."""
     versions = trainable_versions(sample)
     if sample.response_length == 0 or not versions:

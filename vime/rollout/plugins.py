@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
+from vime.config.parse import Args
 from vime.protocols import LOSS_PARAMETERS, DataSource, RolloutFunction, calling_plugin, load_plugin
 from vime.rollout.reasoning_gym_tasks import task_names
 from vime.rollout.slime_aliases import CallArgs, dialect_faults, install, sglang_params, speaks_slime
-from vime.types import ConfigError, Sample
+from vime.types import ConfigError, Sample, SamplingParams
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "data_source_path": ("args",),
@@ -38,7 +39,7 @@ _ANSWERS_AT_ONCE = (
 _METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
 
-def check_plugins(args: Any) -> None:
+def check_plugins(args: Args) -> None:
     """Load every plug-in that is named and check its signature; ConfigError names the flag."""
     for name in SIGNATURES:
         found = plugin(args, name)
@@ -66,7 +67,7 @@ def check_plugins(args: Any) -> None:
         task_names(args)
 
 
-def _check_kind(found: Callable[..., Any], name: str, path: str) -> None:
+def _check_kind(found: Callable[..., object], name: str, path: str) -> None:
     """Who is awaited is `async def`, who answers at once is not; a generator is neither."""
     flag = "--" + name.replace("_", "-")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
@@ -75,18 +76,17 @@ def _check_kind(found: Callable[..., Any], name: str, path: str) -> None:
         raise ConfigError(f"{flag} {path}: is `async def`, but nobody would await it. Write `def`.")
 
 
-def plugin(args: Any, name: str) -> Callable[..., Any] | None:
+def plugin(args: Args, name: str) -> Callable[..., object] | None:
     """The plug-in of flag `name` (as in SIGNATURES), or None when the flag is empty."""
     path = getattr(args, name)
     return None if path is None else _load(path, name)
 
 
-def load_data_source(args: Any) -> DataSource:
+def load_data_source(args: Args) -> DataSource:
     """The data source of --data-source-path, standing on its data."""
     kind = _load(args.data_source_path, "data_source_path")
-    with calling_plugin(
-        f"--data-source-path {args.data_source_path}", kind.__init__ if isinstance(kind, type) else kind
-    ):
+    defined = vars(kind).get("__init__", kind) if isinstance(kind, type) else kind
+    with calling_plugin(f"--data-source-path {args.data_source_path}", defined):
         source = kind(args)
     if not isinstance(source, DataSource):
         missing = [method for method in _METHODS if not hasattr(source, method)]
@@ -97,23 +97,25 @@ def load_data_source(args: Any) -> DataSource:
     return source
 
 
-def load_rollout_function(args: Any) -> RolloutFunction:
+def load_rollout_function(args: Args) -> RolloutFunction:
     """The function of --rollout-function-path."""
-    return _load(args.rollout_function_path, "rollout_function_path")
+    return cast("RolloutFunction", _load(args.rollout_function_path, "rollout_function_path"))
 
 
 def generate_call(
-    function: Callable[..., Any], args: Any, sample: Sample, params: dict[str, Any], *, evaluation: bool
-) -> Callable[[], Any]:
+    function: Callable[..., object], args: Args, sample: Sample, params: SamplingParams, *, evaluation: bool
+) -> Callable[[], Awaitable[object]]:
     """The call of a generate function: one written for slime gets sampling parameters under SGLang's names, and `args`
     on which it may keep attributes of its own while it runs."""
     more = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     if is_of_slime(function):
-        return partial(function, CallArgs(args), sample, sglang_params(params), **more)
-    return partial(function, args, sample, params, **more)
+        call = partial(function, CallArgs(args), sample, sglang_params(params), **more)
+    else:
+        call = partial(function, args, sample, params, **more)
+    return cast("Callable[[], Awaitable[object]]", call)
 
 
-def is_of_slime(function: Callable[..., Any]) -> bool:
+def is_of_slime(function: Callable[..., object]) -> bool:
     """Whether a plug-in was written for slime: its file imports from there."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
@@ -122,7 +124,7 @@ def is_of_slime(function: Callable[..., Any]) -> bool:
     return file is not None and speaks_slime(file)
 
 
-def plugin_args(function: Callable[..., Any], args: Any) -> Any:
+def plugin_args(function: Callable[..., object], args: Args) -> Args | CallArgs:
     """`args` as a plug-in reads it."""
     return CallArgs(args) if is_of_slime(function) else args
 
@@ -141,7 +143,7 @@ def _refuse_dialect(path: str, flag: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _load(path: str, name: str) -> Callable[..., Any]:
+def _load(path: str, name: str) -> Callable[..., object]:
     flag = "--" + name.replace("_", "-")
     if not path.startswith("vime."):
         install()

@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Protocol, TypedDict
 
+from vime.config.parse import Args
+from vime.rollout.conversations import chat_text
 from vime.rollout.prompts import Prompt, load_tokenizer
 from vime.types import ConfigError, RewardError, Sample
 
@@ -19,10 +22,34 @@ METADATA_KEY = "reasoning_gym"
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def task_names(args: Any) -> list[str]:
+class Problem(TypedDict):
+    question: str
+    answer: str | None
+
+
+class Dataset(Protocol):
+    """A generator of reasoning-gym, which has no types of its own."""
+
+    def __getitem__(self, number: int) -> Problem: ...
+    def score_answer(self, answer: str, entry: Problem) -> float: ...
+
+
+class Factory(Protocol):
+    DATASETS: Mapping[str, object]
+
+
+class Package(Protocol):
+    """What is used of the module."""
+
+    factory: Factory
+
+    def create_dataset(self, name: str, *, seed: int, size: int) -> Dataset: ...
+
+
+def task_names(args: Args) -> list[str]:
     """The generators of --reasoning-gym, each checked against the installed package."""
     known = _package().factory.DATASETS
-    names = [name.strip() for name in args.reasoning_gym.split(",") if name.strip()]
+    names = [name.strip() for name in (args.reasoning_gym or "").split(",") if name.strip()]
     for name in names:
         if name not in known:
             close = ", ".join(difflib.get_close_matches(name, known, n=3)) or ", ".join(sorted(known)[:8]) + ", ..."
@@ -32,7 +59,7 @@ def task_names(args: Any) -> list[str]:
     return names
 
 
-def make_prompts(args: Any) -> list[Prompt]:
+def make_prompts(args: Args) -> list[Prompt]:
     """`reasoning_gym_size` problems of each task, tasks taken in turn so that an unshuffled run mixes them."""
     names, size, seed = task_names(args), args.reasoning_gym_size, args.rollout_seed
     tokenizer, template_arguments = (
@@ -45,12 +72,7 @@ def make_prompts(args: Any) -> list[Prompt]:
             entry = dataset(name, seed, size)[number]
             text = entry["question"]
             if args.apply_chat_template:
-                text = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **template_arguments,
-                )
+                text = chat_text(tokenizer, [{"role": "user", "content": text}], None, template_arguments, asks=True)
             token_ids = tokenizer(text, add_special_tokens=not args.apply_chat_template)["input_ids"]
             identity = {"task": name, "seed": seed, "size": size, "number": number}
             prompts.append(
@@ -66,7 +88,7 @@ def make_prompts(args: Any) -> list[Prompt]:
 
 
 @lru_cache(maxsize=128)
-def dataset(name: str, seed: int, size: int) -> Any:
+def dataset(name: str, seed: int, size: int) -> Dataset:
     """The generator; item i is a pure function of (name, seed, i)."""
     return _package().create_dataset(name, seed=seed, size=size)
 
@@ -85,11 +107,12 @@ def score(sample: Sample) -> float:
     return float(source.score_answer((tagged[-1] if tagged else answer).strip(), source[identity["number"]]))
 
 
-def _package() -> Any:
+def _package() -> Package:
     try:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
             f"--reasoning-gym: {error}. Install the extra: ./scripts/install.sh reasoning-gym."
         ) from error
-    return reasoning_gym
+    package: Package = reasoning_gym
+    return package

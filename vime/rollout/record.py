@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vime.types import DataError, Sample
 
@@ -65,7 +64,7 @@ def load_rollout(path: Path) -> list[list[Sample]]:
     return [[sample for _, sample in part] for _, part in itertools.groupby(records, key=lambda record: record[0])]
 
 
-def _write_lines(path: Path, records: list[tuple[Sample, dict[str, Any]]]) -> None:
+def _write_lines(path: Path, records: list[tuple[Sample, dict[str, object]]]) -> None:
     """Readers never see a half-written file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -77,7 +76,7 @@ def _write_lines(path: Path, records: list[tuple[Sample, dict[str, Any]]]) -> No
     temporary.replace(path)
 
 
-def _line(sample: Sample, record: dict[str, Any]) -> str:
+def _line(sample: Sample, record: dict[str, object]) -> str:
     try:
         return json.dumps(record, allow_nan=False)
     except (TypeError, ValueError) as error:

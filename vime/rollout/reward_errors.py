@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Any
 
+from vime.config.parse import Args
 from vime.types import RewardError, Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ WINDOW = 100
 STOP, DROP = "stop", "drop"
 
 
-def mark_or_raise(args: Any, samples: list[Sample], error: RewardError) -> None:
+def mark_or_raise(args: Args, samples: list[Sample], error: RewardError) -> None:
     """Mark the group as one that is dropped for `error`, or raise it, as --on-reward-error says."""
     if args.on_reward_error == STOP:
         raise RewardError(
@@ -40,7 +40,7 @@ def error_of(samples: list[Sample]) -> str:
 class ErrorShare:
     """How many of the last WINDOW groups that were to be trained had an error. Lives on the rollout loop."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self._share: float = args.max_reward_error_share
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)
 
@@ -57,18 +57,18 @@ class ErrorShare:
             )
 
 
-_LATEST: list[tuple[Any, ErrorShare]] = []
+_LATEST: list[tuple[object, ErrorShare]] = []
 """The data source of the rounds so far, and their share: at most one pair. Owner: the rollout loop."""
 
 
-def error_share(args: Any, source: Any) -> ErrorShare:
+def error_share(args: Args, source: object) -> ErrorShare:
     """That of the rounds which draw from `source`: a run has one for all its rounds."""
     if not _LATEST or _LATEST[0][0] is not source:
         _LATEST[:] = [(source, ErrorShare(args))]
     return _LATEST[0][1]
 
 
-def check_evaluation(args: Any, name: str, groups: list[list[Sample]]) -> list[list[Sample]]:
+def check_evaluation(args: Args, name: str, groups: list[list[Sample]]) -> list[list[Sample]]:
     """The groups that were scored. RewardError when more than --max-reward-error-share of them were not: what is left
     would be another evaluation."""
     errors = [error for group in groups if (error := error_of(group))]

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import cast
 from weakref import WeakKeyDictionary
 
 from vime.config.graders import own_grader, own_grader_fault
+from vime.config.parse import Args
 from vime.config.rollout import BOXED
 from vime.protocols import calling_plugin
 from vime.rollout import reasoning_gym_tasks, rm_text
@@ -26,17 +28,16 @@ from vime.rollout.labels import label_fault
 from vime.rollout.loops import raise_first, reward_loop
 from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.rm_math import MathJudge
-from vime.types import LARGEST_REWARD, RewardError, Sample, SampleStatus
+from vime.rollout.slime_aliases import Scorers, set_scorers
+from vime.types import LARGEST_REWARD, Reward, RewardError, Sample, SampleStatus
 from vime.utils.http import HttpFailure, HttpSession
 from vime.utils.waits import waiting
-
-Reward = float | dict[str, float]
 
 MAX_THREADS = 32
 REMOTE_ATTEMPTS = 3
 
 
-async def async_rm(args: Any, sample: Sample) -> Reward:
+async def async_rm(args: Args, sample: Sample) -> Reward:
     """The reward of one sample."""
     custom = plugin(args, "custom_rm_path")
     if custom is not None:
@@ -44,7 +45,8 @@ async def async_rm(args: Any, sample: Sample) -> Reward:
         return check_reward(args, value, where=f"{args.custom_rm_path}, sample {sample.index}")
     if fault := own_grader_fault(args.config.reward, sample.metadata):  # a generate function may have written it
         raise RewardError(f"sample {sample.index}: {fault}.")
-    name = own_grader(args.config.reward, sample.metadata) or args.rm_type
+    own = own_grader(args.config.reward, sample.metadata)
+    name = args.rm_type if own is None else str(own)
     if name is None:
         raise RewardError(f"sample {sample.index}: no reward function. Give --rm-type or --custom-rm-path.")
     judged = sample
@@ -55,7 +57,7 @@ async def async_rm(args: Any, sample: Sample) -> Reward:
     return check_reward(args, value, where=f"--rm-type {name}, sample {sample.index}")
 
 
-async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:
+async def batched_async_rm(args: Args, samples: list[Sample]) -> list[Reward]:
     """The rewards of several samples, in order. With --group-rm one call sees them all."""
     if not args.group_rm:
         try:
@@ -79,7 +81,10 @@ async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:
     ]
 
 
-def check_reward(args: Any, value: Any, *, where: str) -> Reward:
+set_scorers(Scorers(one=async_rm, several=batched_async_rm))
+
+
+def check_reward(args: Args, value: object, *, where: str) -> Reward:
     """A finite number, or a dict of them that holds --reward-key; anything else is refused."""
     if isinstance(value, Mapping):
         if args.reward_key is None or args.reward_key not in value:
@@ -92,17 +97,17 @@ def check_reward(args: Any, value: Any, *, where: str) -> Reward:
     return _number(value, where)
 
 
-def _is_remark(entry: Any) -> bool:
+def _is_remark(entry: object) -> bool:
     """Text beside the numbers, such as the answer that was found: nothing to train on or to measure."""
     return entry is None or isinstance(entry, str)
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: object, where: str) -> float:
     if not isinstance(value, numbers.Real):
         raise RewardError(
             f"{where}: got {type(value).__name__} {value!r:.200}, expected a number or a dict of numbers."
         )
-    if not abs(value) <= LARGEST_REWARD:
+    if not abs(value) <= LARGEST_REWARD:  # type: ignore[operator]  # numbers.Real says too little
         raise RewardError(
             f"{where}: got {value!r:.60}, expected a finite number of at most {LARGEST_REWARD:.2g}. Guard the division "
             "or the logarithm, or scale it."
@@ -110,14 +115,13 @@ def _number(value: Any, where: str) -> float:
     return float(value)
 
 
-async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> Any:
+async def _call(function: Callable[..., object], args: Args, asked: Sample | list[Sample], *, where: str) -> object:
     """Run a stranger's function away from the rollout loop, with --rm-timeout-secs as deadline.
 
     A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can hold up generation, and a
     call that never returns is left behind in its daemon thread.
     """
-    args, *others = arguments
-    arguments = (plugin_args(function, args), *others)
+    own_args = plugin_args(function, args)
     is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
     )
@@ -127,9 +131,10 @@ async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> An
                 # on the reward loop or in the thread, where a SystemExit would end the one or hang the other
                 calling = calling_plugin(where, function, RewardError, expected="Expected a number.")
                 if is_coroutine:
-                    return await asyncio.wrap_future(reward_loop().submit(_inside(calling, function(*arguments))))
+                    coroutine = cast("Awaitable[object]", function(own_args, asked))
+                    return await asyncio.wrap_future(reward_loop().submit(_inside(calling, coroutine)))
                 async with _threads():
-                    return await asyncio.wrap_future(_in_thread(calling, function, *arguments))
+                    return await asyncio.wrap_future(_in_thread(calling, partial(function, own_args, asked)))
     except TimeoutError as error:
         raise RewardError(
             f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise the flag; "
@@ -137,25 +142,25 @@ async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> An
         ) from error
 
 
-async def _inside(context: AbstractContextManager[None], coroutine: Awaitable[Any]) -> Any:
+async def _inside(context: AbstractContextManager[None], coroutine: Awaitable[object]) -> object:
     with context:
         return await coroutine
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Callable[..., object]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _in_thread(calling: AbstractContextManager[None], function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Start `function` in a daemon thread: unlike a pool's, it does not keep the process from ending."""
-    future: Future[Any] = Future()
+def _in_thread(calling: AbstractContextManager[None], function: Callable[[], object]) -> Future[object]:
+    """Call `function` in a daemon thread: unlike a pool's, it does not keep the process from ending."""
+    future: Future[object] = Future()
 
     def run() -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
             with calling:
-                result = function(*arguments)
+                result = function()
         except BaseException as error:  # boundary: carried to the waiting coroutine, which raises it
             future.set_exception(error)
         else:
@@ -188,19 +193,19 @@ def answer_text(sample: Sample) -> str:
     return sample.response.rpartition("</think>")[2].strip()
 
 
-async def exact_match(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+async def exact_match(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     """1.0 when the answer ended by itself (not cut at the length limit) and its text equals the label."""
     is_complete = sample.status is SampleStatus.COMPLETED
     return float(is_complete and answer_text(sample) == _label(sample).strip())
 
 
-async def math_equal(args: Any, sample: Sample) -> float:
+async def math_equal(args: Args, sample: Sample) -> float:
     """1.0 when math-verify finds the answer's last expression (`\\boxed{}` first) equal to the label."""
     judge = _JUDGES.setdefault(asyncio.get_running_loop(), MathJudge())
     return await judge.score(_label(sample), answer_text(sample), timeout_s=args.rm_timeout_secs)
 
 
-async def deepscaler(args: Any, sample: Sample) -> float:
+async def deepscaler(args: Args, sample: Sample) -> float:
     """1.0 when the last box behind the reasoning equals the label; 0.0 for an answer without `</think>` (or
     `###Response`) or without a box, as in DeepScaleR."""
     text = rm_text.after_thinking(sample.response)
@@ -216,22 +221,22 @@ async def deepscaler(args: Any, sample: Sample) -> float:
     return 0.0
 
 
-async def dapo(args: Any, sample: Sample) -> dict[str, Any]:  # noqa: ARG001 - the signature of a reward
+async def dapo(args: Args, sample: Sample) -> dict[str, float | str]:  # noqa: ARG001 - the signature of a reward
     """{score: 1 or -1, acc: 1 or 0} by the answer's last `Answer: ...` line; --reward-key says which."""
     return rm_text.dapo_score(sample.response, _label(sample))
 
 
-async def f1(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+async def f1(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     """Share of words that answer and label have in common."""
     return rm_text.token_f1(answer_text(sample), _label(sample))[0]
 
 
-async def gpqa(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+async def gpqa(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     """1.0 when the answer chooses the right letter."""
     return rm_text.choice_score(sample.response, sample.label, sample.metadata)
 
 
-async def remote_rm(args: Any, sample: Sample) -> Any:
+async def remote_rm(args: Args, sample: Sample) -> object:
     """POST the sample to --rm-url; its JSON answer is the reward, or an object with the key "reward"."""
     body = {
         "index": sample.index,
@@ -242,6 +247,8 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
         "metadata": sample.metadata,
         "status": str(sample.status),
     }
+    if args.rm_url is None:
+        raise RewardError("--rm-type remote_rm needs --rm-url, the address of the service. Add it.")
     where, content = f"--rm-url {args.rm_url}, sample {sample.index}", json.dumps(body).encode()
     trouble = ""
     loop = asyncio.get_running_loop()
@@ -267,12 +274,12 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     raise RewardError(f"{where}: {REMOTE_ATTEMPTS} attempts failed, the last: {trouble}. Is the service up?")
 
 
-async def reasoning_gym(args: Any, sample: Sample) -> Any:
+async def reasoning_gym(args: Args, sample: Sample) -> object:
     """The verdict of the generator that made the prompt."""
     return await _call(_score_reasoning_gym, args, sample, where=f"--rm-type reasoning_gym, sample {sample.index}")
 
 
-def _score_reasoning_gym(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+def _score_reasoning_gym(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     return reasoning_gym_tasks.score(sample)
 
 
@@ -284,7 +291,7 @@ def _label(sample: Sample) -> str:
     return str(sample.label)
 
 
-BUILT_IN: dict[str, Callable[[Any, Sample], Awaitable[Any]]] = {
+BUILT_IN: dict[str, Callable[[Args, Sample], Awaitable[object]]] = {
     "exact_match": exact_match,
     "math": math_equal,
     "remote_rm": remote_rm,

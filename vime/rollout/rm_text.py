@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 DAPO_TAIL = 300
 """Characters at the end of an answer in which DAPO looks for it (Yu et al. 2025, appendix)."""
@@ -44,7 +44,7 @@ def after_thinking(response: str) -> str | None:
     return response.partition("###Response")[2] if "###Response" in response else None
 
 
-def dapo_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+def dapo_score(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, float | str]:
     """1 or -1: whether the last line `Answer: ...`, or with `strict_box_verify` the last box, is the label.
 
     As in DAPO the two are compared as text after spelling is made alike; `pred` is what was found.
@@ -72,24 +72,29 @@ def token_f1(prediction: str, ground_truth: str) -> tuple[float, float, float]:
     return 2 * precision * recall / (precision + recall), precision, recall
 
 
-def choice_score(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+def choice_score(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
     """1.0 when the letter that the answer chooses is the right one of a multiple-choice problem.
 
     The right letter is metadata's "correct_letter", or the label: a letter, its number from 0, or the text of one of
     metadata's "choices".
     """
     known = dict(metadata or {})
-    choices = known.get("choices")
-    texts = list(choices.values()) if isinstance(choices, Mapping) else list(choices or [])
+    texts = _listed(known.get("choices"))
     letters = [
-        str(letter).upper() for letter in known.get("valid_letters") or string.ascii_uppercase[: len(texts) or 8]
+        str(letter).upper()
+        for letter in _listed(known.get("valid_letters")) or string.ascii_uppercase[: len(texts) or 8]
     ]
     right = _right_letter(known.get("correct_letter", label), letters, texts)
     chosen = _chosen_letter((after_thinking(response) or response).strip(), letters)
     return float(right is not None and chosen == right)
 
 
-def _right_letter(label: Any, letters: Sequence[str], texts: Sequence[Any]) -> str | None:
+def _listed(value: object) -> list[object]:
+    """What metadata lists, or names by letters; empty when it says nothing."""
+    return list(value.values() if isinstance(value, Mapping) else cast("Iterable[object]", value or ()))
+
+
+def _right_letter(label: object, letters: Sequence[str], texts: Sequence[object]) -> str | None:
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     text = str(label).strip()
@@ -101,7 +106,7 @@ def _right_letter(label: Any, letters: Sequence[str], texts: Sequence[Any]) -> s
 
 def _chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
     for pattern in _CHOICES:
-        found = [letter for letter in pattern.findall(answer) if letter in letters]
+        found: list[str] = [letter for letter in pattern.findall(answer) if letter in letters]
         if found:
             return found[-1]
     return None

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.config.hf_config import ModelShape, read_model_shape
-from vime.rollout.engine_client import Answer
-from vime.types import NOT_RECORDED, HandoffError, Sample
+from vime.config.parse import Args
+from vime.rollout.exchanges import Answer
+from vime.types import NOT_RECORDED, HandoffError, RoutedExperts, Sample
 
 
-def join_routed_experts(parts: Sequence[Answer], before: Any = None) -> NDArray[Any] | None:
+def join_routed_experts(parts: Sequence[Answer], before: RoutedExperts | None = None) -> NDArray[np.integer] | None:
     """[T - 1, layers, top_k] of an answer in several parts, each continuing the one before it, the first of them what
     `before` holds.
 
     A later part computes the earlier tokens again, perhaps with newer weights. Their log-probabilities are those of the
     part that sampled them, so its experts are kept, and of the later part what is new.
     """
-    joined: NDArray[Any] | None = None if before is None else np.asarray(before)
+    joined: NDArray[np.integer] | None = None if before is None else np.asarray(before)
     for part in parts:
         if not part.token_ids:
             continue
@@ -39,7 +39,7 @@ def join_routed_experts(parts: Sequence[Answer], before: Any = None) -> NDArray[
     return joined
 
 
-def routed_experts_column(args: Any, sample: Sample, where: str) -> NDArray[np.int16]:
+def routed_experts_column(args: Args, sample: Sample, where: str) -> NDArray[np.int16]:
     """[T, layers x top_k] of a sample, NOT_RECORDED after what it holds; HandoffError when it cannot be replayed."""
     shape = _shape(args.hf_checkpoint)
     expected = f"expert numbers below {shape.num_experts} (or all {NOT_RECORDED}: not recorded) of shape [tokens, "
@@ -67,7 +67,7 @@ def routed_experts_column(args: Any, sample: Sample, where: str) -> NDArray[np.i
     return column
 
 
-def _is_routing(experts: NDArray[Any], count: int) -> bool:
+def _is_routing(experts: NDArray[np.integer], count: int) -> bool:
     """Each token of each layer has different experts, or no record at all."""
     ordered = np.sort(experts.astype(np.int32), axis=-1)
     is_absent = (ordered == NOT_RECORDED).all(axis=-1)

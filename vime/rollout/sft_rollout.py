@@ -11,17 +11,16 @@ out; without it they run, so that evaluation can generate.
 
 from __future__ import annotations
 
-from typing import Any
-
+from vime.config.parse import Args
 from vime.protocols import DataSource
 from vime.rollout import vllm_rollout
-from vime.rollout.conversations import TURNS
+from vime.rollout.conversations import TURNS, turns_of
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.types import DataError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, SampleStatus, VersionSpan
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The next `--rollout-batch-size` groups, each answered by its label."""
     if evaluation:
@@ -37,15 +36,14 @@ def generate_rollout(
     )
 
 
-def answer_with_label(args: Any, sample: Sample, *, version: int) -> None:
+def answer_with_label(args: Args, sample: Sample, *, version: int) -> None:
     """Grow the sample by the turns of its conversation, or by its label's tokens and the tokenizer's end of sequence.
 
     No policy sampled them: their log-probabilities are written as 0, and the version is the round's own, so that they
     are never stale.
     """
-    turns = sample.metadata.get(TURNS)
-    if turns is not None:
-        for ids, is_trained in turns:
+    if TURNS in sample.metadata:
+        for ids, is_trained in turns_of(sample.metadata):
             spans = [VersionSpan(version, 0, len(ids))]
             sample.append_response_tokens(ids, [0.0] * len(ids), trainable=is_trained, versions=spans)
         tokenizer = load_tokenizer(args.hf_checkpoint)

@@ -14,27 +14,35 @@ import importlib.abc
 import importlib.machinery
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from vime.config.parse import Args
+from vime.protocols import import_object
 from vime.rollout import rm_text
 from vime.rollout.abort_scope import is_aborting
-from vime.rollout.engine_client import Answer
-from vime.rollout.exchanges import Record, current_record
+from vime.rollout.engine_client import EngineClient
+from vime.rollout.exchanges import Answer, Record, current_record
 from vime.rollout.filter_hub import check_reward_nonzero_std
+from vime.rollout.generation import engine_client, generate, train_sampling_params
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.types import (
     DynamicFilterOutput,
+    Reward,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     Sample,
+    SamplingParams,
 )
 from vime.utils.http import HttpFailure, HttpSession
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Function = TypeVar("Function")
 PACKAGE = "slime"
 RENAMED_ARGS = {
     "sglang_router_ip": "vllm_router_ip",
@@ -69,7 +77,12 @@ def install() -> None:
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and makes the modules of `_modules`; any other name below `slime` is not there."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:  # noqa: ARG002 - its protocol
+    def find_spec(
+        self,
+        fullname: str,
+        path: object = None,  # noqa: ARG002 - its protocol
+        target: object = None,  # noqa: ARG002 - its protocol
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         if fullname not in _modules():
@@ -89,11 +102,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class GenerateState:
     """What slime's generate functions ask for their tokenizer and limits; one that lives as long as the call."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self.args, self.processor, self.aborted = args, None, False
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.semaphore = asyncio.Semaphore(args.vllm_server_concurrency * (args.rollout_num_engines or 1))
-        self.sampling_params = sglang_params(_train_params(args))
+        self.sampling_params = sglang_params(train_sampling_params(args))
 
 
 class CallArgs:
@@ -102,20 +115,25 @@ class CallArgs:
     def __init__(self, args: Args) -> None:
         self.__dict__["_args"] = args
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "_args":
             raise AttributeError(name)
         return getattr(self._args, RENAMED_ARGS.get(name, name))
 
 
-def sglang_params(params: Mapping[str, Any]) -> dict[str, Any]:
+def sglang_params(params: Mapping[str, object]) -> dict[str, object]:
     """Vime's sampling parameters under SGLang's names, as slime hands them to a generate function."""
     named = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in params.items()}
     of_text = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
     return {"top_k": -1, "stop": None, "stop_token_ids": None, **named, **of_text}
 
 
-async def post(url: str, payload: dict[str, Any], max_retries: int = POST_ATTEMPTS, headers: Any = None) -> Any:
+async def post(
+    url: str,
+    payload: dict[str, object],
+    max_retries: int = POST_ATTEMPTS,
+    headers: Mapping[str, str] | None = None,
+) -> object:
     """Ask Vime's engines when `url` is the router's /generate, else whoever is there; the answer is read as JSON.
 
     A request that cannot be asked is a plain error, so that the plug-in's line is in the message."""
@@ -140,14 +158,13 @@ async def post(url: str, payload: dict[str, Any], max_retries: int = POST_ATTEMP
     raise RuntimeError(f"post to {url}: no response, the last trouble: {trouble}. Is the service up?")
 
 
-async def _ask_engines(record: Record, payload: Mapping[str, Any]) -> dict[str, Any]:
+async def _ask_engines(record: Record, payload: Mapping[str, object]) -> dict[str, object]:
     """One answer in SGLang's format. Requests that a weight update aborted are asked anew."""
-    from vime.rollout.generation import engine_client
-
     args, session = record.args, record.sample.session_id
     tokenizer = load_tokenizer(args.hf_checkpoint)
     prompt = _prompt_ids(tokenizer, payload, record.sample)
-    asked = dict(payload.get("sampling_params") or {})
+    given = payload.get("sampling_params")
+    asked: dict[str, object] = dict(given) if isinstance(given, Mapping) else {}
     params = _vllm_params(asked)
     params["max_tokens"] = min(params["max_tokens"], context_limit(args) - len(prompt))
     answer = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="length")
@@ -166,7 +183,7 @@ async def _ask_engines(record: Record, payload: Mapping[str, Any]) -> dict[str, 
     return {"text": str(text), "output_ids": list(answer.token_ids), "meta_info": meta}
 
 
-async def _answered(client: Any, prompt: list[int], params: dict[str, Any], session_id: str) -> Answer:
+async def _answered(client: EngineClient, prompt: list[int], params: SamplingParams, session_id: str) -> Answer:
     while True:
         answer: Answer
         (answer,) = await client.generate(prompt, params, session_id=session_id)
@@ -174,12 +191,12 @@ async def _answered(client: Any, prompt: list[int], params: dict[str, Any], sess
             return answer
 
 
-def _prompt_ids(tokenizer: Any, payload: Mapping[str, Any], sample: Sample) -> list[int]:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, payload: Mapping[str, object], sample: Sample) -> list[int]:
     """`input_ids` as they are. Of `text` the sample's own tokens when they spell it: encoding it again may cut it into
     others, and the answer would stand behind tokens that the sample does not have."""
     ids = payload.get("input_ids")
     if ids is not None:
-        return list(map(int, ids.tolist() if hasattr(ids, "tolist") else ids))
+        return [int(each) for each in cast("Iterable[int]", ids.tolist() if hasattr(ids, "tolist") else ids)]
     text = payload.get("text")
     if not isinstance(text, str):
         raise ValueError(f"a request without input_ids or text: it has {', '.join(sorted(payload))}.")
@@ -188,7 +205,7 @@ def _prompt_ids(tokenizer: Any, payload: Mapping[str, Any], sample: Sample) -> l
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _vllm_params(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _vllm_params(asked: Mapping[str, object]) -> SamplingParams:
     unknown = sorted(name for name in asked if name not in TO_VLLM and name not in OF_TEXT)
     if unknown:
         raise ValueError(
@@ -198,38 +215,41 @@ def _vllm_params(asked: Mapping[str, Any]) -> dict[str, Any]:
     if "max_new_tokens" not in asked and "max_tokens" not in asked:
         raise ValueError("a request without max_new_tokens among its sampling_params. Add it.")
     params = {TO_VLLM[name]: value for name, value in asked.items() if name in TO_VLLM and value is not None}
-    if params.get("top_k", 0) < 1:
-        params.pop("top_k", None)
-    return {"temperature": 1.0, **params}
+    top_k = params.get("top_k")
+    if isinstance(top_k, int | float) and top_k < 1:
+        del params["top_k"]
+    return cast("SamplingParams", {"temperature": 1.0, **params})  # the engine says what is wrong with a value
 
 
-async def _async_rm(args: Any, sample: Sample, **_: Any) -> Any:
-    from vime.rollout.rm_hub import async_rm
+class Scorers(NamedTuple):
+    """How the run scores a sample, and several."""
 
-    return await async_rm(args, sample)
-
-
-async def _batched_async_rm(args: Any, samples: list[Sample], **_: Any) -> Any:
-    from vime.rollout.rm_hub import batched_async_rm
-
-    return await batched_async_rm(args, samples) if samples else []
+    one: Callable[[Args, Sample], Awaitable[Reward]]
+    several: Callable[[Args, list[Sample]], Awaitable[list[Reward]]]
 
 
-async def _generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
-    from vime.rollout.generation import generate
+_scorers: list[Scorers] = []  # at most one
 
+
+def set_scorers(scorers: Scorers) -> None:
+    """`rm_hub` calls it when it is loaded. It loads plug-ins itself, so this file, which plug-ins are loaded with,
+    cannot import it."""
+    _scorers[:] = [scorers]
+
+
+async def _async_rm(args: Args, sample: Sample, **_: object) -> Reward:
+    return await _scorers[0].one(args, sample)
+
+
+async def _batched_async_rm(args: Args, samples: list[Sample], **_: object) -> list[Reward]:
+    return await _scorers[0].several(args, samples) if samples else []
+
+
+async def _generate(args: Args, sample: Sample, sampling_params: Mapping[str, object]) -> Sample:
     return await generate(args, sample, _vllm_params(sampling_params))
 
 
-def _train_params(args: Any) -> dict[str, Any]:
-    from vime.rollout.generation import train_sampling_params
-
-    return train_sampling_params(args)
-
-
-def _load_function(path: str) -> Any:
-    from vime.protocols import import_object
-
+def _load_function(path: str) -> object:
     return import_object(path, "load_function")
 
 
@@ -237,38 +257,38 @@ def _f1(prediction: str, ground_truth: str) -> tuple[float, float, float]:
     return rm_text.token_f1(prediction, ground_truth)
 
 
-def _gpqa(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+def _gpqa(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
     return rm_text.choice_score(response, label, metadata)
 
 
 class _SingletonMeta(type):
     """One object of each class in a process."""
 
-    _made: dict[type, Any] = {}  # noqa: RUF012 - shared on purpose
+    _made: dict[type, object] = {}  # noqa: RUF012 - shared on purpose
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> object:
         if cls not in _SingletonMeta._made:
             _SingletonMeta._made[cls] = super().__call__(*args, **kwargs)
         return _SingletonMeta._made[cls]
 
 
 @contextlib.contextmanager
-def _trace_span(*_: Any, **__: Any) -> Iterator[None]:
+def _trace_span(*_: object, **__: object) -> Iterator[None]:
     yield
 
 
-def _trace_function(*_: Any, **__: Any) -> Callable[[Any], Any]:
+def _trace_function(*_: object, **__: object) -> Callable[[Function], Function]:
     return lambda function: function
 
 
-def _model_url(args: Any, _name: str = "", endpoint: str = "/generate") -> str:
+def _model_url(args: Args, _name: str = "", endpoint: str = "/generate") -> str:
     return f"http://{args.vllm_router_ip}:{args.vllm_router_port}{endpoint}"
 
 
 @lru_cache(maxsize=1)
-def _modules() -> dict[str, dict[str, Any]]:
+def _modules() -> dict[str, dict[str, object]]:
     """Module -> what it holds."""
-    filter_types = {"DynamicFilterOutput": DynamicFilterOutput}
+    filter_types: dict[str, object] = {"DynamicFilterOutput": DynamicFilterOutput}
     return {
         PACKAGE: {},
         "slime.utils": {},
@@ -330,9 +350,10 @@ def dialect_faults(file: Path) -> list[str]:
             what = f"{module}.{name}" if name else module
             faults.append(f"{file}:{line}: {what} is not among the names of slime that Vime provides.")
     for node in ast.walk(tree):
-        word = node.arg if isinstance(node, ast.keyword) else node.attr if isinstance(node, ast.Attribute) else None
+        if not isinstance(node, ast.keyword | ast.Attribute):
+            continue
+        word, line = node.arg if isinstance(node, ast.keyword) else node.attr, node.value.lineno
         if word in UNSUPPORTED_WORDS:
-            line = node.value.lineno
             faults.append(f"{file}:{line}: {UNSUPPORTED_WORDS[word]}")
     return faults
 

@@ -16,26 +16,23 @@ import asyncio
 import copy
 import logging
 import time
-from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from vime.handoff.ledger_types import Task
 from vime.protocols import DataSource, calling_plugin
-from vime.rollout.abort_scope import AbortScope
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import evaluate_all
-from vime.rollout.generation import close_clients, train_sampling_params
-from vime.rollout.groups import filter_verdict, generate_and_rm_group, mark_samples, unusable_reason
-from vime.rollout.loops import raise_first, rollout_loop
+from vime.rollout.generation import close_clients
+from vime.rollout.group_worker import Assignment, GroupWorker
+from vime.rollout.groups import mark_samples, unusable_reason
+from vime.rollout.loops import rollout_loop
 from vime.rollout.metrics import answer_of, completion_metrics, drop_metrics, version_metrics
 from vime.rollout.partial import (
-    PartialStats,
     is_unfinished,
     num_response_tokens,
     oldest_allowed,
     resume,
-    settle_versions,
     without_completion,
 )
 from vime.rollout.progress import BOARD, RoundProgress
@@ -48,6 +45,7 @@ from vime.types import (
     RolloutFnTrainOutput,
     Sample,
     SampleStatus,
+    Version,
     WaitTimeoutError,
 )
 from vime.utils.waits import waiting
@@ -66,7 +64,7 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
     work: Coroutine[Any, Any, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
-        evaluate_all(args, rollout_id) if evaluation else TrainingRound(args, rollout_id, data_source).run()
+        evaluate_all(args, rollout_id) if evaluation else RoundWorker(args, rollout_id, data_source).round()
     )
     return rollout_loop().run(
         work,
@@ -87,174 +85,173 @@ def close_generation() -> None:
     rollout_loop().run(close_rewards(), name="math reward workers and connections to end", timeout_s=CLOSE_S)
 
 
-class TrainingRound:
-    """State of one round. Lives on the rollout loop, used once.
+class RoundWorker(GroupWorker):
+    """The worker of modes off and buffer: prompts of the data source until one round is whole. Used once.
 
-    Consumes prompts of the data source; waits for generation and reward tasks; unblocked by the first of them that
-    ends, or by the deadline, which cancels them all.
+    `kept` has the groups of the round when `round` returns. Under --reference-mode groups are judged in the order in
+    which they were asked for: what is kept, and when more are asked for, must not depend on time.
     """
 
     def __init__(self, args: Any, rollout_id: int, source: DataSource) -> None:
-        self._args, self._rollout_id, self._source = args, rollout_id, source
+        super().__init__(args, error_share(args, source))
+        self._rollout_id, self._source = rollout_id, source
         self._wanted: int = args.rollout_batch_size
-        self._running: dict[asyncio.Task[list[Sample]], list[Sample]] = {}  # task -> its prompts, untouched
-        self._kept: list[list[Sample]] = []
-        self._surplus: list[list[Sample]] = []  # untouched prompts that go back
-        self._num_finished_surplus = 0
-        self._dropped: Counter[str] = Counter()
-        self._streak, self._errors = DropStreak(args), error_share(args, source)
-        self._finished_samples: list[Sample] = []  # of every finished group, also of dropped ones
-        self._num_tokens = 0
-        self._abort_scope, self._partial = AbortScope(), PartialStats()
+        self.kept: list[list[Sample]] = []
+        self._surplus: list[list[Sample]] = []  # groups that go back to the data source
+        self._num_finished_surplus, self._num_asked = 0, 0
+        self._unjudged: dict[Task, Assignment] = {}  # in the order in which they were asked for
+        self._judged = asyncio.Condition()
+        self._generated: set[Task] = set()  # of `_unjudged`
         self._oldest = oldest_allowed(args, rollout_id)
         self._started = time.monotonic()
 
-    async def run(self) -> RolloutFnTrainOutput:
+    @property
+    def is_whole(self) -> bool:
+        return len(self.kept) == self._wanted
+
+    async def round(self) -> RolloutFnTrainOutput:
+        """Waits for: generation and rewards, --rollout-timeout-secs in all, then WaitTimeoutError."""
         args = self._args
-        self._abort_scope.govern()
         try:
-            with waiting(f"the groups of round {self._rollout_id}", deadline_s=args.rollout_timeout_secs):
-                async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
-                    await self._collect(tasks)
+            with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=args.rollout_timeout_secs):
+                async with asyncio.timeout(args.rollout_timeout_secs):
+                    await self.run()
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"round {self._rollout_id}: {len(self._kept)} of {self._wanted} groups ready, {len(self._running)} in "
-                f"flight, dropped {dict(self._dropped)}",
+                f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._unjudged)} in "
+                f"flight, dropped {dict(self.stats.dropped)}",
                 args.rollout_timeout_secs,
                 "vLLM engines and reward function",
                 "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
             ) from error
-        except BaseExceptionGroup as failures:
-            raise_first(failures)
         if self._surplus:
             self._source.add_samples(sorted(self._surplus, key=lambda group: group[0].group_index))
-        self._kept.sort(key=lambda group: group[0].group_index)
-        mark_samples(args, self._kept)
-        return RolloutFnTrainOutput(samples=self._kept, metrics=self._metrics())
+        self.kept.sort(key=lambda group: group[0].group_index)
+        mark_samples(args, self.kept)
+        return RolloutFnTrainOutput(samples=self.kept, metrics=self._metrics())
 
-    async def _collect(self, tasks: asyncio.TaskGroup) -> None:
-        while len(self._kept) < self._wanted:
-            if len(self._kept) + len(self._running) < self._wanted:
-                self._issue(tasks)
+    async def take(self) -> list[Assignment]:
+        """Waits for: a group that is judged. Nothing once the round is whole."""
+        while not self.is_whole:
             self._post_progress()
-            # in reference mode the oldest alone: what is kept, and when more are asked for, must not depend on time
-            awaited = [next(iter(self._running))] if self._args.reference_mode else self._running
-            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda task: self._running[task][0].group_index):
-                prompts = self._running.pop(task)
-                if not task.cancelled() and task.exception() is None:  # a failure is raised by the TaskGroup
-                    self._take(prompts, task.result())
+            if len(self.kept) + len(self._unjudged) < self._wanted:
+                return self._ask()
+            async with self._judged:
+                await self._judged.wait()
         self._post_progress()
-        if self._args.partial_rollout:
-            await self._abort_scope.end(self._running)
-        for task, prompts in self._running.items():
-            if self._args.partial_rollout and task.done():  # a failure is raised by the TaskGroup
-                self._give_back(prompts, task.result())
-                continue
-            self._num_finished_surplus += task.done()
-            task.cancel()
-            self._surplus.append(prompts)
+        return []
 
-    def _give_back(self, prompts: list[Sample], samples: list[Sample]) -> None:
-        """A group that this round does not need goes back: as it is with --partial-rollout, else as prompts."""
-        self._num_finished_surplus += not is_unfinished(samples)
-        is_usable = all(sample.status is not SampleStatus.FAILED for sample in samples)
-        if not (self._args.partial_rollout and is_usable and num_response_tokens(samples)):
-            self._surplus.append(prompts)
-            return
-        for sample in samples:
-            sample.rollout_id = -1
-        self._partial.partial_groups += 1
-        self._partial.partial_tokens += num_response_tokens(samples)
-        self._surplus.append(samples)
-
-    def _issue(self, tasks: asyncio.TaskGroup) -> None:
+    def _ask(self) -> list[Assignment]:
         wanted = self._args.over_sampling_batch_size or self._wanted
         with calling_plugin(f"--data-source-path {self._args.data_source_path}", self._source.get_samples):
             groups = self._source.get_samples(wanted)
         if isinstance(self._source, RolloutDataSourceWithBuffer):
             for left_out in self._source.take_dropped():
-                self._dropped[BUFFER_FILTER] += 1
+                self.stats.dropped[BUFFER_FILTER] += 1
                 RECORDER.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
-        if not groups and not self._running:
+        if not groups and not self._unjudged:
             raise DataError(
-                f"round {self._rollout_id}: the data source is exhausted with {len(self._kept)} of {self._wanted} "
-                f"groups kept, dropped {dict(self._dropped)}. Give more prompts or relax the filter."
+                f"round {self._rollout_id}: the data source is exhausted with {len(self.kept)} of {self._wanted} "
+                f"groups kept, dropped {dict(self.stats.dropped)}. Give more prompts or relax the filter."
             )
-        sampling_params = train_sampling_params(self._args)
+        assignments = []
         for group in groups:
             if not group:
                 raise DataError(f"round {self._rollout_id}: the data source answered an empty group.")
-            prompts = copy.deepcopy(group)
-            if num_response_tokens(group):
-                group = self._resumed(group)
-            for sample in group:
+            task = Task(partition="", group=group[0].group_index, attempt=self._num_asked)
+            self._num_asked += 1
+            self._unjudged[task] = Assignment(task=task, prompts=group, serving=self._rollout_id)
+            assignments.append(self._unjudged[task])
+        return assignments
+
+    async def resume(self, assignment: Assignment) -> list[Sample]:
+        """What to go on with of a group that was cut; a copy of its prompts, which may have to go back."""
+        args, group = self._args, copy.deepcopy(assignment.prompts)
+        if num_response_tokens(group):
+            group_at = getattr(self._source, "group_at", None)
+            group_index = group[0].group_index
+            fresh = group_at(group_index) if group_at else [without_completion(sample) for sample in group]
+            is_kept = args.partial_rollout
+            group = resume(args, group, fresh, self.stats.partial, oldest=self._oldest) if is_kept else fresh
+        for sample in group:
+            sample.rollout_id = self._rollout_id
+        return group
+
+    async def finish(self, assignment: Assignment, samples: list[Sample]) -> None:
+        """Judge the group, in reference mode after those before it; a whole round gives it back instead."""
+        self._generated.add(assignment.task)
+        async with self._judged:
+            if self._args.reference_mode:
+                await self._judged.wait_for(lambda: self.is_whole or next(iter(self._unjudged)) == assignment.task)
+            for sample in samples:
                 sample.rollout_id = self._rollout_id
-            task = tasks.create_task(generate_and_rm_group(self._args, group, sampling_params))
-            self._running[task] = prompts
+            if self.is_whole:
+                await self.give_back(assignment, samples, "surplus")
+            else:
+                await super().finish(assignment, samples)
+            del self._unjudged[assignment.task]
+            self._judged.notify_all()
 
-    def _resumed(self, group: list[Sample]) -> list[Sample]:
-        """What is gone on with of a group that was cut; its prompts alone in a run without --partial-rollout."""
-        group_at = getattr(self._source, "group_at", None)
-        fresh = group_at(group[0].group_index) if group_at else [without_completion(sample) for sample in group]
-        if not self._args.partial_rollout:
-            return fresh
-        return resume(self._args, group, fresh, self._partial, oldest=self._oldest)
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:  # noqa: ARG002
+        self.kept.append(samples)
 
-    def _take(self, prompts: list[Sample], samples: list[Sample]) -> None:
-        """Keep a finished group, drop it with a reason, or send it back when the round is full."""
-        if len(self._kept) == self._wanted:
-            self._give_back(prompts, samples)
+    async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
+        """To the data source: as it is with --partial-rollout, else as prompts. What a generate function left
+        unfinished is dropped then: it would be so again."""
+        args = self._args
+        if not self.is_whole and not args.partial_rollout:
+            await self.drop(assignment, samples, unusable_reason(samples) or reason)
             return
-        self._num_tokens += num_response_tokens(samples)
-        if self._args.partial_rollout and is_unfinished(samples):
-            self._give_back(prompts, samples)
-            return
-        self._errors.note(samples)
-        unusable = unusable_reason(samples)
-        if unusable is not None:
-            self._drop(samples, unusable)
+        self._num_finished_surplus += not is_unfinished(samples)
+        is_usable = all(sample.status is not SampleStatus.FAILED for sample in samples)
+        if not (args.partial_rollout and is_usable and num_response_tokens(samples)):
+            self._surplus.append(assignment.prompts)
             return
         for sample in samples:
-            sample.rollout_id = self._rollout_id
-        self._finished_samples.extend(samples)
-        settle_versions(self._args, samples, self._partial, oldest=self._oldest)
-        verdict = filter_verdict(self._args, samples)
-        if verdict.keep:
-            self._kept.append(samples)
-            self._streak.kept()
-        else:
-            self._drop(samples, verdict.reason or "filter")
+            sample.rollout_id = -1
+        self.stats.partial.partial_groups += 1
+        self.stats.partial.partial_tokens += num_response_tokens(samples)
+        self._surplus.append(samples)
 
-    def _drop(self, samples: list[Sample], reason: str) -> None:
-        self._dropped[reason] += 1
-        RECORDER.note_dropped(samples[0].group_index, reason, samples)
-        self._streak.dropped(reason)
+    def oldest(self, samples: Sequence[Sample]) -> Version:  # noqa: ARG002
+        return self._oldest
+
+    async def end(self) -> None:
+        """The round is whole: what is under way goes back, with --partial-rollout with its tokens."""
+        if self._args.partial_rollout:
+            await self._abort_scope.end(list(self._running.values()))
+        left = list(self._running.values())
+        for work in left:
+            work.cancel()
+        if left:
+            await asyncio.wait(left)
+        self._num_finished_surplus += len(self._generated & self._unjudged.keys())
+        self._surplus += [assignment.prompts for assignment in self._unjudged.values()]
 
     def _metrics(self) -> dict[str, float]:
-        kept = [answer_of(self._args, sample) for group in self._kept for sample in group]
-        everyone = [sample.scalar_reward(self._args.reward_key) for sample in self._finished_samples]
+        kept = [answer_of(self._args, sample) for group in self.kept for sample in group]
+        everyone = self.stats.rewards
         return {
             **completion_metrics(kept, "rollout"),
             **version_metrics(kept, "rollout"),
-            **drop_metrics(self._dropped),
+            **drop_metrics(self.stats.dropped),
             "rollout/reward_mean_before_filter": sum(everyone) / len(everyone),
-            "rollout/num_groups": float(len(self._kept)),
+            "rollout/num_groups": float(len(self.kept)),
             "rollout/surplus_groups": float(self._num_finished_surplus),
             "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
             "rollout/removed_samples": float(sum(answer.is_removed for answer in kept)),
-            **(self._partial.metrics() if self._args.partial_rollout else {}),
+            **(self.stats.partial.metrics() if self._args.partial_rollout else {}),
         }
 
     def _post_progress(self) -> None:
         BOARD.post(
             RoundProgress(
                 name=f"round {self._rollout_id}",
-                kept_groups=len(self._kept),
+                kept_groups=len(self.kept),
                 wanted_groups=self._wanted,
-                in_flight_groups=len(self._running),
-                dropped_groups=sum(self._dropped.values()),
-                response_tokens=self._num_tokens,
+                in_flight_groups=len(self._unjudged),
+                dropped_groups=sum(self.stats.dropped.values()),
+                response_tokens=self.stats.response_tokens,
                 elapsed_s=time.monotonic() - self._started,
             )
         )

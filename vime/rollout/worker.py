@@ -17,11 +17,8 @@ import logging
 import os
 import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from vime.data.groups import encode_facts
@@ -32,25 +29,18 @@ from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGr
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.receipts import group_content
 from vime.observability.events import span
-from vime.rollout.abort_scope import KEEP_S, AbortScope
+from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.convert import encoded_group
-from vime.rollout.drop_limit import DropStreak
-from vime.rollout.generation import train_sampling_params
+from vime.rollout.group_worker import Assignment, GroupWorker, WorkerStats
 from vime.rollout.group_writer import GroupWriter
-from vime.rollout.groups import filter_verdict, generate_and_rm_group, unusable_reason
-from vime.rollout.loops import raise_first, rollout_loop
+from vime.rollout.loops import rollout_loop
 from vime.rollout.partial import (
     MIXED,
-    PartialStats,
-    is_unfinished,
     num_response_tokens,
     oldest_allowed,
     resume,
-    settle_versions,
 )
-from vime.rollout.request_priority import set_request_priority
 from vime.rollout.reward_errors import ErrorShare
-from vime.rollout.sample_recorder import RECORDER
 from vime.types import HandoffError, Sample, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -69,53 +59,21 @@ class PromptsByNumber(Protocol):
     def group_at(self, group_index: int) -> list[Sample]: ...
 
 
-@dataclass(slots=True)
-class WorkerStats:
-    """What happened since the last `take_stats`."""
-
-    committed_groups: int = 0
-    late_groups: int = 0  # finished after their lease had gone to another attempt
-    retried_groups: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    rewards: list[float] = field(default_factory=list)  # of every finished sample, also of dropped groups
-    response_tokens: int = 0
-    put_times_s: list[float] = field(default_factory=list)
-    partial: PartialStats = field(default_factory=PartialStats)
-
-    @classmethod
-    def joined(cls, parts: Sequence[WorkerStats]) -> WorkerStats:
-        """Of several workers."""
-        whole = cls()
-        for part in parts:
-            whole.committed_groups += part.committed_groups
-            whole.late_groups += part.late_groups
-            whole.retried_groups += part.retried_groups
-            whole.dropped += part.dropped
-            whole.rewards += part.rewards
-            whole.response_tokens += part.response_tokens
-            whole.put_times_s += part.put_times_s
-            whole.partial.add(part.partial)
-        return whole
-
-
-class RolloutWorker:
-    """Lives on the rollout loop. Consumes prompts that the ledger issues, each in a task of its own; waits for slots,
-    engines, rewards and room; unblocked by the ledger's news. `GroupWriter` stores what is finished."""
+class RolloutWorker(GroupWorker):
+    """Consumes prompts that the ledger issues, each in a task of its own; waits for slots, engines, rewards and room;
+    unblocked by the ledger's news. `GroupWriter` stores what is finished."""
 
     def __init__(
         self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore, name: str | None = None
     ) -> None:
-        self._args, self._source, self._ledger, self._store = args, source, ledger, store
+        super().__init__(args, ErrorShare(args))
+        self._source, self._ledger, self._store = source, ledger, store
         self.name = name or worker_name(0)
         in_order = args.transferqueue_round_order == RoundOrder.INDEX
         self._writer = GroupWriter(store, ledger, lingers=in_order and not args.train_early_groups)
         bounds = (args.transferqueue_max_groups, args.transferqueue_max_tokens, args.transferqueue_max_bytes)
         self._has_capacity = any(bound is not None for bound in bounds)
-        self._streak, self._errors = DropStreak(args), ErrorShare(args)
-        self.stats = WorkerStats()
-        self._running: dict[Task, asyncio.Task[None]] = {}
         self._future: Future[None] | None = None
-        self._abort_scope = AbortScope()
         self._num_slots = (args.transferqueue_max_staleness + 1) * args.rollout_batch_size
         self._most = self._num_slots  # prompts under way here
         self._ended = asyncio.Event()  # a prompt that was under way
@@ -123,7 +81,7 @@ class RolloutWorker:
 
     def start(self) -> None:
         """Begin. The engines must have confirmed the weights: the first prompts are sent at once."""
-        self._future = rollout_loop().submit(self._run())
+        self._future = rollout_loop().submit(self.run())
 
     def share(self, num_workers: int) -> None:
         """So many workers take prompts: none takes more than its share of the slots. Any thread."""
@@ -159,10 +117,6 @@ class RolloutWorker:
         taken, self.stats = self.stats, WorkerStats()
         return taken
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def is_ours(self, producer: str) -> bool:
         return producer == self.name
 
@@ -193,29 +147,12 @@ class RolloutWorker:
     async def _keep_all(self) -> None:
         await self._abort_scope.end(list(self._running.values()))
 
-    async def _run(self) -> None:
-        self._abort_scope.govern()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._heartbeat())
-                while not self._abort_scope.is_set:
-                    grant = await self._take_prompts()
-                    if grant.prompts:
-                        failpoint(Point.ISSUE)
-                    for issued in grant.prompts:
-                        task = tasks.create_task(self.produce(issued, serving=grant.serving))
-                        self._running[issued.task] = task
-                        task.add_done_callback(partial(self._note_end, issued.task))
-        except BaseExceptionGroup as failures:
-            raise_first(failures)
-
-    def _note_end(self, task: Task, _work: asyncio.Task[None]) -> None:
-        self._running.pop(task, None)
+    def ended(self) -> None:
         self._ended.set()
 
-    async def _take_prompts(self) -> PromptGrant:
+    async def take(self) -> list[Assignment]:
         """Waits for: slots, and for this worker's share of them. Unblocked by: a group that ends, or the driver, which
-        releases those of a round. An empty grant when the worker stops: what it gives back is for others."""
+        releases those of a round. Nothing when the worker stops: what it gives back is for others."""
         seen = -1
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while not self._abort_scope.is_set:
@@ -228,9 +165,14 @@ class RolloutWorker:
                 )
                 self.waits_for = grant.waits_for
                 if grant.prompts:
-                    return grant
+                    failpoint(Point.ISSUE)
+                    return [self._assignment(issued, grant.serving) for issued in grant.prompts]
                 seen = await self._ledger.wait_for_news_async(seen, NEWS_S, slots=1)
-        return PromptGrant(prompts=())
+        return []
+
+    def _assignment(self, issued: IssuedPrompt, serving: Version) -> Assignment:
+        prompts = self._source.group_at(issued.task.group)
+        return Assignment(task=issued.task, prompts=prompts, serving=serving, partial=issued.partial)
 
     async def _wait_for_an_end(self) -> None:
         """Of a prompt that is under way here; or for a larger share, which is looked at now and then."""
@@ -239,7 +181,7 @@ class RolloutWorker:
             async with asyncio.timeout(SHARE_S):
                 await self._ended.wait()
 
-    async def _heartbeat(self) -> None:
+    async def watch(self) -> None:
         """Keep what this worker works on; give up what the ledger gave to others. Waits for: the clock."""
         while True:
             await asyncio.sleep(self._args.transferqueue_lease_timeout_secs / 3)
@@ -248,70 +190,43 @@ class RolloutWorker:
                 if task not in trusted and not work.done():
                     work.cancel(f"group {task} was given to another attempt")
 
-    async def produce(self, issued: IssuedPrompt, *, serving: Version) -> None:
-        """One prompt to its end: committed, dropped, or given back. A group that comes too late is thrown away.
-
-        `serving`: the newest weights that every engine had when the prompt was issued.
-        """
-        task = issued.task
+    async def produce(self, assignment: Assignment) -> None:
+        """One prompt to its end: committed, dropped, or given back. A group that comes too late is thrown away."""
+        task = assignment.task
         try:
             with self._writer.expecting(task):
-                group = await self._begin(issued, serving)
-                set_request_priority(group[0].group_index)
-                samples = await generate_and_rm_group(self._args, group, train_sampling_params(self._args))
-            await self._hand_over(task, samples)
+                samples = await self.generate(assignment)
+            await self.finish(assignment, samples)
         except TransitionError as error:
             logger.warning("%s", error)
             self.stats.late_groups += 1
             await self._writer.run(self._store.forget_attempt, task)
 
-    async def _begin(self, issued: IssuedPrompt, serving: Version) -> list[Sample]:
-        """The group as an earlier attempt left it, or its prompts."""
-        fresh = self._source.group_at(issued.task.group)
-        if issued.partial is None or not self._args.partial_rollout:
+    async def resume(self, assignment: Assignment) -> list[Sample]:
+        """The group as an earlier attempt left it in the spool, or its prompts."""
+        args, fresh = self._args, assignment.prompts
+        if assignment.partial is None or not args.partial_rollout:
             return fresh
         try:
-            data = await self._writer.run(self._store.record, *issued.partial)
-            kept = bytes_to_samples(data)
-        except HandoffError as error:  # nothing that was promised is lost: the answers are sampled again
-            logger.warning("group %s: its earlier tokens cannot be read, it begins anew: %s", issued.task, error)
+            data = await self._writer.run(self._store.record, *assignment.partial)
+            kept = bytes_to_samples(data, self._store.decode)
+        except HandoffError as error:  # nothing that was promised is lost: the completions are sampled again
+            logger.warning("group %s: its earlier tokens cannot be read, it begins anew: %s", assignment.task, error)
             return fresh
-        return resume(self._args, kept, fresh, self.stats.partial, oldest=oldest_allowed(self._args, serving))
+        return resume(args, kept, fresh, self.stats.partial, oldest=oldest_allowed(args, assignment.serving))
 
-    async def _hand_over(self, task: Task, samples: list[Sample]) -> None:
-        stats = self.stats
-        if is_unfinished(samples):
-            await self._give_back(task, samples)
-            return
-        reason = unusable_reason(samples)
-        if reason is None:
-            stats.rewards += [sample.scalar_reward(self._args.reward_key) for sample in samples]
-            stats.response_tokens += num_response_tokens(samples)
-            newest = max((version for sample in samples for version in sample.weight_versions), default=0)
-            reason = settle_versions(self._args, samples, stats.partial, oldest=oldest_allowed(self._args, newest))
-        if reason == MIXED and self._args.stale_policy == "retry":
-            stats.retried_groups += 1
-            with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
-                await self._ledger.call_async(PromptLedger.retry, task, MIXED)
-            return
-        if reason is None:
-            verdict = filter_verdict(self._args, samples)
-            reason = None if verdict.keep else verdict.reason or "filter"
-        if reason is not None:
-            stats.dropped[reason] += 1
-            RECORDER.note_dropped(task.group, reason, samples)
-            await self._ledger.call_async(PromptLedger.drop, task, reason)
-            self._errors.note(samples)
-            self._streak.dropped(reason)
-            return
-        self._errors.note(samples)
-        self._streak.kept()
-        await self._commit(task, samples)
+    def oldest(self, samples: Sequence[Sample]) -> Version:
+        newest = max((version for sample in samples for version in sample.weight_versions), default=0)
+        return oldest_allowed(self._args, newest)
 
-    async def _give_back(self, task: Task, samples: list[Sample]) -> None:
+    async def note_dropped(self, assignment: Assignment, reason: str) -> None:
+        await self._ledger.call_async(PromptLedger.drop, assignment.task, reason)
+
+    async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
         """The group goes to those that are issued first, with --partial-rollout with what it has."""
-        stats, checksum = self.stats, None
-        num_tokens = num_response_tokens(samples) if self._args.partial_rollout else 0
+        stats, checksum, task = self.stats, None, assignment.task
+        may_keep = self._args.partial_rollout and reason != MIXED
+        num_tokens = num_response_tokens(samples) if may_keep else 0
         if num_tokens:
             checksum = await self._writer.run(self._store.keep, task, samples_to_bytes(samples))
             stats.partial.partial_groups += 1
@@ -319,10 +234,11 @@ class RolloutWorker:
             failpoint(Point.KEEP)
         stats.retried_groups += 1
         with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
-            await self._ledger.call_async(PromptLedger.retry, task, "aborted", partial=checksum)
+            await self._ledger.call_async(PromptLedger.retry, task, reason, partial=checksum)
 
-    async def _commit(self, task: Task, samples: list[Sample]) -> None:
-        stats = self.stats
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
+        """Store and commit it."""
+        task, stats = assignment.task, self.stats
         for sample in samples:
             sample.attempt = task.attempt
         with span("encode_group", group=task.group):

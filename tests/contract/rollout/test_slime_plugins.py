@@ -99,7 +99,7 @@ def test_turns_made_of_text_stand_behind_the_samples_own_tokens(run):
 
 
 def test_fields_set_by_hand_get_the_versions_of_their_requests(run):
-    flags = ["--custom-generate-function-path", path("request_priority.py:set_fields"), *GENERATE]
+    flags = ["--custom-generate-function-path", path("turns.py:set_fields"), *GENERATE]
     with ScriptedEngine(answers) as engine:
         _, (sample,) = run(engine, group(1), *flags)
     assert sample.token_policy_versions == [VersionSpan(3, 0, 3), VersionSpan(4, 3, 5)]
@@ -111,7 +111,7 @@ def test_fields_set_by_hand_get_the_versions_of_their_requests(run):
 
 
 def test_a_sample_made_anew_gets_log_probabilities_and_versions_of_its_request(run):
-    flags = ["--custom-generate-function-path", path("request_priority.py:new_sample"), *GENERATE]
+    flags = ["--custom-generate-function-path", path("turns.py:new_sample"), *GENERATE]
     with ScriptedEngine(one_turn_each) as engine:
         args, made = run(engine, group(), *flags)
     for number, sample in enumerate(made):
@@ -123,7 +123,7 @@ def test_a_sample_made_anew_gets_log_probabilities_and_versions_of_its_request(r
 
 
 def test_agents_keep_attributes_on_args_for_one_call(run):
-    flags = ["--custom-generate-function-path", path("request_priority.py:agents"), "--custom-rm-path"]
+    flags = ["--custom-generate-function-path", path("turns.py:agents"), "--custom-rm-path"]
     flags += [path("rewards.py:of_label"), "--label-key", "label"]
     with ScriptedEngine(one_turn_each) as engine:
         args, made = run(engine, group(), *flags)
@@ -135,7 +135,7 @@ def test_agents_keep_attributes_on_args_for_one_call(run):
 
 
 def test_tokens_that_no_request_explains_are_refused(run):
-    flags = ["--custom-generate-function-path", path("request_priority.py:guesses"), *GENERATE]
+    flags = ["--custom-generate-function-path", path("turns.py:guesses"), *GENERATE]
     with ScriptedEngine(one_turn_each) as engine, pytest.raises(PluginError, match="would be a guess"):
         run(engine, group(1), *flags)
 

@@ -328,3 +328,25 @@ def test_a_plug_in_that_must_see_answers_sees_them_and_is_obeyed_when_the_rows_a
     assert [rows[number].reward for number in range(4)] == [0.0, 0.125, 1.25, 1.375]
     assert [rows[number].num_trainable for number in range(4)] == [2, 2, 0, 2]
     assert output.metrics["rollout/removed_samples"] == 1
+
+
+def by_length(args, sample):
+    """A reward that reads no text."""
+    return float(sample.response_length)
+
+
+def test_text_is_decoded_when_somebody_reads_it_and_not_before(tmp_path, model_dir, monkeypatch):
+    decoded = []
+
+    def decode(_directory, tokens):
+        decoded.append(list(tokens))
+        return "text"
+
+    monkeypatch.setattr("vime.rollout.generation.decode_response", decode)
+    by_nobody = ["--custom-rm-path", f"{__file__}:by_length"]
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *by_nobody) as run:
+        run.store.decode = lambda tokens: decode("", tokens)
+        output = run.play(0)
+        assert decoded == []  # generated, scored, stored, leased and read by the rank
+        assert output.samples[0][0].response == "text"
+        assert decoded == [[LETTER["a"], EOS]]

@@ -36,7 +36,7 @@ exec "$(dirname "$0")/python3.11" "$@"
 # Accepts or refuses a command line as train.py does, and ends where that would start processes.
 ONLY_FLAGS = """import sys
 from pathlib import Path
-from vime.config.parse import parse_command_line
+from vime.config.command_line import parse_command_line
 from vime.ray.preflight import preflight
 preflight(parse_command_line(), is_async=False)
 Path("accepted").touch()

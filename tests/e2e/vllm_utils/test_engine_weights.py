@@ -26,7 +26,8 @@ from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import RouterProcess
 from vime.rollout.abort_scope import AbortScope
-from vime.rollout.engine_client import Answer, EngineClient, read_completions
+from vime.rollout.engine_client import EngineClient, read_completions
+from vime.rollout.exchanges import Answer
 from vime.types import ConfigError, EngineAddress, EngineError, PublishError
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish

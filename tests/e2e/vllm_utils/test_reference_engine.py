@@ -18,7 +18,8 @@ from tests.helpers import tiny_models
 from tests.helpers.engines import CONTEXT, KEYS, engine_config, started
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
-from vime.rollout.engine_client import Answer, EngineClient
+from vime.rollout.engine_client import EngineClient
+from vime.rollout.exchanges import Answer
 from vime.rollout.loops import rollout_loop
 from vime.rollout.seeds import request_seed
 from vime.types import Sample

@@ -1,4 +1,4 @@
-"""The code keeps the project's rules: layers, budgets, lint, types, and modules that import on a bare laptop."""
+"""The code keeps the project's rules: modules import on a bare laptop, and shape_check of lint.sh finds faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.helpers.shape_check import (
     check_imports,
     check_sizes,
     clone_files,
-    findings,
     import_circles,
     package_of,
 )
@@ -30,10 +29,6 @@ COLD = ("ray", "vllm", "megatron", "transfer_queue", "wandb", "torch", "transfor
 
 def run(*command: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-
-def test_no_rule_of_the_shape_check_is_broken() -> None:
-    assert list(findings(ROOT / "vime")) == []
 
 
 def test_the_shape_check_finds_an_import_from_a_higher_floor() -> None:
@@ -69,9 +64,8 @@ def test_the_shape_check_finds_a_circle_of_three_files(tmp_path: Path) -> None:
     )
     circle = ("made/first.py", "made/second.py", "made/third.py")
     assert import_circles(package) == [circle]
-    (message,) = check_circles(package, frozenset())
+    (message,) = check_circles(package)
     assert message.startswith(f"{package / 'first.py'}:1: these files import each other: {', '.join(circle)}.")
-    assert list(check_circles(package, frozenset({circle}))) == []
 
 
 @pytest.mark.parametrize(
@@ -81,31 +75,9 @@ def test_the_shape_check_finds_a_circle_of_three_files(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.first import x\n",
     ],
 )
-def test_an_import_that_does_not_run_at_loading_closes_no_circle(tmp_path: Path, late: str) -> None:
+def test_an_import_that_does_not_run_at_loading_closes_a_circle_too(tmp_path: Path, late: str) -> None:
     package = _made_package(tmp_path, first="from made.second import x\n", second=late)
-    assert import_circles(package) == []
-    assert import_circles(package, with_late=True) == [("made/first.py", "made/second.py")]
-
-
-def test_a_known_circle_that_is_gone_has_to_leave_the_list(tmp_path: Path) -> None:
-    package = _made_package(tmp_path, first="", second="from made.first import x\n")
-    (message,) = check_circles(package, frozenset({("made/first.py", "made/second.py")}))
-    assert message.endswith("no circle any more: made/first.py, made/second.py. Take it out of KNOWN_CIRCLES")
-
-
-def test_ruff_has_no_finding() -> None:
-    checked = run(sys.executable, "-m", "ruff", "check", "--no-cache", ".")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-def test_every_file_is_formatted() -> None:
-    checked = run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-def test_the_pure_rooms_are_typed() -> None:
-    checked = run(sys.executable, "-m", "mypy")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert import_circles(package) == [("made/first.py", "made/second.py")]
 
 
 def test_the_version_pins_of_the_spine_are_exact() -> None:

@@ -21,7 +21,7 @@ from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
 from vime.ray import engines, launch, rollout_manager
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
-from vime.ray.components import Components, Parts, Watchers, has_work
+from vime.ray.components import Components, Parts, Watchers
 from vime.ray.interrupts import Interrupts
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.round_metrics import RoundMetrics
@@ -113,17 +113,17 @@ def test_a_save_is_promised_from_the_first_step_of_a_round_until_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     components = make_machine(parse([]), tmp_path, num_rollout=9)
-    assert not has_work(components)  # round 0 is generated
+    assert not components.has_work()  # round 0 is generated
     seen = []
     trained = TrainedRound(metrics={}, stepped=[])
     monkeypatch.setattr(
-        components.parts.trainers, "train", lambda *_, **__: seen.append(has_work(components)) or trained
+        components.parts.trainers, "train", lambda *_, **__: seen.append(components.has_work()) or trained
     )
     components.train(GeneratedRound(rollout_id=0, ticket=None, metrics={}))
     assert seen == [True]
-    assert has_work(components)
+    assert components.has_work()
     components.save()
-    assert not has_work(components)  # until round 1 is trained
+    assert not components.has_work()  # until round 1 is trained
 
 
 @pytest.mark.parametrize("command", [["train.py"], ["train_async.py"], ["-m", "vime", "train"]])

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.helpers.training import ROOT
-from vime.config.parse import parse_command_line
+from vime.config.command_line import parse_command_line
 from vime.types import ConfigError
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"

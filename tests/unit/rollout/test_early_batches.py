@@ -63,7 +63,7 @@ def test_who_waits_for_a_portion_learns_at_once_that_the_round_is_whole():
     assert answers == [False]
 
 
-def test_without_a_minimum_there_are_no_portions():
+def test_without_a_minimum_there_are_no_early_batches():
     early_batches = EarlyBatches()
     early_batches.open(0)
     early_batches.offer([A, B])

@@ -11,7 +11,8 @@ from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.data.payload import bytes_to_samples, samples_to_bytes
 from vime.rollout import generation
 from vime.rollout.abort_scope import AbortScope, is_aborting
-from vime.rollout.engine_client import NOTHING, Answer
+from vime.rollout.engine_client import NOTHING
+from vime.rollout.exchanges import Answer
 from vime.rollout.partial import PartialStats, is_unfinished, oldest_allowed, resume, settle_versions
 from vime.types import Sample, SampleStatus, VersionSpan
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vime.rollout.engine_client import Answer, read_completions
+from vime.rollout.engine_client import read_completions
+from vime.rollout.exchanges import Answer
 from vime.rollout.routed_experts import join_routed_experts, routed_experts_column
 from vime.types import HandoffError, Sample, VersionSpan
 
