@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
 from vime.config.parse import Config
 from vime.config.training import AlgoConfig
 from vime.data.rows import TrainRow
-from vime.protocols import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
+from vime.protocols import LOSS_PARAMETERS, LossFunction, PendingSave, TrainBackend, TrainEngine, load_plugin
 from vime.training.columns import (
     OLD_LOGP,
     REF_LOGP,
@@ -232,4 +233,6 @@ def _learning(engines: Mapping[Role, TrainEngine]) -> list[tuple[Role, TrainEngi
 def _load_custom_loss(config: Config) -> CustomLoss | None:
     """--custom-loss-path, bound to the configuration; its signature is checked again in this process."""
     path = config.algo.custom_loss_path
-    return None if path is None else partial(load_plugin(path, "--custom-loss-path", LOSS_PARAMETERS), config.flat)
+    if path is None:
+        return None
+    return partial(cast("LossFunction", load_plugin(path, "--custom-loss-path", LOSS_PARAMETERS)), config.flat)
