@@ -105,14 +105,14 @@ def cause(run: Run, result: Result) -> tuple[str, float]:
     return found, rates[found]
 
 
-def knees(run: Run, most: int, count: int = 2) -> tuple[list[Result], list[Knee]]:
+def knees(run: Run, most: int, *, count: int = 2, fewest: int = 8) -> tuple[list[Result], list[Knee]]:
     """Double the engines until the knee; then go on without its cause. Results are those up to the first; fewer knees
     than `count` when there is none up to `most` engines."""
     without = frozenset[str]()
     tried: list[Result] = []
     found: list[Knee] = []
     while len(found) < count:
-        engines = 8 if not found else max(8, found[-1].engines // 2)
+        engines = fewest if not found else max(fewest, found[-1].engines // 2)
         while True:
             larger = dataclasses.replace(scaled(run, engines), without=without)
             result = simulate(larger)
