@@ -192,7 +192,7 @@ class TrainEngine(Protocol):
         """[R] fp32 on the CPU per row of each micro-batch: log p of the response tokens at the sampling temperature, or
         with a value head the predicted return at each. [] where `RankPlace.holds_tokens` is False. No gradient.
 
-        `rule`: log p under another rule than the run's (`algo.sampling.log_probs_under`), to diagnose a disagreement;
+        `rule`: log p under another rule than the run's (`algo.sampling.log_probs_under`), to record a mismatch;
         never for a value head."""
         ...
 

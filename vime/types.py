@@ -523,7 +523,7 @@ class PublishLostError(PublishError, LostError):
     """A weight update that a lost engine, rank or connection cut short."""
 
 
-class AgreementError(VimeError):
+class MismatchError(VimeError):
     """Trainer and engine give the same tokens different log-probabilities, and --on-train-rollout-diff says stop."""
 
 
