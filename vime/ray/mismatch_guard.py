@@ -29,7 +29,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.mismatch_record import Stage, write_record
 from vime.observability.screen import Screen
 from vime.ray.mismatch_probes import MismatchProbes
-from vime.ray.rollout_manager import GeneratedRound, SampleText
+from vime.ray.rollout_manager import GeneratedRound, RolloutManager, SampleText
 from vime.ray.trainers import TrainedRound, Trainers
 from vime.ray.waits import wait_for
 from vime.training.evidence import COMPARED, RESCORED, MeasuredMismatch, merge, of_rows
@@ -65,6 +65,7 @@ class MismatchGuard:
         """One round on every rank. A mismatch is recorded before any weight moves; with `warn` the round is then
         trained as it is (its first step is computed again)."""
         rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
+        assert ticket is not None, "a run that trains has tickets"
         trained = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
         if not isinstance(trained, TrainedRound):
             found, stage = merge(trained), Stage.BEFORE_TRAINING
@@ -173,7 +174,7 @@ class MismatchGuard:
         """What the samples said, from the RolloutManager, which may be generating meanwhile."""
         try:
             [texts] = wait_for(
-                [self._manager.texts_of.remote(rollout_id, indices)],
+                [self._manager.ask(RolloutManager.texts_of, rollout_id, indices)],
                 name="the texts of the samples that differ",
                 owner="RolloutManager",
                 deadline_s=30,
