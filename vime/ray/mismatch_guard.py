@@ -18,7 +18,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from vime.data.rows import TrainRow
 from vime.observability.events import EventKind, EventLog
 from vime.observability.mismatch_record import Stage, write_record
 from vime.observability.screen import Screen
+from vime.ray.actor import Actor
 from vime.ray.mismatch_probes import MismatchProbes
 from vime.ray.rollout_manager import GeneratedRound, RolloutManager, SampleText
 from vime.ray.trainers import TrainedRound, Trainers
@@ -48,7 +48,7 @@ class MismatchGuard:
         run_dir: Path,
         *,
         trainers: Trainers | None,
-        manager: Any,
+        manager: Actor[RolloutManager],
         fleet: FleetControl | None,
         screen: Screen,
         events: EventLog,
