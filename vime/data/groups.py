@@ -80,7 +80,7 @@ class GroupFacts:
         self.rows["is_removed"] = is_removed
         self.rows["num_trainable"][self.rows["is_removed"] > 0] = 0
 
-    def answers(self) -> Iterator[SampleFacts]:
+    def completions(self) -> Iterator[SampleFacts]:
         for number, row in enumerate(self.rows):
             yield SampleFacts(
                 reward=float(row["raw_reward"]),

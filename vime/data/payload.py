@@ -1,8 +1,8 @@
 """The one form in which rows and samples travel and lie on disk. No pickle: reading runs no code of the writer.
 
     chunk  = b"VIMG" | u32 rows | u32 length of the header | header | columns | u32 CRC-32 of all before
-    story  = b"VIMS" | JSON, one record a sample: what a training row has no column for (text, label, metadata ...)
-    record = b"VIMP" | u32 parts | u64 length of each part | parts: the chunks of a group, then its story
+    rest  = b"VIMS" | JSON, one record a sample: what a training row has no column for (text, label, metadata ...)
+    record = b"VIMP" | u32 parts | u64 length of each part | parts: the chunks of a group, then its rest
 
 A chunk holds whole rows, as few as reach CHUNK_BYTES; it is what lies under one key of the queue, so that a rank reads
 the rows of its own and few others. The columns lie end to end in the order of `columns.COLUMNS`, little-endian; the
@@ -15,13 +15,12 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.data.columns import COLUMNS, Shape
-from vime.data.rows import Column, Kind, STATUS_CODES, TrainRow, as_array
+from vime.data.rows import STATUS_CODES, Column, Kind, TrainRow, as_array
 from vime.types import HandoffError, PendingText, Sample, VersionSpan
 
 CHUNK_BYTES = 256 << 10
@@ -38,7 +37,7 @@ _HEADS = np.dtype(
     }
 )
 IN_ROWS = ("tokens", "loss_mask", "rollout_log_probs")
-"""Fields of a sample that a story leaves to its row."""
+"""Fields of a sample that a rest leaves to its row."""
 BYTES = "bytes"
 Decode = Callable[[Sequence[int]], str]
 Layout = tuple[str, str, Sequence[int | tuple[int, ...]]]
@@ -199,7 +198,7 @@ def cut(rows: Sequence[TrainRow]) -> Iterator[list[TrainRow]]:
         yield chunk
 
 
-def pack_story(samples: Sequence[Sample]) -> bytes:
+def pack_rest(samples: Sequence[Sample]) -> bytes:
     """What samples hold beside the columns of their rows. It must be what JSON can say, and come back as it was. Text
     that nobody has read is left to who reads it."""
     records = []
@@ -227,22 +226,22 @@ def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
     if len(groups) != 1:
         raise HandoffError(f"payload: samples of groups {groups}; expected the samples of one group.")
     chunks = [pack_rows(rows) for rows in cut([numbers_of(sample) for sample in samples])]
-    return join_record(chunks, pack_story(samples))
+    return join_record(chunks, pack_rest(samples))
 
 
 def bytes_to_samples(data: bytes, decode: Decode | None = None) -> list[Sample]:
     """The samples of a record, of `samples_to_bytes` or of a finished group; `decode` as in `join_samples`."""
-    chunks, story = split_record(data)
-    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story, decode)
+    chunks, rest = split_record(data)
+    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], rest, decode)
 
 
-def join_samples(rows: Sequence[TrainRow], story: bytes, decode: Decode | None = None) -> list[Sample]:
+def join_samples(rows: Sequence[TrainRow], rest: bytes, decode: Decode | None = None) -> list[Sample]:
     """The samples whose numbers are in `rows`. `decode` makes text of tokens, for responses that nobody had read when
     they were stored; without it those are empty."""
     try:
-        if story[:4] != b"VIMS":
-            raise ValueError("it has no story")
-        records = json.loads(story[4:])
+        if rest[:4] != b"VIMS":
+            raise ValueError("it has no rest")
+        records = json.loads(rest[4:])
         samples = []
         for row, record in zip(rows, records, strict=True):
             for name in IN_ROWS:
@@ -293,14 +292,14 @@ def _is_lined_up(sample: Sample) -> bool:
     return mask is not None and log_probs is not None and len(mask) == len(log_probs)
 
 
-def join_record(chunks: Sequence[bytes], story: bytes) -> bytes:
-    parts = [*chunks, story]
+def join_record(chunks: Sequence[bytes], rest: bytes) -> bytes:
+    parts = [*chunks, rest]
     sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     return b"".join((_RECORD.pack(b"VIMP", len(parts)), sizes, *parts))
 
 
 def split_record(data: bytes) -> tuple[list[bytes], bytes]:
-    """The chunks and the story of a record."""
+    """The chunks and the rest of a record."""
     try:
         magic, count = _RECORD.unpack_from(data)
         sizes = struct.unpack_from(f"<{count}Q", data, _RECORD.size)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Args
-from vime.rollout.exchanges import Answer
+from vime.rollout.exchanges import Completion
 from vime.types import NOT_RECORDED, HandoffError, RoutedExperts, Sample
 
 
-def join_routed_experts(parts: Sequence[Answer], before: RoutedExperts | None = None) -> NDArray[np.integer] | None:
+def join_routed_experts(parts: Sequence[Completion], before: RoutedExperts | None = None) -> NDArray[np.integer] | None:
     """[T - 1, layers, top_k] of an answer in several parts, each continuing the one before it, the first of them what
     `before` holds.
 

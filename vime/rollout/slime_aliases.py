@@ -25,7 +25,7 @@ from vime.protocols import import_object
 from vime.rollout import rm_text
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import EngineClient
-from vime.rollout.exchanges import Answer, Record, current_record
+from vime.rollout.exchanges import Completion, Record, current_record
 from vime.rollout.filter_hub import check_reward_nonzero_std
 from vime.rollout.generation import engine_client, generate, train_sampling_params
 from vime.rollout.prompts import context_limit, load_tokenizer
@@ -167,28 +167,30 @@ async def _ask_engines(record: Record, payload: Mapping[str, object]) -> dict[st
     asked: dict[str, object] = dict(given) if isinstance(given, Mapping) else {}
     params = _vllm_params(asked)
     params["max_tokens"] = min(params["max_tokens"], context_limit(args) - len(prompt))
-    answer = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="length")
+    completion = Completion(token_ids=(), log_probs=(), versions=(), finish_reason="length")
     if params["max_tokens"] > 0:
-        answer = await _answered(engine_client(args), prompt, params, session)
-    text = tokenizer.decode(list(answer.token_ids), skip_special_tokens=bool(asked.get("skip_special_tokens", True)))
-    said = [[logp, token, None] for logp, token in zip(answer.log_probs, answer.token_ids, strict=True)]
+        completion = await _completed(engine_client(args), prompt, params, session)
+    text = tokenizer.decode(
+        list(completion.token_ids), skip_special_tokens=bool(asked.get("skip_special_tokens", True))
+    )
+    said = [[logp, token, None] for logp, token in zip(completion.log_probs, completion.token_ids, strict=True)]
     meta = {
-        "finish_reason": {"type": answer.finish_reason},
+        "finish_reason": {"type": completion.finish_reason},
         "output_token_logprobs": said,
         "prompt_tokens": len(prompt),
         "completion_tokens": len(said),
         "cached_tokens": 0,
-        "weight_version": str(answer.versions[-1].version) if answer.versions else "0",
+        "weight_version": str(completion.versions[-1].version) if completion.versions else "0",
     }
-    return {"text": str(text), "output_ids": list(answer.token_ids), "meta_info": meta}
+    return {"text": str(text), "output_ids": list(completion.token_ids), "meta_info": meta}
 
 
-async def _answered(client: EngineClient, prompt: list[int], params: SamplingParams, session_id: str) -> Answer:
+async def _completed(client: EngineClient, prompt: list[int], params: SamplingParams, session_id: str) -> Completion:
     while True:
-        answer: Answer
-        (answer,) = await client.generate(prompt, params, session_id=session_id)
-        if answer.finish_reason != "abort" or is_aborting():
-            return answer
+        completion: Completion
+        (completion,) = await client.generate(prompt, params, session_id=session_id)
+        if completion.finish_reason != "abort" or is_aborting():
+            return completion
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, payload: Mapping[str, object], sample: Sample) -> list[int]:
