@@ -54,7 +54,7 @@ ADVICE = {
     "whoever loads weights past it, and restart the engines.",
     Cause.TOKENISATION: "Keep the engine's token ids from turn to turn; never encode decoded text again.",
     Cause.WEIGHTS: "Restart with --load: every engine then gets the trainer's weights. Find who else writes to them.",
-    Cause.OFF_BY_ONE: "Align log-probabilities with their tokens: use Sample.append_response_tokens only.",
+    Cause.OFF_BY_ONE: "Align log-probabilities with their tokens: grow answers by Sample.append_response_tokens only.",
     Cause.NUMERICS: "Compare precisions and kernels of both sides (--bf16, --attention-backend, --vllm-quantization), "
     "then raise --train-rollout-diff-threshold or add --off-policy-correction tis.",
     Cause.UNKNOWN: "Look at the rows in the report, and at whatever writes rollout_log_probs or tokens in a plug-in.",

@@ -254,5 +254,5 @@ def test_groups_that_are_none_are_refused():
     for group in ([], [Sample(group_index=0), Sample(group_index=1)]):
         with pytest.raises(HandoffError, match="samples of one group"):
             samples_to_bytes(group)
-    with pytest.raises(HandoffError, match="no rest"):  # nobody was to ask for the samples of this one
+    with pytest.raises(HandoffError, match="only rows"):  # nobody was to ask for the samples of this one
         bytes_to_samples(join_record([pack_rows([make_row()])], b""))
