@@ -44,7 +44,7 @@ class Engine:
     """Ends groups in the order that `picks` says, and writes down what was asked and judged. Group n ends as
     `fates[n]`, later ones are kept."""
 
-    def __init__(self, fates: list[str], picks: list[int]) -> None:
+    def __init__(self, fates: list[str], picks: list[tuple[int, bool]]) -> None:
         self.fates, self.picks = fates, picks
         self.log: list[tuple[str, object]] = []
         self.waiting: dict[int, asyncio.Future[None]] = {}
@@ -71,15 +71,12 @@ class Engine:
         return DynamicFilterOutput(keep=self.fate(samples[0].group_index) == KEEP)
 
     async def end_groups(self) -> None:
-        """Each pick ends that many of the oldest and one more, or yields to the round."""
-        for pick in [*self.picks, *[0] * 1000]:
-            await asyncio.sleep(0)
+        """Each pick ends one of the groups under way: several in one turn of the loop, or one every few turns."""
+        for pick, yields in [*self.picks, *[(0, True)] * 1000]:
             open_groups = [number for number, ended in self.waiting.items() if not ended.done()]
             if open_groups and pick >= 0:
                 self.waiting[open_groups[pick % len(open_groups)]].set_result(None)
-            if pick >= 0 and pick % 3:  # several in one turn of the loop
-                continue
-            for _ in range(5):
+            for _ in range(6 * yields):
                 await asyncio.sleep(0)
 
     def play(self, args: Args, rollout_id: int, source: RolloutDataSourceWithBuffer) -> RolloutFnTrainOutput:
@@ -117,14 +114,16 @@ def numbers(groups: list[list[Sample]]) -> list[int]:
 
 
 FATES = st.lists(st.sampled_from([KEEP, FILTER, FILTER, FAILED, ABORTED]), max_size=8)
-PICKS = st.lists(st.integers(-1, 5), max_size=30)
+PICKS = st.lists(st.tuples(st.integers(-1, 5), st.booleans()), max_size=30)
 COUNTS = st.lists(st.integers(0, 4), max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(fates=FATES, picks=PICKS, counts=COUNTS, surplus=st.integers(0, 3))
 def test_in_reference_mode_the_order_of_completions_decides_nothing(directory, fates, picks, counts, surplus) -> None:
-    args = round_args(directory, "--reference-mode", "--rollout-num-engines", 1, "--over-sampling-batch-size", 3 + surplus)
+    args = round_args(
+        directory, "--reference-mode", "--rollout-num-engines", 1, "--over-sampling-batch-size", 3 + surplus
+    )
     found = []
     for order in ([], picks):  # the first one ends groups as they were asked for
         engine = Engine(fates, order)
@@ -140,7 +139,7 @@ def test_in_reference_mode_the_order_of_completions_decides_nothing(directory, f
         assert len(found[0][0]) == 3
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(fates=FATES, picks=PICKS, surplus=st.integers(0, 3), counts=COUNTS)
 def test_no_prompt_is_lost_or_used_twice_over_rounds(directory, fates, picks, surplus, counts) -> None:
     args = round_args(directory, "--over-sampling-batch-size", 3 + surplus)
