@@ -73,7 +73,7 @@ def test_a_line_that_is_not_json_is_named_and_nothing_is_left(tiny_task: TinyTas
 
 
 def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_path: Path) -> None:
-    """And the next run takes the directory: it failed in the first round, nothing was generated that could be trained."""
+    """The next run takes the directory: it failed in the first round, nothing was generated that could be trained."""
     plugin = tmp_path / "broken.py"
     plugin.write_text("async def rm(args, sample, **kwargs):\n    raise KeyError('no such rubric')\n")
     flags = [*tiny_task.flags(), "--num-rollout", "1", *SCRIPTED]
