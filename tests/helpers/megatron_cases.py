@@ -81,7 +81,7 @@ FOR_THE_NIGHT = {
     "grpo-moe-ep4-distributed": "grpo-moe-ep2-dp4-overlap",
     "grpo-moe-ep2-pp2": "grpo-moe-tied-ep2-vpp2",
 }
-"""Cases of `layout_cases` that scripts/nightly.sh alone tries, each with those of the usual session that cut weights and
+"""Cases of `layout_cases` that only scripts/nightly.sh tries, each with those of the usual session that cut weights and
 tokens in the same ways."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
-def is_night(request: pytest.FixtureRequest) -> bool:
-    """Whether this session runs a test of the fixture's file that is marked `nightly`."""
-    return any(item.path == request.path and item.get_closest_marker("nightly") for item in request.session.items)
+def is_night(request: pytest.FixtureRequest, place: Path) -> bool:
+    """Whether this session runs a test of `place`, a file or a directory, that is marked `nightly`."""
+    return any(item.path.is_relative_to(place) and item.get_closest_marker("nightly") for item in request.session.items)

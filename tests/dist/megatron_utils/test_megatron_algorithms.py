@@ -22,7 +22,9 @@ WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
 
 @pytest.fixture(scope="module")
 def algorithms(models: Path, work: Path, request: pytest.FixtureRequest) -> Answers:
-    return answers_of(algorithm_cases(models, is_night=is_night(request)), directory=work / "launch-algorithms")
+    return answers_of(
+        algorithm_cases(models, is_night=is_night(request, Path(__file__))), directory=work / "launch-algorithms"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -32,7 +32,9 @@ WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
 
 @pytest.fixture(scope="module")
 def answers(models: Path, work: Path, request: pytest.FixtureRequest) -> Answers:
-    return answers_of(layout_cases(models, is_night=is_night(request)), directory=work / "launch-layouts")
+    return answers_of(
+        layout_cases(models, is_night=is_night(request, Path(__file__))), directory=work / "launch-layouts"
+    )
 
 
 def assert_trained_alike(got: dict[str, Any], expected: dict[str, Any]) -> None:
