@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from vime.backends.vllm_utils.access import REFUSED, EngineKeys
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE
 from vime.types import KEY_HEADER, EngineAddress, VimeError
-from vime.weights.update_info import is_last
+from vime.weights.update_info import UpdateInfo, is_last
 
 if TYPE_CHECKING:  # torch takes seconds to import, and an engine answers before it has weights
     import torch
@@ -188,7 +188,7 @@ class FakeEngine:
             return 404, {"error": f"the scripted engine has no {route}"}
         return 200, {}
 
-    def _update(self, update_info: dict[str, Any], version: int, pause_mode: str) -> dict[str, Any]:
+    def _update(self, update_info: UpdateInfo, version: int, pause_mode: str) -> dict[str, Any]:
         """One bucket; as in vLLM, an error ends the update."""
         is_first = update_info["index"] == 0
         if self._receiver is None:
