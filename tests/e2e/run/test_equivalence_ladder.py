@@ -21,7 +21,7 @@ MODES = {
     "four workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "4"],
 }
 NIGHTLY = ("four workers",)
-GOES_ON_WITH = {"streaming": ["--num-rollout-workers", "4"]}
+GOES_ON_WITH = {"buffer": ["--rollout-num-engines", "1"], "streaming": ["--num-rollout-workers", "4"]}
 """Flags of the life after the kill alone: who generates may change."""
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""
 
