@@ -133,8 +133,8 @@ def test_a_killed_engine_and_then_a_killed_driver_cost_no_group_and_repeat_none(
 
 
 def assert_no_flipped_bit_is_silent(run: Path, flags: list[str]) -> None:
-    """In any kind of file, one each. `python -m tests.helpers.run_flips DIR` (scripts/nightly.sh) makes 300, in runs that
-    ended and that went back too, and resumes some for real."""
+    """In any kind of file, one each. `python -m tests.helpers.run_flips DIR` (scripts/nightly.sh) makes 300, in runs
+    that ended and that went back too, and resumes some for real."""
     subject = Subject.of(run, flags)
     made = run_trial([subject], tries=len(subject.kinds()), seed=0)
     assert [str(one) for one in made if one.verdict == "SILENT"] == []
