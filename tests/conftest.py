@@ -71,7 +71,7 @@ EXIT_DEADLINE = 70
 # Where scripts/test.sh has the output of scripts/lint.sh, which runs beside the tests. Not for sessions within tests.
 LINT_LOG = os.environ.pop("VIME_LINT_LOG", "")
 # How long lint.sh may still take when the tests are over.
-LINT_DEADLINE_S = float(os.environ.get("VIME_LINT_DEADLINE", "600"))
+LINT_DEADLINE_S = 600.0
 
 leaked: list[str] = []
 
@@ -127,9 +127,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         text = "the tests left these processes behind (ended now):\n" + "\n".join(leaked)
         _fail_session(session, "processes left behind", text)
     if LINT_LOG and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        said = _said_by_lint(Path(LINT_LOG))
-        if not said.endswith("\nlint: passed"):
-            _fail_session(session, "scripts/lint.sh", said)
+        error = error_of_lint(Path(LINT_LOG), LINT_DEADLINE_S)
+        if error is not None:
+            _fail_session(session, "scripts/lint.sh", error)
 
 
 def _fail_session(session: pytest.Session, name: str, text: str) -> None:
@@ -146,15 +146,18 @@ def _fail_session(session: pytest.Session, name: str, text: str) -> None:
     session.config.pluginmanager.getplugin("terminalreporter").stats.setdefault("error", []).append(report)
 
 
-def _said_by_lint(log: Path) -> str:
-    """The output of lint.sh once it has its last line, `lint: passed` or `lint: FAILED: ...`."""
-    ends = time.monotonic() + LINT_DEADLINE_S
+def error_of_lint(log: Path, deadline_s: float) -> str | None:
+    """The output of lint.sh unless its last line says that it passed. Waits for that line at most `deadline_s`."""
+    ends = time.monotonic() + deadline_s
     while True:
         said = log.read_text(errors="replace").rstrip()
-        if said.rpartition("\n")[2].startswith(("lint: passed", "lint: FAILED")):
+        last = said.rpartition("\n")[2]
+        if last == "lint: passed":
+            return None
+        if last.startswith("lint: FAILED"):
             return said
         if time.monotonic() > ends:
-            return f"{said}\nlint.sh was not done {LINT_DEADLINE_S:g} s after the tests (VIME_LINT_DEADLINE)"
+            return f"{said}\nlint.sh was not done {deadline_s:g} s after the tests"
         time.sleep(0.2)
 
 
