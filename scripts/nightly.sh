@@ -7,7 +7,7 @@
 # DEADLINE=7200: seconds that a part may take.
 #
 #   part     what                                                         of it in ./scripts/test.sh
-#   tests    pytest -m nightly: layouts, recipes, plug-ins that fail      the same tests with the corner cases
+#   tests    pytest -m nightly: more layouts, recipes and modes           docs/faults.md lists both
 #   matrix   every phase of a run with each process it concerns           two cases, tests/e2e/run/test_documented_commands.py
 #   random   anything is killed at any time                               the drawing of faults, tests/unit/cli
 #   workers  the same with two rollout workers in processes of their own  tests/e2e/run/test_rollout_workers.py
