@@ -55,8 +55,11 @@ hypothesis.settings.register_profile("vime", deadline=None)
 hypothesis.settings.load_profile("vime")
 
 TIERS = ("unit", "contract", "dist", "e2e", "gpu")
-# Of tier e2e, by the seconds that they take (pytest prints the longest tests at its end).
-LONGEST_FIRST = ("test_training", "test_streaming_run", "test_documented_commands", "test_equivalence_ladder")
+# Files and directories of tier e2e, by the seconds that they take (pytest prints the longest tests at its end).
+LONGEST_FIRST = (
+    *("test_training", "test_streaming_run", "test_documented_commands", "test_equivalence_ladder", "vllm_utils"),
+    *("test_refusals", "test_joined_cluster", "test_quickstart", "test_rollout_workers", "test_chaos_run"),
+)
 # Directories whose files share what is costly to make: ranks, Ray, engines. One worker takes all of one.
 TOGETHER = ("tests/dist/training", "tests/contract/handoff", "tests/contract/ray", "tests/e2e/vllm_utils")
 SESSION_VARIABLE = "VIME_TEST_SESSION"
@@ -220,6 +223,6 @@ def _end_session(stderr: TextIO, why: str) -> None:
 def _place(item: pytest.Item) -> tuple[int, int]:
     parts = item.path.parts
     tier = parts[parts.index("tests") + 1] if "tests" in parts else ""
-    is_long = item.path.stem in LONGEST_FIRST
-    place = LONGEST_FIRST.index(item.path.stem) if is_long else -1 if tier != "e2e" else len(LONGEST_FIRST)
+    names = {item.path.stem, item.path.parent.name} if tier == "e2e" else set()
+    place = next((place for place, name in enumerate(LONGEST_FIRST) if name in names), len(LONGEST_FIRST))
     return TIERS.index(tier) if tier in TIERS else len(TIERS), place
