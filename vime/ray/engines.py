@@ -108,7 +108,7 @@ class Engines:
         self._watched: dict[str, Actor[ServerActor]] = {  # and the started router
             f"engine-{index}": actor for index, actor in enumerate(self._actors)
         }
-        self._checks: dict[ObjectRef[None], str] = {}  # asked and not answered yet, by name
+        self._checks: dict[ObjectRef[None], str] = {}  # begun and not finished yet, by name
         self._asked = -math.inf  # when the last check began
         self.addresses: list[EngineAddress] = []
 
@@ -122,11 +122,11 @@ class Engines:
 
     @property
     def generate_key(self) -> str:
-        """What whoever asks for answers has to show."""
+        """Return the key that requests for completions must carry."""
         return self._keys.generate
 
     def wait_ready(self, node_id: str, on_poll: Callable[[], None] | None = None) -> Config:
-        """Wait for engines and router, which starts on the node `node_id`. Answers the configuration with the router's
+        """Wait for engines and router, which starts on the node `node_id`. Returns the configuration with the router's
         address filled in."""
         beside = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options: Options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "scheduling_strategy": beside}
@@ -161,7 +161,7 @@ class Engines:
     def check(self, *, is_updating: bool = False) -> None:
         """Called while the driver waits for something else: EngineError when an engine or the router died or hangs.
 
-        Never blocks: it looks at answers that have arrived and asks again every --engine-health-interval-secs. An actor
+        Never blocks: it reads results that have arrived and checks again every --engine-health-interval-secs. An actor
         that hangs with its engine is named too, by WaitTimeoutError.
         """
         engine, elapsed = self._config.engine, time.monotonic() - self._asked
@@ -181,9 +181,9 @@ class Engines:
             }
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """Router first, then engines; an actor that is gone took its child with it. `grace_s` 0, of a start that
-        failed: an actor that does not stand yet is not waited for, but a server that is there shall not outlive the
-        run, so all of them together get a moment."""
+        """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
+        failed start: actors that are not up yet are not waited for, but all running servers together get a moment, so
+        that none outlives the run."""
         if self.addresses:
             self.fleet.close()
         routers: list[Actor[ServerActor]] = [] if self._router is None else [self._router]
