@@ -106,7 +106,7 @@ def _copied_numbers(values: Iterable[float] | None) -> list[float] | None:
     return None if values is None else list(values)
 
 
-_COPIES: dict[str, Callable[[Any], object]] = {  # each takes the type of its field
+_COPIES: dict[str, Callable[..., object]] = {  # each takes the type of its field
     **dict.fromkeys(("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs"), _copied_numbers),
     "status": str,
     "token_policy_versions": lambda spans: [[span.version, span.start, span.end] for span in spans],

@@ -18,14 +18,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vime.data.groups import GroupFacts, GroupNotes, facts_of
 from vime.data.payload import Decode, cut, join_record, join_samples, pack_rest, pack_rows, split_record, unpack_rows
 from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool, Spools, spool_directories
-from vime.handoff.stores import PayloadStore
+from vime.handoff.stores import Handle, PayloadStore
 from vime.types import HandoffError, HandoffLostError, Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -223,7 +223,7 @@ class RoundStore:
         self._store, self._prefix = store, prefix
         self._capacity, self._timeout_s = capacity, timeout_s
 
-    def put(self, rollout_id: int, groups: Sequence[EncodedGroup]) -> tuple[str, list[list[Any]]]:
+    def put(self, rollout_id: int, groups: Sequence[EncodedGroup]) -> tuple[str, list[list[Handle]]]:
         """Waits for: room. Unblocked by: `clear`, which the driver asks for. The partition, and the handles of each
         group's chunks."""
         partition = f"{self._prefix}_{rollout_id}"

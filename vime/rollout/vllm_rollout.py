@@ -18,8 +18,8 @@ import copy
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
 
+from vime.config.parse import Args
 from vime.handoff.ledger_types import Task
 from vime.protocols import DataSource, calling_plugin
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -62,10 +62,10 @@ BUFFER_FILTER = "buffer_filter"
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Run one round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
-    work: Coroutine[Any, Any, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
+    """One round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
+    work: Coroutine[object, object, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
         evaluate_all(args, rollout_id) if evaluation else RoundWorker(args, rollout_id, data_source).round()
     )
     return rollout_loop().run(
@@ -94,7 +94,7 @@ class RoundWorker(GroupWorker):
     the order in which they were asked for: what is kept, and when more are asked for, must not depend on time.
     """
 
-    def __init__(self, args: Any, rollout_id: int, source: DataSource) -> None:
+    def __init__(self, args: Args, rollout_id: int, source: DataSource) -> None:
         super().__init__(args, error_share(args, source))
         self._rollout_id, self._source = rollout_id, source
         self._wanted: int = args.rollout_batch_size

@@ -6,10 +6,11 @@ They exist where the loss is (`RankPlace.holds_tokens`); elsewhere every dict of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vime.algo.advantages import (
@@ -34,8 +35,8 @@ Columns = dict[str, dict[int, Tensor]]
 """Column name -> row number -> [R] values."""
 
 
-ArrayColumns = dict[str, dict[int, Any]]
-"""The same with float32 numpy arrays: how columns travel between processes."""
+ArrayColumns = dict[str, dict[int, NDArray[np.float32]]]
+"""The same as numpy arrays: how columns travel between processes."""
 
 
 def to_arrays(columns: Columns) -> ArrayColumns:
