@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Required, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Required, TypeAlias, TypedDict, TypeVar, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -242,11 +242,15 @@ class Sample:
     @property
     def has_pending_text(self) -> bool:
         """Whether `response` was set by `set_pending_text` and never read."""
-        return isinstance(vars(self)["response"], PendingText)
+        return isinstance(vars(self).get("response"), PendingText)
 
     def set_pending_text(self, text: PendingText) -> None:
-        """The response is the text of these tokens, decoded when somebody reads it: half of a microsecond a token."""
-        vars(self)["response"] = text
+        """The response is the text of these tokens, decoded when somebody reads it: half of a microsecond a token. At
+        once in a plug-in's subclass that keeps the response in a field or a slot of its own."""
+        if type(self).response is Sample.response:
+            vars(self)["response"] = text
+        else:
+            self.response = text.decode(text.tokens)
 
     def _extend_spans(self, versions: Sequence[VersionSpan], base: int) -> None:
         for span in versions:
@@ -311,7 +315,7 @@ def _read_response(sample: Sample) -> str:
     text = vars(sample).get("response", "")
     if isinstance(text, PendingText):
         text = vars(sample)["response"] = text.decode(text.tokens)
-    return str(text)
+    return cast("str", text)
 
 
 def _write_response(sample: Sample, text: str) -> None:
