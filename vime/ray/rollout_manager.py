@@ -222,17 +222,11 @@ class RolloutManager:
         )
 
     def _generate_round(self, rollout_id: int) -> FoundRound:
-<<<<<<< HEAD
-        """Modes off and buffer: the samples of a rollout function, or of a record, encoded and stored."""
+        """Encode and store the samples of a rollout function, or of a record (modes off and buffer)."""
         config, args, began = self._config, self._config.flat, time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
             output = _samples(config, self._generate, self._source, rollout_id)
         generated_s = time.monotonic() - began
-=======
-        """Encode and store the samples of a rollout function, or of a record (modes off and buffer)."""
-        config, args = self._config, self._config.flat
-        output = _samples(config, self._generate, self._source, rollout_id)
->>>>>>> main
         # which prompts were drawn up to this round
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
         with span("convert_round", rollout_id=rollout_id):
@@ -260,13 +254,8 @@ class RolloutManager:
         )
 
     def _lease(self, rollout_id: int) -> FoundRound:
-<<<<<<< HEAD
-        """Mode streaming: the next finished groups, whose rows lie in the queue already."""
-        config, coordinator, began = self._config, self._coordinator, time.monotonic()
-=======
         """Lease the next finished groups, whose rows lie in the queue already (mode streaming)."""
-        config, coordinator = self._config, self._coordinator
->>>>>>> main
+        config, coordinator, began = self._config, self._coordinator, time.monotonic()
         assert coordinator is not None
         with span("generate_round", rollout_id=rollout_id):
             coordinator.begin(rollout_id)
