@@ -234,12 +234,8 @@ class Sample:
         return isinstance(vars(self).get("response"), PendingText)
 
     def set_pending_text(self, text: PendingText) -> None:
-        """The response is the text of these tokens, decoded when somebody reads it: half of a microsecond a token. At
-        once in a plug-in's subclass that keeps the response in a field or a slot of its own."""
-        if type(self).response is Sample.response:
-            vars(self)["response"] = text
-        else:
-            self.response = text.decode(text.tokens)
+        """The response is the text of these tokens, decoded when read; at once in a subclass with its own field."""
+        self.response = cast("str", text) if type(self).response is Sample.response else text.decode(text.tokens)
 
     def _extend_spans(self, versions: Sequence[VersionSpan], base: int) -> None:
         for span in versions:
@@ -303,7 +299,7 @@ class Sample:
 def _read_response(sample: Sample) -> str:
     text = vars(sample).get("response", "")
     if isinstance(text, PendingText):
-        text = vars(sample)["response"] = text.decode(text.tokens)
+        vars(sample)["response"] = text = text.decode(text.tokens)
     return cast("str", text)
 
 
