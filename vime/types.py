@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -231,11 +231,11 @@ class Sample:
     @property
     def has_pending_text(self) -> bool:
         """Whether `response` was set by `set_pending_text` and never read."""
-        return isinstance(vars(self)["response"], PendingText)
+        return isinstance(vars(self).get("response"), PendingText)
 
     def set_pending_text(self, text: PendingText) -> None:
-        """The response is the text of these tokens, decoded when somebody reads it: half of a microsecond a token."""
-        vars(self)["response"] = text
+        """The response is the text of these tokens, decoded when read; at once in a subclass with its own field."""
+        self.response = cast("str", text) if type(self).response is Sample.response else text.decode(text.tokens)
 
     def _extend_spans(self, versions: Sequence[VersionSpan], base: int) -> None:
         for span in versions:
@@ -299,8 +299,8 @@ class Sample:
 def _read_response(sample: Sample) -> str:
     text = vars(sample).get("response", "")
     if isinstance(text, PendingText):
-        text = vars(sample)["response"] = text.decode(text.tokens)
-    return str(text)
+        vars(sample)["response"] = text = text.decode(text.tokens)
+    return cast("str", text)
 
 
 def _write_response(sample: Sample, text: str) -> None:

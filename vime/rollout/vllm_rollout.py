@@ -117,9 +117,11 @@ class RoundWorker(GroupWorker):
         args = self._args
         try:
             with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=args.rollout_timeout_secs):
-                async with asyncio.timeout(args.rollout_timeout_secs):
+                async with asyncio.timeout(args.rollout_timeout_secs) as deadline:
                     await self.run()
         except TimeoutError as error:
+            if not deadline.expired():
+                raise  # of somebody's code
             raise WaitTimeoutError(
                 f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._pending)} in "
                 f"flight, dropped {dict(self.stats.dropped)}",
