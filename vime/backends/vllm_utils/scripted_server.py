@@ -47,7 +47,7 @@ class LongTailed:
     def __init__(self, model: str) -> None:
         known, tokenized = read_model_shape(model).vocab_size, num_tokenizer_ids(model)
         ends = read_record(model).get("eos_token_id")
-        self._ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self._ends: list[int] = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
         self._words = [token for token in range(min(known, tokenized or known)) if token not in self._ends]
 
     def __call__(self, request: CompletionRequest) -> tuple[list[int], list[float]]:
