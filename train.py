@@ -1,5 +1,5 @@
-"""Train: generate, learn, publish, round after round. `python train.py --help` lists the flags; the rhythm itself is
-`vime/ray/rhythms.py::train`."""
+"""Train: generate, learn, publish, round after round. `python train.py --help` lists the flags; the schedule itself is
+`vime/ray/driver.py::train`."""
 
 import sys
 

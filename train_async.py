@@ -1,5 +1,5 @@
-"""Train with one round of prefetch: the next round is generated while this one trains (staleness 1). The rhythm itself
-is `vime/ray/rhythms.py::train_async`."""
+"""Train with one round of prefetch: the next round is generated while this one trains (staleness 1). The schedule
+itself is `vime/ray/driver.py::train_async`."""
 
 import sys
 

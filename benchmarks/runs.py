@@ -44,7 +44,7 @@ class Measured:
 
     @property
     def round_s(self) -> float:
-        """Mean: in an overlapped rhythm one long round is paid for by the next."""
+        """Mean: in an overlapped schedule one long round is paid for by the next."""
         return self.wall_s / len(self.rounds)
 
     def median(self, metric: str) -> float:

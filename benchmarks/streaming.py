@@ -59,11 +59,11 @@ def task(
 
 
 def overlap(rounds: int, repeats: int, directory: Path) -> None:
-    """Same prompts, same tails; what differs is the rhythm. The model is so large that training a round takes longer
+    """Same prompts, same tails; what differs is the schedule. The model is so large that training a round takes longer
     than generating it (with one that trains in no time there is nothing to overlap), and ten layers deep: an engine's
     step, whose cost grows with the layers, is then most of what a round costs beside training."""
     flags = [*task(rounds, model=overlap_model(directory), lr="5e-5"), *LONG_TAIL]
-    found = alternate(rhythms(flags, longest_tail=400), repeats=repeats, directory=directory)
+    found = alternate(schedules(flags, longest_tail=400), repeats=repeats, directory=directory)
     table(found)
     print("\n| | wait | early | train | move weights | compare | reward, last third |\n|---|---|---|---|---|---|---|")
     for name, runs in found.items():
@@ -76,7 +76,7 @@ def overlap(rounds: int, repeats: int, directory: Path) -> None:
 def reward(rounds: int, repeats: int, directory: Path) -> None:
     """The quick start's own model, whose reward is flat after some 20 rounds: while it rises, one round of staleness
     shows as one round's rise, and that says nothing about where it ends."""
-    found = alternate(rhythms([*task(rounds), *LONG_TAIL], longest_tail=64), repeats=repeats, directory=directory)
+    found = alternate(schedules([*task(rounds), *LONG_TAIL], longest_tail=64), repeats=repeats, directory=directory)
     print("| | reward, last third of each run | mean | spread |\n|---|---|---|---|")
     for name, runs in found.items():
         rewards = [late_reward(entry) for entry in runs]
@@ -84,7 +84,7 @@ def reward(rounds: int, repeats: int, directory: Path) -> None:
         print(f"| {name} | {each} | {statistics.fmean(rewards):.3f} | {max(rewards) - min(rewards):.3f} |")
 
 
-def rhythms(flags: Sequence[str], *, longest_tail: int) -> list[Side]:
+def schedules(flags: Sequence[str], *, longest_tail: int) -> list[Side]:
     variants = {
         "train.py": [],
         "train_async.py": ASYNC,

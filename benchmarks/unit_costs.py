@@ -40,7 +40,7 @@ from vime.handoff.ticket import RoundTicket, make_ticket, read_rows
 from vime.observability.stuck import judge
 from vime.observability.waits import RunProcess, SeenWait, State
 from vime.rollout.convert import encoded_group
-from vime.rollout.engine_client import read_answers
+from vime.rollout.engine_client import read_completions
 from vime.rollout.worker import payload_of
 from vime.types import Sample, SampleStatus, VersionSpan
 from vime.utils.heap import collect_when_asked
@@ -86,7 +86,7 @@ def read(options: argparse.Namespace) -> list[str]:
         if is_held:
             held += [list(range(16_000)) for _ in range(options.held * 1_000_000 // 16_000)]
         for size, body in bodies.items():
-            sides = (lambda body=body: before_read(body), lambda body=body: read_answers(body, SAMPLES, "engine"))
+            sides = (lambda body=body: before_read(body), lambda body=body: read_completions(body, SAMPLES, "engine"))
             before, now = measured(sides, options.repeats, freeze=(False, True))
             found[size, is_held] = (before / (SAMPLES * size) * 1e6, now / (SAMPLES * size) * 1e6)
     print("| an engine's JSON to numbers, us a token | before | now | before, beside what is held | now, beside it |")
@@ -178,7 +178,7 @@ def generated(number: int, body: bytes | None, num_tokens: int = 0) -> EncodedGr
             spans = [VersionSpan(0, 0, num_tokens)]
             sample.append_response_tokens([7] * num_tokens, [-0.5] * num_tokens, versions=spans, text="x")
     else:
-        for sample, answer in zip(samples, read_answers(body, SAMPLES, "engine"), strict=True):
+        for sample, answer in zip(samples, read_completions(body, SAMPLES, "engine"), strict=True):
             sample.append_response_tokens(answer.token_ids, answer.log_probs, versions=answer.versions, text="x")
     for at, sample in enumerate(samples):
         sample.reward, sample.status = float(at % 2), SampleStatus.COMPLETED

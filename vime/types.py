@@ -12,11 +12,15 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Version = int
 """A policy version: the number of optimiser rounds behind the weights. 0 is the initial weights."""
@@ -28,6 +32,13 @@ NOT_RECORDED = -1
 
 LARGEST_REWARD = 3.4028234663852886e38
 """Of float32, in which advantages reach the loss."""
+
+
+Reward = float | dict[str, float]
+"""Of one sample; --reward-key says which entry of a dict is trained on."""
+
+RoutedExperts: TypeAlias = "Sequence[Sequence[Sequence[int]]] | NDArray[np.integer]"
+"""Expert numbers [tokens, layers, top_k]."""
 
 
 class SampleStatus(StrEnum):
@@ -73,11 +84,12 @@ def oldest_trainable(spans: Sequence[VersionSpan], loss_mask: Sequence[int]) -> 
     return min(trainable or [span.version for span in spans], default=None)
 
 
+Number = TypeVar("Number", int, float)
 OWN = "own"
 """Where `Sample.to_dict` keeps attributes that plug-ins set, as far as JSON can carry them."""
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -85,16 +97,16 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _plain_list(values: Any) -> Any:
-    """A list of numbers from a list, a tuple, an array or a tensor; None stays None."""
-    return None if values is None else list(values.tolist() if hasattr(values, "tolist") else values)
+def _plain_list(values: Iterable[Number]) -> list[Number]:
+    """A list of numbers from a list, a tuple, an array or a tensor."""
+    return list(values.tolist() if hasattr(values, "tolist") else values)
 
 
-def _copied_numbers(values: Sequence[Any] | None) -> list[Any] | None:
+def _copied_numbers(values: Iterable[float] | None) -> list[float] | None:
     return None if values is None else list(values)
 
 
-_COPIES: dict[str, Callable[[Any], Any]] = {
+_COPIES: dict[str, Callable[[Any], object]] = {  # each takes the type of its field
     **dict.fromkeys(("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs"), _copied_numbers),
     "status": str,
     "token_policy_versions": lambda spans: [[span.version, span.start, span.end] for span in spans],
@@ -102,6 +114,25 @@ _COPIES: dict[str, Callable[[Any], Any]] = {
 }
 """How fields of a sample become JSON-ready; the others are copied as deep as they go. A deep copy looks at each entry,
 which takes ten times as long for numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingText:
+    """Text of tokens that nobody has read yet. `decode` can be pickled: a function of a module, or a partial of one."""
+
+    tokens: Sequence[int]
+    decode: Callable[[Sequence[int]], str]
+
+
+def _copied(name: str, value: object) -> object:
+    return _COPIES[name](value) if name in _COPIES else copy.deepcopy(value)
+
+
+class HasRewardKey(Protocol):
+    """What is read of `args` here."""
+
+    @property
+    def reward_key(self) -> str | None: ...
 
 
 @dataclass
@@ -118,23 +149,23 @@ class Sample:
     index: int = -1
     rollout_id: int = -1
     session_id: str = ""
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: str | list[dict[str, object]] = ""
     tokens: list[int] = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
-    label: Any = None
+    multimodal_inputs: dict[str, object] | None = None
+    multimodal_train_inputs: dict[str, object] | None = None
+    label: object = None
     metadata: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
     loss_mask: list[int] = field(default_factory=list)
-    reward: float | dict[str, float] | None = None
+    reward: Reward | None = None
     status: SampleStatus = SampleStatus.PENDING
     remove_sample: bool = False
     rollout_log_probs: list[float] = field(default_factory=list)
     policy_version: Version | None = None
     token_policy_versions: list[VersionSpan] = field(default_factory=list)
-    # expert numbers [tokens, layers, top_k] of prompt + response, nested or a numpy array; the last may be missing
-    rollout_routed_experts: Sequence[Sequence[Sequence[int]]] | None = None
+    # of prompt + response, nested or a numpy array; the last token may be missing
+    rollout_routed_experts: RoutedExperts | None = None
     teacher_log_probs: list[float] | None = None
     attempt: int = 0  # at this prompt, in mode streaming; given when the group is stored
 
@@ -154,12 +185,12 @@ class Sample:
 
     def append_response_tokens(
         self,
-        *given: Any,
+        *given: object,
         tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         versions: Sequence[VersionSpan] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Mapping[str, object]] | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
@@ -171,15 +202,17 @@ class Sample:
         asked is filled in afterwards (`vime/rollout/exchanges.py`).
         """
         words = [value for value in given if isinstance(value, Sequence)]
-        new = _plain_list(tokens if tokens is not None else words.pop(0) if words else ())
-        said = _plain_list(log_probs if log_probs is not None else words.pop(0) if words else None)
-        if said is None:
-            said = [math.nan if trainable else 0.0] * len(new)
+        tokens = words.pop(0) if tokens is None and words else tokens
+        log_probs = words.pop(0) if log_probs is None and words else log_probs
+        new: list[int] = [] if tokens is None else _plain_list(tokens)
+        said = [math.nan if trainable else 0.0] * len(new) if log_probs is None else _plain_list(log_probs)
         if len(new) != len(said):
             raise ValueError(f"append_response_tokens: {len(new)} tokens but {len(said)} log-probabilities")
         fault = None if versions is None else tiling_fault(versions, len(new))
         if fault is not None:
             raise ValueError(f"append_response_tokens: {fault}")
+        if text:
+            self.response += text
         base = self.response_length
         self.loss_mask = [1] * base if self.loss_mask is None else self.loss_mask
         self.rollout_log_probs = [math.nan] * base if self.rollout_log_probs is None else self.rollout_log_probs
@@ -191,10 +224,18 @@ class Sample:
         if versions is None and new and not trainable and spans and spans[-1].end == base:
             versions = (VersionSpan(spans[-1].version, 0, len(new)),)  # context is as old as what it stands behind
         self._extend_spans(versions or (), base)
-        self.response += text or ""
         reason = (meta_info or {}).get("finish_reason")
         if update_terminal_info and reason is not None:
-            self.status = FINISH_STATUS.get(reason["type"], self.status)
+            self.status = FINISH_STATUS.get(str(reason["type"]), self.status)
+
+    @property
+    def has_pending_text(self) -> bool:
+        """Whether `response` was set by `set_pending_text` and never read."""
+        return isinstance(vars(self)["response"], PendingText)
+
+    def set_pending_text(self, text: PendingText) -> None:
+        """The response is the text of these tokens, decoded when somebody reads it: half of a microsecond a token."""
+        vars(self)["response"] = text
 
     def _extend_spans(self, versions: Sequence[VersionSpan], base: int) -> None:
         for span in versions:
@@ -206,7 +247,7 @@ class Sample:
         if self.token_policy_versions:
             self.policy_version = self.weight_versions[0]
 
-    def get_reward_value(self, args: Any) -> float:
+    def get_reward_value(self, args: HasRewardKey) -> float:
         """The reward to train on: what --reward-key names of a dict."""
         return self.scalar_reward(args.reward_key)
 
@@ -236,11 +277,11 @@ class Sample:
             )
         return float(reward)
 
-    def to_dict(self, without: Collection[str] = ()) -> dict[str, Any]:
+    def to_dict(self, without: Collection[str] = ()) -> dict[str, object]:
         """A JSON-ready dict that shares nothing with the sample; `from_dict` is its inverse. `without`: fields that are
         left out."""
         names = [entry.name for entry in dataclasses.fields(self)]
-        record = {name: _COPIES.get(name, copy.deepcopy)(getattr(self, name)) for name in names if name not in without}
+        record = {name: _copied(name, getattr(self, name)) for name in names if name not in without}
         own = {name: value for name, value in vars(self).items() if name not in names and _is_json(value)}
         return {**record, OWN: copy.deepcopy(own)} if own else record
 
@@ -253,6 +294,21 @@ class Sample:
         sample = cls(**fields)
         vars(sample).update(own)
         return sample
+
+
+def _read_response(sample: Sample) -> str:
+    text = vars(sample).get("response", "")
+    if isinstance(text, PendingText):
+        text = vars(sample)["response"] = text.decode(text.tokens)
+    return str(text)
+
+
+def _write_response(sample: Sample, text: str) -> None:
+    vars(sample)["response"] = text
+
+
+# After the dataclass is made, which takes a property in its body for the default of the field.
+Sample.response = property(_read_response, _write_response)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +347,7 @@ class RoundPlan:
 
 
 class Role(StrEnum):
-    """What a model of the trainer is for. Each role has an engine of its own (`seams.TrainEngine`)."""
+    """What a model of the trainer is for. Each role has an engine of its own (`protocols.TrainEngine`)."""
 
     ACTOR = "actor"  # the policy that learns and is published
     REFERENCE = "reference"  # frozen; the KL terms compare with it
@@ -354,16 +410,6 @@ class RankPlace:
     @property
     def is_source(self) -> bool:
         return self.rank == self.source_rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunClaims:
-    """What metrics and events of a run say, for its audit: by round the receipts that were named and (samples,
-    trainable tokens) of its steps, by version the content hashes that engines confirmed."""
-
-    receipts: Mapping[int, set[str]]
-    sizes: Mapping[int, tuple[int, int]]
-    hashes: Mapping[Version, set[str]]
 
 
 KEY_HEADER = "X-Vime-Key"
@@ -477,7 +523,7 @@ class PublishLostError(PublishError, LostError):
     """A weight update that a lost engine, rank or connection cut short."""
 
 
-class AgreementError(VimeError):
+class MismatchError(VimeError):
     """Trainer and engine give the same tokens different log-probabilities, and --on-train-rollout-diff says stop."""
 
 
@@ -535,7 +581,7 @@ _FAULT_WORDS = re.compile(
 
 def _rank_causes(error: BaseException) -> dict[int, BaseException]:
     """torch's CheckpointException gathers the errors of all ranks, each with its traceback; others have none."""
-    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
+    failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", {})
     return {rank: cause for rank, (cause, _) in failures.items()}
 
 

@@ -1,6 +1,6 @@
-"""How much of vime/ is typed as `Any`: by room, how many annotations there are and how many of them mention it.
+"""How much of vime/ is typed as `Any`: by package, how many annotations there are and how many of them mention it.
 
-python -m tests.helpers.any_count      one line for each room, with its share
+python -m tests.helpers.any_count      one line for each package, with its share
 python -m tests.helpers.any_count -v   and before it every place
 
 Counted are the annotations of arguments, of what a function returns and of variables. A name for a type, `Block =
@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.shape_check import ROOT, clone_files, room_of
+from tests.helpers.shape_check import ROOT, clone_files, package_of
 
 TOP = "(top)"
-"""Files that are in no room: `vime/__main__.py`."""
+"""Files that are in no package: `vime/__main__.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
     """One place that says a type."""
 
-    room: str
+    package: str
     file: Path
     line: int
     text: str
@@ -34,7 +34,7 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Annotations of one room."""
+    """Annotations of one package."""
 
     num_annotations: int
     num_any: int
@@ -44,24 +44,24 @@ class Count:
         return self.num_any / self.num_annotations if self.num_annotations else 0.0
 
 
-def count_any(package: Path) -> dict[str, Count]:
-    """By room, in the order of their names."""
-    found = list(annotations(package))
+def count_any(root: Path) -> dict[str, Count]:
+    """By package, in the order of their names."""
+    found = list(annotations(root))
     return {
-        room: Count(
-            num_annotations=sum(each.room == room for each in found),
-            num_any=sum(each.room == room and each.is_any for each in found),
+        package: Count(
+            num_annotations=sum(each.package == package for each in found),
+            num_any=sum(each.package == package and each.is_any for each in found),
         )
-        for room in sorted({each.room for each in found})
+        for package in sorted({each.package for each in found})
     }
 
 
-def annotations(package: Path) -> Iterator[Annotation]:
-    for path in clone_files(package, "*.py"):
-        room = room_of(path.relative_to(package).with_suffix("").parts) or TOP
+def annotations(root: Path) -> Iterator[Annotation]:
+    for path in clone_files(root, "*.py"):
+        package = package_of(path.relative_to(root).with_suffix("").parts) or TOP
         for node in annotations_of(ast.parse(path.read_text())):
             text = ast.unparse(node)
-            yield Annotation(room=room, file=path, line=node.lineno, text=text, is_any=mentions_any(node))
+            yield Annotation(package=package, file=path, line=node.lineno, text=text, is_any=mentions_any(node))
 
 
 def annotations_of(tree: ast.Module) -> Iterator[ast.expr]:

@@ -23,7 +23,7 @@ BUCKET_BYTES = 10_000
 
 
 class StoreFleet:
-    """The part of `seams.EngineControl` that a sender uses, for the one worker behind the store."""
+    """The part of `protocols.EngineControl` that a sender uses, for the one worker behind the store."""
 
     addresses: Sequence[EngineAddress] = (EngineAddress(name="engine-0", url="http://127.0.0.1:1"),)
 

@@ -12,7 +12,7 @@ import numpy as np
 from tests.helpers.broken_world import CHARACTERS, World, case
 from vime.config.parse import parse
 from vime.ray.checkpoint import RunState, save_checkpoint
-from vime.ray.misfits import facts_of
+from vime.ray.checkpoint_identity import facts_of
 
 VOCABULARY = {character: number for number, character in enumerate(CHARACTERS)}
 

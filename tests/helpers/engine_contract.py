@@ -1,6 +1,6 @@
 """What any `TrainEngine` must do, as cases for `megatron_worker.run`: each answers numbers for the tests to judge.
 
-The loss is not one of the room's: it weighs every token by a column of its own, so that a column that lies one token
+The loss is not one of the package's: it weighs every token by a column of its own, so that a column that lies one token
 off, or a denominator that depends on the layout, shows.
 """
 
@@ -22,7 +22,7 @@ from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
 from tests.helpers.reference_ppo import Critic
 from vime.batching.pack import PackedBatch
 from vime.data.rows import TrainRow
-from vime.seams import TrainBackend, TrainEngine
+from vime.protocols import TrainBackend, TrainEngine
 from vime.training.export import weights_hash
 from vime.types import EngineSpec, Role, RoundPlan, SamplingRule, StepPlan, VimeError
 

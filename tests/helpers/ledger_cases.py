@@ -9,9 +9,9 @@ from pathlib import Path
 
 from vime.handoff.audit import AuditReport, audit
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_prompts import PromptDesk
-from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import IssuedPrompt, LedgerRules, Payload, RoundLease, Task
+from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger
 
 TIMEOUT_S = 10.0
 RULES = LedgerRules(max_slots=8, max_staleness=1, lease_timeout_s=TIMEOUT_S)
@@ -95,7 +95,7 @@ class AsLedger:
     """A `LedgerPort` in the shape of the ledger, so that the functions of this file take either."""
 
     def __init__(self, port):
-        self.prompts, self.rounds = _AsPart(port, PromptDesk), _AsPart(port, RoundDesk)
+        self.prompts, self.rounds = _AsPart(port, PromptLedger), _AsPart(port, RoundLedger)
 
 
 class _AsPart:

@@ -31,8 +31,8 @@ from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.routing import perturbed, with_foreign_experts, with_own_experts
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
+from vime.protocols import TrainBackend
 from vime.ray.backends import make_backend
-from vime.seams import TrainBackend
 from vime.training.export import save_hf, weights_hash
 from vime.training.worker import TrainWorker
 from vime.types import RankInfo, Role, VimeError
@@ -514,14 +514,14 @@ def vocabulary_cut(bench: Bench, vocab_size: int, temperature: float) -> dict[st
 
 
 def device_layer(bench: Bench) -> dict[str, Any]:
-    """What is redirected after importing the room, while a trainer lives, and after it closed."""
+    """What is redirected after importing the package, while a trainer lives, and after it closed."""
     from vime.backends.megatron_utils import cpu_device
 
     def state() -> list[Any]:
         found = [cpu_device._resolve(entry.name) for entry in cpu_device.REDIRECTIONS]
         return [getattr(owner, attribute, None) for owner, attribute in found]
 
-    import vime.backends.megatron_utils.engine  # noqa: F401  every module of the room, before any trainer
+    import vime.backends.megatron_utils.engine  # noqa: F401  every module of the package, before any trainer
 
     imported_state, factory = state(), torch.tensor
     trainer = bench.trainer()

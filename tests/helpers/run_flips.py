@@ -42,19 +42,20 @@ from typing import Any
 from tests.helpers.bit_flips import flip
 from tests.helpers.training import ROOT, Finished, Training, train
 from vime.cli.main import main as vime
-from vime.config.parse import Config, dump, parse_command_line
+from vime.config.command_line import parse_command_line
+from vime.config.parse import Config, dump
 from vime.handoff.ledger import Ledger, needed_payloads
-from vime.handoff.ledger_before import lasting_file
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME
-from vime.handoff.receipts import ReceiptBook
+from vime.handoff.ledger_undo import lasting_file
+from vime.handoff.receipts import ReceiptFile
 from vime.handoff.spool import Fsync, Spool
 from vime.handoff.spool_check import check_spool
 from vime.observability.events import EventKind, read_events
 from vime.observability.metrics import Tracker
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.ray.checkpoint import find_start, read_run_state
-from vime.ray.damage import doubts, refuse_any_damage
+from vime.ray.checkpoint_damage import doubts, refuse_any_damage
 from vime.ray.ledger_choice import choose_ledger
 from vime.ray.preflight import preflight
 from vime.ray.stream import ledger_rules
@@ -197,7 +198,7 @@ def resume(subject: Subject) -> object:
         state = read_run_state(start.checkpoint)
         restored = restore(run, config, start.rollout_id - 1, start.checkpoint)
         refuse_any_damage(start.checkpoint, compare_hashes)
-        receipts = ReceiptBook(run, start_round=start.rollout_id, link=start.receipt)
+        receipts = ReceiptFile(run, start_round=start.rollout_id, link=start.receipt)
         receipts.close()
         return start, state, restored, receipts.link, audit(subject)
 

@@ -1,4 +1,4 @@
-"""Rules of the code base that a machine can hold: floors of the rooms, heavy imports, import circles, size budgets,
+"""Rules of the code base that a machine can hold: layers of the packages, heavy imports, import circles, size budgets,
 banned habits.
 
 python tests/helpers/shape_check.py vime      one line per finding; exit 1 when there is one
@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# A room may import rooms with a smaller number, never an equal or larger one.
-FLOOR = {
+# A package may import packages with a smaller number, never an equal or larger one.
+LAYER = {
     "utils": 0,
     "types": 1,
     "data": 2,
-    "seams": 3,
+    "protocols": 3,
     "config": 3,
     "algo": 4,
     "batching": 4,
@@ -35,7 +35,7 @@ FLOOR = {
     "cli": 7,
 }
 BACKENDS = {"backends.megatron_utils", "backends.fsdp_utils", "backends.vllm_utils"}
-# Packages too heavy, or too bound to a machine, to be loaded everywhere; and the rooms that may load them.
+# Packages too heavy, or too bound to a machine, to be loaded everywhere; and the packages that may load them.
 HEAVY = {
     "ray": {"ray"},
     "vllm": {"backends.vllm_utils"},
@@ -43,11 +43,10 @@ HEAVY = {
     "transfer_queue": {"handoff"},
     "wandb": {"observability"},
     "fastapi": {"gateway"},
+    "aiohttp": {"utils"},  # one HTTP client: docs/decisions/0031
     "transformers": {"ray", "rollout"} | BACKENDS,
     "torch": {"algo", "backends", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
 }
-# Files of vime/ that import each other while they are loaded, each circle sorted. The list only gets shorter.
-KNOWN_CIRCLES: frozenset[tuple[str, ...]] = frozenset()
 MAX_FILE, MAX_FUNCTION, MAX_BRANCHES = 600, 80, 15  # none for classes: no code moves because one has many methods
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCH = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.AsyncFor)
@@ -81,29 +80,29 @@ def findings(package: Path) -> Iterator[str]:
     for path in clone_files(package, "*.py"):
         source = path.read_text()
         tree = ast.parse(source)
-        room = room_of(path.relative_to(package).with_suffix("").parts)
+        name = package_of(path.relative_to(package).with_suffix("").parts)
         for line, message in [
-            *check_imports(tree, package.name, room),
+            *check_imports(tree, package.name, name),
             *check_sizes(tree, source),
             *check_habits(tree, source),
         ]:
             yield f"{path}:{line}: {message}"
-    yield from check_circles(package, KNOWN_CIRCLES)
+    yield from check_circles(package)
 
 
-def room_of(parts: tuple[str, ...]) -> str | None:
-    """('backends', 'vllm_utils', 'client') -> 'backends.vllm_utils'; None outside the rooms."""
-    return next((name for length in (2, 1) if (name := ".".join(parts[:length])) in FLOOR), None)
+def package_of(parts: tuple[str, ...]) -> str | None:
+    """('backends', 'vllm_utils', 'client') -> 'backends.vllm_utils'; None outside the packages."""
+    return next((name for length in (2, 1) if (name := ".".join(parts[:length])) in LAYER), None)
 
 
-def check_imports(tree: ast.Module, package: str, room: str | None) -> Iterator[Finding]:
-    for name, line in imported_modules(tree):
-        root, *rest = name.split(".")
-        if root in HEAVY and room not in HEAVY[root]:
-            yield line, f"'{root}' may only be imported in {sorted(HEAVY[root])}, not in '{room}'"
-        target = room_of(tuple(rest)) if root == package else None
-        if room and target and target != room and FLOOR[target] >= FLOOR[room]:
-            yield line, f"room '{room}' (floor {FLOOR[room]}) imports '{target}' (floor {FLOOR[target]})"
+def check_imports(tree: ast.Module, package: str, name: str | None) -> Iterator[Finding]:
+    for imported, line in imported_modules(tree):
+        root, *rest = imported.split(".")
+        if root in HEAVY and name not in HEAVY[root]:
+            yield line, f"'{root}' may only be imported in {sorted(HEAVY[root])}, not in '{name}'"
+        target = package_of(tuple(rest)) if root == package else None
+        if name and target and target != name and LAYER[target] >= LAYER[name]:
+            yield line, f"package '{name}' (layer {LAYER[name]}) imports '{target}' (layer {LAYER[target]})"
 
 
 def imported_modules(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -125,43 +124,28 @@ def imported_modules(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def check_circles(package: Path, known: frozenset[tuple[str, ...]]) -> Iterator[str]:
-    """A circle that is not in `known`, and a known one that is there no more."""
-    found = import_circles(package)
-    for circle in found:
-        if circle not in known:
-            yield (
-                f"{package.parent / circle[0]}:1: these files import each other: {', '.join(circle)}. Move what they "
-                "share to a file that imports none of them"
-            )
-    for circle in sorted(known - set(found)):
-        yield f"{__file__}:1: no circle any more: {', '.join(circle)}. Take it out of KNOWN_CIRCLES"
+def check_circles(package: Path) -> Iterator[str]:
+    for circle in import_circles(package):
+        yield (
+            f"{package.parent / circle[0]}:1: these files import each other: {', '.join(circle)}. Move what they "
+            "share to a file that imports none of them"
+        )
 
 
-def import_circles(package: Path, *, with_late: bool = False) -> list[tuple[str, ...]]:
-    """Groups of files each of which imports all others of its group, over whatever files are between. Counted are the
-    imports that run while a file is loaded; `with_late`: also those inside of functions and for the type checker."""
+def import_circles(package: Path) -> list[tuple[str, ...]]:
+    """Groups of files each of which imports all others of its group, over whatever files are between. Every import
+    counts, also one inside of a function or for the type checker."""
     files = {_module_name(path, package): path for path in clone_files(package, "*.py")}
-    graph: dict[str, set[str]] = {}
-    for module, path in files.items():
-        tree = ast.parse(path.read_text())
-        late = set() if with_late else _late_nodes(tree)
-        graph[module] = {name for node in ast.walk(tree) if id(node) not in late for name in _targets(node, set(files))}
+    graph = {
+        module: {name for node in ast.walk(ast.parse(path.read_text())) for name in _targets(node, set(files))}
+        for module, path in files.items()
+    }
     groups = (group for group in _strongly_connected(graph) if len(group) > 1)
     return sorted(tuple(sorted(files[module].relative_to(package.parent).as_posix() for module in g)) for g in groups)
 
 
 def _module_name(path: Path, package: Path) -> str:
     return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _late_nodes(tree: ast.Module) -> set[int]:
-    """What does not run while the file is loaded: bodies of functions, and what only the type checker reads."""
-    bodies: list[ast.stmt] = []
-    for node in ast.walk(tree):
-        if isinstance(node, FUNCTION) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            bodies += node.body
-    return {id(inner) for statement in bodies for inner in ast.walk(statement)}
 
 
 def _targets(node: ast.AST, modules: set[str]) -> Iterator[str]:

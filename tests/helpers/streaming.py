@@ -13,15 +13,15 @@ from tests.helpers.rollout_setup import make_args, write_jsonl
 from vime.handoff.group_store import GroupStore, groups_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
-from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerRules, RoundOrder
-from vime.handoff.receipts import ReceiptBook, stepped_groups
+from vime.handoff.receipts import ReceiptFile, stepped_groups
+from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import SEGMENT_BYTES, Spool
 from vime.handoff.stores import MemoryStore
 from vime.handoff.ticket import make_ticket, read_rows
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, TakenRound
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.portions import Portions
+from vime.rollout.early_batches import EarlyBatches
 from vime.rollout.worker import RolloutWorker
 from vime.types import RoundPlan, Sample, StepPlan
 
@@ -70,14 +70,17 @@ class Streaming:
         self.port, self.queue = LocalLedgerPort(self._ledger), MemoryStore()
         spool = Spool(directory / "spool", segment_bytes=segment_bytes) if is_durable else None
         self.spool = spool
-        self.receipts = ReceiptBook(directory, start_round=0, link=None)
+        self.receipts = ReceiptFile(directory, start_round=0, link=None)
         self.store = GroupStore(self.queue, spool, partition="train")
         has_payload = spool.has if spool is not None else lambda *_: False
         self.report = self._ledger.rounds.restore(None, has_payload)
         prompts = RolloutDataSourceWithBuffer(self.args)
         self.worker = RolloutWorker(self.args, source=prompts, ledger=self.port, store=self.store)
         self.coordinator = RoundCoordinator(
-            self.args, ledger=self.port, workers=self.worker, portions=Portions(minimum=self.args.train_early_groups)
+            self.args,
+            ledger=self.port,
+            workers=self.worker,
+            early_batches=EarlyBatches(minimum=self.args.train_early_groups),
         )
 
     def __enter__(self):
@@ -122,8 +125,8 @@ class Streaming:
         ticket, plan, rows = self.read(round_id)
         self.queue.clear(ticket.partition, ticket.handles)
         receipt = self.receipts.note(round_id, round_id, stepped_groups(plan, rows, 0))
-        self.port.call(RoundDesk.trained, round_id, self.taken.lease.fence, receipt)
-        self.port.call(RoundDesk.release, round_id + 1)
+        self.port.call(RoundLedger.trained, round_id, self.taken.lease.fence, receipt)
+        self.port.call(RoundLedger.release, round_id + 1)
 
     def play(self, round_id):
         output = self.lease(round_id)

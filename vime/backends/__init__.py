@@ -1,2 +1,2 @@
-"""The heavy engines behind the seams: megatron-core or FSDP2 trains, vLLM generates. They never import each other; what
-the two trainers share lies here."""
+"""The heavy engines behind the protocols: megatron-core or FSDP2 trains, vLLM generates. They never import each other;
+what the two trainers share lies here."""

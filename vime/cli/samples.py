@@ -18,7 +18,7 @@ from rich.text import Text
 from vime.cli.commands import Commands
 from vime.observability.html_samples import answer_text, reward_text, version_text
 from vime.observability.run_dir import check_run_dir, config_value, read_config
-from vime.observability.samples import KeptAnswer, KeptGroup, kept_rounds, read_fates, read_round
+from vime.observability.samples import KeptGroup, KeptSample, kept_rounds, read_fates, read_round
 from vime.types import DataError
 
 if TYPE_CHECKING:  # loaded when tokens are asked for
@@ -32,7 +32,7 @@ class Pick:
     """One answer with the group it is of."""
 
     group: KeptGroup
-    answer: KeptAnswer
+    answer: KeptSample
 
 
 def add_parser(commands: Commands) -> None:
@@ -160,7 +160,7 @@ def _heading(group: KeptGroup) -> Iterator[Text]:
         yield Text(_indented(f"metadata: {json.dumps(group.metadata, default=str)}", "  "), style="dim")
 
 
-def _token_lines(answer: KeptAnswer, pieces: _Pieces) -> Iterator[Text]:
+def _token_lines(answer: KeptSample, pieces: _Pieces) -> Iterator[Text]:
     """Eight characters of position and id, the token as text, its log-probability, its version; `-` where the policy
     did not choose the token."""
     version_at = {place: span[0] for span in answer.versions for place in range(span[1], span[2])}

@@ -25,8 +25,8 @@ def run_train(command: str, flags: Sequence[str] | None = None) -> int:
     """Train; answers the exit code of the run. `flags`: None for those of this process."""
     try:
         # brings Ray, which a look at a run does without, and a second in which somebody may press Ctrl-C
+        from vime.ray.driver import train, train_async
         from vime.ray.launch import main
-        from vime.ray.rhythms import train, train_async
 
         is_async, called = command == "train-async", None if flags is None else f"vime {command}"
         return main(train_async if is_async else train, is_async=is_async, argv=flags, called=called)

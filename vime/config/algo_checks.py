@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from vime.config.machine import OptimizerConfig
+from vime.config.cluster import OptimizerConfig
 from vime.config.problems import Problems
 from vime.config.training import PLAIN_CLIP, AlgoConfig, CriticConfig
 from vime.types import ConfigError

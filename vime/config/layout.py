@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from functools import partial
 
+from vime.config.cluster import ParallelConfig
 from vime.config.flags import flag_name, knobs
 from vime.config.hf_config import ModelShape
-from vime.config.machine import ParallelConfig
 from vime.config.parse import Config
 from vime.config.problems import Problems
 from vime.types import ConfigError

@@ -173,7 +173,7 @@ RENAMED: dict[str, Renamed] = {
 TO_ENVIRONMENT = {"--wandb-team": "WANDB_ENTITY", "--wandb-host": "WANDB_BASE_URL"}
 """Taken as settings of wandb, which are variables of the environment and of no configuration."""
 SECRETS = {"--wandb-key": "WANDB_API_KEY"}
-"""The same for what must not be seen: `ray/successor.py` takes it off the command line of the process too."""
+"""The same for what must not be seen: `ray/relaunch.py` takes it off the command line of the process too."""
 
 ENGINE: dict[str, Renamed | Always | Missing] = {
     "mem-fraction-static": Renamed(

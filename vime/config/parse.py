@@ -8,16 +8,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vime.config import config_file
+from vime.config.cluster import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.flags import Knob, add_section, flag_name, knobs, read_section
-from vime.config.machine import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.problems import Problems
 from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.run import AgreementConfig, DebugConfig, TrackingConfig
@@ -28,7 +26,7 @@ from vime.types import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All sections of one run, frozen after parsing. A room receives the section it needs."""
+    """All sections of one run, frozen after parsing. A package receives the section it needs."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -85,25 +83,60 @@ SECTIONS: dict[str, type] = {
     if spec.default_factory is not dataclasses.MISSING
 }
 _HOME = {spec.name: name for name, section in SECTIONS.items() for _, spec in knobs(section)}
+_READABLE = _HOME | {
+    name: section
+    for section, kind in SECTIONS.items()
+    for name, member in vars(kind).items()
+    if isinstance(member, property)
+}
+"""What `Args` answers: the flags and what a section makes of several of them."""
 
 
-class Args:
+if TYPE_CHECKING:
+
+    class _Flags(  # type: ignore[misc]  # every flag with its type; nothing is ever made of it, so slots do not clash
+        ClusterConfig,
+        ParallelConfig,
+        ModelConfig,
+        OptimizerConfig,
+        DataConfig,
+        RolloutConfig,
+        RewardConfig,
+        EvalConfig,
+        EngineConfig,
+        AlgoConfig,
+        CriticConfig,
+        BatchConfig,
+        QueueConfig,
+        WeightsConfig,
+        TrackingConfig,
+        AgreementConfig,
+        DebugConfig,
+    ): ...
+else:
+    _Flags = object
+
+
+class Args(_Flags):
     """The frozen configuration readable by flag name: `args.rollout_batch_size`. What plug-ins see."""
 
     __slots__ = ("config",)
+    config: Config
 
     def __init__(self, config: Config) -> None:
         object.__setattr__(self, "config", config)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "config":
-            raise AttributeError(name)
-        if name not in _HOME:
-            raise AttributeError(f"args has no {name!r}; flags are listed in docs/flags.md")
-        return getattr(getattr(self.config, _HOME[name]), name)
+    if not TYPE_CHECKING:  # to the type checker the flags are attributes: a name that is none is an error
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"args is frozen: cannot set {name!r}. Return new values instead.")
+        def __getattr__(self, name: str) -> object:
+            if name.startswith("__") or name == "config":
+                raise AttributeError(name)
+            if name not in _READABLE:
+                raise AttributeError(f"args has no {name!r}; flags are listed in docs/flags.md")
+            return getattr(getattr(self.config, _READABLE[name]), name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(f"args is frozen: cannot set {name!r}. Return new values instead.")
 
     def __reduce__(self) -> tuple[type, tuple[Config]]:
         return (Args, (self.config,))
@@ -131,19 +164,19 @@ def build_parser(program: str = "train.py") -> argparse.ArgumentParser:
 def parse(argv: Sequence[str], *, program: str = "train.py") -> Config:
     """Parse without cross checks. ConfigError names every flag that is unknown or has a bad value."""
     problems = Problems()
-    config, _ = _parse(argv, problems, program=program)
+    config, _ = collect(argv, problems, program=program)
     problems.raise_all()
     return config
 
 
 def parse_readable(argv: Sequence[str]) -> tuple[Config, set[str]]:
     """What can be read of a command line, and which flags of it could not: those have their defaults."""
-    config, reading = _parse(argv, Problems(), program="")
+    config, reading = collect(argv, Problems(), program="")
     return config, reading.refused_flags
 
 
-def _parse(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
-    """What could be read; a flag with a problem has its default."""
+def collect(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
+    """What could be read; a flag with a problem has its default, and the problem is added to `problems`."""
     files, own = config_file.split_config_files(argv)
     argv = [*(word for path in files for word in _read_file(path)), *own]
     parser = build_parser(program)
@@ -180,26 +213,3 @@ def iter_flags() -> Iterator[tuple[str, str, Knob]]:
 
 def dump(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2)
-
-
-def parse_command_line(argv: Sequence[str] | None = None, *, program: str = "train.py") -> Config:
-    """`parse` + every check + derived defaults: what train.py calls. All that is wrong is one ConfigError; what is
-    taken otherwise than it was written is said on stderr. `program` is the name that --help shows."""
-    from vime.config.checks import check, differences, resolve
-    from vime.config.hub import with_local_copies
-    from vime.config.readers import check_given
-
-    problems, of_flags = Problems(), Problems()
-    given, reading = _parse(sys.argv[1:] if argv is None else argv, of_flags, program=program)
-    os.environ.update(reading.environment)
-    with of_flags.gathering():
-        given = with_local_copies(given)
-    config = resolve(given, problems)
-    check(config, problems)
-    check_given(given, config, problems)
-    # without its flag a default may be wrong too: that follows from the first, and would only distract
-    of_flags.add(*problems.not_about(reading.refused_flags))
-    of_flags.raise_all()
-    for line in [*reading.notes, *differences(given, config)]:
-        sys.stderr.write(f"note: {line}\n")
-    return config

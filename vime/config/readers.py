@@ -36,7 +36,7 @@ def _uses_engines_to_train(config: Config) -> bool:
     return not config.rollout.rollout_function_path.startswith("vime.rollout.sft_rollout.")
 
 
-def _may_cut_answers(config: Config) -> bool:
+def _may_cut_completions(config: Config) -> bool:
     """Whether a group may be aborted before it is finished."""
     rollout, is_streaming = config.rollout, config.queue.transferqueue_mode == "streaming"
     has_surplus = (rollout.over_sampling_batch_size or 0) > rollout.rollout_batch_size
@@ -52,7 +52,7 @@ def _may_ask_service(config: Config) -> bool:
 def _has_buffer(config: Config) -> bool:
     """Whether groups may wait in the default data source for a later round."""
     is_ours = config.data.data_source_path == "vime.rollout.data_source.RolloutDataSourceWithBuffer"
-    return is_ours and config.queue.transferqueue_mode != "streaming" and _may_cut_answers(config)
+    return is_ours and config.queue.transferqueue_mode != "streaming" and _may_cut_completions(config)
 
 
 def _may_mix_versions(config: Config) -> bool:
@@ -96,7 +96,7 @@ READ_WHEN = (
     ),
     Condition(
         ("partial_rollout",),
-        _may_cut_answers,
+        _may_cut_completions,
         "with --over-sampling-batch-size above --rollout-batch-size, --dynamic-sampling-filter-path, "
         "--custom-generate-function-path, or --transferqueue-mode streaming",
     ),

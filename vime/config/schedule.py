@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vime.config.machine import OptimizerConfig
+from vime.config.cluster import OptimizerConfig
 from vime.config.parse import Config
 from vime.types import ConfigError
 

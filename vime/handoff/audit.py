@@ -31,19 +31,20 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from vime.data.claims import RunClaims
 from vime.data.payload import record_size, split_record, unpack_rows
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.audit_receipts import CommittedGroup, LedgerRound, SavedReceipt, audit_receipts
-from vime.handoff.ledger_before import lasting_file
+from vime.handoff.ledger_checksums import find_faults
 from vime.handoff.ledger_file import OLD_COPY
 from vime.handoff.ledger_identity import find_difference
 from vime.handoff.ledger_schema import expected_schema, open_for_reading
-from vime.handoff.ledger_seals import find_faults
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
+from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.receipts import group_content
 from vime.handoff.spool import Spools
 from vime.handoff.spool_check import find_known_tail
-from vime.types import HandoffError, RunClaims
+from vime.types import HandoffError
 
 MAX_SHOWN = 50
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime.data.groups import GroupFacts, GroupNotes, facts_of
-from vime.data.payload import cut, join_record, join_samples, pack_rows, pack_story, split_record, unpack_rows
+from vime.data.payload import Decode, cut, join_record, join_samples, pack_rest, pack_rows, split_record, unpack_rows
 from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool, Spools, spool_directories
@@ -44,18 +44,19 @@ class StoredGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedGroup:
-    """A finished group as it is stored. `story` is empty where nobody will ask for the samples."""
+    """A finished group as it is stored. `rest` is empty where nobody will ask for the samples."""
 
     facts: GroupFacts
     chunks: tuple[bytes, ...]
-    story: bytes = b""
+    rest: bytes = b""
 
     @property
     def record(self) -> bytes:
-        return join_record(self.chunks, self.story)
+        return join_record(self.chunks, self.rest)
 
-    def samples(self) -> list[Sample]:
-        return join_samples([row for chunk in self.chunks for row in unpack_rows(chunk)], self.story)
+    def samples(self, decode: Decode | None = None) -> list[Sample]:
+        """`decode`: as of `payload.join_samples`."""
+        return join_samples([row for chunk in self.chunks for row in unpack_rows(chunk)], self.rest, decode)
 
 
 def encode_group(
@@ -70,7 +71,7 @@ def encode_group(
     check_group(rows)
     parts = list(cut(rows))
     facts = GroupFacts(group_index=rows[0].group_index, rows=facts_of(parts, removed), notes=notes or GroupNotes())
-    return EncodedGroup(facts=facts, chunks=tuple(map(pack_rows, parts)), story=pack_story(samples) if samples else b"")
+    return EncodedGroup(facts=facts, chunks=tuple(map(pack_rows, parts)), rest=pack_rest(samples) if samples else b"")
 
 
 def chunk_keys(task: Task, num_chunks: int) -> list[str]:
@@ -87,11 +88,18 @@ class GroupStore:
     """Owned by the process that produces; `spool` None: --no-transferqueue-durable. Callable from any thread."""
 
     def __init__(
-        self, store: PayloadStore, spool: Spool | None, *, partition: str, directory: Path | None = None
+        self,
+        store: PayloadStore,
+        spool: Spool | None,
+        *,
+        partition: str,
+        directory: Path | None = None,
+        decode: Decode | None = None,
     ) -> None:
-        """`directory`: where the spools of the run are, when `spool` is not the only one."""
+        """`directory`: where the spools of the run are, when `spool` is not the only one. `decode` makes text of
+        response tokens, for who asks for samples."""
         self._store, self._spool, self._partition = store, spool, groups_partition(partition)
-        self._directory = directory
+        self._directory, self.decode = directory, decode
         self._lock = threading.Lock()  # of the spool
         self._held: dict[Task, tuple[int, EncodedGroup]] = {}  # until the round that trained them is written down
         self.num_spool_reads = 0
@@ -140,9 +148,9 @@ class GroupStore:
         with self._lock:
             held = self._held.get(task)
         if held is not None and held[0] == checksum:
-            return held[1].samples()
-        chunks, story = split_record(self.record(task, checksum))
-        return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story)
+            return held[1].samples(self.decode)
+        chunks, rest = split_record(self.record(task, checksum))
+        return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], rest, self.decode)
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
         """Put chunks into the queue again that an earlier life of the run stored: its queue died with it."""

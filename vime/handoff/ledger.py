@@ -4,8 +4,8 @@ A pure class over one sqlite file: no thread, no clock of its own, one writer. E
 kill at any moment leaves the file before or after it, never between. Every call may be repeated after a lost answer.
 What is not allowed raises a HandoffError by name and changes nothing. docs/ledger.md has the states and the guarantee.
 
-    ledger.prompts   producers: issue, admit, commit, drop, retry, heartbeat, abandon     (ledger_prompts.py)
-    ledger.rounds    trainers: lease, heartbeat, trained, release, durable, restore       (ledger_rounds.py)
+    ledger.prompts   producers: issue, admit, commit, drop, retry, heartbeat, abandon     (prompt_ledger.py)
+    ledger.rounds    trainers: lease, heartbeat, trained, release, durable, restore       (round_ledger.py)
 
 Payload bytes are not here: they lie in TransferQueue and in the spool, written before `commit`. A crash between the two
 leaves an orphan payload, never a visible group without data.
@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vime.handoff.ledger_book import Book
 from vime.handoff.ledger_file import fold_in
-from vime.handoff.ledger_prompts import PromptDesk
-from vime.handoff.ledger_rounds import RoundDesk, num_ready_of_round
 from vime.handoff.ledger_schema import MOVING_ROUNDS
+from vime.handoff.ledger_store import LedgerStore
 from vime.handoff.ledger_types import CommitOutcome, LedgerMark, LedgerRules, Payload, State, Task, TransitionError
+from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger, num_ready_of_round
 
 _NEEDED = """select p.name, g.grp, g.attempt, g.checksum, g.partial_attempt, g.partial_checksum, g.state
     from prompt_group g indexed by open_group join partition p on p.id = g.partition
@@ -56,32 +56,32 @@ class LedgerStatus:
 class Ledger:
     """Open it once per run, in one process; a second writer is refused. One call at a time: two threads that call it
     at once can wait for each other for ever, because SQLite holds its lock while it asks Python for the checksum of
-    a row (ledger_seals.py). Threads share it through a `LedgerPort`."""
+    a row (ledger_checksums.py). Threads share it through a `LedgerPort`."""
 
     def __init__(
         self, path: Path, rules: LedgerRules, *, clock: Callable[[], float], synchronous: str = "NORMAL"
     ) -> None:
         """`clock` counts seconds and never needs to tell the date: `time.monotonic`. For `synchronous` (what a power
         cut may lose) see ledger_schema.py."""
-        self._book = Book(path, rules, clock, synchronous)
+        self._store = LedgerStore(path, rules, clock, synchronous)
         self._synchronous = synchronous
-        self._prompts, self._rounds = PromptDesk(self._book), RoundDesk(self._book)
+        self._prompts, self._rounds = PromptLedger(self._store), RoundLedger(self._store)
 
     @property
-    def prompts(self) -> PromptDesk:
+    def prompts(self) -> PromptLedger:
         """The producers' calls. What is overdue is taken back first."""
         self.expire()
         return self._prompts
 
     @property
-    def rounds(self) -> RoundDesk:
+    def rounds(self) -> RoundLedger:
         """The trainers' calls. What is overdue is taken back first."""
         self.expire()
         return self._rounds
 
     def expire(self) -> None:
         """Take back attempts and rounds whose holders missed their deadline. Call it now and then when nobody calls."""
-        memory, now = self._book.memory, self._book.clock.now()
+        memory, now = self._store.memory, self._store.clock.now()
         if now < memory.soonest:
             return
         self._prompts.expire(now)
@@ -93,31 +93,31 @@ class Ledger:
     def sync(self) -> LedgerMark:
         """Everything answered so far is on disk when this returns, and in the file alone, unless somebody reads it just
         now. Call it before a checkpoint is made visible, and keep the answer in the checkpoint."""
-        book = self._book
-        book.connection.execute("pragma synchronous = FULL")
+        store = self._store
+        store.connection.execute("pragma synchronous = FULL")
         try:
-            with book.transaction():
-                book.set_meta("synced", book.meta("synced", 0) + 1)
+            with store.transaction():
+                store.set_meta("synced", store.meta("synced", 0) + 1)
         finally:
-            book.connection.execute(f"pragma synchronous = {self._synchronous}")
-        fold_in(book.connection)
-        return book.mark
+            store.connection.execute(f"pragma synchronous = {self._synchronous}")
+        fold_in(store.connection)
+        return store.mark
 
     @property
     def sequence(self) -> int:
         """Number of the newest line of the history: it grows with every change, also over restarts."""
-        return self._book.mark.sequence
+        return self._store.mark.sequence
 
     def status(self) -> LedgerStatus:
         self.expire()
-        memory = self._book.memory
+        memory = self._store.memory
         producers: dict[str, int] = {}
         for flight in memory.flights.values():
             producers[flight.producer] = producers.get(flight.producer, 0) + 1
         usage = memory.usage
         return LedgerStatus(
             active=usage.active,
-            ready=int(self._book.one(_NUM_READY, self._book.train_id)[0]),
+            ready=int(self._store.one(_NUM_READY, self._store.train_id)[0]),
             retry=usage.retry,
             too_old=memory.too_old,
             held_groups=usage.groups,
@@ -142,18 +142,18 @@ class Ledger:
         """Whether at least so many groups are ready, so many slots are free, and a round of so many groups is whole, or
         `at_least` so many of it are ready: asked at every change for whoever waits, where `lease` and `issue` would
         cost a call between processes each."""
-        book = self._book
-        is_free = not slots or book.num_slots() - book.memory.usage.active >= slots
-        is_ready = not ready or int(book.one(_NUM_READY, book.train_id)[0]) >= ready
-        return is_free and is_ready and (not round_of or num_ready_of_round(book, round_of) >= (at_least or round_of))
+        store = self._store
+        is_free = not slots or store.num_slots() - store.memory.usage.active >= slots
+        is_ready = not ready or int(store.one(_NUM_READY, store.train_id)[0]) >= ready
+        return is_free and is_ready and (not round_of or num_ready_of_round(store, round_of) >= (at_least or round_of))
 
     def needed_payloads(self) -> dict[Task, int | None]:
         """Payloads that the spool must keep, with their checksum; None: whatever the attempt under way stores."""
-        return needed_payloads(self._book.connection, self._book.rules.partition)
+        return needed_payloads(self._store.connection, self._store.rules.partition)
 
     def close(self) -> None:
         """Give the file up: it alone is the ledger then. Calling it again does nothing."""
-        self._book.close()
+        self._store.close()
 
 
 def needed_payloads(connection: sqlite3.Connection, train: str) -> dict[Task, int | None]:

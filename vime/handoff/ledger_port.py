@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_prompts import PromptDesk
-from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import TransitionError
+from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger
 
-Part = TypeVar("Part", Ledger, PromptDesk, RoundDesk)
+Part = TypeVar("Part", Ledger, PromptLedger, RoundLedger)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 CALLS: dict[str, Callable[..., object]] = {
     method.__qualname__: method
     for method in (
-        *(PromptDesk.issue, PromptDesk.admit, PromptDesk.commit, PromptDesk.drop, PromptDesk.retry),
-        *(PromptDesk.heartbeat, PromptDesk.abandon),
-        *(RoundDesk.lease, RoundDesk.ready, RoundDesk.heartbeat, RoundDesk.trained, RoundDesk.release),
-        RoundDesk.durable,
+        *(PromptLedger.issue, PromptLedger.admit, PromptLedger.commit, PromptLedger.drop, PromptLedger.retry),
+        *(PromptLedger.heartbeat, PromptLedger.abandon),
+        *(RoundLedger.lease, RoundLedger.ready, RoundLedger.heartbeat, RoundLedger.trained, RoundLedger.release),
+        RoundLedger.durable,
         *(Ledger.status, Ledger.sync, Ledger.commit_each, Ledger.needed_payloads),
     )
 }
@@ -39,13 +39,13 @@ def call_ledger(ledger: Ledger, name: str, arguments: Sequence[object], options:
     if name not in CALLS:
         raise TransitionError(f"the ledger has no call {name}; expected one of {', '.join(sorted(CALLS))}.")
     part = name.partition(".")[0]
-    owner = ledger.prompts if part == "PromptDesk" else ledger.rounds if part == "RoundDesk" else ledger
+    owner = ledger.prompts if part == "PromptLedger" else ledger.rounds if part == "RoundLedger" else ledger
     return CALLS[name](owner, *arguments, **options)
 
 
 class LedgerPort(Protocol):
-    """`call(PromptDesk.issue, "p", 3, request="r")` is `ledger.prompts.issue("p", 3, request="r")`; a method of
-    RoundDesk is called on `ledger.rounds`, one of Ledger on the ledger itself. Each must be one of CALLS.
+    """`call(PromptLedger.issue, "p", 3, request="r")` is `ledger.prompts.issue("p", 3, request="r")`; a method of
+    RoundLedger is called on `ledger.rounds`, one of Ledger on the ledger itself. Each must be one of CALLS.
 
     Every call has a deadline of its own and raises the ledger's refusals.
     """

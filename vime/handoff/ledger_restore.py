@@ -6,13 +6,13 @@ Each function runs inside a transaction of the caller and leaves the counts in m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from vime.handoff.ledger_before import keep_before, note_going_back, undo_unless
-from vime.handoff.ledger_book import Book, known_partition
 from vime.handoff.ledger_identity import find_obstacle
 from vime.handoff.ledger_schema import MOVING_ROUNDS
+from vime.handoff.ledger_store import LedgerStore, known_partition
 from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, LedgerMark, Payload, RestoreReport, Task
+from vime.handoff.ledger_undo import keep_before, note_going_back, undo_unless
 from vime.types import Version
 
 _READY = """select p.name, g.grp, g.attempt, g.checksum, g.max_version from prompt_group g indexed by ready_group
@@ -40,15 +40,16 @@ class RoundRow(NamedTuple):
 
 
 PAYLOAD = "grp, attempt, checksum, num_bytes, num_tokens, num_rows, min_version, max_version, facts"
+PayloadLine = tuple[int, int, int, int, int, int, Version, Version, bytes | None]
 OF_ROUND = f"select {PAYLOAD} from prompt_group indexed by round_group where round = ? order by position"
 
 
-def find_round(book: Book, round_id: int) -> RoundRow | None:
-    row = book.one(f"select {', '.join(RoundRow._fields)} from round where id = ?", round_id)
+def find_round(store: LedgerStore, round_id: int) -> RoundRow | None:
+    row = store.one(f"select {', '.join(RoundRow._fields)} from round where id = ?", round_id)
     return None if row is None else RoundRow(*row)
 
 
-def leased_group(partition: str, line: tuple[Any, ...]) -> LeasedGroup:
+def leased_group(partition: str, line: PayloadLine) -> LeasedGroup:
     """From the columns of PAYLOAD."""
     group, attempt, checksum, num_bytes, num_tokens, num_rows, oldest, newest, facts = line
     payload = Payload(
@@ -63,39 +64,39 @@ def leased_group(partition: str, line: tuple[Any, ...]) -> LeasedGroup:
     return LeasedGroup(task=Task(partition, group, attempt), payload=payload)
 
 
-def settle(book: Book, checkpoint_round: int) -> None:
+def settle(store: LedgerStore, checkpoint_round: int) -> None:
     """Rounds up to the checkpoint's are durable."""
-    rounds = book.query(f"select id from {MOVING_ROUNDS} and id <= ?", checkpoint_round)
+    rounds = store.query(f"select id from {MOVING_ROUNDS} and id <= ?", checkpoint_round)
     for [round_id] in rounds:
-        book.change("update prompt_group set state = 'durable' where round = ?", round_id)
-        book.change("update round set state = 'durable' where id = ?", round_id)
-    book.write("durable", partition=book.train_id, round_id=checkpoint_round)
+        store.change("update prompt_group set state = 'durable' where round = ?", round_id)
+        store.change("update round set state = 'durable' where id = ?", round_id)
+    store.write("durable", partition=store.train_id, round_id=checkpoint_round)
 
 
-def pin(book: Book, round_id: int) -> None:
+def pin(store: LedgerStore, round_id: int) -> None:
     """The round is to be leased again with the same groups in the same order."""
-    book.change("update prompt_group set state = 'ready', admitted = 1 where round = ?", round_id)
-    book.change("update round set state = 'replay' where id = ?", round_id)
-    book.write("replay", partition=book.train_id, round_id=round_id)
+    store.change("update prompt_group set state = 'ready', admitted = 1 where round = ?", round_id)
+    store.change("update round set state = 'replay' where id = ?", round_id)
+    store.write("replay", partition=store.train_id, round_id=round_id)
 
 
-def loosen(book: Book, round_id: int) -> None:
+def loosen(store: LedgerStore, round_id: int) -> None:
     """The round is undone: its groups are ready for any round, in their old place."""
     sql = "update prompt_group set state = 'ready', admitted = 1, round = null, position = null where round = ?"
-    book.change(sql, round_id)
-    book.change("delete from round where id = ?", round_id)
-    book.write("loosened", partition=book.train_id, round_id=round_id)
+    store.change(sql, round_id)
+    store.change("delete from round where id = ?", round_id)
+    store.write("loosened", partition=store.train_id, round_id=round_id)
 
 
-def send_back(book: Book, task: Task, reason: str) -> None:
+def send_back(store: LedgerStore, task: Task, reason: str) -> None:
     """The group is to be generated again."""
-    partition = known_partition(book, task.partition)
-    book.change(_SEND_BACK, reason, partition, task.group)
-    book.write("retry", partition, task.group, task.attempt, note=reason)
+    partition = known_partition(store, task.partition)
+    store.change(_SEND_BACK, reason, partition, task.group)
+    store.write("retry", partition, task.group, task.attempt, note=reason)
 
 
 def restore(
-    book: Book, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None
+    store: LedgerStore, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None
 ) -> RestoreReport:
     """Go on from the checkpoint of `checkpoint_round` (None: from the initial weights), whatever was under way.
 
@@ -104,64 +105,64 @@ def restore(
     generated again, and so is every lost payload. Prompts in flight are issued again. Whoever held a lease from before
     must have ended; its fence or attempt is not accepted any more. `mark`: what the checkpoint keeps of its ledger;
     None for one that was written before ledgers had ids. Until the first round is trained, a restore from another
-    checkpoint finds the ledger as it was before this one (ledger_before.py).
+    checkpoint finds the ledger as it was before this one (ledger_undo.py).
     """
     last = -1 if checkpoint_round is None else checkpoint_round
-    undo_unless(book, last)
-    obstacle = find_obstacle(book.connection, mark, last)
+    undo_unless(store, last)
+    obstacle = find_obstacle(store.connection, mark, last)
     if obstacle is not None:
-        raise LedgerFileError(f"{book.path}: {obstacle}")
-    in_flight = [flight.task for flight in book.memory.flights.values()]
-    is_going_back = keep_before(book, last)
-    with book.transaction():
+        raise LedgerFileError(f"{store.path}: {obstacle}")
+    in_flight = [flight.task for flight in store.memory.flights.values()]
+    is_going_back = keep_before(store, last)
+    with store.transaction():
         if is_going_back:
-            note_going_back(book)
-        start = _version_after(book, last)
+            note_going_back(store)
+        start = _version_after(store, last)
         note = None if start is None else str(start)
-        book.write("restored", partition=book.train_id, round_id=last, note=note)
-        settle(book, last)
-        replayed, reached, is_exact = _replay_rounds(book, last, start, has_payload)
+        store.write("restored", partition=store.train_id, round_id=last, note=note)
+        settle(store, last)
+        replayed, reached, is_exact = _replay_rounds(store, last, start, has_payload)
         for task in in_flight:
-            send_back(book, task, "in flight at a restart")
-        lost = _find_lost(book, reached, has_payload)
+            send_back(store, task, "in flight at a restart")
+        lost = _find_lost(store, reached, has_payload)
         for task, reason in lost:
-            send_back(book, task, reason)
-        for number, name, group, attempt, checksum in book.query(_PARTIAL):
+            send_back(store, task, reason)
+        for number, name, group, attempt, checksum in store.query(_PARTIAL):
             if not is_exact or not has_payload(Task(name, group, attempt), checksum):
-                book.change(_FORGET_PARTIAL, number, group)
+                store.change(_FORGET_PARTIAL, number, group)
         if start is not None:
-            book.set_meta("serving", min(book.meta("serving", 0), start))
-    book.memory = book.recall()
+            store.set_meta("serving", min(store.meta("serving", 0), start))
+    store.memory = store.recall()
     return RestoreReport(
         replayed_rounds=tuple(replayed), reissued=tuple(in_flight), regenerated=tuple(task for task, _ in lost)
     )
 
 
 def _replay_rounds(
-    book: Book, last: int, start: Version | None, has_payload: HasPayload
+    store: LedgerStore, last: int, start: Version | None, has_payload: HasPayload
 ) -> tuple[list[int], Version | None, bool]:
     """Pin the rounds after `last` until one lacks a payload, and undo the others.
 
     Answers the pinned rounds, the version that their replay reaches, and whether none had to be undone.
     """
     replayed, reached, is_exact = [], start, True
-    for round_id, version in book.query("select id, version from round where id > ? order by id", last):
-        groups = [leased_group(book.rules.partition, line) for line in book.query(OF_ROUND, round_id)]
+    for round_id, version in store.query("select id, version from round where id > ? order by id", last):
+        groups = [leased_group(store.rules.partition, line) for line in store.query(OF_ROUND, round_id)]
         is_exact = is_exact and all(has_payload(group.task, group.payload.checksum) for group in groups)
         if is_exact:
-            pin(book, round_id)
+            pin(store, round_id)
             replayed.append(round_id)
             reached = version + 1
         else:
-            loosen(book, round_id)
+            loosen(store, round_id)
     return replayed, reached, is_exact
 
 
-def _find_lost(book: Book, reached: Version | None, has_payload: HasPayload) -> list[tuple[Task, str]]:
+def _find_lost(store: LedgerStore, reached: Version | None, has_payload: HasPayload) -> list[tuple[Task, str]]:
     """Ready groups that cannot be trained in the history that goes on, with the reason."""
     lost = []
-    for name, group, attempt, checksum, max_version in book.query(_READY):
-        task, is_train = Task(name, group, attempt), name == book.rules.partition
+    for name, group, attempt, checksum, max_version in store.query(_READY):
+        task, is_train = Task(name, group, attempt), name == store.rules.partition
         if not has_payload(task, checksum):
             lost.append((task, "payload lost"))
         elif is_train and reached is not None and max_version > reached:
@@ -169,8 +170,8 @@ def _find_lost(book: Book, reached: Version | None, has_payload: HasPayload) -> 
     return lost
 
 
-def _version_after(book: Book, last: int) -> Version | None:
+def _version_after(store: LedgerStore, last: int) -> Version | None:
     """Version of the weights in the checkpoint of round `last`, when the ledger has seen that round or the next."""
-    row = book.one("select version + 1 from round where id = ?", last)
-    row = row or book.one("select version from round where id = ?", last + 1)
+    row = store.one("select version + 1 from round where id = ?", last)
+    row = row or store.one("select version from round where id = ?", last + 1)
     return None if row is None else int(row[0])

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from vime.handoff.ledger_checksums import Schema, add_facts, find_faults, keep_sealed, make_seals, read_schema
 from vime.handoff.ledger_file import (
     OLD_COPY,
     Note,
@@ -35,7 +36,6 @@ from vime.handoff.ledger_file import (
     write_note,
 )
 from vime.handoff.ledger_identity import make_identity
-from vime.handoff.ledger_seals import Schema, add_facts, find_faults, keep_sealed, make_seals, read_schema
 from vime.handoff.ledger_types import LedgerFileError
 
 APPLICATION_ID = 0x56494D45  # "VIME"

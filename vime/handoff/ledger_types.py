@@ -146,7 +146,7 @@ class RoundLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseAnswer:
+class LeaseResult:
     """A lease, or what it waits for; `is_drained`: nothing is left and nothing is under way."""
 
     lease: RoundLease | None

@@ -114,7 +114,7 @@ def build_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None
     metrics = {name: name for name in sorted(by_name(rounds))}
     page.add_section("All metrics", [{"kind": "explorer", "metrics": metrics, "x": "round"}] if metrics else [])
     page.add_section("Configuration", config_blocks(config))
-    page.add_section("Machine", _machine_blocks(run_dir))
+    page.add_section("Components", _machine_blocks(run_dir))
     return page
 
 
@@ -226,7 +226,8 @@ def _warnings(run_dir: Path, summary: RunSummary, events: Sequence[Event], round
         if event.kind == EventKind.RUN_RESTARTED:
             rows.append((1, "driver", date, f"started again: {event.fields.get('error')}"))
         elif event.kind == EventKind.DISAGREEMENT:
-            rows.append((1, "driver", date, f"trainer and engine disagree: {json.dumps(dict(event.fields))[:500]}"))
+            told = json.dumps(dict(event.fields))[:500]
+            rows.append((1, "driver", date, f"trainer and engine disagree: {told}; vime diagnose {run_dir} says why"))
     for name, points in by_name(rounds).items():
         odd = [step for step, value in points.items() if value != value or abs(value) == float("inf")]
         if odd:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vime.observability.page import Block, table_block
-from vime.observability.samples import KeptAnswer, KeptGroup, kept_rounds, read_round
+from vime.observability.samples import KeptGroup, KeptSample, kept_rounds, read_round
 from vime.observability.summary import RunSummary
 
 MAX_ROUNDS, MAX_ANSWERS, MAX_CHARS = 8, 4, 3000
@@ -55,7 +55,7 @@ def reward_text(reward: object) -> str:
     return "none" if reward is None else f"{reward:.4g}" if isinstance(reward, int | float) else str(reward)
 
 
-def version_text(answer: KeptAnswer) -> str:
+def version_text(answer: KeptSample) -> str:
     """The weights that sampled the answer."""
     versions = sorted({version for version, _, _ in answer.versions})
     if not versions:
@@ -79,7 +79,7 @@ def _mean(group: KeptGroup, key: str | None) -> float:
 
 
 def _group(group: KeptGroup, why: str, key: str | None) -> dict[str, object]:
-    def order(answer: KeptAnswer) -> float:
+    def order(answer: KeptSample) -> float:
         score = answer.score(key)
         return -score if score is not None and score == score else float("inf")
 
@@ -97,7 +97,7 @@ def _group(group: KeptGroup, why: str, key: str | None) -> dict[str, object]:
     }
 
 
-def _answer(answer: KeptAnswer, key: str | None) -> dict[str, object]:
+def _answer(answer: KeptSample, key: str | None) -> dict[str, object]:
     score = answer.score(key)
     facts = f"{len(answer.tokens)} tokens · {answer.status} · {version_text(answer)}"
     return {

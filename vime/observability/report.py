@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.observability.curve import WINDOW, reward_curve_png, smooth, terminal_curve
-from vime.observability.summary import AnswerPair, RunSummary
+from vime.observability.summary import CompletionPair, RunSummary
 from vime.observability.trace import write_trace
 
 CURVE_HEIGHT = 10
@@ -84,7 +84,7 @@ def _answers(summary: RunSummary, is_ascii: bool) -> Table:
     return table
 
 
-def _marked(pair: AnswerPair, is_ascii: bool) -> tuple[Text, Text]:
+def _marked(pair: CompletionPair, is_ascii: bool) -> tuple[Text, Text]:
     def marked(answer: str, is_right: bool) -> Text:
         mark = Text("ok ", style="green") if is_right else Text("no ", style="red")
         return mark + Text(plain(answer, is_ascii=is_ascii))

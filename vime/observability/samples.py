@@ -63,7 +63,7 @@ class RoundGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptAnswer:
+class KeptSample:
     """One answer as it was read back. `versions`: (version, start, end) over the response tokens."""
 
     index: int
@@ -96,7 +96,7 @@ class KeptGroup:
     prompt: object  # text, or the turns of a conversation
     label: object
     metadata: object
-    answers: tuple[KeptAnswer, ...]
+    answers: tuple[KeptSample, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class RoundFates:
     dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # reason -> groups
 
 
-class _AnswerRecord(TypedDict):
+class _SampleRecord(TypedDict):
     """An answer in a round's file; `tokens`, `log_probs` and `mask` are packed."""
 
     index: int
@@ -131,7 +131,7 @@ class _GroupRecord(TypedDict):
     prompt: object
     label: object
     metadata: object
-    answers: list[_AnswerRecord]
+    answers: list[_SampleRecord]
     reason: NotRequired[str]
 
 
@@ -258,8 +258,8 @@ def _group_line(group: Sequence[Sample], reason: str | None) -> str:
     return json.dumps(record, default=str, separators=(",", ":"))
 
 
-def _answer(sample: Sample, prompt: object) -> _AnswerRecord:
-    record: _AnswerRecord = {
+def _answer(sample: Sample, prompt: object) -> _SampleRecord:
+    record: _SampleRecord = {
         "index": sample.index,
         "response": sample.response,
         "reward": sample.reward,
@@ -312,9 +312,9 @@ def _group_of(round_id: int, record: _GroupRecord) -> KeptGroup:
     )
 
 
-def _answer_of(record: _AnswerRecord, prompt: object) -> KeptAnswer:
+def _answer_of(record: _SampleRecord, prompt: object) -> KeptSample:
     tokens, length = _integers("i", record["tokens"]), record["length"]
-    return KeptAnswer(
+    return KeptSample(
         index=record["index"],
         prompt=record.get("prompt", prompt),
         response=record["response"],

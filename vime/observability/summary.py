@@ -26,7 +26,7 @@ NUM_ANSWERS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerPair:
+class CompletionPair:
     """One evaluation prompt, answered by the first and by the last evaluated weights."""
 
     prompt: str
@@ -50,7 +50,7 @@ class RunSummary:
     num_tokens: int  # response tokens
     wall_s: float  # all starts of the run together
     phase_s: Mapping[str, float]
-    answers: tuple[AnswerPair, ...]
+    answers: tuple[CompletionPair, ...]
     answers_title: str
 
 
@@ -60,7 +60,7 @@ def summarise(run_dir: Path) -> RunSummary:
     rounds = read_metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else {}
     events = read_events(run_dir, with_spans=False)
     rewards = series(rounds, REWARD)
-    title, answers = read_answers(run_dir)
+    title, answers = read_completions(run_dir)
     return RunSummary(
         run_dir=run_dir,
         outcome=outcome(events),
@@ -76,7 +76,7 @@ def summarise(run_dir: Path) -> RunSummary:
     )
 
 
-def read_answers(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tuple[AnswerPair, ...]]:
+def read_completions(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tuple[CompletionPair, ...]]:
     """A title and up to `limit` prompts that the first and the last evaluation both answered, spread over the set.
 
     The first data set by name is shown. Empty when there are no two evaluations to compare.
@@ -95,7 +95,7 @@ def read_answers(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tuple[An
     shared = [prompt for prompt in before if prompt in after]
     shown = [shared[index * len(shared) // min(limit, len(shared))] for index in range(min(limit, len(shared)))]
     pairs = tuple(
-        AnswerPair(
+        CompletionPair(
             prompt=prompt,
             label=str(before[prompt].label),
             before=before[prompt].response,

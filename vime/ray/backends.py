@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vime.config.parse import Config
-from vime.seams import TrainBackend
+from vime.protocols import TrainBackend
 from vime.types import RankInfo
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import ray
 
-from vime.config.parse import Config, dump, parse_command_line
+from vime.config.command_line import parse_command_line
+from vime.config.parse import Config, dump
 from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.queue_view import ledger_fates
@@ -28,28 +29,28 @@ from vime.observability.logs import setup_logging
 from vime.observability.machine_facts import write_machine_facts
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
-from vime.ray.assembly import open_machine
 from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, newest_checkpoint, read_run_state
-from vime.ray.damage import refuse_damage
+from vime.ray.checkpoint_damage import refuse_damage
+from vime.ray.components import Components
 from vime.ray.interrupts import Interrupts
-from vime.ray.machine import Machine
 from vime.ray.preflight import read_command_line
-from vime.ray.rescue import rescue
-from vime.ray.successor import Loss, Program
+from vime.ray.relaunch import Loss, Program
+from vime.ray.save_on_failure import save_on_failure
+from vime.ray.startup import start_components
 from vime.ray.waits import Interrupted
 from vime.types import ClusterError, ConfigError, VimeError, may_pass
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-Rhythm = Callable[[Machine], None]
+Schedule = Callable[[Components], None]
 
 
 def main(
-    rhythm: Rhythm, *, is_async: bool = False, argv: Sequence[str] | None = None, called: str | None = None
+    schedule: Schedule, *, is_async: bool = False, argv: Sequence[str] | None = None, called: str | None = None
 ) -> int:
-    """Run `rhythm` on the machine that the command line describes. `argv`: without the program's name; None: that of
-    this process, as of train.py. `called`: what --help calls it."""
+    """Run `schedule` with the components that the command line describes. `argv` has no program name; None takes that
+    of this process. `called` is the name that --help shows."""
     program = Program()
     program.hide_secrets()
     loss = program.loss
@@ -72,13 +73,13 @@ def main(
             sign(run_dir.path)
         except (VimeError, OSError) as error:  # OSError: of a disk that is full
             sys.stderr.write(f"refused: {error}\n")
-            return ConfigError.exit_code  # whatever it is about: nothing was started
-        return _run(config, run_dir.path, rhythm, program)
+            return ConfigError.exit_code  # for every error here: nothing was started
+        return _run(config, run_dir.path, schedule, program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How one life of the machine ended."""
+    """How one attempt (a start of all components, up to their stop) ended."""
 
     code: int
     message: str = ""
@@ -87,11 +88,11 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lives:
-    """What all lives of a run share."""
+class Attempts:
+    """What all attempts of a run share."""
 
     path: Path
-    rhythm: Rhythm
+    schedule: Schedule
     program: Program
     restarts: Restarts
     screen: Screen
@@ -99,16 +100,16 @@ class Lives:
     interrupts: Interrupts
 
 
-def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
+def _run(config: Config, path: Path, schedule: Schedule, program: Program) -> int:
     program.adopt_orphans()
     setup_logging(path, "driver")
     events = open_events(path, "driver")
     screen = Screen(run_dir=path, log_interval=config.tracking.log_interval)
     with Interrupts() as interrupts:
         restarts = Restarts(config, path, program.loss)
-        lives = Lives(
+        attempts = Attempts(
             path=path,
-            rhythm=rhythm,
+            schedule=schedule,
             program=program,
             restarts=restarts,
             screen=screen,
@@ -118,13 +119,13 @@ def _run(config: Config, path: Path, rhythm: Rhythm, program: Program) -> int:
         if program.loss is None:
             events.emit(EventKind.RUN_STARTED)
             write_machine_facts(path)
-            end = _live(config, lives)
+            end = _attempt(config, attempts)
         else:
             end = _end_of_ray(config, path, program.loss)
         while (again := restarts.after(end)) is not None:
             events.emit(EventKind.RUN_RESTARTED, error=end.message, load=again.model.load)
             screen.warn(f"{end.message}\nstarting again: {restarts}")
-            end = _live(again, lives)
+            end = _attempt(again, attempts)
     if end.code == 0 and not config.debug.debug_rollout_only:
         end = _audited(config, path, screen)
     if end.code:
@@ -146,7 +147,7 @@ class Restarts:
     """
 
     def __init__(self, config: Config, path: Path, loss: Loss | None = None) -> None:
-        """`loss`: goes on counting where the program before ended."""
+        """`loss`: continue counting where the previous program ended."""
         self._config, self._limit = config, config.cluster.max_restarts
         self._root = checkpoint_root(config, path)
         self._found: Path | None = None  # the newest checkpoint before this run saved one
@@ -155,11 +156,12 @@ class Restarts:
             self.num, self._trained = loss.num_restarts, loss.newest_round
             self._found = None if loss.found is None else Path(loss.found)
             return
-        with contextlib.suppress(VimeError):  # said where it is needed
+        with contextlib.suppress(VimeError):  # reported where it is needed
             self._found = find_latest(self._root)
 
     def after(self, end: End) -> Config | None:
-        """The configuration of the next life, which goes on from the newest checkpoint; None when there is none."""
+        """Return the configuration of the next attempt, which continues from the newest checkpoint; None when there is
+        none."""
         if end.trained_round > self._trained:
             self.num, self._trained = 0, end.trained_round
         if not end.is_worth_a_restart or self.num >= self._limit:
@@ -169,7 +171,7 @@ class Restarts:
         return self._config.replace(load=str(self._root)) if is_saved else self._config
 
     def loss(self, server: str, *, path: Path, is_alone: bool, may_restart: bool, trained_round: int) -> Loss:
-        """What the program that comes after the death of `server` is to know."""
+        """Return what the program that replaces this one after the death of `server` must know."""
         return Loss(
             server=server,
             run_dir=str(path),
@@ -185,30 +187,30 @@ class Restarts:
         return f"restart {self.num} of {self._limit} without a trained round (--max-restarts)"
 
 
-def _live(config: Config, lives: Lives) -> End:
-    """One life: every part is started, driven, and stopped again. What dies in the start-up of the first one is a
-    mistake to be seen at once."""
-    is_later, machine = lives.restarts.num > 0, None
+def _attempt(config: Config, attempts: Attempts) -> End:
+    """Run one attempt: start every part, drive it, and stop it again. A failure in the start-up of the first attempt
+    ends the run, because it is most likely a mistake that the user should see at once."""
+    is_later, components = attempts.restarts.num > 0, None
 
     def go_on_without_ray(server: str) -> None:
         """Called by the thread that watches Ray's servers. There is hardly time for more: the library is about to end
         this process."""
-        loss = lives.restarts.loss(
+        loss = attempts.restarts.loss(
             server,
-            path=lives.path,
-            is_alone=lives.program.is_alone,
-            may_restart=(is_later or machine is not None) and not lives.interrupts.is_asked,
-            trained_round=-1 if machine is None else machine.trained_round,
+            path=attempts.path,
+            is_alone=attempts.program.is_alone,
+            may_restart=(is_later or components is not None) and not attempts.interrupts.is_asked,
+            trained_round=-1 if components is None else components.trained_round,
         )
-        lives.program.replace(loss)
+        attempts.program.replace(loss)
 
     try:
         if is_later and (checkpoint := find_start(config.model.load).checkpoint) is not None:
-            refuse_damage(checkpoint)  # of the first life `preflight` did
-        with open_machine(
-            config, lives.path, lives.screen, lives.interrupts, lives.events, go_on_without_ray
-        ) as machine:
-            return _drive(machine, lives.rhythm)
+            refuse_damage(checkpoint)  # in the first attempt `preflight` did
+        with start_components(
+            config, attempts.path, attempts.screen, attempts.interrupts, attempts.events, go_on_without_ray
+        ) as components:
+            return _drive(components, attempts.schedule)
     except VimeError as error:
         return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
     except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
@@ -220,7 +222,7 @@ def _live(config: Config, lives: Lives) -> End:
         return End(
             code=INTERRUPTED,
             message="stopped at once by a second signal: rounds trained since the last checkpoint are not saved. "
-            f"--load goes on from the last one, if there is one: {checkpoint_root(config, lives.path)}",
+            f"--load continues from the last one, if there is one: {checkpoint_root(config, attempts.path)}",
         )
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
         return End(
@@ -228,13 +230,13 @@ def _live(config: Config, lives: Lives) -> End:
         )
 
 
-def _drive(machine: Machine, rhythm: Rhythm) -> End:
-    """The rhythm itself; whatever ends it, the last trained round is booked and saved before the machine goes."""
+def _drive(components: Components, schedule: Schedule) -> End:
+    """Run the schedule. Whatever ends it, the last trained round is recorded and saved before the components stop."""
     is_worth_a_restart = False
     try:
-        rhythm(machine)
-        machine.watchers.screen.activity("finishing the last checkpoint")
-        machine.saver.finish()
+        schedule(components)
+        components.watchers.screen.activity("finishing the last checkpoint")
+        components.saver.finish()
     except Interrupted as interruption:
         message, code = f"interrupted during {interruption}", INTERRUPTED
     except VimeError as error:
@@ -243,25 +245,25 @@ def _drive(machine: Machine, rhythm: Rhythm) -> End:
         message, code, is_worth_a_restart = _unforeseen(error), VimeError.exit_code, _is_passing(error)
     else:
         return End(code=0)
-    is_safe, outcome = rescue(machine)
+    is_safe, outcome = save_on_failure(components)
     if code == INTERRUPTED and not is_safe:
         code = VimeError.exit_code  # 130 says that nothing is lost
     return End(
         code=code,
         message=f"{message}\n{outcome}",
         is_worth_a_restart=is_worth_a_restart,
-        trained_round=machine.trained_round,
+        trained_round=components.trained_round,
     )
 
 
 def _end_of_ray(config: Config, path: Path, loss: Loss) -> End:
-    """The life that the program before this one had, as the loss that it is."""
+    """Return how the previous program ended: by the loss of a server of Ray."""
     loaded = None if config.model.load is None else Path(config.model.load)
     error = ClusterError(
         f"Ray's {loss.server} died. Without it nothing of this run works, so nothing could be saved. "
         f"{newest_checkpoint(checkpoint_root(config, path), loaded)}"
     )
-    is_ours = config.cluster.ray_address is None  # a cluster that was joined is for its owner to start again
+    is_ours = config.cluster.ray_address is None  # only its owner may restart a joined cluster
     return End(
         code=error.exit_code,
         message=str(error),
@@ -271,7 +273,7 @@ def _end_of_ray(config: Config, path: Path, loss: Loss) -> End:
 
 
 def _audited(config: Config, path: Path, screen: Screen) -> End:
-    """Every run that trained ends with its audit."""
+    """Audit the run: every run that trained ends with this."""
     try:
         newest = find_latest(checkpoint_root(config, path))
         state = None if newest is None else read_run_state(newest)
@@ -288,7 +290,7 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
 
 
 def _is_passing(error: Exception) -> bool:
-    """Ray's own errors outside a wait: a server of Ray that does not answer, or an actor that is gone."""
+    """Whether it is an error of Ray outside a wait: a server of Ray that does not respond, or an actor that is gone."""
     return isinstance(error, ray.exceptions.RayError) or may_pass(error)
 
 

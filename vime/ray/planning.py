@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRound:
-    """`plan` is of the rows that were asked for; `work` and `metrics` of the whole round, with what was begun of it."""
+    """`plan` covers the given rows; `work` and `metrics` the whole round, including its early batches."""
 
     plan: RoundPlan
     rows: NDArray[Any]  # FACTS of each row
@@ -51,10 +51,10 @@ class RoundPlanner:
         rows: NDArray[Any],
         begun: Sequence[PlannedRound] = (),
         *,
-        is_portion: bool = False,
+        is_early_batch: bool = False,
     ) -> PlannedRound:
-        """`rows`: of type FACTS, in the order in which the plan numbers them. `begun`: portions of the round that were
-        planned before, of which this is the rest. `is_portion`: a further one will follow."""
+        """`rows`: of type FACTS, in the order in which the plan numbers them. `begun`: early batches of the round that
+        were planned before, of which this is the rest. `is_early_batch`: a further one will follow."""
         batch, parallel = self._config.batch, self._config.parallel
         lengths, loads = self._loads(rows)
         balance_by = {"length": "tokens", "flops": "flops"}[batch.balance_data_by]
@@ -66,14 +66,14 @@ class RoundPlanner:
             lengths,
             rows["num_trainable"].tolist(),
             dp_size=data_parallel_size(self._config),
-            samples_per_step=len(rows) if is_portion or begun else batch.global_batch_size or len(rows),
+            samples_per_step=len(rows) if is_early_batch or begun else batch.global_batch_size or len(rows),
             micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
             max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
             loads=loads[balance_by] if batch.balance_data else None,
             micro_batch_multiple=parallel.micro_batch_multiple,
         )
-        every_row = np.concatenate([*(portion.rows for portion in begun), rows])
-        whole = join_plans([*(portion.plan for portion in begun), plan]) if begun else plan
+        every_row = np.concatenate([*(early_batch.rows for early_batch in begun), rows])
+        whole = join_plans([*(early_batch.plan for early_batch in begun), plan]) if begun else plan
         lengths, loads = self._loads(every_row)
         metrics = plan_metrics(
             whole, lengths, loads, pack_multiple=parallel.pack_multiple, sequence_multiple=parallel.sequence_multiple
@@ -82,7 +82,7 @@ class RoundPlanner:
         return PlannedRound(plan=plan, rows=rows, work=work, metrics=metrics)
 
     def _loads(self, rows: NDArray[Any]) -> tuple[list[int], dict[str, list[int]]]:
-        """Tokens of each row, and what it weighs."""
+        """Return the tokens of each row and its cost."""
         lengths: list[int] = rows["total_length"].tolist()
         sizes = zip(lengths, rows["response_length"].tolist(), strict=True)
         flops = [train_flops(self._shape, *size) for size in sizes]
@@ -105,9 +105,10 @@ class RoundPlanner:
 
 
 def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: NDArray[Any]) -> RoundWork:
-    """The policy learns, except in a round of the critic alone, where it is run forward once, to be compared with the
-    engines; the old policy, the reference and a teacher are run forward where the algorithm asks for them; a critic is
-    run forward and learns. Models of other roles are counted as if they had the policy's shape."""
+    """Return the passes of a round by role. The policy learns; in a round of the critic alone it is run forward once,
+    to be compared with the engines. The old policy, the reference and a teacher are run forward where the algorithm
+    needs them; a critic is run forward and learns. Models of other roles are counted as if they had the policy's
+    shape."""
     roles, moves = needed_roles(config), policy_moves(plan, config)
     num_forward = int(needs_old_log_prob(plan, config.algo)) if moves else 1
     num_forward += int(Role.REFERENCE in roles and (moves or config.algo.kl_coef > 0)) + int(Role.TEACHER in roles)

@@ -1,14 +1,19 @@
-"""--check-weight-update-equal: do the engines compute with the weights the trainer has?
+"""Have engines score given rows anew after a publish, and compare the scores with the trainer's.
 
-The content hash proves that the bytes arrived. It cannot see a packed copy inside the engine that was never rebuilt
-(vLLM's CPU build has two such cases, repaired in our transfer engine), so this check compares what matters: the
-log-probabilities of the same tokens on both sides.
+The content hash proves that the bytes arrived (`weights/versions.py`). It cannot see a packed copy inside the engine
+that was never rebuilt (vLLM's CPU build has two such cases, repaired in our transfer engine). So this compares the
+log-probabilities of the same tokens on both sides. `check_engines_agree` uses a fixed text, for
+--check-weight-update-equal; other callers pass rows of a round.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,7 +21,8 @@ from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.ray.trainers import Trainers
-from vime.types import PublishError, Version, VersionSpan
+from vime.training.evidence import Agreement, EngineOpinion, of_rows
+from vime.types import PublishError, SamplingRule, Version, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +31,59 @@ FP32_BOUND = 1e-3  # of the largest difference
 BF16_BOUND = 0.1  # of the median, twice the largest mean of sound models; rounding moves single tokens by whole nats
 
 
+def rescore(fleet: FleetControl, rows: Sequence[TrainRow]) -> list[EngineOpinion]:
+    """Return from every engine which weights it holds and the log-probabilities [R] of each row's response tokens,
+    computed anew at temperature 1 over the whole vocabulary. EngineError when an engine cannot be reached."""
+    reports = fleet.reports()
+    scores = fleet.prompt_log_probs([row.tokens.tolist() for row in rows])
+    return [
+        EngineOpinion(
+            engine=report.engine,
+            version=report.version,
+            content_hash=report.content_hash,
+            log_probs=[values[-row.response_length :] for values, row in zip(by_row, rows, strict=True)],
+        )
+        for report, by_row in zip(reports, scores, strict=True)
+    ]
+
+
+def compare_with_engines(fleet: FleetControl, trainers: Trainers, rows: Sequence[TrainRow]) -> dict[str, Agreement]:
+    """Return by engine how far its new scores are from the trainer's at the trainable tokens of `rows`. Both score at
+    the same time. EngineError when an engine cannot be reached."""
+    with ThreadPoolExecutor(1, thread_name_prefix="rescore") as beside:
+        asked = beside.submit(rescore, fleet, rows)
+        own = trainers.log_probs(list(rows), SamplingRule())
+        scored = asked.result()
+    return {each.engine: of_rows(_as_recorded(rows, each.log_probs), own) for each in scored}
+
+
 def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl, version: Version) -> float:
-    """How far an engine's log-probabilities are from the trainer's, at worst; PublishError above the bound."""
-    tokens = [5 + (7 * position) % 23 for position in range(PROBE_LENGTH)]
+    """Compare the scores of a fixed text, and return the worst engine's difference, nats a token; PublishError above
+    the bound."""
+    bound = BF16_BOUND if config.parallel.bf16 else FP32_BOUND
+    worst = 0.0
+    for engine, found in compare_with_engines(fleet, trainers, [_probe_row(version)]).items():
+        difference = statistics.median(found.suspects[0].gaps()) if config.parallel.bf16 else found.largest
+        if math.isnan(found.mean):  # one NaN token is enough; neither median nor maximum would show it
+            difference = math.nan
+        worst = max(worst, difference)
+        if not difference <= bound:
+            raise PublishError(
+                f"engine {engine}: log-probabilities differ from the trainer's by {difference:.3g} after version "
+                f"{version} (bound {bound:g}), although the bytes were confirmed. The engine computes with other "
+                "weights: restart the run with --load, and report this with the model type."
+            )
+    logger.info("version %d: engines agree with the trainer within %.2g", version, worst)
+    return worst
+
+
+def _probe_row(version: Version) -> TrainRow:
     response = PROBE_LENGTH - 1
-    row = TrainRow(
+    return TrainRow(
         sample_index=-1,
         group_index=-1,
         rollout_id=-1,
-        tokens=np.asarray(tokens, dtype=np.int32),
+        tokens=np.asarray([5 + (7 * position) % 23 for position in range(PROBE_LENGTH)], dtype=np.int32),
         response_length=response,
         loss_mask=np.ones(response, dtype=np.uint8),
         rollout_log_probs=np.zeros(response, dtype=np.float32),
@@ -43,18 +93,11 @@ def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl,
         status="completed",
         truncated=False,
     )
-    [expected_R] = trainers.log_probs([row])
-    bound = BF16_BOUND if config.parallel.bf16 else FP32_BOUND
-    worst = 0.0
-    for address, [got_R] in zip(fleet.addresses, fleet.prompt_log_probs([tokens]), strict=True):
-        differences = [abs(a - b) for a, b in zip(got_R, expected_R, strict=True)]
-        difference = statistics.median(differences) if config.parallel.bf16 else max(differences)
-        worst = max(worst, difference)
-        if not difference <= bound:
-            raise PublishError(
-                f"engine {address.name}: log-probabilities differ from the trainer's by {difference:.3g} after version "
-                f"{version} (bound {bound:g}), although the bytes were confirmed. The engine computes with other "
-                "weights: restart the run with --load, and report this with the model type."
-            )
-    logger.info("version %d: engines agree with the trainer within %.2g", version, worst)
-    return worst
+
+
+def _as_recorded(rows: Sequence[TrainRow], log_probs: Sequence[Sequence[float]]) -> list[TrainRow]:
+    """Return the rows as if these log-probabilities had been recorded at sampling."""
+    return [
+        dataclasses.replace(row, rollout_log_probs=np.asarray(values, dtype=np.float32))
+        for row, values in zip(rows, log_probs, strict=True)
+    ]

@@ -1,11 +1,11 @@
-"""RolloutManager: the Ray actor that owns prompts, generation, rewards and the hand-over to training."""
+"""RolloutManager: the Ray actor that owns prompts, generation, rewards and the transfer of rows to training."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vime.batching.flops import RoundWork
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER, STREAMING
-from vime.data.groups import check_versions
+from vime.data.groups import GroupFacts, check_versions
 from vime.data.rows import TrainRow
 from vime.handoff.group_store import groups_partition
 from vime.handoff.ledger import Ledger
@@ -27,22 +27,22 @@ from vime.handoff.ticket import RoundTicket, make_ticket, read_some
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.observability.samples import RoundGroup
+from vime.protocols import calling_plugin
 from vime.ray.checkpoint import LEDGER_RUN
 from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import compact_other_spools, connect_store, group_store, round_store
-from vime.rollout import sample_book  # by its module: Ray copies what an actor's class names itself
+from vime.rollout import sample_recorder  # by its module: Ray copies what an actor's class names itself
 from vime.rollout.convert import encoded_group, set_custom_rewards
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, Workers
+from vime.rollout.early_batches import EarlyBatches
 from vime.rollout.evaluate import eval_data_sets
 from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
-from vime.rollout.portions import Portions
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.rollout.worker import RolloutWorker
-from vime.seams import calling_plugin
 from vime.types import ConfigError, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import collect_garbage, collect_when_asked
@@ -56,7 +56,7 @@ PROCESS = "rollout-manager"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerInfo:
-    """What the driver learns when the data source stands."""
+    """What the driver learns when the data source is ready."""
 
     num_prompts: int
     num_too_long: int = 0  # prompts that were left out
@@ -64,7 +64,7 @@ class ManagerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedRound:
-    """One round, whose rows are stored: the ticket to read them with, and what it was like."""
+    """One round whose rows are stored: the ticket to read them with, and its facts."""
 
     rollout_id: int
     ticket: RoundTicket | None  # None when nothing is trained
@@ -72,8 +72,21 @@ class GeneratedRound:
     probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
     work: RoundWork | None = None  # None when nothing is trained
     cursor: dict[str, Any] = field(default_factory=dict)  # state of the data source after this round was drawn
-    lease: RoundLease | None = None  # mode streaming: the ledger's word that these groups are this round's
-    num_begun: int = 0  # portions that the trainers have already; the ticket holds the other groups
+    lease: RoundLease | None = None  # mode streaming: assigns these groups to this round
+    num_begun: int = 0  # early batches that the trainers have already; the ticket holds the other groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRound:
+    """The groups of a round before planning, in every mode: facts of each group and the handles of its chunks."""
+
+    groups: Sequence[tuple[GroupFacts, Sequence[Any]]]
+    partition: str
+    metrics: Mapping[str, float]
+    cursor: dict[str, Any]
+    to_be_read: Sequence[RoundGroup]  # for `vime samples`
+    lease: RoundLease | None = None
+    begun: Sequence[PlannedRound] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +107,18 @@ class RolloutManager:
         self._config, self._run_dir = config, Path(run_dir)
         setup_logging(self._run_dir, PROCESS)
         self._events = open_events(self._run_dir, PROCESS)
-        sample_book.BOOK.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
+        sample_recorder.RECORDER.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
         self._queue_address, self._engine_key = queue_address, ""
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._taken: dict[int, Sequence[TakenGroup]] = {}  # mode streaming, whose samples lie elsewhere: the same
         self._source: Any = None  # a run that replays recorded rounds has none
         self._coordinator: RoundCoordinator | None = None  # mode streaming
-        self._portion_lock = threading.Lock()  # of `_begun`, held until a claimed portion has its ticket
-        self._begun: list[PlannedRound] = []  # portions of the round in hand
+        self._early_lock = threading.Lock()  # of `_begun`, held until a claimed early batch has its ticket
+        self._begun: list[PlannedRound] = []  # early batches of the round in hand
 
     def prepare(self, resumed: dict[str, Any] | None = None) -> ManagerInfo:
-        """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for. `resumed`:
-        the data cursor of the checkpoint that the run goes on from."""
+        """Load plug-ins and prompts, and report everything that is wrong with them before the wait for engines.
+        `resumed`: the data cursor of the checkpoint that the run continues from."""
         args = self._config.flat
         self._generate = load_rollout_function(args)
         self._store: PayloadStore = connect_store(self._config, self._queue_address)
@@ -120,7 +133,7 @@ class RolloutManager:
         if self._config.queue.transferqueue_mode == STREAMING and not hasattr(self._source, "group_at"):
             raise ConfigError(
                 f"--data-source-path {args.data_source_path}: {type(self._source).__name__} has no group_at(index). In "
-                "mode streaming a prompt may be answered again after a restart, so a data source must know every "
+                "mode streaming a prompt may be generated again after a restart, so a data source must know every "
                 "group by its number. Add the method, or use mode buffer."
             )
         if resumed is not None and hasattr(self._source, "recognise"):
@@ -158,14 +171,14 @@ class RolloutManager:
             args,
             ledger=ledger,
             workers=workers,
-            portions=Portions(
+            early_batches=EarlyBatches(
                 minimum=self._config.queue.train_early_groups, row_multiple=data_parallel_size(self._config)
             ),
         )
 
     def produce(self, is_on: bool) -> None:
-        """The engines serve: answer prompts from now on, whatever the trainers do. Or answer none any more; with
-        --partial-rollout what is under way is kept, if the engines still answer."""
+        """Begin to generate, because the engines serve now; the trainers do not stop it. Or end it; with
+        --partial-rollout completions in flight are kept, if the engines still respond."""
         assert self._coordinator is not None
         if is_on:
             self._coordinator.workers.start()
@@ -173,7 +186,7 @@ class RolloutManager:
             self._coordinator.workers.stop()
 
     def compact(self) -> int:
-        """Drop from the spool what no restart can need; answers the bytes freed."""
+        """Drop from the spool what no restart can need. Returns the bytes freed."""
         assert self._coordinator is not None
         needed = self._ledger.call(Ledger.needed_payloads)
         freed = self._coordinator.workers.compact(needed)
@@ -185,64 +198,86 @@ class RolloutManager:
             self._source.load(state)
 
     def generate(self, rollout_id: int) -> GeneratedRound:
-        """One round: its groups generated (or replayed, or leased), planned and stored."""
+        """Produce one round: generate (or replay, or lease) its groups, plan it, and return where its rows lie."""
         collect_garbage()
-        if self._coordinator is not None:
-            return self._lease(self._coordinator, rollout_id)
-        config = self._config
-        args, debug = config.flat, config.debug
         began = time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
-            output = _samples(config, self._generate, self._source, rollout_id)
-        metrics = {**output.metrics, "perf/rollout_time": time.monotonic() - began}
+            found = self._lease(rollout_id) if self._coordinator is not None else self._generate_round(rollout_id)
+        metrics = {**found.metrics, "perf/rollout_time": time.monotonic() - began}
+        sample_recorder.RECORDER.write_round(rollout_id, found.to_be_read)
+        if self._config.debug.debug_rollout_only:
+            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
+        rows = np.concatenate([facts.rows for facts, _ in found.groups])
+        planned = self._plan(rollout_id, rows, found.begun)
+        ticket = make_ticket(planned.plan, found.groups, partition=found.partition)
+        failpoint(Point.STORED)
+        return GeneratedRound(
+            rollout_id=rollout_id,
+            ticket=ticket,
+            metrics=metrics | planned.metrics,
+            work=planned.work,
+            probe=self._probe(ticket, planned),
+            lease=found.lease,
+            cursor=found.cursor,
+            num_begun=len(found.begun),
+        )
+
+    def _generate_round(self, rollout_id: int) -> FoundRound:
+        """Encode and store the samples of a rollout function, or of a record (modes off and buffer)."""
+        config, args = self._config, self._config.flat
+        output = _samples(config, self._generate, self._source, rollout_id)
         # which prompts were drawn up to this round
         cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
         with span("convert_round", rollout_id=rollout_id):
             groups = [encoded_group(args, samples, producer_id=PROCESS) for samples in output.samples]
             facts = [group.facts for group in groups]
             set_custom_rewards(args, facts, lambda: output.samples)
-        if not (debug.debug_rollout_only or debug.load_debug_rollout_data):
+        if not (config.debug.debug_rollout_only or config.debug.load_debug_rollout_data):
             check_versions(facts, rollout_id, config.queue.transferqueue_max_staleness)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
-        sample_book.BOOK.write_round(rollout_id, [RoundGroup.of(samples) for samples in output.samples])
-        if debug.debug_rollout_only:
-            return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
-        planned = self._plan(rollout_id, np.concatenate([known.rows for known in facts]))
-        began = time.monotonic()
-        with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
-            partition, handles = self._rounds.put(rollout_id, groups)
-        if config.queue.transferqueue_mode == BUFFER:
-            metrics["transferqueue/put_latency"] = (time.monotonic() - began) / len(groups)
-        ticket = make_ticket(planned.plan, list(zip(facts, handles, strict=True)), partition=partition)
-        return self._generated(ticket, planned, metrics, cursor=cursor)
+        metrics, partition, handles = dict(output.metrics), "", [[] for _ in groups]
+        if not config.debug.debug_rollout_only:
+            began = time.monotonic()
+            with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
+                partition, handles = self._rounds.put(rollout_id, groups)
+            if config.queue.transferqueue_mode == BUFFER:
+                metrics["transferqueue/put_latency"] = (time.monotonic() - began) / len(groups)
+        return FoundRound(
+            groups=list(zip(facts, handles, strict=True)),
+            partition=partition,
+            metrics=metrics,
+            cursor=cursor,
+            to_be_read=[RoundGroup.of(samples) for samples in output.samples],
+        )
 
-    def _lease(self, coordinator: RoundCoordinator, rollout_id: int) -> GeneratedRound:
-        """Mode streaming: the next finished groups, whose rows lie in the queue already."""
-        config, began = self._config, time.monotonic()
-        with span("generate_round", rollout_id=rollout_id):
-            coordinator.begin(rollout_id)
-            taken = coordinator.take(config.rollout.rollout_batch_size)
-        metrics = {**coordinator.metrics(taken), "perf/rollout_time": time.monotonic() - began}
-        # the prompts' own state, to recognise them; where the queue stands is in the ledger
-        cursor = {**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)}
-        with self._portion_lock:
+    def _lease(self, rollout_id: int) -> FoundRound:
+        """Lease the next finished groups, whose rows lie in the queue already (mode streaming)."""
+        config, coordinator = self._config, self._coordinator
+        assert coordinator is not None
+        coordinator.begin(rollout_id)
+        taken = coordinator.take(config.rollout.rollout_batch_size)
+        with self._early_lock:
             begun, self._begun = self._begun, []
-        begun = begun if taken.begun else []
         self._keep_taken(rollout_id, taken.groups)
-        debug = config.debug
-        if debug.save_debug_rollout_data:
-            path = Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id))
+        if config.debug.save_debug_rollout_data:
+            path = Path(config.debug.save_debug_rollout_data.format(rollout_id=rollout_id))
             save_rollout(
                 path,
                 coordinator.samples(taken.groups),
                 partition_id=groups_partition(config.queue.transferqueue_partition),
                 producer_ids=[group.facts.notes.producer for group in taken.groups],
             )
-        sample_book.BOOK.write_round(rollout_id, [_to_be_read(coordinator, group) for group in taken.groups])
-        planned = self._plan(rollout_id, np.concatenate([group.facts.rows for group in taken.left]), begun)
-        ticket = self._ticket(planned, taken.left)
-        return self._generated(ticket, planned, metrics, cursor=cursor, lease=taken.lease, num_begun=len(begun))
+        return FoundRound(
+            groups=[(group.facts, group.handles) for group in taken.left],
+            partition=groups_partition(config.queue.transferqueue_partition),
+            metrics=coordinator.metrics(taken),
+            # the prompts' own state, to recognise them; where the queue stands is in the ledger
+            cursor={**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)},
+            to_be_read=[_to_be_read(coordinator, group) for group in taken.groups],
+            lease=taken.lease,
+            begun=begun if taken.begun else [],
+        )
 
     def _plan(self, rollout_id: int, rows: NDArray[Any], begun: Sequence[PlannedRound] = ()) -> PlannedRound:
         failpoint(Point.CONVERT)
@@ -251,53 +286,31 @@ class RolloutManager:
         failpoint(Point.PUT)
         return planned
 
-    def _generated(
-        self,
-        ticket: RoundTicket,
-        planned: PlannedRound,
-        metrics: dict[str, float],
-        *,
-        cursor: dict[str, Any],
-        lease: RoundLease | None = None,
-        num_begun: int = 0,
-    ) -> GeneratedRound:
-        failpoint(Point.STORED)
-        may_be_stale = self._config.queue.transferqueue_max_staleness > 0
-        probe: tuple[TrainRow, ...] = ()
-        if may_be_stale:
-            trained = np.flatnonzero(planned.rows["num_trainable"]).tolist()
-            numbers = trained[:: max(1, len(trained) // NUM_PROBES)][:NUM_PROBES]
-            probe = tuple(read_some(self._store, ticket, numbers).values())
-        return GeneratedRound(
-            rollout_id=ticket.rollout_id,
-            ticket=ticket,
-            metrics=metrics | planned.metrics,
-            work=planned.work,
-            probe=probe,
-            lease=lease,
-            cursor=cursor,
-            num_begun=num_begun,
-        )
+    def _probe(self, ticket: RoundTicket, planned: PlannedRound) -> tuple[TrainRow, ...]:
+        """A few trained rows, where tokens may be older than the weights that train them."""
+        if self._config.queue.transferqueue_max_staleness == 0:
+            return ()
+        trained = np.flatnonzero(planned.rows["num_trainable"]).tolist()
+        numbers = trained[:: max(1, len(trained) // NUM_PROBES)][:NUM_PROBES]
+        return tuple(read_some(self._store, ticket, numbers).values())
 
-    def portion(self, rollout_id: int) -> RoundTicket | None:
-        """Ticket of finished groups of the round that `generate` waits for beside this, for the trainers to begin with.
-        None when the round is whole, or failed: `generate` says."""
+    def early_batch(self, rollout_id: int) -> RoundTicket | None:
+        """Return a ticket of finished groups of the round that `generate` waits for in another thread, for the trainers
+        to begin with. None when the round is whole or failed: `generate` reports which."""
         coordinator = self._coordinator
         assert coordinator is not None
-        while coordinator.portions.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
-            with self._portion_lock:
-                claimed = coordinator.claim_portion()
+        while coordinator.early_batches.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
+            with self._early_lock:
+                claimed = coordinator.claim_early_batch()
                 if not claimed:
                     continue
                 rows = np.concatenate([group.facts.rows for group in claimed])
-                planned = self._planner.plan(rollout_id, rows, is_portion=True)
+                planned = self._planner.plan(rollout_id, rows, is_early_batch=True)
                 self._begun.append(planned)
-                return self._ticket(planned, claimed)
+                partition = groups_partition(self._config.queue.transferqueue_partition)
+                found = [(group.facts, group.handles) for group in claimed]
+                return make_ticket(planned.plan, found, partition=partition)
         return None
-
-    def _ticket(self, planned: PlannedRound, groups: Sequence[TakenGroup]) -> RoundTicket:
-        partition = groups_partition(self._config.queue.transferqueue_partition)
-        return make_ticket(planned.plan, [(group.facts, group.handles) for group in groups], partition=partition)
 
     def _keep_taken(self, rollout_id: int, groups: Sequence[TakenGroup]) -> None:
         """Of the last rounds only: one trains while the next is generated, and its texts may be asked for."""
@@ -307,15 +320,15 @@ class RolloutManager:
             self._coordinator.workers.release([group.task for group in self._taken.pop(old)])
 
     def clear(self, ticket: RoundTicket) -> None:
-        """Every rank has read this round or portion: it leaves the queue, which makes room for the next. In mode
-        streaming the spool keeps it until a checkpoint carries the round."""
+        """Remove this round or early batch from the queue, which frees capacity: every rank has read it. In mode
+        streaming the spool keeps it until a checkpoint contains the round."""
         if self._coordinator is None:
             self._rounds.clear(ticket.partition)
         else:
             self._store.clear(ticket.partition, ticket.handles)
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
-        """What the samples of a recent round said as text; None for one that is not there any more."""
+        """Return the text of the samples of a recent round; None for one that is not there any more."""
         texts = self._texts.get(rollout_id, {})
         if self._coordinator is not None:
             wanted = set(indices)
@@ -332,8 +345,8 @@ class RolloutManager:
         output = self._generate(self._config.flat, rollout_id, self._source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             raise PluginError(
-                f"--rollout-function-path {self._config.rollout.rollout_function_path}: answered "
-                f"{type(output).__name__} to evaluation=True, expected RolloutFnEvalOutput."
+                f"--rollout-function-path {self._config.rollout.rollout_function_path}: returned "
+                f"{type(output).__name__} for evaluation=True, expected RolloutFnEvalOutput."
             )
         for name, samples in output.data.items():
             save_samples(self._run_dir / "eval" / f"{name}_{rollout_id}.jsonl", samples)
@@ -347,7 +360,7 @@ class RolloutManager:
         if self._coordinator is not None:
             self._coordinator.workers.stop()
         close_generation()
-        sample_book.BOOK.close()
+        sample_recorder.RECORDER.close()
         if self._coordinator is not None:
             self._coordinator.workers.close()
         self._store.close()
@@ -360,12 +373,12 @@ def _samples(config: Config, generate: Any, source: Any, rollout_id: int) -> Rol
         samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
         return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(config.flat, samples))
     path = config.rollout.rollout_function_path
-    is_ours = path.startswith("vime.")  # what it lets through nobody foresaw, and it is not the user's to correct
+    is_ours = path.startswith("vime.")  # an error that escapes from it is unforeseen, and the user cannot correct it
     with contextlib.nullcontext() if is_ours else calling_plugin(f"--rollout-function-path {path}", generate):
         output = generate(config.flat, rollout_id, source)
     if not isinstance(output, RolloutFnTrainOutput):
         raise PluginError(
-            f"--rollout-function-path {path}: answered {type(output).__name__}, expected RolloutFnTrainOutput."
+            f"--rollout-function-path {path}: returned {type(output).__name__}, expected RolloutFnTrainOutput."
         )
     if debug.save_debug_rollout_data:
         save_rollout(

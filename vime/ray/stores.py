@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
 from vime.handoff.stores import ObjectStore, PayloadStore
 from vime.ray.cluster import QUEUE_CPUS
+from vime.rollout.prompts import decode_response
 
 
 def start_queue(config: Config) -> Any:
@@ -33,7 +35,7 @@ def stop_queue(address: Any) -> None:
 
 
 def connect_store(config: Config, queue_address: Any) -> PayloadStore:
-    """The payload store as seen from one process; `queue_address` is None in mode off."""
+    """Return the payload store of one process; `queue_address` is None in mode off."""
     timeout_s = config.queue.transferqueue_timeout_secs
     if queue_address is None:
         return ObjectStore(put=ray.put, get=lambda refs: list(ray.get(refs, timeout=timeout_s)))
@@ -43,7 +45,7 @@ def connect_store(config: Config, queue_address: Any) -> PayloadStore:
 
 
 def round_store(config: Config, store: PayloadStore) -> RoundStore:
-    """Modes off and buffer: whole rounds, each in a partition of its own."""
+    """Return the store of whole rounds, each in its own partition (modes off and buffer)."""
     queue = config.queue
     return RoundStore(
         store,
@@ -54,18 +56,19 @@ def round_store(config: Config, store: PayloadStore) -> RoundStore:
 
 
 def group_store(config: Config, run_dir: Path, store: PayloadStore, *, worker: int | None = None) -> GroupStore:
-    """Mode streaming: finished groups, in TransferQueue and, unless --no-transferqueue-durable, on disk. `worker`: of
-    one in a process of its own, which has a spool of its own."""
+    """Return the store of finished groups (mode streaming): in TransferQueue and, unless --no-transferqueue-durable, on
+    disk. `worker`: number of a worker in its own process, which has its own spool."""
     queue = config.queue
     spool, directory = None, run_dir / SPOOL_NAME
     if queue.transferqueue_durable:
         place = directory if worker is None else worker_spool(directory, worker)
         spool = Spool(place, fsync=Fsync(queue.transferqueue_fsync))
-    return GroupStore(store, spool, partition=queue.transferqueue_partition, directory=directory)
+    decode = partial(decode_response, config.flat.hf_checkpoint)
+    return GroupStore(store, spool, partition=queue.transferqueue_partition, directory=directory, decode=decode)
 
 
 def compact_other_spools(config: Config, run_dir: Path, needed: Mapping[Task, int | None]) -> int:
-    """Drop from the spools that an earlier life of the run left what no restart can need; answers the bytes freed."""
+    """Drop from the spools of earlier starts of this run what no restart can need. Returns the bytes freed."""
     directory, count = run_dir / SPOOL_NAME, config.queue.num_rollout_workers
     if not config.queue.transferqueue_durable:
         return 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from vime.config.parse import Args
 from vime.types import DynamicFilterOutput, Sample
 
 
-def check_reward_nonzero_std(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: Args, samples: list[Sample]) -> DynamicFilterOutput:
     """Drop a group whose samples all got the same reward: its advantages are zero (DAPO, Yu et al. 2025, section 3.2).
 
     The reason names the reward, so that "all right" and "all wrong" are counted apart.

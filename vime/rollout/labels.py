@@ -1,17 +1,16 @@
-"""What a label must be for a reward that compares the answer with it.
+"""What a label must be for a reward that compares the completion with it.
 
-A list or NaN as label compares with nothing: every answer would score 0 for ever, and nothing would say why.
+A list or NaN equals nothing: every completion would score 0, and no message would say why.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
 
 
-def label_fault(label: Any) -> str:
-    """Why `label` compares with no answer, as what it is and what is expected; empty when it does."""
+def label_fault(label: object) -> str:
+    """Return why `label` equals no answer: what it is and what is expected; empty when it can be used."""
     if isinstance(label, str):
         return "" if label.strip() else f"the label is {label!r}, expected the text of the right answer"
     if isinstance(label, numbers.Number) and not isinstance(label, complex):

@@ -1,4 +1,4 @@
-"""Every dotted-path flag, loaded and checked in one place, before anything is started.
+"""Loads and checks every dotted-path flag in one place, before any process starts.
 
 A plug-in is loaded once per process: a file is not executed again for each sample.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
+from vime.config.parse import Args
+from vime.protocols import LOSS_PARAMETERS, DataSource, RolloutFunction, SamplingParams, calling_plugin, load_plugin
 from vime.rollout.reasoning_gym_tasks import task_names
 from vime.rollout.slime_aliases import CallArgs, dialect_faults, install, sglang_params, speaks_slime
-from vime.seams import LOSS_PARAMETERS, DataSource, RolloutFunction, calling_plugin, load_plugin
 from vime.types import ConfigError, Sample
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -29,7 +30,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "buffer_filter_path": ("args", "rollout_id", "buffer", "num_samples"),
     "custom_loss_path": LOSS_PARAMETERS,
 }
-"""Flag -> the parameters Vime calls the plug-in with, by position."""
+"""Flag -> the parameters that Vime passes to the plug-in, by position."""
 
 _ANSWERS_AT_ONCE = (
     *("rollout_function_path", "custom_reward_post_process_path", "dynamic_sampling_filter_path"),
@@ -38,7 +39,7 @@ _ANSWERS_AT_ONCE = (
 _METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
 
-def check_plugins(args: Any) -> None:
+def check_plugins(args: Args) -> None:
     """Load every plug-in that is named and check its signature; ConfigError names the flag."""
     for name in SIGNATURES:
         found = plugin(args, name)
@@ -48,7 +49,7 @@ def check_plugins(args: Any) -> None:
     if args.partial_rollout and generate is not None and not getattr(generate, "resumes", False):
         raise ConfigError(
             f"--partial-rollout with --custom-generate-function-path {args.custom_generate_function_path}: it does not "
-            "say that it can go on with a sample that has response tokens. When it can, set `resumes = True` on the "
+            "declare that it can continue a sample that has response tokens. When it can, set `resumes = True` on the "
             "function (docs/customization.md); else leave --partial-rollout out."
         )
     source = plugin(args, "data_source_path")
@@ -66,27 +67,26 @@ def check_plugins(args: Any) -> None:
         task_names(args)
 
 
-def _check_kind(found: Callable[..., Any], name: str, path: str) -> None:
-    """Who is awaited is `async def`, who answers at once is not; a generator is neither."""
+def _check_kind(found: Callable[..., object], name: str, path: str) -> None:
+    """Check that a plug-in that is awaited is `async def` and another one is not; a generator is refused."""
     flag = "--" + name.replace("_", "-")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise ConfigError(f"{flag} {path}: is a generator (it has `yield`). Return one answer instead.")
+        raise ConfigError(f"{flag} {path}: is a generator (it has `yield`). Return one value instead.")
     if name in _ANSWERS_AT_ONCE and inspect.iscoroutinefunction(found):
         raise ConfigError(f"{flag} {path}: is `async def`, but nobody would await it. Write `def`.")
 
 
-def plugin(args: Any, name: str) -> Callable[..., Any] | None:
-    """The plug-in of flag `name` (as in SIGNATURES), or None when the flag is empty."""
+def plugin(args: Args, name: str) -> Callable[..., object] | None:
+    """Return the plug-in of flag `name` (as in SIGNATURES), or None when the flag is empty."""
     path = getattr(args, name)
     return None if path is None else _load(path, name)
 
 
-def load_data_source(args: Any) -> DataSource:
-    """The data source of --data-source-path, standing on its data."""
+def load_data_source(args: Args) -> DataSource:
+    """Return the data source of --data-source-path, with its data loaded."""
     kind = _load(args.data_source_path, "data_source_path")
-    with calling_plugin(
-        f"--data-source-path {args.data_source_path}", kind.__init__ if isinstance(kind, type) else kind
-    ):
+    defined = vars(kind).get("__init__", kind) if isinstance(kind, type) else kind
+    with calling_plugin(f"--data-source-path {args.data_source_path}", defined):
         source = kind(args)
     if not isinstance(source, DataSource):
         missing = [method for method in _METHODS if not hasattr(source, method)]
@@ -97,51 +97,53 @@ def load_data_source(args: Any) -> DataSource:
     return source
 
 
-def load_rollout_function(args: Any) -> RolloutFunction:
-    """The function of --rollout-function-path."""
-    return _load(args.rollout_function_path, "rollout_function_path")
+def load_rollout_function(args: Args) -> RolloutFunction:
+    """Return the function of --rollout-function-path."""
+    return cast("RolloutFunction", _load(args.rollout_function_path, "rollout_function_path"))
 
 
 def generate_call(
-    function: Callable[..., Any], args: Any, sample: Sample, params: dict[str, Any], *, evaluation: bool
-) -> Callable[[], Any]:
-    """The call of a generate function: one written for slime gets sampling parameters under SGLang's names, and `args`
-    on which it may keep attributes of its own while it runs."""
+    function: Callable[..., object], args: Args, sample: Sample, params: SamplingParams, *, evaluation: bool
+) -> Callable[[], Awaitable[object]]:
+    """Return the call of a generate function. One written for slime gets sampling parameters under SGLang's names, and
+    an `args` on which it may set attributes of its own while it runs."""
     more = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     if is_of_slime(function):
-        return partial(function, CallArgs(args), sample, sglang_params(params), **more)
-    return partial(function, args, sample, params, **more)
+        call = partial(function, CallArgs(args), sample, sglang_params(params), **more)
+    else:
+        call = partial(function, args, sample, params, **more)
+    return cast("Callable[[], Awaitable[object]]", call)
 
 
-def is_of_slime(function: Callable[..., Any]) -> bool:
-    """Whether a plug-in was written for slime: its file imports from there."""
+def is_of_slime(function: Callable[..., object]) -> bool:
+    """Return whether a plug-in was written for slime: its file imports from it."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:  # an object that can be called, or built in
+    except TypeError:  # an instance with __call__, or a built-in
         return False
     return file is not None and speaks_slime(file)
 
 
-def plugin_args(function: Callable[..., Any], args: Any) -> Any:
-    """`args` as a plug-in reads it."""
+def plugin_args(function: Callable[..., object], args: Args) -> Args | CallArgs:
+    """Return `args` in the form that the plug-in expects."""
     return CallArgs(args) if is_of_slime(function) else args
 
 
 def _refuse_dialect(path: str, flag: str) -> None:
-    """ConfigError for what a plug-in imports of slime, or asks of it, and Vime does not have."""
+    """Raise ConfigError for what a plug-in uses of slime that Vime does not have."""
     name = path.rpartition(":")[0] if ".py:" in path else path.rpartition(".")[0]
     file = Path(name).expanduser() if name.endswith(".py") else None
     if file is None:
-        with contextlib.suppress(ImportError, ValueError):  # said when it is imported
+        with contextlib.suppress(ImportError, ValueError):  # reported when it is imported
             spec = importlib.util.find_spec(name)
             file = Path(spec.origin) if spec is not None and spec.origin is not None else None
     faults = [] if file is None else dialect_faults(file)
     if faults:
-        raise ConfigError(f"{flag} {path}: written for slime, and asks for what is not here: {' '.join(faults)}")
+        raise ConfigError(f"{flag} {path}: written for slime, and uses what Vime does not have: {' '.join(faults)}")
 
 
 @lru_cache(maxsize=64)
-def _load(path: str, name: str) -> Callable[..., Any]:
+def _load(path: str, name: str) -> Callable[..., object]:
     flag = "--" + name.replace("_", "-")
     if not path.startswith("vime."):
         install()

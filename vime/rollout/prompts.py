@@ -1,4 +1,4 @@
-"""Read prompts: records of jsonl, parquet or a saved data set -> tokenised prompts, faults said with file and line.
+"""Read prompts: records of jsonl, parquet or a saved data set -> tokenised prompts; faults name file and line.
 
 Both the training data source and the evaluation use it. Everything is read and checked at construction, so that a bad
 record in the last line is refused before the first prompt is sent.
@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from vime.config.graders import COMPARE_WITH_LABEL, own_grader, own_grader_fault
 from vime.config.hf_config import read_model_shape
 from vime.config.model_files import has_tokenizer, no_tokenizer
+from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
-from vime.rollout.conversations import TURNS, is_conversation, read_conversation
+from vime.rollout.conversations import TURNS, chat_text, is_conversation, read_conversation, turns_of
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
@@ -30,34 +31,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe")
-"""Models whose directory is believed when it names a plain tokenizer. For qwen2 `AutoTokenizer` knows better."""
+"""Model types whose config names a plain tokenizer that is used as it is. For qwen2 `AutoTokenizer` decides."""
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+
+
+Record = dict[str, object]
+"""One line of a prompt file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem, ready to be asked. `where` is for messages: file and line, or generator and number."""
+    """One problem, tokenised. `where` is for messages: file and line, or generator and number."""
 
     text: str
     token_ids: tuple[int, ...]
-    label: Any
+    label: object
     where: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+def decode_response(directory: str, tokens: Sequence[int]) -> str:
+    """Return the text of response tokens as `Sample.response` has it, by the tokenizer of `load_tokenizer`."""
+    return str(load_tokenizer(directory).decode(list(tokens), skip_special_tokens=True))
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of --hf-checkpoint; one object per process and directory."""
+    """Return the tokenizer of --hf-checkpoint; one object per process and directory."""
     path = Path(directory).expanduser()
-    if not has_tokenizer(path):  # transformers would make one of no files at all, which knows no word
+    if not has_tokenizer(path):  # without files transformers would make a tokenizer with an empty vocabulary
         raise DataError(no_tokenizer(f"--hf-checkpoint {directory}"))
+    load: Callable[[str], PreTrainedTokenizerBase]
     with without_collector():
         if is_plain_tokenizer(path):
-            from transformers import TokenizersBackend as Loader
+            from transformers import TokenizersBackend
+
+            load = TokenizersBackend.from_pretrained
         else:
-            from transformers import AutoTokenizer as Loader
+            from transformers import AutoTokenizer
+
+            load = AutoTokenizer.from_pretrained
     try:
-        return Loader.from_pretrained(str(path))
+        return load(str(path))
     except (OSError, ValueError) as error:
         raise DataError(
             f"--hf-checkpoint {directory}: no tokenizer can be loaded from there: {error}. Expected tokenizer.json or "
@@ -66,9 +81,10 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 def is_plain_tokenizer(path: Path) -> bool:
-    """Whether `path` says that its tokenizer is tokenizer.json and nothing else, as transformers writes it since 5.0.
+    """Return whether `path` declares that its tokenizer is tokenizer.json and nothing else (transformers 5.0 and
+    later).
 
-    `AutoTokenizer` takes the same class then, but its import takes 2 CPU s more: it brings the code of generation.
+    `AutoTokenizer` takes the same class then, but its import takes 2 CPU s more: it imports the code of generation.
     """
     try:
         settings, model = (json.loads((path / name).read_text()) for name in ("tokenizer_config.json", "config.json"))
@@ -81,19 +97,19 @@ def is_plain_tokenizer(path: Path) -> bool:
         return False
 
 
-def context_limit(args: Any) -> int:
-    """Longest prompt + answer, tokens: --rollout-max-context-len, else the model's positions."""
+def context_limit(args: Args) -> int:
+    """Return the longest prompt + completion, tokens: --rollout-max-context-len, else the model's positions."""
     return args.rollout_max_context_len or read_model_shape(args.hf_checkpoint).max_position_embeddings
 
 
 class Prompts(list[Prompt]):
-    """Those of a file that can be asked."""
+    """The prompts of a file that can be used."""
 
     num_too_long = 0
 
 
-def read_prompts(args: Any, path: str, *, flag: str) -> Prompts:
-    """Every record of `path` (given by `flag`; `path@[a:b]` takes a slice), tokenised and checked."""
+def read_prompts(args: Args, path: str, *, flag: str) -> Prompts:
+    """Return every record of `path` (given by `flag`; `path@[a:b]` takes a slice), tokenised and checked."""
     file, part = split_slice(path, flag)
     records = list(read_records(file, flag))[part]
     if not records:
@@ -110,7 +126,7 @@ def no_records(path: str, flag: str) -> DataError:
 
 
 def split_slice(path: str, flag: str) -> tuple[Path, slice]:
-    """`data.jsonl@[10:20]` -> the file and the slice; without a suffix the whole file."""
+    """Split `data.jsonl@[10:20]` into the file and the slice; without a suffix it is the whole file."""
     match = _SLICE.match(path)
     if match is None:
         if "@[" in path:
@@ -120,13 +136,13 @@ def split_slice(path: str, flag: str) -> tuple[Path, slice]:
     return Path(match["path"]).expanduser(), slice(start, stop)
 
 
-def check_lengths(args: Any, prompts: list[Prompt]) -> Prompts:
-    """Leave out prompts over --rollout-max-prompt-len, or without room for a single answer token; with
-    --refuse-long-prompts, and when none is left, they are refused."""
+def check_lengths(args: Args, prompts: list[Prompt]) -> Prompts:
+    """Leave out prompts over --rollout-max-prompt-len, or without space for a single response token. They are an error
+    with --refuse-long-prompts, or when no prompt is left."""
     context, limit = context_limit(args), args.rollout_max_prompt_len
     kept, faults = Prompts(), []
     for prompt in prompts:
-        length = len(prompt.token_ids) + sum(len(ids) for ids, _ in prompt.metadata.get(TURNS, []))
+        length = len(prompt.token_ids) + sum(len(ids) for ids, _ in turns_of(prompt.metadata))
         if length == 0:
             raise DataError(f"{prompt.where}: the prompt has no tokens. Remove the record.")
         if limit is not None and length > limit:
@@ -134,7 +150,7 @@ def check_lengths(args: Any, prompts: list[Prompt]) -> Prompts:
         elif length + (TURNS not in prompt.metadata) > context:
             faults.append(
                 f"{prompt.where}: the prompt has {length} tokens and the context is {context} "
-                "(--rollout-max-context-len or the model's limit): no room for an answer."
+                "(--rollout-max-context-len or the model's limit): no space for a completion."
             )
         else:
             kept.append(prompt)
@@ -148,8 +164,8 @@ def check_lengths(args: Any, prompts: list[Prompt]) -> Prompts:
     return kept
 
 
-def read_records(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, record); blank lines of a jsonl file are passed over."""
+def read_records(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
+    """Yield (line number from 1, record); blank lines of a jsonl file are skipped."""
     parts = prompt_files(str(file))
     if not parts:
         raise DataError(f"{flag} {file}: no such file. {EXPECTED_PROMPTS}")
@@ -162,38 +178,39 @@ def read_records(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def files_of_directory(directory: Path, flag: str) -> list[Path]:
-    """The files of a data set that `datasets` saved (`save_to_disk`, in the order that it wrote down), or else all
+    """Return the files of a data set that `datasets` saved (`save_to_disk`, in the order of its own list), or else all
     parquet or jsonl files, by name. DataError names the splits when there are several."""
-    splits = _json_of(directory / "dataset_dict.json", flag).get("splits")
+    splits = [str(name) for name in _listed(directory / "dataset_dict.json", "splits", flag)]
     if splits:
         if len(splits) > 1:
             raise DataError(
                 f"{flag} {directory}: has the splits {', '.join(splits)}. Name one: {directory / splits[0]}."
             )
         return files_of_directory(directory / splits[0], flag)
-    saved = [directory / entry["filename"] for entry in _json_of(directory / "state.json", flag).get("_data_files", [])]
+    entries = _listed(directory / "state.json", "_data_files", flag)
+    saved = [directory / str(entry["filename"]) for entry in entries if isinstance(entry, dict)]
     found = saved or sorted(directory.glob("*.parquet")) or sorted(directory.glob("*.jsonl"))
     if not found:
         raise DataError(f"{flag} {directory}: no data set in this directory. {EXPECTED_PROMPTS}")
     return found
 
 
-def _json_of(path: Path, flag: str) -> dict[str, Any]:
-    """Empty when there is no such file."""
+def _listed(path: Path, key: str, flag: str) -> list[object]:
+    """Return the list under `key` of the JSON file; empty when there is no such file or key."""
     if not path.is_file():
-        return {}
+        return []
     try:
-        return dict(json.loads(path.read_text()))
+        return list(dict(json.loads(path.read_text())).get(key) or [])
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{flag} {path}: cannot be read: {error}. Save the data set again.") from error
 
 
-def _read_file(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_file(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
     if file.suffix in (".parquet", ".arrow"):
         yield from _read_table(file, flag)
         return
     try:
-        with file.open(encoding="utf-8-sig") as lines:  # some editors write a mark of three bytes in front
+        with file.open(encoding="utf-8-sig") as lines:  # some editors write a byte order mark first
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield number, _parse_line(file, number, line)
@@ -203,12 +220,12 @@ def _read_file(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from error
 
 
-def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_line(file: Path, number: int, line: str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         shown = line.strip()[:80]
-        way_out = "One JSON array over many lines is none: write each of its objects on a line." if shown == "[" else ""
+        way_out = "An array over many lines is not read: write each of its objects on a line." if shown == "[" else ""
         raise DataError(
             f"{file}:{number}: not JSON: {error}; got {shown!r}. Expected one JSON object a line. {way_out}".strip()
         ) from error
@@ -220,7 +237,7 @@ def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-def _read_table(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_table(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
     from pyarrow import ArrowException, ipc, memory_map, parquet
 
     kind = file.suffix.removeprefix(".")
@@ -238,16 +255,16 @@ def _read_table(file: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """What the key flags find in a record, of the kind that is expected; not tokenised yet."""
+    """The values that the key flags name in a record, checked for their type; not tokenised yet."""
 
-    content: str | list[dict[str, Any]]
-    tools: Any
-    label: Any
-    metadata: dict[str, Any]
+    content: str | list[dict[str, object]]
+    tools: list[dict[str, object]] | None
+    label: object
+    metadata: dict[str, object]
 
 
-def read_fields(args: Any, record: dict[str, Any], where: str) -> Fields:
-    """Everything about a record that can be checked without the tokenizer. DataError says what is wrong with it."""
+def read_fields(args: Args, record: Record, where: str) -> Fields:
+    """Check everything about a record that needs no tokenizer. DataError says what is wrong with it."""
     content = _value(record, args.input_key, "--input-key", where)
     _check_content(args, content, where)
     metadata = record.get(args.metadata_key)
@@ -264,34 +281,35 @@ def read_fields(args: Any, record: dict[str, Any], where: str) -> Fields:
     own = own_grader(args.config.reward, metadata or {})
     if (own or args.rm_type) in COMPARE_WITH_LABEL and (own or args.label_key) and (fault := label_fault(label)):
         grader = f"rm_type {own} of its metadata" if own else f"--rm-type {args.rm_type}"
-        raise DataError(f"{where}: {fault}: {grader} compares the answer with it. Fix the record or --label-key.")
+        raise DataError(f"{where}: {fault}: {grader} compares the completion with it. Fix the record or --label-key.")
+    tools = _value(record, args.tool_key, "--tool-key", where) if args.tool_key else None
     return Fields(
-        content=content,
-        tools=_value(record, args.tool_key, "--tool-key", where) if args.tool_key else None,
+        content=cast("str | list[dict[str, object]]", content),
+        tools=cast("list[dict[str, object]] | None", tools),  # the chat template reports what is wrong with them
         label=label,
         metadata=named | dict(metadata or {}),
     )
 
 
-def _value(record: dict[str, Any], key: str, flag: str, where: str) -> Any:
+def _value(record: Record, key: str, flag: str, where: str) -> object:
     outer, _, inner = key.partition(".")
-    if key not in record and inner and isinstance(record.get(outer), dict):
-        return _value(record[outer], inner, flag, f"{where}, {outer}")
+    if key not in record and inner and isinstance(nested := record.get(outer), dict):
+        return _value(nested, inner, flag, f"{where}, {outer}")
     if key not in record:
         found = ", ".join(sorted(record)) or "none"
         raise DataError(f"{where}: no key {key!r} ({flag}); the record has: {found}. Fix the record or the flag.")
     return record[key]
 
 
-def _is_imitated(args: Any, content: Any) -> bool:
-    """Whether the record is a conversation whose answers are in it (--loss-type sft_loss without --label-key)."""
+def _is_imitated(args: Args, content: object) -> bool:
+    """Return whether the record is a conversation that holds the text to imitate (sft_loss without --label-key)."""
     return args.loss_type == "sft_loss" and args.label_key is None and is_conversation(content)
 
 
-def _check_content(args: Any, content: Any, where: str) -> None:
-    """Text, or with --apply-chat-template messages too."""
+def _check_content(args: Args, content: object, where: str) -> None:
+    """Check that it is text, or messages if --apply-chat-template is given."""
     if _is_imitated(args, content):
-        return  # read_conversation looks at its messages
+        return  # read_conversation checks its messages
     if isinstance(content, str):
         if not content:
             raise DataError(f"{where}: the prompt is empty text. Expected a question; remove the record or fill it.")
@@ -313,27 +331,27 @@ def _check_content(args: Any, content: Any, where: str) -> None:
 
 
 class _RecordReader:
-    """Record -> Prompt, by the key flags and the chat template."""
+    """Turns a record into a Prompt, by the key flags and the chat template."""
 
-    def __init__(self, args: Any, file: Path) -> None:
+    def __init__(self, args: Args, file: Path) -> None:
         self._args, self._file = args, file
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
-        self._num_ids = read_model_shape(args.hf_checkpoint).vocab_size  # 0: unsaid
-        self._template_arguments: dict[str, Any] = json.loads(args.apply_chat_template_kwargs or "{}")
+        self._num_ids = read_model_shape(args.hf_checkpoint).vocab_size  # 0: not given
+        self._template_arguments: dict[str, object] = json.loads(args.apply_chat_template_kwargs or "{}")
         if args.apply_chat_template and not self._tokenizer.chat_template:
             raise DataError(
                 f"--apply-chat-template: the tokenizer of {args.hf_checkpoint} has no chat template. Remove the flag."
             )
 
-    def prompt(self, number: int, record: dict[str, Any]) -> Prompt:
+    def prompt(self, number: int, record: Record) -> Prompt:
         where = f"{self._file}:{number}"
         fields = read_fields(self._args, record, where)
         if _is_imitated(self._args, fields.content):
-            return self._conversation(fields.content, fields.tools, fields.metadata, where)
-        text, token_ids = self._render(fields.content, fields.tools, where)
+            return self._conversation(fields, where)
+        text, token_ids = self._render(fields, where)
         if self._num_ids and token_ids and (largest := max(token_ids)) >= self._num_ids:
             raise DataError(
-                f"{where}: the tokenizer makes the id {largest} of the prompt, but the embedding of --hf-checkpoint "
+                f"{where}: the prompt has token id {largest}, but the embedding of --hf-checkpoint "
                 f"has {self._num_ids} rows (vocab_size). Take the tokenizer of this model."
             )
         return Prompt(
@@ -344,29 +362,32 @@ class _RecordReader:
             metadata=fields.metadata | ({"tools": fields.tools} if fields.tools else {}),
         )
 
-    def _conversation(self, messages: list[Any], tools: Any, metadata: dict[str, Any], where: str) -> Prompt:
-        """Every turn of the assistant is to be imitated (--loss-type sft_loss without --label-key)."""
-        made = read_conversation(self._tokenizer, messages, tools, self._template_arguments, where=where)
+    def _conversation(self, fields: Fields, where: str) -> Prompt:
+        """Return a prompt of which every turn of the assistant is imitated (--loss-type sft_loss without
+        --label-key)."""
+        assert not isinstance(fields.content, str)
+        made = read_conversation(self._tokenizer, fields.content, fields.tools, self._template_arguments, where=where)
         turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
         return Prompt(
             text=made.text,
             token_ids=made.prompt_ids,
             label=None,
             where=where,
-            metadata={**metadata, TURNS: turns},
+            metadata={**fields.metadata, TURNS: turns},
         )
 
-    def _render(self, content: str | list[dict[str, Any]], tools: Any, where: str) -> tuple[str, list[int]]:
-        """Prompt text and its tokens. Special tokens come from the template, or else from the tokenizer."""
-        if not self._args.apply_chat_template:
+    def _render(self, fields: Fields, where: str) -> tuple[str, list[int]]:
+        """Return prompt text and its tokens. Special tokens come from the template, or else from the tokenizer."""
+        content = fields.content
+        if not self._args.apply_chat_template and isinstance(content, str):
             return content, self._tokenizer(content)["input_ids"]
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        messages: list[dict[str, object]] = (
+            [{"role": "user", "content": content}] if isinstance(content, str) else content
+        )
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._template_arguments
-            )
+            text = chat_text(self._tokenizer, messages, fields.tools, self._template_arguments, asks=True)
         except Exception as error:
             raise DataError(
                 f"{where}: the chat template refused the prompt: {type(error).__name__} {error}."
             ) from error
-        return str(text), self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text, self._tokenizer(text, add_special_tokens=False)["input_ids"]

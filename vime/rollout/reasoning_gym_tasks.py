@@ -1,7 +1,7 @@
 """reasoning-gym as a data source and its verifiers as a reward (optional extra `reasoning-gym`).
 
-A problem is named by (task, seed, size, number) and generated again when it is scored, so that a sample's metadata
-stays small and JSON-ready whatever the generator puts into its own.
+A problem is identified by (task, seed, size, number) and generated again when it is scored, so that a sample's metadata
+stays small and JSON-ready, whatever the generator puts into its own.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Protocol, TypedDict
 
+from vime.config.parse import Args
+from vime.rollout.conversations import chat_text
 from vime.rollout.prompts import Prompt, load_tokenizer
 from vime.types import ConfigError, RewardError, Sample
 
@@ -19,10 +22,34 @@ METADATA_KEY = "reasoning_gym"
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def task_names(args: Any) -> list[str]:
-    """The generators of --reasoning-gym, each checked against the installed package."""
+class Problem(TypedDict):
+    question: str
+    answer: str | None
+
+
+class Dataset(Protocol):
+    """A generator of reasoning-gym, which has no types of its own."""
+
+    def __getitem__(self, number: int) -> Problem: ...
+    def score_answer(self, answer: str, entry: Problem) -> float: ...
+
+
+class Factory(Protocol):
+    DATASETS: Mapping[str, object]
+
+
+class Package(Protocol):
+    """The parts of the module that are used here."""
+
+    factory: Factory
+
+    def create_dataset(self, name: str, *, seed: int, size: int) -> Dataset: ...
+
+
+def task_names(args: Args) -> list[str]:
+    """Return the generators of --reasoning-gym, each checked against the installed package."""
     known = _package().factory.DATASETS
-    names = [name.strip() for name in args.reasoning_gym.split(",") if name.strip()]
+    names = [name.strip() for name in (args.reasoning_gym or "").split(",") if name.strip()]
     for name in names:
         if name not in known:
             close = ", ".join(difflib.get_close_matches(name, known, n=3)) or ", ".join(sorted(known)[:8]) + ", ..."
@@ -32,8 +59,8 @@ def task_names(args: Any) -> list[str]:
     return names
 
 
-def make_prompts(args: Any) -> list[Prompt]:
-    """`reasoning_gym_size` problems of each task, tasks taken in turn so that an unshuffled run mixes them."""
+def make_prompts(args: Args) -> list[Prompt]:
+    """Return `reasoning_gym_size` problems of each task; tasks alternate so that an unshuffled run mixes them."""
     names, size, seed = task_names(args), args.reasoning_gym_size, args.rollout_seed
     tokenizer, template_arguments = (
         load_tokenizer(args.hf_checkpoint),
@@ -45,12 +72,7 @@ def make_prompts(args: Any) -> list[Prompt]:
             entry = dataset(name, seed, size)[number]
             text = entry["question"]
             if args.apply_chat_template:
-                text = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **template_arguments,
-                )
+                text = chat_text(tokenizer, [{"role": "user", "content": text}], None, template_arguments, asks=True)
             token_ids = tokenizer(text, add_special_tokens=not args.apply_chat_template)["input_ids"]
             identity = {"task": name, "seed": seed, "size": size, "number": number}
             prompts.append(
@@ -66,13 +88,14 @@ def make_prompts(args: Any) -> list[Prompt]:
 
 
 @lru_cache(maxsize=128)
-def dataset(name: str, seed: int, size: int) -> Any:
-    """The generator; item i is a pure function of (name, seed, i)."""
+def dataset(name: str, seed: int, size: int) -> Dataset:
+    """Return the generator; item i is a pure function of (name, seed, i)."""
     return _package().create_dataset(name, seed=seed, size=size)
 
 
 def score(sample: Sample) -> float:
-    """The task's own verdict on the answer: text after the last `</think>`, inside `<answer>` when that is there."""
+    """Return the task's own score of the completion: of the text after the last `</think>`, inside `<answer>` if
+    present."""
     identity = sample.metadata.get(METADATA_KEY)
     if not isinstance(identity, dict):
         raise RewardError(
@@ -85,11 +108,12 @@ def score(sample: Sample) -> float:
     return float(source.score_answer((tagged[-1] if tagged else answer).strip(), source[identity["number"]]))
 
 
-def _package() -> Any:
+def _package() -> Package:
     try:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
             f"--reasoning-gym: {error}. Install the extra: ./scripts/install.sh reasoning-gym."
         ) from error
-    return reasoning_gym
+    package: Package = reasoning_gym
+    return package

@@ -1,4 +1,4 @@
-"""Rewards: built-in ones by --rm-type or by the record, strangers' by --custom-rm-path, each call with a deadline.
+"""Rewards: built-in ones by --rm-type or by the record, the user's by --custom-rm-path, each call with a deadline.
 
 `async_rm` scores one sample, `batched_async_rm` a list. Whatever a reward function does (raise, answer NaN or a wrong
 type, never return, block its thread) becomes a RewardError that names the function and the sample.
@@ -15,38 +15,38 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import cast
 from weakref import WeakKeyDictionary
 
-import aiohttp
-
 from vime.config.graders import own_grader, own_grader_fault
+from vime.config.parse import Args
 from vime.config.rollout import BOXED
+from vime.protocols import calling_plugin
 from vime.rollout import reasoning_gym_tasks, rm_text
 from vime.rollout.labels import label_fault
 from vime.rollout.loops import raise_first, reward_loop
 from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.rm_math import MathJudge
-from vime.seams import calling_plugin
-from vime.types import LARGEST_REWARD, RewardError, Sample, SampleStatus
+from vime.rollout.slime_aliases import Scorers, set_scorers
+from vime.types import LARGEST_REWARD, Reward, RewardError, Sample, SampleStatus
+from vime.utils.http import HttpFailure, HttpSession
 from vime.utils.waits import waiting
-
-Reward = float | dict[str, float]
 
 MAX_THREADS = 32
 REMOTE_ATTEMPTS = 3
-UNBOUND = aiohttp.ClientTimeout(total=None)  # aiohttp's own is 300 s; --rm-timeout-secs may be longer
 
 
-async def async_rm(args: Any, sample: Sample) -> Reward:
-    """The reward of one sample."""
+async def async_rm(args: Args, sample: Sample) -> Reward:
+    """Return the reward of one sample."""
     custom = plugin(args, "custom_rm_path")
     if custom is not None:
         value = await _call(custom, args, sample, where=f"{args.custom_rm_path}, sample {sample.index}")
         return check_reward(args, value, where=f"{args.custom_rm_path}, sample {sample.index}")
     if fault := own_grader_fault(args.config.reward, sample.metadata):  # a generate function may have written it
         raise RewardError(f"sample {sample.index}: {fault}.")
-    name = own_grader(args.config.reward, sample.metadata) or args.rm_type
+    own = own_grader(args.config.reward, sample.metadata)
+    name = args.rm_type if own is None else str(own)
     if name is None:
         raise RewardError(f"sample {sample.index}: no reward function. Give --rm-type or --custom-rm-path.")
     judged = sample
@@ -57,8 +57,8 @@ async def async_rm(args: Any, sample: Sample) -> Reward:
     return check_reward(args, value, where=f"--rm-type {name}, sample {sample.index}")
 
 
-async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:
-    """The rewards of several samples, in order. With --group-rm one call sees them all."""
+async def batched_async_rm(args: Args, samples: list[Sample]) -> list[Reward]:
+    """Return the rewards of several samples, in order. With --group-rm one call gets them all."""
     if not args.group_rm:
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -81,8 +81,11 @@ async def batched_async_rm(args: Any, samples: list[Sample]) -> list[Reward]:
     ]
 
 
-def check_reward(args: Any, value: Any, *, where: str) -> Reward:
-    """A finite number, or a dict of them that holds --reward-key; anything else is refused."""
+set_scorers(Scorers(one=async_rm, several=batched_async_rm))
+
+
+def check_reward(args: Args, value: object, *, where: str) -> Reward:
+    """Return a finite number, or a dict of them that holds --reward-key; anything else is refused."""
     if isinstance(value, Mapping):
         if args.reward_key is None or args.reward_key not in value:
             raise RewardError(
@@ -94,17 +97,18 @@ def check_reward(args: Any, value: Any, *, where: str) -> Reward:
     return _number(value, where)
 
 
-def _is_remark(entry: Any) -> bool:
-    """Text beside the numbers, such as the answer that was found: nothing to train on or to measure."""
+def _is_remark(entry: object) -> bool:
+    """Return whether the entry is text beside the numbers, such as the extracted answer: it is neither trained nor
+    measured."""
     return entry is None or isinstance(entry, str)
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: object, where: str) -> float:
     if not isinstance(value, numbers.Real):
         raise RewardError(
             f"{where}: got {type(value).__name__} {value!r:.200}, expected a number or a dict of numbers."
         )
-    if not abs(value) <= LARGEST_REWARD:
+    if not abs(value) <= LARGEST_REWARD:  # type: ignore[operator]  # numbers.Real declares no comparison
         raise RewardError(
             f"{where}: got {value!r:.60}, expected a finite number of at most {LARGEST_REWARD:.2g}. Guard the division "
             "or the logarithm, or scale it."
@@ -112,14 +116,13 @@ def _number(value: Any, where: str) -> float:
     return float(value)
 
 
-async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> Any:
-    """Run a stranger's function away from the rollout loop, with --rm-timeout-secs as deadline.
+async def _call(function: Callable[..., object], args: Args, asked: Sample | list[Sample], *, where: str) -> object:
+    """Run a user's function outside the rollout loop, with --rm-timeout-secs as deadline.
 
-    A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can hold up generation, and a
-    call that never returns is left behind in its daemon thread.
+    A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can block generation, and a
+    call that never returns stays in its daemon thread.
     """
-    args, *others = arguments
-    arguments = (plugin_args(function, args), *others)
+    own_args = plugin_args(function, args)
     is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
     )
@@ -129,35 +132,36 @@ async def _call(function: Callable[..., Any], *arguments: Any, where: str) -> An
                 # on the reward loop or in the thread, where a SystemExit would end the one or hang the other
                 calling = calling_plugin(where, function, RewardError, expected="Expected a number.")
                 if is_coroutine:
-                    return await asyncio.wrap_future(reward_loop().submit(_inside(calling, function(*arguments))))
+                    coroutine = cast("Awaitable[object]", function(own_args, asked))
+                    return await asyncio.wrap_future(reward_loop().submit(_inside(calling, coroutine)))
                 async with _threads():
-                    return await asyncio.wrap_future(_in_thread(calling, function, *arguments))
+                    return await asyncio.wrap_future(_in_thread(calling, partial(function, own_args, asked)))
     except TimeoutError as error:
         raise RewardError(
-            f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise the flag; "
-            "blocking calls belong in a plain function, not in `async def`."
+            f"{where}: did not return within {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise "
+            "the flag; blocking calls belong in a plain function, not in `async def`."
         ) from error
 
 
-async def _inside(context: AbstractContextManager[None], coroutine: Awaitable[Any]) -> Any:
+async def _inside(context: AbstractContextManager[None], coroutine: Awaitable[object]) -> object:
     with context:
         return await coroutine
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Callable[..., object]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _in_thread(calling: AbstractContextManager[None], function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Start `function` in a daemon thread: unlike a pool's, it does not keep the process from ending."""
-    future: Future[Any] = Future()
+def _in_thread(calling: AbstractContextManager[None], function: Callable[[], object]) -> Future[object]:
+    """Call `function` in a daemon thread: unlike a pool's, it does not keep the process from ending."""
+    future: Future[object] = Future()
 
     def run() -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
             with calling:
-                result = function(*arguments)
+                result = function()
         except BaseException as error:  # boundary: carried to the waiting coroutine, which raises it
             future.set_exception(error)
         else:
@@ -169,38 +173,42 @@ def _in_thread(calling: AbstractContextManager[None], function: Callable[..., An
 
 _THREADS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _JUDGES: WeakKeyDictionary[asyncio.AbstractEventLoop, MathJudge] = WeakKeyDictionary()
+_SESSIONS: WeakKeyDictionary[asyncio.AbstractEventLoop, HttpSession] = WeakKeyDictionary()
 
 
 def _threads() -> asyncio.Semaphore:
     return _THREADS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
 
 
-async def close_judges() -> None:
-    """End the math workers of the running event loop; a later call starts them again."""
-    judge = _JUDGES.get(asyncio.get_running_loop())
-    if judge is not None:
+async def close_rewards() -> None:
+    """Close what the rewards of the running event loop keep, math workers and connections; a later call starts them
+    again."""
+    loop = asyncio.get_running_loop()
+    if judge := _JUDGES.get(loop):
         await judge.close()
+    if session := _SESSIONS.pop(loop, None):
+        await session.close()
 
 
 def answer_text(sample: Sample) -> str:
-    """What the policy answered: the text after its last `</think>`."""
+    """Return the policy's final answer: the text after its last `</think>`."""
     return sample.response.rpartition("</think>")[2].strip()
 
 
-async def exact_match(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
-    """1.0 when the answer ended by itself (not cut at the length limit) and its text equals the label."""
+async def exact_match(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+    """Return 1.0 when the completion ended by itself (not cut at the length limit) and its text equals the label."""
     is_complete = sample.status is SampleStatus.COMPLETED
     return float(is_complete and answer_text(sample) == _label(sample).strip())
 
 
-async def math_equal(args: Any, sample: Sample) -> float:
-    """1.0 when math-verify finds the answer's last expression (`\\boxed{}` first) equal to the label."""
+async def math_equal(args: Args, sample: Sample) -> float:
+    """Return 1.0 when math-verify finds the answer's last expression (`\\boxed{}` first) equal to the label."""
     judge = _JUDGES.setdefault(asyncio.get_running_loop(), MathJudge())
     return await judge.score(_label(sample), answer_text(sample), timeout_s=args.rm_timeout_secs)
 
 
-async def deepscaler(args: Any, sample: Sample) -> float:
-    """1.0 when the last box behind the reasoning equals the label; 0.0 for an answer without `</think>` (or
+async def deepscaler(args: Args, sample: Sample) -> float:
+    """Return 1.0 when the last box after the reasoning equals the label; 0.0 for a completion without `</think>` (or
     `###Response`) or without a box, as in DeepScaleR."""
     text = rm_text.after_thinking(sample.response)
     found = None if text is None else rm_text.boxed(text)
@@ -215,23 +223,23 @@ async def deepscaler(args: Any, sample: Sample) -> float:
     return 0.0
 
 
-async def dapo(args: Any, sample: Sample) -> dict[str, Any]:  # noqa: ARG001 - the signature of a reward
-    """{score: 1 or -1, acc: 1 or 0} by the answer's last `Answer: ...` line; --reward-key says which."""
+async def dapo(args: Args, sample: Sample) -> dict[str, float | str]:  # noqa: ARG001 - the signature of a reward
+    """Return {score: 1 or -1, acc: 1 or 0} by the completion's last `Answer: ...` line; --reward-key chooses one."""
     return rm_text.dapo_score(sample.response, _label(sample))
 
 
-async def f1(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
-    """Share of words that answer and label have in common."""
+async def f1(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+    """Return the F1 of the words that completion and label have in common."""
     return rm_text.token_f1(answer_text(sample), _label(sample))[0]
 
 
-async def gpqa(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
-    """1.0 when the answer chooses the right letter."""
+async def gpqa(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+    """Return 1.0 when the completion chooses the right letter."""
     return rm_text.choice_score(sample.response, sample.label, sample.metadata)
 
 
-async def remote_rm(args: Any, sample: Sample) -> Any:
-    """POST the sample to --rm-url; its JSON answer is the reward, or an object with the key "reward"."""
+async def remote_rm(args: Args, sample: Sample) -> object:
+    """POST the sample to --rm-url; the JSON response is the reward, or an object with the key "reward"."""
     body = {
         "index": sample.index,
         "group_index": sample.group_index,
@@ -241,38 +249,40 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
         "metadata": sample.metadata,
         "status": str(sample.status),
     }
-    where = f"--rm-url {args.rm_url}, sample {sample.index}"
+    if args.rm_url is None:
+        raise RewardError("--rm-type remote_rm needs --rm-url, the address of the service. Add it.")
+    where, content = f"--rm-url {args.rm_url}, sample {sample.index}", json.dumps(body).encode()
     trouble = ""
+    loop = asyncio.get_running_loop()
+    session = _SESSIONS.get(loop) or _SESSIONS.setdefault(loop, HttpSession(is_outside=True))
     try:
-        async with (
-            asyncio.timeout(args.rm_timeout_secs),
-            aiohttp.ClientSession(trust_env=True, timeout=UNBOUND) as session,
-        ):
+        async with asyncio.timeout(args.rm_timeout_secs):
             with waiting("a remote reward", args.rm_url, deadline_s=args.rm_timeout_secs):
                 for attempt in range(REMOTE_ATTEMPTS):
                     await asyncio.sleep(0.2 * attempt)
                     try:
-                        async with session.post(args.rm_url, json=body) as response:
-                            status, text = response.status, await response.text(errors="replace")
-                        if status == 200:
-                            answer = json.loads(text)
-                            return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
-                        trouble = f"HTTP {status}: {text[:200]}"
-                    except aiohttp.ClientError as error:
-                        trouble = f"{type(error).__name__} {error}".strip()
+                        response = await session.call("POST", args.rm_url, content)
+                    except HttpFailure as error:
+                        trouble = str(error)
+                        continue
+                    if response.status == 200:
+                        told = json.loads(response.content)
+                        return told["reward"] if isinstance(told, dict) and "reward" in told else told
+                    trouble = response.described()
     except TimeoutError as error:
-        raise RewardError(f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). {trouble}") from error
+        late = f"no response within {args.rm_timeout_secs:g} s (--rm-timeout-secs)"
+        raise RewardError(f"{where}: {late}. {trouble}") from error
     except ValueError as error:
-        raise RewardError(f"{where}: the answer is not JSON: {error}. Expected a number or an object.") from error
+        raise RewardError(f"{where}: the response is not JSON: {error}. Expected a number or an object.") from error
     raise RewardError(f"{where}: {REMOTE_ATTEMPTS} attempts failed, the last: {trouble}. Is the service up?")
 
 
-async def reasoning_gym(args: Any, sample: Sample) -> Any:
-    """The verdict of the generator that made the prompt."""
+async def reasoning_gym(args: Args, sample: Sample) -> object:
+    """Return the score by the generator that made the prompt."""
     return await _call(_score_reasoning_gym, args, sample, where=f"--rm-type reasoning_gym, sample {sample.index}")
 
 
-def _score_reasoning_gym(args: Any, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
+def _score_reasoning_gym(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
     return reasoning_gym_tasks.score(sample)
 
 
@@ -280,11 +290,11 @@ def _label(sample: Sample) -> str:
     if sample.label is None:
         raise RewardError(f"sample {sample.index}: has no label to compare with. Name the record's key in --label-key.")
     if fault := label_fault(sample.label):
-        raise RewardError(f"sample {sample.index}: {fault}. No answer would ever be right; correct the data.")
+        raise RewardError(f"sample {sample.index}: {fault}. No completion would ever be right; correct the data.")
     return str(sample.label)
 
 
-BUILT_IN: dict[str, Callable[[Any, Sample], Awaitable[Any]]] = {
+BUILT_IN: dict[str, Callable[[Args, Sample], Awaitable[object]]] = {
     "exact_match": exact_match,
     "math": math_equal,
     "remote_rm": remote_rm,

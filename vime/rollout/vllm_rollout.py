@@ -1,12 +1,13 @@
 """The default rollout function: one round of scored groups, or one evaluation.
 
-A round asks for `over_sampling_batch_size` groups at a time, keeps what the dynamic filter keeps, and stops when
-`rollout_batch_size` groups are kept. Surplus requests are aborted (closing the connection aborts them in the engine);
-their prompts, and those of surplus groups that had finished, go back to the data source as fresh prompts, because an
-answer kept for a later round would be of an older version. With --partial-rollout they go back as they are, each answer
-with its tokens and their versions, and are gone on with first in the next round (`partial.py` says which of them).
+A round asks for `over_sampling_batch_size` groups at a time, keeps those that pass the dynamic filter, and stops when
+`rollout_batch_size` groups are kept. Surplus requests are aborted (closing the connection aborts them in the engine).
+Their prompts, and those of surplus groups that had finished, go back to the data source as fresh prompts, because a
+completion kept for a later round would be of an older version. With --partial-rollout they go back as they are, each
+completion with its tokens and their versions, and are continued first in the next round (`partial.py` decides which of
+them).
 
-Who finishes first decides what is kept. Under --reference-mode it does not matter: groups are looked at in the order in
+The groups that finish first are kept. Under --reference-mode time does not matter: groups are looked at in the order in
 which they were asked for, and a slow one is waited for.
 """
 
@@ -16,38 +17,36 @@ import asyncio
 import copy
 import logging
 import time
-from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from vime.handoff.ledger_types import Task
+from vime.protocols import DataSource, calling_plugin
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import evaluate_all
-from vime.rollout.generation import close_clients, train_sampling_params
-from vime.rollout.groups import filter_verdict, generate_and_rm_group, mark_samples, unusable_reason
-from vime.rollout.halt import Halt
-from vime.rollout.loops import raise_first, rollout_loop
-from vime.rollout.metrics import answer_metrics, answer_of, drop_metrics, version_metrics
+from vime.rollout.generation import close_clients
+from vime.rollout.group_worker import Assignment, GroupWorker
+from vime.rollout.groups import mark_samples, unusable_reason
+from vime.rollout.loops import rollout_loop
+from vime.rollout.metrics import completion_metrics, drop_metrics, sample_facts, version_metrics
 from vime.rollout.partial import (
-    PartialStats,
     is_unfinished,
     num_response_tokens,
     oldest_allowed,
     resume,
-    settle_versions,
-    without_answer,
+    without_completion,
 )
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.reward_errors import error_share
-from vime.rollout.rm_hub import close_judges
-from vime.rollout.sample_book import BOOK
-from vime.seams import DataSource, calling_plugin
+from vime.rollout.rm_hub import close_rewards
+from vime.rollout.sample_recorder import RECORDER
 from vime.types import (
     DataError,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     Sample,
     SampleStatus,
+    Version,
     WaitTimeoutError,
 )
 from vime.utils.waits import waiting
@@ -55,7 +54,8 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
-"""How much later than the round's own deadline the waiting thread gives up: only when a plug-in blocks the loop."""
+"""How much later than the round's own deadline the waiting thread gives up: happens only when a plug-in blocks the
+loop."""
 
 CLOSE_S = 10.0
 BUFFER_FILTER = "buffer_filter"
@@ -64,9 +64,9 @@ BUFFER_FILTER = "buffer_filter"
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
+    """Run one round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
     work: Coroutine[Any, Any, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
-        evaluate_all(args, rollout_id) if evaluation else TrainingRound(args, rollout_id, data_source).run()
+        evaluate_all(args, rollout_id) if evaluation else RoundWorker(args, rollout_id, data_source).round()
     )
     return rollout_loop().run(
         work,
@@ -77,184 +77,192 @@ def generate_rollout(
 
 
 def generation_progress() -> str:
-    """One line about the work in hand; empty before the first round. Any thread."""
+    """Return one line about the work in progress; empty before the first round. Any thread."""
     return "" if BOARD.latest is None else str(BOARD.latest)
 
 
 def close_generation() -> None:
     """Close the connections to the router and end the reward workers. A later round opens and starts them again."""
     close_clients()
-    rollout_loop().run(close_judges(), name="math reward workers to end", timeout_s=CLOSE_S)
+    rollout_loop().run(close_rewards(), name="math reward workers and connections to end", timeout_s=CLOSE_S)
 
 
-class TrainingRound:
-    """State of one round. Lives on the rollout loop, used once.
+class RoundWorker(GroupWorker):
+    """The worker of modes off and buffer: takes prompts from the data source until one round is complete. Used once.
 
-    Consumes prompts of the data source; waits for generation and reward tasks; unblocked by the first of them that
-    ends, or by the deadline, which cancels them all.
+    `kept` has the groups of the round when `round` returns. Under --reference-mode the worker decides about groups in
+    the order in which they were asked for: what is kept, and when more are asked for, must not depend on time.
     """
 
     def __init__(self, args: Any, rollout_id: int, source: DataSource) -> None:
-        self._args, self._rollout_id, self._source = args, rollout_id, source
+        super().__init__(args, error_share(args, source))
+        self._rollout_id, self._source = rollout_id, source
         self._wanted: int = args.rollout_batch_size
-        self._running: dict[asyncio.Task[list[Sample]], list[Sample]] = {}  # task -> its prompts, untouched
-        self._kept: list[list[Sample]] = []
-        self._surplus: list[list[Sample]] = []  # untouched prompts that go back
-        self._num_finished_surplus = 0
-        self._dropped: Counter[str] = Counter()
-        self._streak, self._errors = DropStreak(args), error_share(args, source)
-        self._finished_samples: list[Sample] = []  # of every finished group, also of dropped ones
-        self._num_tokens = 0
-        self._halt, self._partial = Halt(), PartialStats()
+        self.kept: list[list[Sample]] = []
+        self._surplus: list[list[Sample]] = []  # groups that go back to the data source
+        self._num_finished_surplus, self._num_asked = 0, 0
+        self._pending: dict[Task, Assignment] = {}  # in the order in which they were asked for
+        self._asked: list[Assignment] = []  # the last of `_pending`, until `take` gives them out
+        self._decided = asyncio.Condition()
+        self._generated: set[Task] = set()  # of `_pending`
         self._oldest = oldest_allowed(args, rollout_id)
         self._started = time.monotonic()
 
-    async def run(self) -> RolloutFnTrainOutput:
+    @property
+    def is_whole(self) -> bool:
+        return len(self.kept) == self._wanted
+
+    async def round(self) -> RolloutFnTrainOutput:
+        """Run the round. Waits for: generation and rewards, --rollout-timeout-secs in all, then WaitTimeoutError."""
         args = self._args
-        self._halt.govern()
         try:
-            with waiting(f"the groups of round {self._rollout_id}", deadline_s=args.rollout_timeout_secs):
-                async with asyncio.timeout(args.rollout_timeout_secs), asyncio.TaskGroup() as tasks:
-                    await self._collect(tasks)
+            with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=args.rollout_timeout_secs):
+                async with asyncio.timeout(args.rollout_timeout_secs):
+                    await self.run()
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"round {self._rollout_id}: {len(self._kept)} of {self._wanted} groups ready, {len(self._running)} in "
-                f"flight, dropped {dict(self._dropped)}",
+                f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._pending)} in "
+                f"flight, dropped {dict(self.stats.dropped)}",
                 args.rollout_timeout_secs,
                 "vLLM engines and reward function",
-                "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
+                "Raise --rollout-timeout-secs, shorten completions, or relax the filter.",
             ) from error
-        except BaseExceptionGroup as failures:
-            raise_first(failures)
         if self._surplus:
             self._source.add_samples(sorted(self._surplus, key=lambda group: group[0].group_index))
-        self._kept.sort(key=lambda group: group[0].group_index)
-        mark_samples(args, self._kept)
-        return RolloutFnTrainOutput(samples=self._kept, metrics=self._metrics())
+        self.kept.sort(key=lambda group: group[0].group_index)
+        mark_samples(args, self.kept)
+        return RolloutFnTrainOutput(samples=self.kept, metrics=self._metrics())
 
-    async def _collect(self, tasks: asyncio.TaskGroup) -> None:
-        while len(self._kept) < self._wanted:
-            if len(self._kept) + len(self._running) < self._wanted:
-                self._issue(tasks)
-            self._post_progress()
-            # in reference mode the oldest alone: what is kept, and when more are asked for, must not depend on time
-            awaited = [next(iter(self._running))] if self._args.reference_mode else self._running
-            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda task: self._running[task][0].group_index):
-                prompts = self._running.pop(task)
-                if not task.cancelled() and task.exception() is None:  # a failure is raised by the TaskGroup
-                    self._take(prompts, task.result())
+    async def take(self) -> list[Assignment]:
+        """Waits for: a group to be kept or dropped. Returns nothing once the round is complete."""
+        if not self._num_asked:
+            self._ask()
         self._post_progress()
-        if self._args.partial_rollout:
-            await self._halt.end(self._running)
-        for task, prompts in self._running.items():
-            if self._args.partial_rollout and task.done():  # a failure is raised by the TaskGroup
-                self._give_back(prompts, task.result())
-                continue
-            self._num_finished_surplus += task.done()
-            task.cancel()
-            self._surplus.append(prompts)
+        async with self._decided:
+            await self._decided.wait_for(lambda: self.is_whole or self._asked)
+        asked, self._asked = self._asked, []
+        return asked
 
-    def _give_back(self, prompts: list[Sample], samples: list[Sample]) -> None:
-        """A group that this round does not need goes back: as it is with --partial-rollout, else as prompts."""
-        self._num_finished_surplus += not is_unfinished(samples)
-        is_usable = all(sample.status is not SampleStatus.FAILED for sample in samples)
-        if not (self._args.partial_rollout and is_usable and num_response_tokens(samples)):
-            self._surplus.append(prompts)
-            return
-        for sample in samples:
-            sample.rollout_id = -1
-        self._partial.partial_groups += 1
-        self._partial.partial_tokens += num_response_tokens(samples)
-        self._surplus.append(samples)
+    def _ask(self) -> None:
+        """Ask for prompts until as many groups as are missing are under way. A source that has none for the moment is
+        asked again when the next group is judged."""
+        while len(self.kept) + len(self._pending) < self._wanted:
+            groups = self._drawn()
+            if not groups and self._pending:
+                return
+            if not groups:
+                raise DataError(
+                    f"round {self._rollout_id}: the data source is exhausted with {len(self.kept)} of {self._wanted} "
+                    f"groups kept, dropped {dict(self.stats.dropped)}. Give more prompts or relax the filter."
+                )
+            for group in groups:
+                if not group:
+                    raise DataError(f"round {self._rollout_id}: the data source returned an empty group.")
+                task = Task(partition="", group=group[0].group_index, attempt=self._num_asked)
+                self._num_asked += 1
+                self._pending[task] = Assignment(task=task, prompts=group, serving=self._rollout_id)
+                self._asked.append(self._pending[task])
 
-    def _issue(self, tasks: asyncio.TaskGroup) -> None:
+    def _drawn(self) -> list[list[Sample]]:
         wanted = self._args.over_sampling_batch_size or self._wanted
         with calling_plugin(f"--data-source-path {self._args.data_source_path}", self._source.get_samples):
             groups = self._source.get_samples(wanted)
         if isinstance(self._source, RolloutDataSourceWithBuffer):
             for left_out in self._source.take_dropped():
-                self._dropped[BUFFER_FILTER] += 1
-                BOOK.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
-        if not groups and not self._running:
-            raise DataError(
-                f"round {self._rollout_id}: the data source is exhausted with {len(self._kept)} of {self._wanted} "
-                f"groups kept, dropped {dict(self._dropped)}. Give more prompts or relax the filter."
-            )
-        sampling_params = train_sampling_params(self._args)
-        for group in groups:
-            if not group:
-                raise DataError(f"round {self._rollout_id}: the data source answered an empty group.")
-            prompts = copy.deepcopy(group)
-            if num_response_tokens(group):
-                group = self._resumed(group)
-            for sample in group:
+                self.stats.dropped[BUFFER_FILTER] += 1
+                RECORDER.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
+        return groups
+
+    async def resume(self, assignment: Assignment) -> list[Sample]:
+        """Return an aborted group as it is to be continued; a copy of its prompts, which may have to go back."""
+        args, group = self._args, copy.deepcopy(assignment.prompts)
+        if num_response_tokens(group):
+            group_at = getattr(self._source, "group_at", None)
+            group_index = group[0].group_index
+            fresh = group_at(group_index) if group_at else [without_completion(sample) for sample in group]
+            is_kept = args.partial_rollout
+            group = resume(args, group, fresh, self.stats.partial, oldest=self._oldest) if is_kept else fresh
+        for sample in group:
+            sample.rollout_id = self._rollout_id
+        return group
+
+    async def finish(self, assignment: Assignment, samples: list[Sample]) -> None:
+        """Decide about the group, in reference mode after those before it; give it back if the round is complete."""
+        self._generated.add(assignment.task)
+        async with self._decided:
+            if self._args.reference_mode:
+                await self._decided.wait_for(lambda: self.is_whole or next(iter(self._pending)) == assignment.task)
+            for sample in samples:
                 sample.rollout_id = self._rollout_id
-            task = tasks.create_task(generate_and_rm_group(self._args, group, sampling_params))
-            self._running[task] = prompts
+            if self.is_whole:
+                await self.give_back(assignment, samples, "surplus")
+            else:
+                await super().finish(assignment, samples)
+            del self._pending[assignment.task]
+            self._ask()  # before another group is judged: a filter and a data source may share state
+            self._post_progress()
+            self._decided.notify_all()
 
-    def _resumed(self, group: list[Sample]) -> list[Sample]:
-        """What is gone on with of a group that was cut; its prompts alone in a run without --partial-rollout."""
-        group_at = getattr(self._source, "group_at", None)
-        fresh = group_at(group[0].group_index) if group_at else [without_answer(sample) for sample in group]
-        if not self._args.partial_rollout:
-            return fresh
-        return resume(self._args, group, fresh, self._partial, oldest=self._oldest)
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:  # noqa: ARG002
+        self.kept.append(samples)
 
-    def _take(self, prompts: list[Sample], samples: list[Sample]) -> None:
-        """Keep a finished group, drop it with a reason, or send it back when the round is full."""
-        if len(self._kept) == self._wanted:
-            self._give_back(prompts, samples)
+    async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
+        """Give it to the data source: as it is with --partial-rollout, otherwise as prompts. Without the flag a group
+        that a generate function left unfinished is dropped: it would be unfinished again."""
+        args = self._args
+        if not self.is_whole and not args.partial_rollout:
+            await self.drop(assignment, samples, unusable_reason(samples) or reason)
             return
-        self._num_tokens += num_response_tokens(samples)
-        if self._args.partial_rollout and is_unfinished(samples):
-            self._give_back(prompts, samples)
-            return
-        self._errors.note(samples)
-        unusable = unusable_reason(samples)
-        if unusable is not None:
-            self._drop(samples, unusable)
+        self._num_finished_surplus += not is_unfinished(samples)
+        is_usable = all(sample.status is not SampleStatus.FAILED for sample in samples)
+        if not (args.partial_rollout and is_usable and num_response_tokens(samples)):
+            self._surplus.append(assignment.prompts)
             return
         for sample in samples:
-            sample.rollout_id = self._rollout_id
-        self._finished_samples.extend(samples)
-        settle_versions(self._args, samples, self._partial, oldest=self._oldest)
-        verdict = filter_verdict(self._args, samples)
-        if verdict.keep:
-            self._kept.append(samples)
-            self._streak.kept()
-        else:
-            self._drop(samples, verdict.reason or "filter")
+            sample.rollout_id = -1
+        self.stats.partial.partial_groups += 1
+        self.stats.partial.partial_tokens += num_response_tokens(samples)
+        self._surplus.append(samples)
 
-    def _drop(self, samples: list[Sample], reason: str) -> None:
-        self._dropped[reason] += 1
-        BOOK.note_dropped(samples[0].group_index, reason, samples)
-        self._streak.dropped(reason)
+    def oldest(self, samples: Sequence[Sample]) -> Version:  # noqa: ARG002
+        return self._oldest
+
+    async def end(self) -> None:
+        """The round is complete: give back what is in progress, with --partial-rollout with its tokens."""
+        if self._args.partial_rollout:
+            await self._abort_scope.end(list(self._running.values()))
+        left = list(self._running.values())
+        for work in left:
+            work.cancel()
+        if left:
+            await asyncio.wait(left)
+        self._num_finished_surplus += len(self._generated & self._pending.keys())
+        self._surplus += [assignment.prompts for assignment in self._pending.values()]
 
     def _metrics(self) -> dict[str, float]:
-        kept = [answer_of(self._args, sample) for group in self._kept for sample in group]
-        everyone = [sample.scalar_reward(self._args.reward_key) for sample in self._finished_samples]
+        kept = [sample_facts(self._args, sample) for group in self.kept for sample in group]
+        everyone = self.stats.rewards
         return {
-            **answer_metrics(kept, "rollout"),
+            **completion_metrics(kept, "rollout"),
             **version_metrics(kept, "rollout"),
-            **drop_metrics(self._dropped),
+            **drop_metrics(self.stats.dropped),
             "rollout/reward_mean_before_filter": sum(everyone) / len(everyone),
-            "rollout/num_groups": float(len(self._kept)),
+            "rollout/num_groups": float(len(self.kept)),
             "rollout/surplus_groups": float(self._num_finished_surplus),
             "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
-            "rollout/removed_samples": float(sum(answer.is_removed for answer in kept)),
-            **(self._partial.metrics() if self._args.partial_rollout else {}),
+            "rollout/removed_samples": float(sum(completion.is_removed for completion in kept)),
+            **(self.stats.partial.metrics() if self._args.partial_rollout else {}),
         }
 
     def _post_progress(self) -> None:
         BOARD.post(
             RoundProgress(
                 name=f"round {self._rollout_id}",
-                kept_groups=len(self._kept),
+                kept_groups=len(self.kept),
                 wanted_groups=self._wanted,
-                in_flight_groups=len(self._running),
-                dropped_groups=sum(self._dropped.values()),
-                response_tokens=self._num_tokens,
+                in_flight_groups=len(self._pending),
+                dropped_groups=sum(self.stats.dropped.values()),
+                response_tokens=self.stats.response_tokens,
                 elapsed_s=time.monotonic() - self._started,
             )
         )

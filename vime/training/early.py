@@ -1,9 +1,9 @@
 """A round of one optimizer step, begun on the groups that are finished while others of it are still being answered.
 
 What allows it: a group's advantages need the group only, the weights do not move before the round is whole, and every
-loss is a sum over rows divided by counts of the step. The counts are known last, so portions are divided by those of
-the first one, and gradients and statistics are multiplied by the ratio before the weights move. That, and the order of
-summation, is all that differs from the round trained at once: the last bits (docs/decisions/0010).
+loss is a sum over rows divided by counts of the step. The counts are known last, so early batches are divided by those
+of the first one, and gradients and statistics are multiplied by the ratio before the weights move. That, and the order
+of summation, is all that differs from the round trained at once: the last bits (docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from vime.batching.plan import join_plans
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.training.agreement import AgreementCheck, Judge, Recording
 from vime.training.columns import OLD_LOGP, Columns
 from vime.training.loss_statistics import STATISTICS, rescale, to_metrics
+from vime.training.mismatch import Judge, MismatchCheck, Recording
 from vime.training.policy_loss import PolicyLoss
 from vime.training.round import accumulate, apply_step
 from vime.training.worker import TrainWorker
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portion:
+class EarlyBatch:
     """Some groups of the round on this rank, with row numbers of their own."""
 
     plan: RoundPlan  # of one step
@@ -37,34 +37,34 @@ class Portion:
 
 
 class BegunRound:
-    """Of one rank; every call is collective over all trainer ranks, with the same portions in the same order."""
+    """Of one rank; every call is collective over all trainer ranks, with the same early batches in the same order."""
 
     def __init__(self, config: Config, worker: TrainWorker, rollout_id: int) -> None:
         self._algo, self._worker, self.rollout_id = config.algo, worker, rollout_id
-        self._portions: list[Portion] = []
+        self._early_batches: list[EarlyBatch] = []
         self._columns: list[Columns] = []
         self._shares: list[Tensor] = []
         self._logps: list[dict[int, Tensor]] = []
-        self.is_spent = False  # the gradients are not those of the portions any more
+        self.is_spent = False  # the gradients are not those of the early batches any more
 
     def __len__(self) -> int:
-        return len(self._portions)
+        return len(self._early_batches)
 
     def begin(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> None:
-        """Columns, forward and backward of a portion; another one will follow."""
+        """Columns, forward and backward of an early batch; another one will follow."""
         self._add(plan, rows, is_last=False)
 
     def finish(self, plan: RoundPlan, rows: Mapping[int, TrainRow], judge: Judge) -> dict[str, float]:
-        """The last portion, and the optimizer step of the whole round. Metrics as of `TrainWorker.update`; raises
-        Disagreement before a weight moves, and then the round is to be trained at once: `joined`, without this."""
+        """The last early batch, and the optimizer step of the whole round. Metrics as of `TrainWorker.update`; raises
+        LogprobMismatch before a weight moves, and then the round is to be trained at once: `joined`, without this."""
         self.is_spent = True
-        unit = (self._portions[0].plan if self._portions else plan).steps[0]
+        unit = (self._early_batches[0].plan if self._early_batches else plan).steps[0]
         self._add(plan, rows, is_last=True)
         plan, rows = self.joined()
         step, backend = plan.steps[0], self._worker.backend
         of_tokens = max(1, unit.num_tokens) / max(1, step.num_tokens)
         of_loss = of_tokens if self._algo.calculate_per_token_loss else unit.num_samples / step.num_samples
-        check = AgreementCheck(rows, judge, backend, is_open=self._algo.loss_type != "sft_loss")
+        check = MismatchCheck(rows, judge, backend, is_open=self._algo.loss_type != "sft_loss")
         logps = self._shifted([columns.get(OLD_LOGP, {}) for columns in self._columns]) or self._shifted(self._logps)
         done = apply_step(
             self._worker.actor,
@@ -90,18 +90,18 @@ class BegunRound:
 
     def rows_with(self, rows: Mapping[int, TrainRow]) -> list[TrainRow]:
         """Those of this rank so far, and `rows`."""
-        return [*(row for portion in self._portions for row in portion.rows.values()), *rows.values()]
+        return [*(row for early_batch in self._early_batches for row in early_batch.rows.values()), *rows.values()]
 
     def joined(self) -> tuple[RoundPlan, dict[int, TrainRow]]:
         """What was begun, as one round."""
-        plan = join_plans([portion.plan for portion in self._portions])
-        return plan, self._shifted([portion.rows for portion in self._portions])
+        plan = join_plans([early_batch.plan for early_batch in self._early_batches])
+        return plan, self._shifted([early_batch.rows for early_batch in self._early_batches])
 
     def _add(self, plan: RoundPlan, rows: Mapping[int, TrainRow], *, is_last: bool) -> None:
-        worker, number = self._worker, len(self._portions)
-        self._portions.append(Portion(plan=plan, rows=rows))
+        worker, number = self._worker, len(self._early_batches)
+        self._early_batches.append(EarlyBatch(plan=plan, rows=rows))
         columns = worker.compute_columns(plan, rows)
-        unit = self._portions[0].plan.steps[0]
+        unit = self._early_batches[0].plan.steps[0]
         recording = Recording(PolicyLoss(self._algo, unit, worker.custom_loss))
         step = plan.steps[0]
         self._shares += accumulate(
@@ -111,18 +111,18 @@ class BegunRound:
             rows,
             columns,
             loss=recording,
-            name=f"round {plan.rollout_id}, portion {number}",
+            name=f"round {plan.rollout_id}, early batch {number}",
             is_first=number == 0,
             is_last=is_last,
         )
         self._columns.append(columns)
         self._logps.append(recording.logps(step.micro_batches[worker.place.dp_rank]))
 
-    def _shifted(self, portions: Sequence[Mapping[int, Value]]) -> dict[int, Value]:
+    def _shifted(self, early_batches: Sequence[Mapping[int, Value]]) -> dict[int, Value]:
         """By row number of the whole round."""
         found: dict[int, Value] = {}
         first = 0
-        for portion, values in zip(self._portions, portions, strict=True):
+        for early_batch, values in zip(self._early_batches, early_batches, strict=True):
             found |= {first + row: value for row, value in values.items()}
-            first += portion.plan.steps[0].num_samples
+            first += early_batch.plan.steps[0].num_samples
         return found

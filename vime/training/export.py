@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from vime.seams import TrainEngine
+from vime.protocols import TrainEngine
 from vime.training.save_hf import write_hf
 from vime.types import CheckpointError
 from vime.weights.hashing import ContentHash

@@ -20,7 +20,7 @@ from vime.algo.off_policy import (
 from vime.algo.reductions import reduce_loss
 from vime.batching.pack import PackedBatch
 from vime.config.training import AlgoConfig
-from vime.seams import calling_plugin
+from vime.protocols import calling_plugin
 from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
 from vime.training.loss_statistics import bucket_sums, mismatch_values
 from vime.types import PluginError, StepPlan

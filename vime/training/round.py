@@ -13,7 +13,7 @@ from torch import Tensor
 from vime.config.training import BatchConfig
 from vime.data.rows import TrainRow
 from vime.observability.events import span
-from vime.seams import PackLoss, TrainBackend, TrainEngine
+from vime.protocols import PackLoss, TrainBackend, TrainEngine
 from vime.training.columns import Columns
 from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, VimeError
 from vime.utils.failpoints import Point, failpoint
@@ -100,8 +100,8 @@ def accumulate(
     is_first: bool = True,
     is_last: bool = True,
 ) -> list[Tensor]:
-    """Forward and backward of a step or of a portion of one: this rank's statistics, one [S] a pack. Collective over
-    all trainer ranks."""
+    """Forward and backward of a step or of an early batch of one: this rank's statistics, one [S] a pack. Collective
+    over all trainer ranks."""
     numbers = step.micro_batches[backend.place.dp_rank]
     holds_tokens = backend.place.holds_tokens
     with span("forward_backward", step=name):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from vime.seams import PendingSave
+from vime.protocols import PendingSave
 from vime.training.roles import LEARNING, role_folder
 from vime.types import CheckpointError, Role, describe
 from vime.utils.hashing import hash_file

@@ -22,7 +22,7 @@ are means over the trainable tokens of the step: of the value and the return (ta
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """`seams.PackLoss` of a model with a value head; denominators as in `policy_loss.PolicyLoss`.
+    """`protocols.PackLoss` of a model with a value head; denominators as in `policy_loss.PolicyLoss`.
 
     The columns VALUE (at the start of the round, what the advantages were made of) and RETURN are constants.
     """

@@ -1,65 +1,202 @@
-"""HTTP calls to one server over connections that are kept, by the standard library: a fifth of httpx's CPU time."""
+"""HTTP to engines, the router and reward services: the one place that knows the library below (aiohttp, decision 0031).
+
+A connection is kept after its response and used again, so that one client asks N servers over N connections in the
+long run. Nothing is sent twice, except by a caller that says so: a GET on a kept connection that its server has closed.
+"""
 
 from __future__ import annotations
 
-import http.client
-import time
-from collections.abc import Mapping
-from urllib.parse import urlsplit
+import asyncio
+import concurrent.futures
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiohttp
+
+Result = TypeVar("Result")
 
 CONNECT_S = 10.0
-IDLE_S = 4.0
-"""After which an idle connection is given up: below vLLM's own 5 s, so that its server is never the first to close."""
-FAILURES = (OSError, http.client.HTTPException)
-"""What a call without an answer raises."""
+IDLE_S = 100.0
+"""After which an idle connection is closed: before the engines do it (after 120 s, launch.py). One that its server
+closed earlier is dropped as soon as that is heard of."""
+CLOSE_S = 5.0
+SHOWN_BODY = 600
+UNBOUND = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)  # a call's deadline is ours; aiohttp's is 300 s
 
 
-class HttpClient:
-    """One server. Thread-safe: a connection is one call's at a time. No proxy of the environment stands between."""
+class HttpFailure(ConnectionError):
+    """A call without a response: nobody listens, or the connection was closed before the end."""
 
-    def __init__(self, url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
-        """`timeout_s` bounds each read and write, and connecting where it is shorter than CONNECT_S."""
-        address = urlsplit(url)
-        self._host, self._port = address.hostname or "", address.port
-        self._timeout_s, self._headers = timeout_s, {"Content-Type": "application/json", **(headers or {})}
-        self._idle: list[tuple[float, http.client.HTTPConnection]] = []
 
-    def call(self, method: str, route: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and content. One of FAILURES when there is no answer; nothing is asked twice."""
-        connection = self._connection()
+class HttpTimeout(HttpFailure, TimeoutError):
+    """A call without a response within its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What a server sent back."""
+
+    status: int
+    content: bytes
+
+    def described(self) -> str:
+        """For an error message: the status and the beginning of the content."""
+        return f"HTTP {self.status}: {self.content[:SHOWN_BODY].decode(errors='replace')}"
+
+
+class HttpSession:
+    """Calls of one event loop to any number of servers; made, used and closed on that loop.
+
+    `headers` go with every call. `calls_at_once` to one server have a connection each, further ones wait (0: no limit).
+    `is_outside`: the servers do not belong to the run, so that they may send elsewhere, and a proxy that the
+    environment names may stand between. Between a run and its engines none may, and no key goes where they send it.
+    """
+
+    def __init__(
+        self, *, headers: Mapping[str, str] | None = None, calls_at_once: int = 0, is_outside: bool = False
+    ) -> None:
+        self._is_outside = is_outside
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=calls_at_once, keepalive_timeout=IDLE_S),
+            timeout=UNBOUND,
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=is_outside,
+        )
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+    ) -> Response:
+        """Send JSON (or nothing) and return the response, whatever its status. HttpFailure without one.
+
+        `deadline_s` bounds the whole call; None: the caller does.
+        """
+        if body is not None:
+            headers = {"Content-Type": "application/json", **(headers or {})}
         try:
-            connection.request(method, route, body, self._headers)
-            answer = connection.getresponse()
-            content = answer.read()
-        except BaseException:
-            connection.close()
-            raise
-        if answer.status == 200 and not answer.will_close:
-            self._idle.append((time.monotonic(), connection))
-        else:  # vLLM closes it after an error, which the next call would trip over
-            connection.close()
-        return answer.status, content
+            async with (
+                asyncio.timeout(deadline_s),
+                self._session.request(
+                    method, url, data=body, headers=headers, allow_redirects=self._is_outside
+                ) as response,
+            ):
+                return Response(response.status, await response.read())
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise HttpTimeout(f"no response within {deadline_s:g} s") from error
+            raise HttpFailure(_described(error)) from error
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        await self._session.close()
+        await asyncio.sleep(0)  # transports close in the loop's next turn
+
+
+def _described(error: BaseException) -> str:
+    """The kind and words of what went wrong, of the socket where it was that."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return f"{type(cause).__name__}: {cause}".rstrip(": ")
+
+
+class HttpThread:
+    """A session for callers without an event loop: its loop runs in one daemon thread, however many servers and callers
+    there are. Made at the first call; closed by `close`, with the object, or with the process. Thread-safe."""
+
+    def __init__(self, name: str, *, headers: Mapping[str, str] | None = None, calls_at_once: int = 0) -> None:
+        self._name, self._headers, self._calls_at_once = name, headers, calls_at_once
+        self._lock = threading.Lock()
+        self._loop: _SessionLoop | None = None
+        self._is_closed = False
+
+    def call(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float,
+    ) -> Response:
+        """As `HttpSession.call`."""
+
+        def ask(session: HttpSession) -> Coroutine[None, None, Response]:
+            return session.call(method, url, body, headers=headers, deadline_s=deadline_s)
+
+        return self.run(ask, deadline_s=deadline_s)
+
+    def run(self, ask: Callable[[HttpSession], Coroutine[None, None, Result]], *, deadline_s: float) -> Result:
+        """Run `ask(session)` on the loop and return its result. It keeps `deadline_s` itself; HttpTimeout when the loop
+        does not get to that, HttpFailure when the client is closed meanwhile."""
+        with self._lock:
+            if self._is_closed:
+                raise HttpFailure(f"{self._name} is closed")
+            if self._loop is None:
+                self._loop = _SessionLoop(self._name, self._headers, self._calls_at_once)
+                weakref.finalize(self, self._loop.close)
+            future = self._loop.submit(ask)
+        try:
+            return future.result(deadline_s + CLOSE_S)
+        except concurrent.futures.CancelledError as error:
+            raise HttpFailure("the client was closed during the call") from error
+        except TimeoutError as error:
+            if future.done():
+                raise  # the coroutine's own
+            raise HttpTimeout(f"{self._name}: its event loop does not run") from error
+        finally:
+            future.cancel()  # Ctrl-C in the waiting thread ends the calls too; nothing happens when it is done
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop()[1].close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        while self._idle:
-            since, connection = self._idle.pop()
-            if time.monotonic() - since < IDLE_S:
-                return connection
-            connection.close()
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=min(CONNECT_S, self._timeout_s))
-        connection.connect()
-        connection.sock.settimeout(self._timeout_s)
-        return connection
+        """Fail the calls under way, close every connection and end the thread. May be called again."""
+        with self._lock:
+            self._is_closed = True
+            if self._loop is not None:
+                self._loop.close()
 
 
-def status_of(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> int:
-    """What a server answers to GET, over a connection of its own. One of FAILURES when it does not."""
-    client = HttpClient(url, timeout_s=timeout_s, headers=headers)
-    try:
-        return client.call("GET", urlsplit(url).path)[0]
-    finally:
-        client.close()
+class _SessionLoop:
+    """The thread of a HttpThread.
+
+    It *consumes* the coroutines of `submit`, *waits for* sockets, and is *unblocked by* `close`.
+    """
+
+    def __init__(self, name: str, headers: Mapping[str, str] | None, calls_at_once: int) -> None:
+        self._headers, self._calls_at_once = headers, calls_at_once
+        self._loop = asyncio.new_event_loop()
+        self._session: HttpSession | None = None  # made, used and closed by the thread
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, ask: Callable[[HttpSession], Coroutine[None, None, Result]]) -> concurrent.futures.Future[Result]:
+        async def asked() -> Result:
+            if self._session is None:
+                self._session = HttpSession(headers=self._headers, calls_at_once=self._calls_at_once)
+            return await ask(self._session)
+
+        return asyncio.run_coroutine_threadsafe(asked(), self._loop)
+
+    def close(self) -> None:
+        """The second time it does nothing."""
+        if self._loop.is_closed() or not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)

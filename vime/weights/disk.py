@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vime.seams import EngineControl
+from vime.protocols import EngineControl
 from vime.types import PublishError
 from vime.weights.plan import Bucket
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire

@@ -1,6 +1,6 @@
 """One weight update: publish -> confirm -> release, in this order and no other.
 
-    fill a bucket                                      while the engines still answer
+    fill a bucket                                      while the engines still generate
     pause every engine, clearing its prefix cache      no token of the new version may rest on KV of the old one
     start, load buckets, finish as the new version     the transport's part
     reports: version and content hash of each engine   computed by the engine over what it received
@@ -11,7 +11,7 @@ A bucket is one call of each engine: with the first it pauses and starts, with t
 update of one bucket is two calls, the other is resume.
 
 A failed update leaves the engines paused: vLLM cannot recover a half-loaded model, and resuming one lets it
-answer from a mixture of versions or die at the next request. The owner of the engines must replace them.
+generate from a mixture of versions or die at the next request. The owner of the engines must replace them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vime.seams import EngineControl, UpdateAnswer
+from vime.protocols import EngineControl, UpdateResponse
 from vime.types import EngineReport, PublishError, PublishLostError, Version, WaitTimeoutError, may_pass
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import check_reports
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the driver reads `PublishReport` and can do without torch
     import torch
 
     from vime.weights.plan import TensorMeta
+    from vime.weights.update_info import UpdateInfo
     from vime.weights.wire import WeightSender
 
 logger = logging.getLogger(__name__)
@@ -105,20 +106,20 @@ def _publish(
 
     if not metadata:
         raise PublishError(f"weight update to version {version}: the metadata names no tensor")
-    answers: list[UpdateAnswer] = []
+    results: list[UpdateResponse] = []
     asked: list[float] = []
 
-    def deliver(update_info: dict[str, object]) -> None:
+    def deliver(update_info: UpdateInfo) -> None:
         failpoint(Point.SEND)
         asked.append(mark())
-        answers.append(fleet.update(update_info, version=version, pause_mode=pause_mode))
+        results.append(fleet.update(update_info, version=version, pause_mode=pause_mode))
 
     failpoint(Point.PAUSE)
     content = sender.send_update(stream, metadata, deliver)
     failpoint(Point.CONFIRM)
     mark()
     expected = content.hexdigest()
-    reports = answers[-1].reports if answers else ()
+    reports = results[-1].reports if results else ()
     names = [address.name for address in fleet.addresses]
     check_reports(reports, version=version, content_hash=expected, engines=names)
     failpoint(Point.CONFIRMED)
@@ -129,8 +130,8 @@ def _publish(
         engine_reports=tuple(reports),
         num_tensors=content.num_tensors,
         num_bytes=content.num_bytes,
-        pause_s=time.monotonic() - asked[0] - answers[0].pause_s,
-        confirm_s=answers[-1].confirm_s,
+        pause_s=time.monotonic() - asked[0] - results[0].pause_s,
+        confirm_s=results[-1].confirm_s,
     )
 
 

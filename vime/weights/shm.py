@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from vime.seams import EngineControl
+from vime.protocols import EngineControl
 from vime.types import PublishError
 from vime.weights.plan import Bucket
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire

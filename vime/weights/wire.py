@@ -14,12 +14,13 @@ from typing import Protocol
 import msgspec
 import torch
 
-from vime.seams import EngineControl
+from vime.protocols import EngineControl
 from vime.types import PublishError
 from vime.weights.hashing import ContentHash
 from vime.weights.plan import Bucket, TensorMeta, cut_buckets, single_bucket
+from vime.weights.update_info import UpdateInfo
 
-Deliver = Callable[[dict[str, object]], None]
+Deliver = Callable[[UpdateInfo], None]
 """Brings the `update_info` of a bucket to every engine; returns when all of them have loaded it."""
 
 
@@ -146,7 +147,7 @@ class _BucketInfo(msgspec.Struct):
     shapes: list[tuple[int, ...]]
 
 
-def bucket_to_wire(bucket: Bucket) -> dict[str, object]:
+def bucket_to_wire(bucket: Bucket) -> UpdateInfo:
     metas = [slot.meta for slot in bucket.slots]
     return {
         "index": bucket.index,

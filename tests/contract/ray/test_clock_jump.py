@@ -28,20 +28,20 @@ async def main():
         sys.stdin.readline()
         print(f"jumped {round((time.time() - before) / 3600)}", flush=True)
 
-    grant = await ask("PromptDesk.issue", "p", 2, request="x")
+    grant = await ask("PromptLedger.issue", "p", 2, request="x")
     early, late = (prompt.task for prompt in grant.prompts)
     jump(+3600)
     await ask("Ledger.status")  # which takes back what is overdue
-    print("after +1 h:", len(await ask("PromptDesk.heartbeat", "p")), flush=True)
-    await ask("PromptDesk.commit", early, payload(early.group))
+    print("after +1 h:", len(await ask("PromptLedger.heartbeat", "p")), flush=True)
+    await ask("PromptLedger.commit", early, payload(early.group))
     jump(-3600)
-    print("after -1 h:", len(await ask("PromptDesk.heartbeat", "p")), flush=True)
+    print("after -1 h:", len(await ask("PromptLedger.heartbeat", "p")), flush=True)
     ends = time.monotonic() + 2 * LEASE_S
     while time.monotonic() < ends:  # the ledger looks at its clock: one step counts half a lease at most
         await asyncio.sleep(LEASE_S / 8)
         await ask("Ledger.status")  # which takes back what is overdue
     try:
-        await ask("PromptDesk.commit", late, payload(late.group))
+        await ask("PromptLedger.commit", late, payload(late.group))
     except LateAttemptError:
         print("the silent one is too late", flush=True)
 

@@ -18,8 +18,6 @@ from tests.helpers.ledger_cases import (
     train,
 )
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_prompts import PromptDesk
-from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import (
     CommitOutcome,
     LateAttemptError,
@@ -28,6 +26,8 @@ from vime.handoff.ledger_types import (
     Task,
     TransitionError,
 )
+from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger
 from vime.ray.ledger_actor import LedgerClient
 
 DEADLINE_S = 60.0
@@ -50,23 +50,23 @@ def kill(client):
 def test_a_killed_ledger_goes_on_where_it_was(client, tmp_path):
     first = client.pid()
     train(AsLedger(client), 0)
-    answered = client.call(PromptDesk.issue, "p", 3, request="x")
+    answered = client.call(PromptLedger.issue, "p", 3, request="x")
     kill(client)
-    assert client.call(PromptDesk.issue, "p", 3, request="x") == answered
+    assert client.call(PromptLedger.issue, "p", 3, request="x") == answered
     assert client.pid() != first
     tasks = [prompt.task for prompt in answered.prompts]
-    assert [client.call(PromptDesk.commit, task, payload(task.group, version=1)) for task in tasks] == [
+    assert [client.call(PromptLedger.commit, task, payload(task.group, version=1)) for task in tasks] == [
         CommitOutcome.COMMITTED
     ] * 3
     kill(client)
-    assert client.call(PromptDesk.commit, tasks[0], payload(tasks[0].group)) is CommitOutcome.DUPLICATE
+    assert client.call(PromptLedger.commit, tasks[0], payload(tasks[0].group)) is CommitOutcome.DUPLICATE
     found = lease(AsLedger(client), 1)
     kill(client)
-    assert client.call(RoundDesk.trained, 1, found.fence)
+    assert client.call(RoundLedger.trained, 1, found.fence)
     kill(client)
-    assert not client.call(RoundDesk.trained, 1, found.fence)
+    assert not client.call(RoundLedger.trained, 1, found.fence)
     client.call(Ledger.sync)
-    client.call(RoundDesk.durable, 1)
+    client.call(RoundLedger.durable, 1)
     assert client.call(Ledger.status).active == 3  # one ready, and round 1, whose weights are not served
     assert checked(tmp_path, checkpoint_round=1).groups == {"durable": 4, "ready": 1}
 
@@ -82,11 +82,11 @@ def test_when_it_is_closed_its_file_alone_is_the_ledger(client, tmp_path):
 
 def test_refusals_keep_their_type(client, tmp_path):
     [task] = issue(AsLedger(client), 1)
-    client.call(PromptDesk.abandon, "p")
+    client.call(PromptLedger.abandon, "p")
     with pytest.raises(LateAttemptError, match="came too late"):
-        client.call(PromptDesk.commit, task, payload())
+        client.call(PromptLedger.commit, task, payload())
     with pytest.raises(LeaseLostError):
-        client.call(RoundDesk.trained, 0, 1)
+        client.call(RoundLedger.trained, 0, 1)
     with pytest.raises(LedgerFileError, match="another process writes it"):
         open_ledger(tmp_path)
 
@@ -99,7 +99,7 @@ def test_a_restore_asks_the_spool_of_the_run(client, tmp_path):
     assert report.replayed_rounds == ()
 
 
-@pytest.mark.parametrize("method", [Ledger.close, Ledger.expire, RoundDesk.restore, Ledger.__init__, str.upper])
+@pytest.mark.parametrize("method", [Ledger.close, Ledger.expire, RoundLedger.restore, Ledger.__init__, str.upper])
 def test_the_ledger_s_process_runs_no_method_that_is_not_on_its_list(client, method):
     with pytest.raises(TransitionError, match=r"the ledger has no call .* expected one of Ledger\.commit_each, "):
         client.call(method)
@@ -111,6 +111,6 @@ def test_a_client_that_travels_to_another_process_is_a_client_there(client):
 
     @ray.remote(num_cpus=0)
     def status(travelled):
-        return travelled.call(RoundDesk.ready, version=0, count=1), travelled.call(Ledger.status).active
+        return travelled.call(RoundLedger.ready, version=0, count=1), travelled.call(Ledger.status).active
 
     assert ray.get(status.remote(client), timeout=DEADLINE_S) == ((), 0)

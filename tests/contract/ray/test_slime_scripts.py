@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.slime_scripts import SCRIPTS, Script
+from vime.config.command_line import parse_command_line
 from vime.config.migration import SECRETS, TO_ENVIRONMENT
-from vime.config.parse import parse_command_line
 from vime.ray.preflight import preflight
 from vime.types import ConfigError
 

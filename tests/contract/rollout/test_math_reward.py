@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.rollout_setup import make_args
 from vime.rollout import rm_math
-from vime.rollout.rm_hub import async_rm, batched_async_rm, close_judges
+from vime.rollout.rm_hub import async_rm, batched_async_rm, close_rewards
 from vime.rollout.rm_math import MathJudge
 from vime.types import Sample, SampleStatus
 
@@ -23,7 +23,7 @@ CASES = [
 @pytest.fixture
 async def _ends_judges():
     yield
-    await close_judges()
+    await close_rewards()
 
 
 @pytest.mark.usefixtures("_ends_judges")

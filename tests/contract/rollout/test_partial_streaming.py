@@ -6,8 +6,8 @@ from vime.data.payload import bytes_to_samples
 from vime.handoff.audit import audit_run
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_prompts import PromptDesk
-from vime.rollout import halt
+from vime.handoff.prompt_ledger import PromptLedger
+from vime.rollout import abort_scope
 from vime.types import VersionSpan
 
 EOS = 2
@@ -70,7 +70,7 @@ def test_tokens_in_the_spool_outlive_attempts_that_add_none(tmp_path, model_dir)
     with ScriptedEngine(script) as engine:
         stop_with_one_held(tmp_path, engine, model_dir, PARTIAL)
         with Streaming(tmp_path, engine, model_dir, PARTIAL, starts=False) as killed:
-            [prompt] = killed.port.call(PromptDesk.issue, "of the dead", 1, request="r").prompts
+            [prompt] = killed.port.call(PromptLedger.issue, "of the dead", 1, request="r").prompts
             assert prompt.partial is not None
         asked = len(engine.requests)
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as third:
@@ -108,7 +108,7 @@ def test_tokens_that_cannot_be_read_are_sampled_again(tmp_path, model_dir):
 
 
 def test_an_engine_that_is_deaf_to_the_abort_does_not_hold_the_end_up(tmp_path, model_dir, monkeypatch):
-    monkeypatch.setattr(halt.Halt.end, "__kwdefaults__", {"deadline_s": 0.5})
+    monkeypatch.setattr(abort_scope.AbortScope.end, "__kwdefaults__", {"deadline_s": 0.5})
     with ScriptedEngine(Cutting("b")) as engine:
         engine.is_deaf = True
         with Streaming(tmp_path, engine, model_dir, PARTIAL) as run:

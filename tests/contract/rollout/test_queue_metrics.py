@@ -20,8 +20,8 @@ from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_dire
 from vime.handoff.group_store import GroupStore
 from vime.handoff.ledger import Ledger, LedgerStatus
 from vime.handoff.ledger_port import LocalLedgerPort
-from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import LedgerRules, StalePolicy
+from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Spool
 from vime.handoff.staleness import check_staleness, staleness_metrics
 from vime.handoff.stores import MemoryStore
@@ -131,8 +131,8 @@ class Run:
         return {**metrics, **staleness_metrics(check_staleness(rows, version=round_id, max_staleness=1))}
 
     def train(self, round_id: int) -> None:
-        self.port.call(RoundDesk.trained, round_id, self.taken.lease.fence)
-        self.port.call(RoundDesk.release, round_id + 1)
+        self.port.call(RoundLedger.trained, round_id, self.taken.lease.fence)
+        self.port.call(RoundLedger.release, round_id + 1)
 
 
 @pytest.fixture

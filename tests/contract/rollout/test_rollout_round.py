@@ -10,7 +10,7 @@ from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from vime.observability.samples import read_fates, read_round
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.sample_book import BOOK
+from vime.rollout.sample_recorder import RECORDER
 from vime.rollout.vllm_rollout import close_generation, generate_rollout, generation_progress
 from vime.types import DataError, PluginError, RewardError, SampleStatus, WaitTimeoutError
 
@@ -78,15 +78,15 @@ def test_the_answers_of_dropped_groups_are_kept_with_their_reason(play, tmp_path
     def script(request):
         return Reply(token_ids=[EOS]) if request.token_ids[-1] == LETTER["a"] else echo_first_sample(request)
 
-    BOOK.open(tmp_path, max_bytes=1 << 20)
+    RECORDER.open(tmp_path, max_bytes=1 << 20)
     try:
         with ScriptedEngine(script) as engine:
             output, _ = play(
                 engine, "--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std"
             )
-        BOOK.write_round(0, round_groups(output.samples))
+        RECORDER.write_round(0, round_groups(output.samples))
     finally:
-        BOOK.close()
+        RECORDER.close()
     kept, lost = read_fates(tmp_path)[0].kept, read_fates(tmp_path)[0].dropped
     assert kept == tuple(group[0].group_index for group in output.samples)
     assert list(lost) == ["zero_std_0"]
@@ -180,7 +180,7 @@ def plugin_file(tmp_path):
     ("text", "message"),
     [
         ("def keep(args, samples): raise KeyError('x')", r"raised KeyError: 'x' \(at .*It was given a group of 2"),
-        ("def keep(args, samples): return 1", "answered int, expected bool"),
+        ("def keep(args, samples): return 1", "returned int, expected bool"),
     ],
 )
 def test_a_faulty_filter_ends_the_round_and_is_named(play, plugin_file, text, message):
@@ -193,12 +193,12 @@ def test_a_faulty_filter_ends_the_round_and_is_named(play, plugin_file, text, me
     [
         ("async def custom(args, sample, **kwargs): return math.nan", r"custom, sample \d: got nan, expected a finite"),
         ("async def custom(args, sample): 1 / 0", r"custom, sample \d: raised ZeroDivisionError"),
-        ("def custom(args, sample): time.sleep(60)", r"custom, sample \d: no answer in 0.2 s"),
+        ("def custom(args, sample): time.sleep(60)", r"custom, sample \d: did not return within 0.2 s"),
         ("async def custom(args, sample): return 'good'", r"custom, sample \d: got str 'good'"),
     ],
 )
 def test_a_faulty_reward_function_ends_the_round_and_is_named(play, plugin_file, text, message):
-    limit_s = 0.2 if "no answer" in message else 60
+    limit_s = 0.2 if "did not return" in message else 60
     with ScriptedEngine(echo_first_sample) as engine, pytest.raises(RewardError, match=message):
         play(engine, "--custom-rm-path", f"{plugin_file(text)}:custom", "--rm-timeout-secs", limit_s)
 
@@ -220,8 +220,8 @@ def test_a_custom_generate_function_may_fan_out_and_set_rewards(play, plugin_fil
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return None", "answered NoneType, expected a Sample"),
-        ("return []", "answered an empty list"),
+        ("return None", "returned NoneType, expected a Sample"),
+        ("return []", "returned an empty list"),
         ("return sample", "status is still pending"),
         ("raise ValueError('no')", "raised ValueError: no"),
     ],

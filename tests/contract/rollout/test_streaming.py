@@ -9,10 +9,10 @@ from tests.helpers.kept import round_groups
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, attempts_of, groups_of, wait_until
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_prompts import PromptDesk
-from vime.handoff.ledger_rounds import RoundDesk
+from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger
 from vime.observability.samples import read_fates
-from vime.rollout.sample_book import BOOK
+from vime.rollout.sample_recorder import RECORDER
 from vime.types import HandoffError, RewardError, WaitTimeoutError
 
 EOS = 2
@@ -42,18 +42,18 @@ def test_each_group_is_in_one_round_in_the_order_of_the_prompts(tmp_path, model_
         assert rounds[2].metrics["rollout/version_oldest"] == 2
         # six groups for three rounds of two, and not one prompt more
         assert run.status().active == 0
-        assert run.port.call(PromptDesk.issue, "p", 1, request="r").waits_for.startswith("a slot")
+        assert run.port.call(PromptLedger.issue, "p", 1, request="r").waits_for.startswith("a slot")
 
 
 def test_at_staleness_0_no_prompt_is_sent_before_the_weights_of_the_round_are_served(tmp_path, model_dir):
     served = ServedVersion()
     with ScriptedEngine(served) as engine, Streaming(tmp_path, engine, model_dir) as run:
         run.lease(0)
-        run.port.call(RoundDesk.trained, 0, run.taken.lease.fence)
+        run.port.call(RoundLedger.trained, 0, run.taken.lease.fence)
         assert len(engine.requests) == 2  # one for each group of round 0
         assert run.status().active == 2  # trained, but the engines serve older weights
         served.version = 1
-        run.port.call(RoundDesk.release, 1)
+        run.port.call(RoundLedger.release, 1)
         assert groups_of(run.lease(1)) == [2, 3]
 
 
@@ -63,7 +63,7 @@ def test_at_staleness_1_the_next_round_is_answered_while_one_trains(tmp_path, mo
         fence = run.taken.lease.fence
         second = run.lease(1)  # version 0 tokens, one behind; round 0 is still being trained
         assert sorted(groups_of(first) + groups_of(second)) == [0, 1, 2, 3]
-        run.port.call(RoundDesk.trained, 0, fence)
+        run.port.call(RoundLedger.trained, 0, fence)
         run.train(1)
 
 
@@ -101,15 +101,15 @@ def test_trainers_may_begin_with_a_finished_group_while_another_of_the_round_is_
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
         with ThreadPoolExecutor(1) as thread:
             whole = thread.submit(run.lease, 0)
-            assert run.coordinator.portions.wait(0, 30)
-            [portion] = run.coordinator.claim_portion()
-            assert portion.task.group == 1
+            assert run.coordinator.early_batches.wait(0, 30)
+            [early_batch] = run.coordinator.claim_early_batch()
+            assert early_batch.task.group == 1
             sys.modules["vime_plugin_held"].go_on.set()
             output = whole.result(60)
-        assert not run.coordinator.portions.wait(0, 30)
-        assert run.coordinator.claim_portion() == []
+        assert not run.coordinator.early_batches.wait(0, 30)
+        assert run.coordinator.claim_early_batch() == []
         assert groups_of(output) == [0, 1]
-        assert output.groups[1] is portion  # not asked for again
+        assert output.groups[1] is early_batch  # not asked for again
         assert run.taken.begun == {1}
 
 
@@ -136,9 +136,9 @@ def test_of_a_prefetched_round_trainers_begin_with_its_own_groups_not_with_finis
         wait_until(run, lambda: run.status().ready == 2)  # 4 and 5, of the round after
         go_on = sys.modules["vime_plugin_held_round"].go_on
         go_on[3].set()
-        assert run.coordinator.portions.wait(1, 10)
-        assert [group.task.group for group in run.coordinator.claim_portion()] == [3]
-        assert run.coordinator.claim_portion() == []
+        assert run.coordinator.early_batches.wait(1, 10)
+        assert [group.task.group for group in run.coordinator.claim_early_batch()] == [3]
+        assert run.coordinator.claim_early_batch() == []
         go_on[2].set()
         assert groups_of(whole.result(60)) == [2, 3]
         assert run.taken.begun == {3}
@@ -152,10 +152,10 @@ def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, mo
 
     flags = ("--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std")
     with ScriptedEngine(right_for_every_other_prompt) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
-        BOOK.open(tmp_path / "kept", max_bytes=1 << 20)
+        RECORDER.open(tmp_path / "kept", max_bytes=1 << 20)
         output = run.lease(0)
-        BOOK.write_round(0, round_groups(output.samples))
-        BOOK.close()
+        RECORDER.write_round(0, round_groups(output.samples))
+        RECORDER.close()
     assert groups_of(output) == [0, 2]
     assert read_fates(tmp_path / "kept")[0].kept == (0, 2)
     assert 1 in read_fates(tmp_path / "kept")[0].dropped["zero_std_0"]
@@ -328,3 +328,25 @@ def test_a_plug_in_that_must_see_answers_sees_them_and_is_obeyed_when_the_rows_a
     assert [rows[number].reward for number in range(4)] == [0.0, 0.125, 1.25, 1.375]
     assert [rows[number].num_trainable for number in range(4)] == [2, 2, 0, 2]
     assert output.metrics["rollout/removed_samples"] == 1
+
+
+def by_length(args, sample):
+    """A reward that reads no text."""
+    return float(sample.response_length)
+
+
+def test_text_is_decoded_when_somebody_reads_it_and_not_before(tmp_path, model_dir, monkeypatch):
+    decoded = []
+
+    def decode(_directory, tokens):
+        decoded.append(list(tokens))
+        return "text"
+
+    monkeypatch.setattr("vime.rollout.generation.decode_response", decode)
+    by_nobody = ["--custom-rm-path", f"{__file__}:by_length"]
+    with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *by_nobody) as run:
+        run.store.decode = lambda tokens: decode("", tokens)
+        output = run.play(0)
+        assert decoded == []  # generated, scored, stored, leased and read by the rank
+        assert output.samples[0][0].response == "text"
+        assert decoded == [[LETTER["a"], EOS]]

@@ -140,7 +140,7 @@ def test_a_stopped_server_is_named_within_the_deadline_of_its_probe(server):
     server.probe(url, DEADLINE_S)
     api_server = server_and_child(server)[0]
     api_server.suspend()  # SIGSTOP: it lives, its port accepts, nothing answers
-    with pytest.raises(EngineError, match=rf"small lives \(pid {server.pid}\).*no answer within 0.5 s") as hangs:
+    with pytest.raises(EngineError, match=rf"small lives \(pid {server.pid}\).*no response within 0.5 s") as hangs:
         server.probe(url, 0.5)
     assert "pids" in str(hangs.value)  # its last log lines
     api_server.resume()

@@ -228,7 +228,7 @@ def test_an_update_of_one_bucket_is_two_calls_over_one_connection(two_fakes, tmp
     [
         ({"wrong_hash": True}, "e1 serves version 1 with hash 0000"),
         ({"wrong_version": "0"}, "e1 serves version 0"),
-        ({"status": {UPDATE_ROUTE: 503}}, f"e1 .*{UPDATE_ROUTE}: status 503"),
+        ({"status": {UPDATE_ROUTE: 503}}, f"e1 .*{UPDATE_ROUTE}: HTTP 503"),
     ],
 )
 def test_one_bad_engine_stops_the_whole_fleet(transport, fault, message, two_fakes, tmp_path):
@@ -251,7 +251,7 @@ def test_an_engine_that_does_not_answer_ends_at_the_timeout(two_fakes):
     first, second, _ = two_fakes
     second.faults.stall["/resume"] = threading.Event()
     control = FleetControl([first.address, second.address], timeout_s=1.0)
-    with pytest.raises(EngineError, match=r"e1 .*/resume: TimeoutError"):
+    with pytest.raises(EngineError, match=r"e1 /resume: no response within 1 s"):
         control.resume()
     control.close()
 
@@ -307,7 +307,7 @@ def test_an_engine_that_cannot_join_the_broadcast_is_reported_at_once(two_fakes,
     second.faults.status["/init_weight_transfer_engine"] = 500
     sender = make_sender("gloo", bucket_bytes=128, directory=tmp_path, timeout_s=20)
     started = time.monotonic()
-    with pytest.raises(EngineError, match=r"e1 .*/init_weight_transfer_engine: status 500"):
+    with pytest.raises(EngineError, match=r"e1 .*/init_weight_transfer_engine: HTTP 500"):
         sender.connect(control)
     assert time.monotonic() - started < 15
     sender.close()
@@ -321,7 +321,7 @@ def test_a_failed_broadcast_is_reported_at_once_though_another_engine_still_wait
         sender.connect(control)
         third.faults.status[UPDATE_ROUTE] = 500
         started = time.monotonic()
-        with pytest.raises(PublishError, match=f"e2 .*{UPDATE_ROUTE}: status 500"):
+        with pytest.raises(PublishError, match=f"e2 .*{UPDATE_ROUTE}: HTTP 500"):
             publish(
                 iter(WEIGHTS.items()),
                 [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()],

@@ -12,7 +12,7 @@ from tests.helpers.checkpoint_cases import damage_cases
 from tests.helpers.engine_contract import SETTINGS
 from tests.helpers.megatron_worker import Answers, answers_of
 from vime.ray.checkpoint import RunState, save_checkpoint
-from vime.ray.damage import refuse_any_damage, refuse_damage
+from vime.ray.checkpoint_damage import refuse_any_damage, refuse_damage
 from vime.types import CheckpointError
 from vime.utils.hashing import hash_file
 from vime.utils.manifest import MANIFEST, compare_hashes, read_manifest

@@ -1,4 +1,4 @@
-"""Any training engine behaves as `seams.TrainEngine` says, measured against transformers and plain torch."""
+"""Any training engine behaves as `protocols.TrainEngine` says, measured against transformers and plain torch."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import RouterProcess
-from vime.rollout.engine_client import Answer, EngineClient, read_answers
-from vime.rollout.halt import Halt
+from vime.rollout.abort_scope import AbortScope
+from vime.rollout.engine_client import EngineClient, read_completions
+from vime.rollout.exchanges import Completion
 from vime.types import ConfigError, EngineAddress, EngineError, PublishError
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
@@ -81,7 +82,7 @@ def sample(url: str, prompt: list[int], num_tokens: int, **params: object) -> di
     answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers=HEADERS, timeout=60)
     answer.raise_for_status()
     choice = answer.json()["choices"][0]
-    [read] = read_answers(answer.content, 1, url)  # what a run reads of these bytes
+    [read] = read_completions(answer.content, 1, url)  # what a run reads of these bytes
     assert read.token_ids == choice["token_ids"]
     assert read.log_probs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
     return choice
@@ -156,7 +157,7 @@ def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
     assert report == {"current_device_module": "torch.cuda", "trainer_imported": False, "megatron_imported": False}
 
 
-async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
+async def cut_short(router_url: str, engine_url: str) -> list[Completion]:
     """Two long answers, halted when the engine has sampled some of them."""
 
     def num_sampled() -> float:
@@ -164,8 +165,8 @@ async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
     client = EngineClient(router_url, max_in_flight=1, timeout_s=280, key=KEYS.generate)
-    halt, before = Halt(), num_sampled()
-    halt.govern()
+    halt, before = AbortScope(), num_sampled()
+    halt.activate()
     asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": LONG, "ignore_eos": True}, n=2))
     while num_sampled() < before + 20:
         await asyncio.sleep(0.01)

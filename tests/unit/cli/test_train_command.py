@@ -31,7 +31,7 @@ def test_its_help_is_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
 def test_only_the_overlapped_rhythm_demands_staleness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checks are reached with the rhythm's own demand, so the command runs the rhythm that its name says."""
+    """The checks are reached with the schedule's own demand, so the command runs the schedule that its name says."""
     seen: list[bool] = []
 
     def stop(argv: object, *, is_async: bool, program: str) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from vime.config.command_line import parse_command_line
 from vime.config.hf_config import read_model_shape
-from vime.config.parse import Config, iter_flags, parse_command_line
+from vime.config.parse import Config, iter_flags
 from vime.config.readers import READ_WHEN
 from vime.handoff.ledger_types import RoundOrder
 from vime.ray.stream import ledger_rules

@@ -10,8 +10,9 @@ import pytest
 
 from tests.helpers.fsdp_cases import FAMILIES
 from tests.helpers.megatron_models import SHAPE
+from vime.config.command_line import parse_command_line
 from vime.config.hf_config import read_model_shape
-from vime.config.parse import Config, parse_command_line
+from vime.config.parse import Config
 from vime.types import ConfigError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 128, "vocab_size": 48}

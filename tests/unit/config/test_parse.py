@@ -57,6 +57,7 @@ def test_args_reads_every_flag_by_name_and_is_frozen() -> None:
     assert args.rollout_batch_size == 7
     for _, _, spec in iter_flags():
         getattr(args, spec.name)
+    assert args.has_sets is False  # what a section makes of its flags is read the same way
     with pytest.raises(AttributeError, match="frozen"):
         args.rollout_batch_size = 8
     with pytest.raises(AttributeError, match="no 'rollout_batchsize'"):

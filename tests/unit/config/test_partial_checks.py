@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rollout_setup import write_model_directory
-from vime.config.parse import Config, parse_command_line
+from vime.config.command_line import parse_command_line
+from vime.config.parse import Config
 from vime.ray.preflight import preflight
 from vime.rollout.plugins import check_plugins
 from vime.types import ConfigError

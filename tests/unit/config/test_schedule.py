@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vime.config.machine import OptimizerConfig
+from vime.config.cluster import OptimizerConfig
 from vime.config.parse import Config
 from vime.config.schedule import decay_steps, learning_rate_at, steps_of_round
 from vime.types import ConfigError

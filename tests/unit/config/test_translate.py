@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from vime.config import migration
-from vime.config.parse import Config, build_parser, parse, parse_command_line
+from vime.config.command_line import parse_command_line
+from vime.config.parse import Config, build_parser, parse
 from vime.types import ConfigError
 
 SHAPE = {

@@ -15,13 +15,14 @@ import pytest
 
 from tests.helpers.ledger_cases import issue, lease, open_ledger
 from tests.helpers.rows import make_row
+from vime.data.claims import RunClaims
 from vime.data.payload import samples_to_bytes
 from vime.handoff.audit import AuditReport, SavedFacts, audit_run
 from vime.handoff.ledger_identity import link_history
 from vime.handoff.ledger_types import LEDGER_NAME, Payload, RoundLease
-from vime.handoff.receipts import RECEIPTS_NAME, ReceiptBook, SteppedGroup, group_content, row_content
+from vime.handoff.receipts import RECEIPTS_NAME, ReceiptFile, SteppedGroup, group_content, row_content
 from vime.handoff.spool import Spool
-from vime.types import RunClaims, Sample, SampleStatus, VersionSpan
+from vime.types import Sample, SampleStatus, VersionSpan
 
 SAVED, ROUNDS = 1, 3  # rounds 0 and 1 are in a checkpoint; 2 is trained, and its payloads are in the spool
 LINKS = "links.json"
@@ -69,7 +70,7 @@ def stepped(lease: RoundLease) -> list[SteppedGroup]:
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("receipts")
-    ledger, spool, book = open_ledger(run), Spool(run / "spool"), ReceiptBook(run, start_round=0, link=None)
+    ledger, spool, store = open_ledger(run), Spool(run / "spool"), ReceiptFile(run, start_round=0, link=None)
     links = []
     for round_id in range(ROUNDS):
         for task in issue(ledger, 2):
@@ -80,13 +81,13 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             versions = {"min_version": round_id, "max_version": round_id}
             ledger.prompts.commit(task, Payload(checksum=checksum, **size, **versions, content=content_of(samples)))
         found = lease(ledger, round_id)
-        links.append(book.note(round_id, round_id, stepped(found)))
+        links.append(store.note(round_id, round_id, stepped(found)))
         ledger.rounds.trained(round_id, found.fence, links[-1])
         ledger.rounds.release(round_id + 1)
         if round_id == SAVED:
             ledger.rounds.durable(round_id)
     (run / LINKS).write_text(json.dumps(links))
-    for part in (ledger, spool, book):
+    for part in (ledger, spool, store):
         part.close()
     return run
 
@@ -122,7 +123,7 @@ def breaches(report: AuditReport) -> list[str]:
 def rewrite(run: Path, change: Callable[[int, list[SteppedGroup]], list[SteppedGroup]]) -> list[str]:
     """Receipts of a trainer that stepped on something else, whole and linked; the ledger names them."""
     (run / RECEIPTS_NAME).unlink()
-    book = ReceiptBook(run, start_round=0, link=None)
+    store = ReceiptFile(run, start_round=0, link=None)
     with closing(open_ledger(run)) as ledger:
         groups = [
             [
@@ -134,14 +135,14 @@ def rewrite(run: Path, change: Callable[[int, list[SteppedGroup]], list[SteppedG
                     4,
                     int(content_of(answers(group, attempt)), 16),
                 )
-                for group, attempt in ledger._book.query(
+                for group, attempt in ledger._store.query(
                     "select grp, attempt from prompt_group where round = ? order by grp", round_id
                 )
             ]
             for round_id in range(ROUNDS)
         ]
-    links = [book.note(round_id, round_id, change(round_id, found)) for round_id, found in enumerate(groups)]
-    book.close()
+    links = [store.note(round_id, round_id, change(round_id, found)) for round_id, found in enumerate(groups)]
+    store.close()
     with closing(sqlite3.connect(run / LEDGER_NAME)) as connection, connection:
         for round_id, link in enumerate(links):
             connection.execute("update history set note = ? where event = 'trained' and round = ?", (link, round_id))

@@ -13,8 +13,8 @@ import pytest
 from tests.helpers import bit_flips
 from tests.helpers.ledger_cases import issue, open_ledger, train
 from vime.handoff.audit import audit
+from vime.handoff.ledger_checksums import SEALED, find_faults
 from vime.handoff.ledger_schema import check_content, expected_schema, open_for_reading
-from vime.handoff.ledger_seals import SEALED, find_faults
 from vime.handoff.ledger_types import LedgerFileError
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.helpers.ledger_cases import RULES, Clock, checked, issue, lease, make_ready, open_ledger, payload, train
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_book import count_usage
 from vime.handoff.ledger_schema import MIGRATIONS, close_for_writing, open_for_reading, open_for_writing
+from vime.handoff.ledger_store import count_usage
 from vime.handoff.ledger_types import LedgerFileError, RoundOrder
 
 
@@ -82,9 +82,9 @@ def test_a_full_disk_is_refused_and_changes_nothing(tmp_path):
     ledger = open_ledger(tmp_path)
     train(ledger, 0)
     before = ledger.status()
-    book = ledger._book
-    [pages] = book.one("pragma page_count")
-    book.connection.execute(f"pragma max_page_count = {pages}")  # sqlite then answers as for a full disk
+    store = ledger._store
+    [pages] = store.one("pragma page_count")
+    store.connection.execute(f"pragma max_page_count = {pages}")  # sqlite then answers as for a full disk
     producer = f"a producer with a long name {'x' * 500}"
 
     def fill_up():
@@ -95,8 +95,8 @@ def test_a_full_disk_is_refused_and_changes_nothing(tmp_path):
         fill_up()
     assert ledger.status().active == before.active
     told = len(ledger.prompts.heartbeat(producer))
-    assert book.one("select count(*) from prompt_group where state = 'issued'") == (told,)
-    book.connection.execute(f"pragma max_page_count = {pages + 10000}")
+    assert store.one("select count(*) from prompt_group where state = 'issued'") == (told,)
+    store.connection.execute(f"pragma max_page_count = {pages + 10000}")
     train(ledger, 1)
     ledger.close()
     checked(tmp_path)
@@ -109,8 +109,8 @@ def test_the_running_counts_equal_a_count_of_the_rows(tmp_path):
     lease(ledger, 1)
     [task, *_] = issue(ledger, 2)
     ledger.prompts.admit(task, num_tokens=7, num_bytes=9)
-    book = ledger._book
-    assert book.memory.usage == count_usage(book.connection, book.train_id)
+    store = ledger._store
+    assert store.memory.usage == count_usage(store.connection, store.train_id)
     assert (ledger.status().active, ledger.status().held_tokens, ledger.status().held_groups) == (5, 37, 4)
     ledger.close()
 
@@ -139,12 +139,12 @@ def grows(step):
 def test_no_statement_of_a_run_grows_with_its_length(tmp_path):
     """Flat to any number of groups: every statement finds its rows by a whole key or in an index of what is moving."""
     ledger, seen = open_ledger(tmp_path, max_tokens=1000), set()
-    connection = ledger._book.connection
+    connection = ledger._store.connection
     connection.set_trace_callback(seen.add)
     for order in RoundOrder:
-        ledger._book.rules = replace(ledger._book.rules, round_order=order)
+        ledger._store.rules = replace(ledger._store.rules, round_order=order)
         for _ in range(2):
-            round_id = ledger._book.one("select coalesce(max(id), -1) + 1 from round where id >= 0")[0]
+            round_id = ledger._store.one("select coalesce(max(id), -1) + 1 from round where id >= 0")[0]
             tasks = issue(ledger, 4)
             ledger.prompts.admit(tasks[0], num_tokens=20, num_bytes=80)
             ledger.prompts.retry(tasks[3], "aborted", partial=7)

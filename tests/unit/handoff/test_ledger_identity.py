@@ -12,9 +12,9 @@ import pytest
 from tests.helpers.ledger_cases import checked, has_all, issue, open_ledger, payload, train
 from vime.handoff.audit import audit
 from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_checksums import SEALED
 from vime.handoff.ledger_identity import find_broken_link, first_link, next_link
 from vime.handoff.ledger_schema import open_for_reading
-from vime.handoff.ledger_seals import SEALED
 from vime.handoff.ledger_types import LedgerFileError, LedgerMark
 from vime.handoff.queue_view import export_queue, import_queue
 

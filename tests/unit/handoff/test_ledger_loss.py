@@ -205,7 +205,7 @@ def test_frames_of_a_transaction_that_never_ended_may_be_anything(killed: Path) 
 
 
 def test_a_long_log_is_folded_in_without_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vime.handoff.ledger_book.MAX_LOG_BYTES", 100_000)
+    monkeypatch.setattr("vime.handoff.ledger_store.MAX_LOG_BYTES", 100_000)
     ledger = Ledger(tmp_path / "ledger.db", RULES, clock=Clock())
     sizes = []
     for round_id in range(60):

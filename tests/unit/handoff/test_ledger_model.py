@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.helpers.ledger_cases import RULES, TIMEOUT_S, Clock, checked, payload
 from tests.helpers.ledger_model import Model
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_book import count_usage
+from vime.handoff.ledger_store import count_usage
 from vime.handoff.ledger_types import RoundOrder, StalePolicy
 from vime.types import VimeError
 
@@ -212,15 +212,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def file_and_model_agree(self):
         if not hasattr(self, "ledger"):
             return
-        book = self.ledger._book
-        rows = book.query(
+        store = self.ledger._store
+        rows = store.query(
             "select p.name, grp, state, attempt, round, position from prompt_group join partition p on p.id = partition"
         )
         assert {(name, group): tuple(rest) for name, group, *rest in rows} == self.model.table()
         states = {round_id: found.state for round_id, found in self.model.rounds.items()}
-        assert dict(book.query("select id, state from round")) == states
-        assert book.memory.usage == count_usage(book.connection, book.train_id)
-        usage = book.memory.usage
+        assert dict(store.query("select id, state from round")) == states
+        assert store.memory.usage == count_usage(store.connection, store.train_id)
+        usage = store.memory.usage
         assert (usage.active, usage.tokens) == (self.model.active(), self.model.held())
 
     def teardown(self):

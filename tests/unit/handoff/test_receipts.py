@@ -14,7 +14,7 @@ from tests.helpers.rows import make_row
 from vime.data.rows import TrainRow
 from vime.handoff.receipts import (
     RECEIPTS_NAME,
-    ReceiptBook,
+    ReceiptFile,
     Receipts,
     SteppedGroup,
     add_up,
@@ -78,10 +78,10 @@ def test_another_token_another_sample_or_another_cut_is_another_content() -> Non
 
 
 def test_lines_are_linked_over_a_restart_and_a_round_trained_again_alike_has_the_same_link(tmp_path: Path) -> None:
-    book = ReceiptBook(tmp_path, start_round=0, link=None)
-    links = [book.note(round_id, round_id, GROUPS) for round_id in range(3)]
-    book.close()
-    again = ReceiptBook(tmp_path, start_round=1, link=links[0])  # the checkpoint of round 0
+    store = ReceiptFile(tmp_path, start_round=0, link=None)
+    links = [store.note(round_id, round_id, GROUPS) for round_id in range(3)]
+    store.close()
+    again = ReceiptFile(tmp_path, start_round=1, link=links[0])  # the checkpoint of round 0
     assert again.note(1, 1, GROUPS) == links[1]
     assert again.note(2, 2, []) not in links
     again.close()
@@ -92,33 +92,33 @@ def test_lines_are_linked_over_a_restart_and_a_round_trained_again_alike_has_the
 
 
 def test_from_a_checkpoint_of_another_directory_the_links_begin_with_its_own(tmp_path: Path) -> None:
-    book = ReceiptBook(tmp_path, start_round=5, link="ab" * 8)
-    book.note(5, 5, GROUPS)
-    book.close()
-    ReceiptBook(tmp_path, start_round=5, link="ab" * 8).close()  # a second time from there: no second beginning
+    store = ReceiptFile(tmp_path, start_round=5, link="ab" * 8)
+    store.note(5, 5, GROUPS)
+    store.close()
+    ReceiptFile(tmp_path, start_round=5, link="ab" * 8).close()  # a second time from there: no second beginning
     [begun] = read(tmp_path).beginnings.values()
     assert (begun.round_id, begun.after) == (5, "ab" * 8)
 
 
 @pytest.mark.parametrize("cut", [1, 10])
 def test_half_a_line_at_the_end_is_left_out_and_goes_when_the_run_goes_on(tmp_path: Path, cut: int) -> None:
-    book = ReceiptBook(tmp_path, start_round=0, link=None)
-    first, _ = book.note(0, 0, GROUPS), book.note(1, 1, GROUPS)
-    book.close()
+    store = ReceiptFile(tmp_path, start_round=0, link=None)
+    first, _ = store.note(0, 0, GROUPS), store.note(1, 1, GROUPS)
+    store.close()
     path = tmp_path / RECEIPTS_NAME
     os.truncate(path, path.stat().st_size - cut)
     assert (read(tmp_path).newest, read(tmp_path).faults) == (first, ())
-    again = ReceiptBook(tmp_path, start_round=1, link=first)
+    again = ReceiptFile(tmp_path, start_round=1, link=first)
     newest = again.note(1, 1, GROUPS)
     again.close()
     assert (read(tmp_path).newest, read(tmp_path).faults) == (newest, ())
 
 
 def test_a_changed_byte_in_any_line_is_named(tmp_path: Path) -> None:
-    book = ReceiptBook(tmp_path, start_round=0, link=None)
+    store = ReceiptFile(tmp_path, start_round=0, link=None)
     for round_id in range(2):
-        book.note(round_id, round_id, GROUPS)
-    book.close()
+        store.note(round_id, round_id, GROUPS)
+    store.close()
     path = tmp_path / RECEIPTS_NAME
     whole = path.read_bytes()
     for at in range(len(whole) - 1):  # but for the last end of line: without it the line is half
@@ -127,8 +127,8 @@ def test_a_changed_byte_in_any_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    book = ReceiptBook(tmp_path, start_round=0, link=None)
-    first, whole, write = book.note(0, 0, GROUPS), (tmp_path / RECEIPTS_NAME).read_bytes(), os.write
+    store = ReceiptFile(tmp_path, start_round=0, link=None)
+    first, whole, write = store.note(0, 0, GROUPS), (tmp_path / RECEIPTS_NAME).read_bytes(), os.write
 
     def full(file: int, data: bytes) -> int:
         if len(data) < 20:
@@ -137,7 +137,7 @@ def test_a_full_disk_is_named_and_leaves_the_file_as_it_was(tmp_path: Path, monk
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(HandoffError, match=r"receipts.jsonl: .*cannot be written down: .*No space left.*--load"):
-        book.note(1, 1, GROUPS)
+        store.note(1, 1, GROUPS)
     monkeypatch.undo()
-    assert ((tmp_path / RECEIPTS_NAME).read_bytes(), book.link) == (whole, first)
-    book.close()
+    assert ((tmp_path / RECEIPTS_NAME).read_bytes(), store.link) == (whole, first)
+    store.close()

@@ -157,7 +157,7 @@ def test_answers_configuration_and_machine_are_there(short_run: Path) -> None:
     assert ["reward_key", "right"] in said["rows"]
     assert ["rollout_temperature", "1.0"] in everything["rows"]
     assert ["rollout_temperature", "1.0"] not in said["rows"]
-    [machine] = blocks(page, "Machine")
+    [machine] = blocks(page, "Components")
     assert {"cores", "memory", "python", "command"} <= {name for name, _ in machine["rows"]}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.handoff.receipts import ReceiptBook
+from vime.handoff.receipts import ReceiptFile
 from vime.observability.run_dir import RunDir, check_run_dir, claimed_checkpoints
 from vime.types import ConfigError
 
@@ -75,7 +75,7 @@ def test_whatever_shows_that_a_round_was_generated_makes_it_an_earlier_run(tmp_p
 
 
 def test_the_directory_of_a_start_that_failed_can_be_used_again_and_its_logs_are_kept(tmp_path: Path) -> None:
-    ReceiptBook(tmp_path, start_round=0, link=None).close()  # says where it begins, and nothing of a round
+    ReceiptFile(tmp_path, start_round=0, link=None).close()  # says where it begins, and nothing of a round
     (tmp_path / "notes.txt").write_text("mine")
     for number in (1, 2):
         RunDir.create(str(tmp_path), f'{{"start": {number}}}').close()

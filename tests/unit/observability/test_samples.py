@@ -22,7 +22,7 @@ from vime.observability.samples import (
     read_round,
     thinned,
 )
-from vime.rollout.sample_book import MAX_DROPPED, SampleBook
+from vime.rollout.sample_recorder import MAX_DROPPED, SampleRecorder
 from vime.types import Sample, SampleStatus, VersionSpan
 
 
@@ -138,7 +138,7 @@ def test_damage_costs_what_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_the_book_writes_dropped_groups_with_the_round_in_hand(tmp_path: Path) -> None:
-    book = SampleBook()
+    book = SampleRecorder()
     book.note_dropped(1, "before it is open", [answered(1, 0)])
     book.open(tmp_path, max_bytes=1 << 20)
     for group in range(MAX_DROPPED + 5):
@@ -154,7 +154,7 @@ def test_the_book_writes_dropped_groups_with_the_round_in_hand(tmp_path: Path) -
 
 
 def test_a_sample_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    book = SampleBook()
+    book = SampleRecorder()
     book.open(tmp_path, max_bytes=1 << 20)
     book.write_round(0, round_groups([[answered(0, 0, tokens=["no", "numbers"])]]))
     book.write_round(1, round_groups([[answered(1, 0)]]))
@@ -164,7 +164,7 @@ def test_a_sample_that_cannot_be_kept_does_not_end_the_run(tmp_path: Path, caplo
 
 
 def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
-    book = SampleBook()
+    book = SampleRecorder()
     book.open(tmp_path, max_bytes=0)
     book.write_round(0, round_groups([[answered(0, 0)]]))
     book.close()

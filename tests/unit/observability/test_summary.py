@@ -11,7 +11,7 @@ import pytest
 from vime.config.run import TrackingConfig
 from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
-from vime.observability.summary import is_right, read_answers, summarise
+from vime.observability.summary import is_right, read_completions, summarise
 from vime.types import DataError, Sample
 
 
@@ -76,7 +76,7 @@ def test_the_first_and_the_last_evaluation_are_compared_by_prompt(tmp_path: Path
     write_eval(tmp_path, "held_out", 0, [answer("2:xw=", "x", 0.0), answer("1:ab=", "a", 1.0)])
     write_eval(tmp_path, "held_out", 5, [answer("2:xw=", "middle", 0.0), answer("1:ab=", "middle", 0.0)])
     write_eval(tmp_path, "held_out", 30, [answer("1:ab=", "b", 0.0), answer("2:xw=", "<think>wx</think>w", 1.0)])
-    title, pairs = read_answers(tmp_path)
+    title, pairs = read_completions(tmp_path)
     assert title == "held_out: answers before round 0 and after round 29"
     assert [(pair.prompt, pair.before, pair.after) for pair in pairs] == [
         ("2:xw=", "x", "<think>wx</think>w"),
@@ -88,27 +88,27 @@ def test_the_first_and_the_last_evaluation_are_compared_by_prompt(tmp_path: Path
 def test_ten_answers_are_spread_over_the_whole_set(tmp_path: Path) -> None:
     for rollout_id in (0, 4):
         write_eval(tmp_path, "held_out", rollout_id, [answer(f"p{index}", "w", 1.0) for index in range(40)])
-    _, pairs = read_answers(tmp_path)
+    _, pairs = read_completions(tmp_path)
     assert [pair.prompt for pair in pairs] == [f"p{index}" for index in range(0, 40, 4)]
 
 
 def test_with_several_answers_per_prompt_the_first_is_shown(tmp_path: Path) -> None:
     write_eval(tmp_path, "held_out", 0, [answer("p", "one", 0.0), answer("p", "two", 1.0)])
     write_eval(tmp_path, "held_out", 3, [answer("p", "three", 1.0)])
-    _, pairs = read_answers(tmp_path)
+    _, pairs = read_completions(tmp_path)
     assert [(pair.before, pair.after) for pair in pairs] == [("one", "three")]
 
 
 def test_one_evaluation_alone_is_nothing_to_compare(tmp_path: Path) -> None:
     write_eval(tmp_path, "held_out", 0, [answer("p", "one", 0.0)])
-    assert read_answers(tmp_path) == ("", ())
+    assert read_completions(tmp_path) == ("", ())
 
 
 def test_of_a_conversation_the_last_message_is_the_prompt(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     for rollout_id in (0, 1):
         write_eval(tmp_path, "held_out", rollout_id, [Sample(prompt=chat, response="4", reward={"right": 1.0})])
-    _, (pair,) = read_answers(tmp_path)
+    _, (pair,) = read_completions(tmp_path)
     assert (pair.prompt, pair.is_after_right) == ("2+2?", True)
 
 

@@ -1,4 +1,4 @@
-"""The code keeps the project's rules: floors, budgets, lint, types, and modules that import on a bare laptop."""
+"""The code keeps the project's rules: modules import on a bare laptop, and shape_check of lint.sh finds faults."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import pytest
 
 from tests.helpers.shape_check import (
     BACKENDS,
-    FLOOR,
     HEAVY,
+    LAYER,
     check_circles,
     check_imports,
     check_sizes,
     clone_files,
-    findings,
     import_circles,
-    room_of,
+    package_of,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-# Packages that must not be loaded by importing a module of another room than HEAVY allows.
+# Packages that must not be loaded by importing a module of another package than HEAVY allows.
 COLD = ("ray", "vllm", "megatron", "transfer_queue", "wandb", "torch", "transformers")
 
 
@@ -32,14 +31,10 @@ def run(*command: str, timeout_s: float = 200) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def test_no_rule_of_the_shape_check_is_broken() -> None:
-    assert list(findings(ROOT / "vime")) == []
-
-
 def test_the_shape_check_finds_an_import_from_a_higher_floor() -> None:
-    tree = ast.parse("from vime.ray.machine import Machine")
+    tree = ast.parse("from vime.ray.components import Components")
     assert [message for _, message in check_imports(tree, "vime", "algo")] == [
-        "room 'algo' (floor 4) imports 'ray' (floor 6)"
+        "package 'algo' (layer 4) imports 'ray' (layer 6)"
     ]
 
 
@@ -69,9 +64,8 @@ def test_the_shape_check_finds_a_circle_of_three_files(tmp_path: Path) -> None:
     )
     circle = ("made/first.py", "made/second.py", "made/third.py")
     assert import_circles(package) == [circle]
-    (message,) = check_circles(package, frozenset())
+    (message,) = check_circles(package)
     assert message.startswith(f"{package / 'first.py'}:1: these files import each other: {', '.join(circle)}.")
-    assert list(check_circles(package, frozenset({circle}))) == []
 
 
 @pytest.mark.parametrize(
@@ -81,31 +75,9 @@ def test_the_shape_check_finds_a_circle_of_three_files(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.first import x\n",
     ],
 )
-def test_an_import_that_does_not_run_at_loading_closes_no_circle(tmp_path: Path, late: str) -> None:
+def test_an_import_that_does_not_run_at_loading_closes_a_circle_too(tmp_path: Path, late: str) -> None:
     package = _made_package(tmp_path, first="from made.second import x\n", second=late)
-    assert import_circles(package) == []
-    assert import_circles(package, with_late=True) == [("made/first.py", "made/second.py")]
-
-
-def test_a_known_circle_that_is_gone_has_to_leave_the_list(tmp_path: Path) -> None:
-    package = _made_package(tmp_path, first="", second="from made.first import x\n")
-    (message,) = check_circles(package, frozenset({("made/first.py", "made/second.py")}))
-    assert message.endswith("no circle any more: made/first.py, made/second.py. Take it out of KNOWN_CIRCLES")
-
-
-def test_ruff_has_no_finding() -> None:
-    checked = run(sys.executable, "-m", "ruff", "check", "--no-cache", ".")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-def test_every_file_is_formatted() -> None:
-    checked = run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-def test_the_pure_rooms_are_typed() -> None:
-    checked = run(sys.executable, "-m", "mypy")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert import_circles(package) == [("made/first.py", "made/second.py")]
 
 
 def test_the_version_pins_of_the_spine_are_exact() -> None:
@@ -114,24 +86,24 @@ def test_the_version_pins_of_the_spine_are_exact() -> None:
         assert f'"{package}==' in source, package
 
 
-def _modules(room: str) -> list[str]:
+def _modules(package: str) -> list[str]:
     files = [path.relative_to(ROOT).with_suffix("") for path in clone_files(ROOT / "vime", "*.py")]
-    inside = [file for file in files if room_of(file.parts[1:]) == room and file.name != "__main__"]
+    inside = [file for file in files if package_of(file.parts[1:]) == package and file.name != "__main__"]
     return [".".join(file.parts).removesuffix(".__init__") for file in inside]
 
 
-def _rooms_by_forbidden() -> dict[tuple[str, ...], list[str]]:
-    """Rooms that must stay free of the same packages share one process."""
+def _packages_by_forbidden() -> dict[tuple[str, ...], list[str]]:
+    """Packages that must stay free of the same packages share one process."""
     groups: dict[tuple[str, ...], list[str]] = {}
     # The actors in ray/ and the backends exist to load their heavy package.
-    for room in sorted(set(FLOOR) - BACKENDS - {"ray"}):
-        groups.setdefault(tuple(name for name in COLD if room not in HEAVY[name]), []).append(room)
+    for package in sorted(set(LAYER) - BACKENDS - {"ray"}):
+        groups.setdefault(tuple(name for name in COLD if package not in HEAVY[name]), []).append(package)
     return groups
 
 
-@pytest.mark.parametrize(("forbidden", "rooms"), _rooms_by_forbidden().items(), ids=lambda names: ",".join(names))
-def test_importing_a_room_loads_no_heavy_package_of_another_room(forbidden: tuple[str, ...], rooms: list[str]) -> None:
-    modules = [module for room in rooms for module in _modules(room)]
+@pytest.mark.parametrize(("forbidden", "packages"), _packages_by_forbidden().items(), ids=lambda names: ",".join(names))
+def test_no_module_loads_a_heavy_package_of_others(forbidden: tuple[str, ...], packages: list[str]) -> None:
+    modules = [module for name in packages for module in _modules(name)]
     code = (
         "import importlib, json, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

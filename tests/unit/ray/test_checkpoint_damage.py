@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from vime.config.parse import parse
-from vime.ray import damage, launch
+from vime.ray import checkpoint_damage, launch
 from vime.ray.checkpoint import LATEST, RunState, save_checkpoint
-from vime.ray.damage import doubts, refuse_any_damage, refuse_damage
+from vime.ray.checkpoint_damage import doubts, refuse_any_damage, refuse_damage
 from vime.ray.trainers import Trainers
 from vime.types import CheckpointError, EngineError
 from vime.utils.manifest import MANIFEST, compare_hashes
@@ -130,7 +130,7 @@ def test_a_large_checkpoint_is_read_in_part_before_the_start_and_in_whole_before
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = saved(tmp_path, 0)
-    monkeypatch.setattr(damage, "QUICK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_damage, "QUICK_BYTES", 1000)
     flip(checkpoint / "model" / "__0_0.distcp", 9)
     refuse_damage(checkpoint)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
@@ -168,14 +168,14 @@ def test_a_marker_that_names_an_older_checkpoint_is_said(tmp_path: Path) -> None
 def test_a_run_that_starts_again_reads_its_checkpoint_before_it_starts_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_machine(*_: Any) -> Any:
+    def start_components(*_: Any) -> Any:
         raise EngineError("the parts were started")
 
-    monkeypatch.setattr(launch, "open_machine", open_machine)
+    monkeypatch.setattr(launch, "start_components", start_components)
     config = parse(["--hf-checkpoint", "models/m", "--load", str(tmp_path)])
 
     def life() -> launch.End:
-        return launch._live(config, Mock(path=tmp_path, restarts=Mock(num=1)))
+        return launch._attempt(config, Mock(path=tmp_path, restarts=Mock(num=1)))
 
     assert life().message == "the parts were started"  # there is no checkpoint yet
     checkpoint = saved(tmp_path, 0)

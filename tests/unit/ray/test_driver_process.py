@@ -11,10 +11,10 @@ from unittest.mock import Mock
 import pytest
 
 from vime.config.parse import parse
-from vime.ray import machine as machine_module
+from vime.ray import components as components_module
 from vime.ray.checkpoint import RunState, find_start, save_checkpoint
 from vime.ray.cluster import demand_of, start_ray
-from vime.ray.machine import Machine, Parts, Watchers, is_due
+from vime.ray.components import Components, Parts, Watchers, is_due
 from vime.ray.trainers import TrainedRound
 from vime.types import ClusterError
 from vime.weights.versions import VersionLedger
@@ -23,7 +23,7 @@ PROBE = """
 import sys
 import torch
 before = torch.cuda.current_device
-import vime.ray.launch, vime.ray.assembly, vime.backends.megatron_utils.backend, vime.training.worker
+import vime.ray.launch, vime.ray.startup, vime.backends.megatron_utils.backend, vime.training.worker
 assert torch.cuda.current_device is before and before.__module__ == "torch.cuda", before
 loaded = [name for name in ("megatron", "vllm", "transfer_queue") if name in sys.modules]
 assert not loaded, loaded
@@ -37,7 +37,7 @@ def test_importing_the_driver_redirects_nothing_and_loads_no_engine() -> None:
 def test_the_driver_needs_no_torch() -> None:
     """200 MB and two seconds. `PublishReport` is what a rank answers with, a ticket what a round is known by."""
     received = "vime.weights.publish, vime.handoff.ticket, vime.rollout.coordinator"
-    probe = f"import sys, vime.ray.launch, vime.ray.assembly, {received}; sys.exit('torch' in sys.modules)"
+    probe = f"import sys, vime.ray.launch, vime.ray.startup, {received}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
 
 
@@ -90,19 +90,19 @@ def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from
         save_checkpoint(tmp_path, RunState(rollout_id=rollout_id, version=rollout_id, data_source={}), lambda _: None)
     flags = ["--save", str(tmp_path), "--load", str(tmp_path), "--keep-checkpoints", "2", "--save-interval", "1"]
     config = parse(["--hf-checkpoint", "models/m", "--device", "cpu", *flags])
-    monkeypatch.setattr(machine_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
+    monkeypatch.setattr(components_module, "wait_for", lambda *_, **__: [{"cursor": 1}])
     trainers = Mock(train=Mock(return_value=TrainedRound(metrics={}, stepped=[])))
     trainers.save.return_value.wait.return_value = {}
     parts = Parts(Mock(), trainers, None, num_rollout=6)
     watchers = Watchers(
-        screen=Mock(), interrupts=Mock(), events=Mock(), books=Mock(timed=lambda _: contextlib.nullcontext())
+        screen=Mock(), interrupts=Mock(), events=Mock(), round_metrics=Mock(timed=lambda _: contextlib.nullcontext())
     )
     start = find_start(config.model.load)
-    machine = Machine(config, tmp_path, parts, watchers, VersionLedger(), start)
-    rounds = list(machine.rounds())
+    components = Components(config, tmp_path, parts, watchers, VersionLedger(), start)
+    rounds = list(components.rounds())
     for rollout_id in rounds:
-        machine.train(SimpleNamespace(rollout_id=rollout_id, ticket=None, work=None, cursor={}, num_begun=0))
-        machine.save_if_due(rollout_id)
+        components.train(SimpleNamespace(rollout_id=rollout_id, ticket=None, work=None, cursor={}, num_begun=0))
+        components.save_if_due(rollout_id)
     assert rounds == [2, 3, 4, 5]
     kept = sorted(path.name for path in tmp_path.glob("iter_*"))
     assert kept == ["iter_0000001", "iter_0000004", "iter_0000005"]

@@ -20,12 +20,12 @@ from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
 from vime.ray import engines, launch, rollout_manager
-from vime.ray.assembly import Starter
-from vime.ray.books import RoundBooks
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
+from vime.ray.components import Components, Parts, Watchers
 from vime.ray.interrupts import Interrupts
-from vime.ray.machine import Machine, Parts, Watchers, has_work
 from vime.ray.rollout_manager import GeneratedRound
+from vime.ray.round_metrics import RoundMetrics
+from vime.ray.startup import Starter
 from vime.ray.trainers import TrainedRound
 from vime.ray.waits import Interrupted
 from vime.types import (
@@ -72,18 +72,18 @@ class FakeTrainers:
         return SimpleNamespace(engine_reports=[report], content_hash="h", version=version, metrics=dict)
 
 
-def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Machine:
+def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Components:
     screen, events = Screen(run_dir), EventLog(run_dir, "driver")
-    books = RoundBooks(Tracker(config.tracking, run_dir, {}), screen)
+    round_metrics = RoundMetrics(Tracker(config.tracking, run_dir, {}), screen)
     parts: Any = Parts(
         manager=None,
         trainers=FakeTrainers(),
         engines=SimpleNamespace(addresses=[], fleet=None),
         num_rollout=num_rollout,
     )
-    watchers = Watchers(screen=screen, interrupts=Interrupts(), events=events, books=books)
+    watchers = Watchers(screen=screen, interrupts=Interrupts(), events=events, round_metrics=round_metrics)
     config = config.replace(transferqueue_mode="off")  # nothing lies anywhere that would have to be cleared
-    return Machine(config, run_dir, parts, watchers, VersionLedger(), Start(rollout_id=0, checkpoint=None))
+    return Components(config, run_dir, parts, watchers, VersionLedger(), Start(rollout_id=0, checkpoint=None))
 
 
 def test_the_first_signal_is_a_request_and_the_second_is_not(capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,16 +112,18 @@ def test_before_there_is_anything_to_save_no_save_is_promised(capfd: pytest.Capt
 def test_a_save_is_promised_from_the_first_step_of_a_round_until_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = make_machine(parse([]), tmp_path, num_rollout=9)
-    assert not has_work(machine)  # round 0 is generated
+    components = make_machine(parse([]), tmp_path, num_rollout=9)
+    assert not components.has_work()  # round 0 is generated
     seen = []
     trained = TrainedRound(metrics={}, stepped=[])
-    monkeypatch.setattr(machine.parts.trainers, "train", lambda *_, **__: seen.append(has_work(machine)) or trained)
-    machine.train(GeneratedRound(rollout_id=0, ticket=None, metrics={}))
+    monkeypatch.setattr(
+        components.parts.trainers, "train", lambda *_, **__: seen.append(components.has_work()) or trained
+    )
+    components.train(GeneratedRound(rollout_id=0, ticket=None, metrics={}))
     assert seen == [True]
-    assert has_work(machine)
-    machine.save()
-    assert not has_work(machine)  # until round 1 is trained
+    assert components.has_work()
+    components.save()
+    assert not components.has_work()  # until round 1 is trained
 
 
 @pytest.mark.parametrize("command", [["train.py"], ["train_async.py"], ["-m", "vime", "train"]])
@@ -179,40 +181,40 @@ def test_a_signal_ends_the_start_before_its_next_part(tmp_path: Path) -> None:
 def test_a_round_that_was_trained_is_booked_when_the_interruption_comes_before_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = make_machine(parse([]), tmp_path, num_rollout=9)
-    monkeypatch.setattr(machine, "save", lambda: None)
+    components = make_machine(parse([]), tmp_path, num_rollout=9)
+    monkeypatch.setattr(components, "save", lambda: None)
 
-    def rhythm(machine: Machine) -> None:
-        for rollout_id in machine.rounds():
+    def schedule(components: Components) -> None:
+        for rollout_id in components.rounds():
             if rollout_id == 2:
                 raise Interrupted("generation")
-            machine.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
             if rollout_id == 1:
                 raise Interrupted("evaluation")
 
-    end = launch._drive(machine, rhythm)
+    end = launch._drive(components, schedule)
     assert end.code == 130
     assert {step: line["train/loss"] for step, line in read_metrics(tmp_path).items()} == {0: 0.0, 1: 1.0}
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def components(tmp_path: Path) -> Components:
     """Nine rounds, a checkpoint only when something ends them."""
     return make_machine(parse([]), tmp_path, num_rollout=9)
 
 
-def train_then_raise(error: Exception, *, rounds: int) -> launch.Rhythm:
+def train_then_raise(error: Exception, *, rounds: int) -> launch.Schedule:
     """A reward, an engine, the data or Vime itself fails while round number `rounds` is generated."""
 
-    def rhythm(machine: Machine) -> None:
-        for rollout_id in machine.rounds():
+    def schedule(components: Components) -> None:
+        for rollout_id in components.rounds():
             if rollout_id == rounds:
                 raise error
-            machine.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
-            machine.save_if_due(rollout_id)
-            machine.publish()
+            components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            components.save_if_due(rollout_id)
+            components.publish()
 
-    return rhythm
+    return schedule
 
 
 @pytest.mark.parametrize(
@@ -223,23 +225,25 @@ def train_then_raise(error: Exception, *, rounds: int) -> launch.Rhythm:
         (KeyError("surprise"), "KeyError: 'surprise' (at test_interruption.py:"),
     ],
 )
-def test_a_failure_outside_the_trainers_saves_what_they_trained(machine: Machine, error: Exception, says: str) -> None:
-    end = launch._drive(machine, train_then_raise(error, rounds=2))
+def test_a_failure_outside_the_trainers_saves_what_they_trained(
+    components: Components, error: Exception, says: str
+) -> None:
+    end = launch._drive(components, train_then_raise(error, rounds=2))
     assert end.code == 3
-    checkpoints = machine.run_dir / "checkpoints"
+    checkpoints = components.run_dir / "checkpoints"
     assert read_run_state(find_latest(checkpoints)).rollout_id == 1  # rounds 0 and 1 were trained
     told = end.message
     assert says in told
-    assert f"go on with --load {checkpoints}" in told
+    assert f"continue with --load {checkpoints}" in told
 
 
-def test_only_what_may_not_happen_again_is_worth_a_restart(machine: Machine) -> None:
-    dead = launch._drive(machine, train_then_raise(EngineLostError("engine-0 ended"), rounds=2))
+def test_only_what_may_not_happen_again_is_worth_a_restart(components: Components) -> None:
+    dead = launch._drive(components, train_then_raise(EngineLostError("engine-0 ended"), rounds=2))
     assert dead.is_worth_a_restart
     assert dead.trained_round == 1
     for lost in (ray.exceptions.RaySystemError("the GCS is gone"), ConnectionResetError("reset by peer")):
-        machine.doing = None
-        assert launch._drive(machine, train_then_raise(lost, rounds=2)).is_worth_a_restart
+        components.doing = None
+        assert launch._drive(components, train_then_raise(lost, rounds=2)).is_worth_a_restart
     for error in (
         RewardError("no such rubric"),
         HandoffError("sample 3: a log-probability is not finite"),
@@ -249,8 +253,8 @@ def test_only_what_may_not_happen_again_is_worth_a_restart(machine: Machine) -> 
         KeyError("surprise"),
         Interrupted("generation"),
     ):
-        machine.doing = None
-        assert not launch._drive(machine, train_then_raise(error, rounds=0)).is_worth_a_restart
+        components.doing = None
+        assert not launch._drive(components, train_then_raise(error, rounds=0)).is_worth_a_restart
 
 
 def test_restarts_are_counted_while_no_round_is_trained_and_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -292,65 +296,65 @@ def test_a_life_is_progress_only_past_the_newest_round_of_any_life_before(tmp_pa
 
 
 def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    components: Components, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lives: list[str] = []
+    starts: list[str] = []
 
     @contextlib.contextmanager
-    def open_machine(*_: Any) -> Iterator[Machine]:
-        lives.append("life")
-        if len(lives) == 2:
+    def start_components(*_: Any) -> Iterator[Components]:
+        starts.append("start")
+        if len(starts) == 2:
             raise ClusterError("a local Ray did not start")
-        if len(lives) == 3:
+        if len(starts) == 3:
             raise ray.exceptions.RaySystemError("no answer")  # not in a wait, so nobody put it into our words
-        yield machine
+        yield components
 
-    def rhythm(_: Machine) -> None:
-        if len(lives) == 1:
+    def schedule(_: Components) -> None:
+        if len(starts) == 1:
             raise EngineLostError("engine-0 ended")
 
-    monkeypatch.setattr(launch, "open_machine", open_machine)
+    monkeypatch.setattr(launch, "start_components", start_components)
     monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
-    end = launch._run(parse(["--max-restarts", "3"]), machine.run_dir, rhythm, FIRST_PROGRAM)
+    end = launch._run(parse(["--max-restarts", "3"]), components.run_dir, schedule, FIRST_PROGRAM)
     assert end == 0
-    assert len(lives) == 4
+    assert len(starts) == 4
     said = capsys.readouterr()
     assert "restart 3 of 3" in said.out + said.err
 
 
-def test_a_failure_before_the_first_round_is_trained_saves_nothing(machine: Machine) -> None:
-    end = launch._drive(machine, train_then_raise(RewardError("no rubric"), rounds=0))
+def test_a_failure_before_the_first_round_is_trained_saves_nothing(components: Components) -> None:
+    end = launch._drive(components, train_then_raise(RewardError("no rubric"), rounds=0))
     assert end.code == 3
-    assert find_latest(machine.checkpoint_root) is None
+    assert find_latest(components.checkpoint_root) is None
     assert "no rubric\nNo round was trained" in end.message
 
 
-def test_weights_in_the_middle_of_a_round_are_not_saved(machine: Machine) -> None:
-    machine.config = machine.config.replace(save_interval=2)  # saves round 1
-    trainers: Any = machine.parts.trainers
+def test_weights_in_the_middle_of_a_round_are_not_saved(components: Components) -> None:
+    components.config = components.config.replace(save_interval=2)  # saves round 1
+    trainers: Any = components.parts.trainers
 
-    def rhythm(machine: Machine) -> None:
-        for rollout_id in machine.rounds():
+    def schedule(components: Components) -> None:
+        for rollout_id in components.rounds():
             if rollout_id == 3:
                 trainers.faults["train"] = ClusterError("rank 1 died")
-            machine.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
-            machine.save_if_due(rollout_id)
+            components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            components.save_if_due(rollout_id)
 
-    end = launch._drive(machine, rhythm)
+    end = launch._drive(components, schedule)
     assert end.code == 3
-    assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 1
+    assert read_run_state(find_latest(components.checkpoint_root)).rollout_id == 1
     told = end.message
     assert "rank 1 died\nThis was in the middle of a round of training" in told
-    assert f"iter_0000001; go on with --load {machine.checkpoint_root}" in told
+    assert f"iter_0000001; continue with --load {components.checkpoint_root}" in told
 
 
-def test_when_the_rescue_fails_too_both_errors_are_said(machine: Machine) -> None:
-    trainers: Any = machine.parts.trainers
+def test_when_the_rescue_fails_too_both_errors_are_said(components: Components) -> None:
+    trainers: Any = components.parts.trainers
     trainers.faults["save"] = OSError("no space left on device")
     for error, code in ((RewardError("no such rubric"), 3), (Interrupted("generation"), 3)):
-        machine._start, machine.trained_round = Start(rollout_id=0, checkpoint=None), -1
-        machine.doing = None
-        end = launch._drive(machine, train_then_raise(error, rounds=1))
+        components._start, components.trained_round = Start(rollout_id=0, checkpoint=None), -1
+        components.doing = None
+        end = launch._drive(components, train_then_raise(error, rounds=1))
         assert end.code == code
         told = end.message
         assert str(error) in told
@@ -358,40 +362,40 @@ def test_when_the_rescue_fails_too_both_errors_are_said(machine: Machine) -> Non
         assert "There is no checkpoint" in told
 
 
-def test_a_save_before_that_failed_does_not_cost_the_round_just_trained(machine: Machine) -> None:
+def test_a_save_before_that_failed_does_not_cost_the_round_just_trained(components: Components) -> None:
     def full(*_: Any) -> None:
         raise CheckpointError("no space left on device")
 
     pending: Any = SimpleNamespace(is_over=lambda: False, wait=full)
-    machine.saver._being_written = (
-        Draft(root=machine.checkpoint_root, state=RunState(rollout_id=0, version=1, data_source={})),
+    components.saver._being_written = (
+        Draft(root=components.checkpoint_root, state=RunState(rollout_id=0, version=1, data_source={})),
         pending,
     )
-    machine.config = machine.config.replace(save_interval=2)  # saves round 1
-    end = launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9))
+    components.config = components.config.replace(save_interval=2)  # saves round 1
+    end = launch._drive(components, train_then_raise(RuntimeError("unused"), rounds=9))
     assert end.code == 3
-    assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 1
+    assert read_run_state(find_latest(components.checkpoint_root)).rollout_id == 1
 
 
-def test_metrics_that_cannot_be_written_do_not_cost_the_round(machine: Machine) -> None:
+def test_metrics_that_cannot_be_written_do_not_cost_the_round(components: Components) -> None:
     """The sink of the metrics is what failed; it fails again when the rescue books the round."""
 
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    machine.watchers.books.finish = full  # type: ignore[method-assign]
-    end = launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9))
+    components.watchers.round_metrics.finish = full  # type: ignore[method-assign]
+    end = launch._drive(components, train_then_raise(RuntimeError("unused"), rounds=9))
     assert end.code == 3
-    assert read_run_state(find_latest(machine.checkpoint_root)).rollout_id == 0
+    assert read_run_state(find_latest(components.checkpoint_root)).rollout_id == 0
 
 
-def test_a_publish_that_hangs_is_let_go_before_the_save(machine: Machine) -> None:
+def test_a_publish_that_hangs_is_let_go_before_the_save(components: Components) -> None:
     """Rank 0 may be waiting for an engine, and no rank can save meanwhile: the engines end first."""
-    trainers, order = machine.parts.trainers, []
+    trainers, order = components.parts.trainers, []
     trainers.faults["publish"] = EngineError("engine-0 does not answer")  # type: ignore[union-attr]
     trainers.save = lambda _directory: (order.append("save"), WRITTEN)[1]  # type: ignore[union-attr, method-assign]
-    machine.parts.engines = SimpleNamespace(addresses=[], stop=lambda: order.append("stop"))  # type: ignore[assignment]
-    end = launch._drive(machine, train_then_raise(RuntimeError("unused"), rounds=9))
+    components.parts.engines = SimpleNamespace(addresses=[], stop=lambda: order.append("stop"))  # type: ignore[assignment]
+    end = launch._drive(components, train_then_raise(RuntimeError("unused"), rounds=9))
     assert end.code == 3
     assert order == ["stop", "save"]
 
@@ -449,10 +453,10 @@ def test_a_second_signal_does_not_claim_that_nothing_was_lost(
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(launch, "open_machine", killed)
+    monkeypatch.setattr(launch, "start_components", killed)
     monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
     (tmp_path / "logs").mkdir()
-    assert launch._run(parse([]), tmp_path, lambda _machine: None, FIRST_PROGRAM) == 130
+    assert launch._run(parse([]), tmp_path, lambda _components: None, FIRST_PROGRAM) == 130
     assert "since the last checkpoint are not saved" in capfd.readouterr().err
 
 
@@ -468,25 +472,25 @@ def test_a_run_is_the_parent_of_orphans_before_anything_is_started(
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(launch, "open_machine", opened)
+    monkeypatch.setattr(launch, "start_components", opened)
     monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
     (tmp_path / "logs").mkdir()
-    launch._run(parse([]), tmp_path, lambda _machine: None, program)
+    launch._run(parse([]), tmp_path, lambda _components: None, program)
     assert order == ["adopts orphans", "starts parts"]
 
 
 def test_rare_updates_still_serve_what_the_last_round_trained(tmp_path: Path) -> None:
     config = parse(["--update-weights-interval", "2", "--max-staleness", "1"])
-    machine = make_machine(config, tmp_path, num_rollout=3)
-    machine.watchers.interrupts = Interrupts()
+    components = make_machine(config, tmp_path, num_rollout=3)
+    components.watchers.interrupts = Interrupts()
     engines: Any = SimpleNamespace(addresses=[SimpleNamespace(name="engine-0")], check=lambda: None)
-    machine.parts.engines = engines
-    machine.publish()
-    for rollout_id in machine.rounds():
-        machine.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
-        machine.publish()
+    components.parts.engines = engines
+    components.publish()
+    for rollout_id in components.rounds():
+        components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+        components.publish()
     # version 0 at start, 2 because the interval is over, 3 because it is the last
-    assert machine.parts.trainers.published == [0, 2, 3]  # type: ignore[union-attr]
+    assert components.parts.trainers.published == [0, 2, 3]  # type: ignore[union-attr]
 
 
 def test_a_replayed_run_evaluates_without_a_data_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, parse
 from vime.data.groups import facts_of
 from vime.data.rows import TrainRow
-from vime.ray.assembly import _num_rollout
 from vime.ray.planning import RoundPlanner
 from vime.ray.rollout_manager import ManagerInfo
+from vime.ray.startup import _num_rollout
 from vime.types import ConfigError
 
 SHAPE = {

@@ -1,4 +1,4 @@
-"""The overlapped rhythm asks for more staleness than the plain one, and says so before anything starts."""
+"""The overlapped schedule asks for more staleness than the plain one, and says so before anything starts."""
 
 import json
 from pathlib import Path

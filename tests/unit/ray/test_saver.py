@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.checkpoint_writer import ThreadSave
 from vime.ray import launch
 from vime.ray.checkpoint import RunState, find_latest, read_run_state
-from vime.ray.machine import Doing
+from vime.ray.components import Doing
 from vime.ray.saver import Saver
 from vime.ray.waits import Interrupted
 from vime.types import CheckpointError, VimeError
@@ -114,14 +114,14 @@ def test_a_failed_write_is_said_once_and_the_one_before_stays(tmp_path: Path) ->
 
 
 class MachineAtEnd:
-    """As much of a machine as the end of a run needs."""
+    """As much of the components as the end of a run needs."""
 
     def __init__(self, root: Path) -> None:
         self.trainers, self.saver = HeldTrainers(), make_saver(root)
         self.open_round, self.trained_round, self.doing = None, 1, None
         self.run_dir, self.checkpoint_root, self.loaded = root, root, None
         self.watchers: Any = self
-        self.screen = self.books = self
+        self.screen = self.round_metrics = self
 
     def activity(self, _text: str) -> None: ...
     def emit(self, *_args: Any, **_values: Any) -> None: ...
@@ -138,31 +138,31 @@ class MachineAtEnd:
 def test_however_a_run_ends_the_checkpoint_being_written_is_finished(
     ending: Exception | None, code: int, tmp_path: Path
 ) -> None:
-    machine: Any = MachineAtEnd(tmp_path)
+    components: Any = MachineAtEnd(tmp_path)
 
-    def rhythm(machine: Any) -> None:
-        machine.save()
-        threading.Timer(0.05, machine.trainers.may_write.set).start()
+    def schedule(components: Any) -> None:
+        components.save()
+        threading.Timer(0.05, components.trainers.may_write.set).start()
         if ending is not None:
             raise ending
 
-    end = launch._drive(machine, rhythm)
+    end = launch._drive(components, schedule)
     assert end.code == code
     assert latest_round(tmp_path) == 1
     assert len(list(tmp_path.glob("iter_*"))) == 1
-    assert ending is None or f"iter_0000001; go on with --load {tmp_path}" in end.message
+    assert ending is None or f"iter_0000001; continue with --load {tmp_path}" in end.message
 
 
 def test_a_failure_in_the_middle_of_training_finishes_the_checkpoint_of_the_round_before(tmp_path: Path) -> None:
-    machine: Any = MachineAtEnd(tmp_path)
-    machine.trainers.may_write.set()
+    components: Any = MachineAtEnd(tmp_path)
+    components.trainers.may_write.set()
 
-    def rhythm(machine: Any) -> None:
-        machine.save()
-        machine.doing = Doing.TRAINING
+    def schedule(components: Any) -> None:
+        components.save()
+        components.doing = Doing.TRAINING
         raise VimeError("rank 1 died")
 
-    end = launch._drive(machine, rhythm)
+    end = launch._drive(components, schedule)
     assert end.code == 3
     assert latest_round(tmp_path) == 1
     assert "rank 1 died" in end.message
@@ -170,15 +170,15 @@ def test_a_failure_in_the_middle_of_training_finishes_the_checkpoint_of_the_roun
 
 
 def test_a_write_that_fails_at_the_end_is_said_beside_what_ended_the_run(tmp_path: Path) -> None:
-    machine: Any = MachineAtEnd(tmp_path)
-    machine.trainers.breaks = True
-    machine.trainers.may_write.set()
+    components: Any = MachineAtEnd(tmp_path)
+    components.trainers.breaks = True
+    components.trainers.may_write.set()
 
-    def rhythm(machine: Any) -> None:
-        machine.save()
+    def schedule(components: Any) -> None:
+        components.save()
         raise VimeError("an engine died")
 
-    end = launch._drive(machine, rhythm)
+    end = launch._drive(components, schedule)
     assert end.code == 3
     assert "an engine died" in end.message
     assert "Saving round 1 failed too: CheckpointError: rank 1: No space left on device" in end.message

@@ -10,14 +10,14 @@ import sys
 import pytest
 
 from tests.helpers.training import ROOT
-from vime.config.parse import parse_command_line
+from vime.config.command_line import parse_command_line
 from vime.types import ConfigError
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from vime.ray.successor import Program
+from vime.ray.relaunch import Program
 Program().hide_secrets()
 shown = Path("/proc/self/cmdline").read_bytes().decode().split("\\0")[3:-1]
 print(json.dumps([os.getpid(), sys.argv[1:], shown, os.environ.get("WANDB_API_KEY")]))

@@ -14,14 +14,14 @@ from tests.helpers.rollout_setup import make_args
 from vime.handoff.group_store import GroupStore, StoredGroup
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
-from vime.handoff.ledger_rounds import RoundDesk
 from vime.handoff.ledger_types import RoundOrder, Task
+from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Spool
 from vime.handoff.stores import MemoryStore
 from vime.handoff.ticket import make_ticket, read_rows
 from vime.rollout.convert import encoded_group
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup
-from vime.rollout.portions import Portions
+from vime.rollout.early_batches import EarlyBatches
 from vime.rollout.worker import WorkerStats, payload_of
 from vime.types import (
     HandoffError,
@@ -250,17 +250,17 @@ def test_a_round_that_does_not_fill_says_what_the_workers_do(scene: Scene, monke
 
 def test_a_group_that_trainers_began_with_is_not_taken_twice(scene: Scene) -> None:
     first, second = scene.finish(2)
-    portions = Portions(minimum=1)
-    coordinator = scene.coordinator(FakeWorkers(), portions=portions)
+    early_batches = EarlyBatches(minimum=1)
+    coordinator = scene.coordinator(FakeWorkers(), early_batches=early_batches)
     coordinator.begin(0)
-    ready = scene.port.call(RoundDesk.ready, version=0, count=2, of_round=True)
-    portions.offer([group for group in ready if group.task == second])
-    [portion] = coordinator.claim_portion()
+    ready = scene.port.call(RoundLedger.ready, version=0, count=2, of_round=True)
+    early_batches.offer([group for group in ready if group.task == second])
+    [early_batch] = coordinator.claim_early_batch()
     taken = coordinator.take(2)
     assert [group.task for group in taken.groups] == [first, second]
-    assert taken.groups[1] is portion
+    assert taken.groups[1] is early_batch
     assert (taken.begun, [group.task for group in taken.left]) == (frozenset({second.group}), [first])
-    assert coordinator.claim_portion() == []
+    assert coordinator.claim_early_batch() == []
 
 
 def test_the_status_of_the_ledger_is_in_the_metrics(scene: Scene) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.rollout.engine_client import read_answers
+from vime.rollout.engine_client import read_completions
 from vime.types import EngineError, VersionSpan
 
 
@@ -55,7 +55,7 @@ def test_numbers_are_those_of_python_s_own_reader_bit_for_bit(samples):
     choices = [choice(at, [token for token, _ in one], [value for _, value in one]) for at, one in enumerate(samples)]
     data = body(*reversed(choices))
     expected = sorted(json.loads(data)["choices"], key=lambda each: each["index"])
-    for read, known in zip(read_answers(data, len(choices), "engine"), expected, strict=True):
+    for read, known in zip(read_completions(data, len(choices), "engine"), expected, strict=True):
         assert read.token_ids == known["token_ids"]
         assert [value.hex() for value in read.log_probs] == [
             float(entry["logprob"]).hex() for entry in known["logprobs"]["content"]
@@ -74,13 +74,13 @@ def test_numbers_are_those_of_python_s_own_reader_bit_for_bit(samples):
         (body(choice(0, [1], [-1.0])).replace(b"-1.0", b"NaN"), "JSON is malformed"),
         (body(choice(0, [1], [-1.0])).replace(b"-1.0", b"null"), "Expected `float`, got `null`"),
         (b"\xff\xfe" + body(), "JSON is malformed"),
-        (body(), "answered 0 samples, expected 1"),
-        (body(choice(0, [1], [-1.0]), choice(1, [1], [-1.0])), "answered 2 samples, expected 1"),
+        (body(), "returned 0 samples, expected 1"),
+        (body(choice(0, [1], [-1.0]), choice(1, [1], [-1.0])), "returned 2 samples, expected 1"),
     ],
 )
 def test_what_is_no_answer_is_refused_with_what_came(data, message):
     with pytest.raises(EngineError, match=message) as caught:
-        read_answers(data, 1, "http://router/inference/v1/generate")
+        read_completions(data, 1, "http://router/inference/v1/generate")
     assert str(caught.value).startswith("http://router/inference/v1/generate: ")
 
 
@@ -91,7 +91,7 @@ def test_reading_leaves_no_object_for_each_token_to_the_garbage_collector():
     gc.disable()
     try:
         before = len(gc.get_objects())
-        answers = read_answers(data, 4, "engine")
+        answers = read_completions(data, 4, "engine")
         made = len(gc.get_objects()) - before
     finally:
         gc.enable()

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.data.payload import bytes_to_samples, samples_to_bytes
 from vime.rollout import generation
-from vime.rollout.engine_client import NOTHING, Answer
-from vime.rollout.halt import Halt, is_halted
+from vime.rollout.abort_scope import AbortScope, is_aborting
+from vime.rollout.engine_client import NOTHING
+from vime.rollout.exchanges import Completion
 from vime.rollout.partial import PartialStats, is_unfinished, oldest_allowed, resume, settle_versions
 from vime.types import Sample, SampleStatus, VersionSpan
 
@@ -32,12 +33,12 @@ class Engine:
     """Samples the next `num_tokens` of each step of the script, then aborts; the version moves as the script says."""
 
     steps: list[tuple[int, int, bool]]  # tokens, versions that weights move by afterwards, whether generation halts
-    halt: Halt = field(default_factory=Halt)
+    halt: AbortScope = field(default_factory=AbortScope)
     version: int = 0
     sent: list[list[int]] = field(default_factory=list)
 
     async def generate(self, token_ids, sampling_params, *, n=1, session_id=""):
-        if is_halted():
+        if is_aborting():
             return [NOTHING] * n
         num_tokens, moves, halts = self.steps.pop(0) if self.steps else (LENGTH, 0, False)
         start, version = len(token_ids) - len(PROMPT), self.version
@@ -48,7 +49,7 @@ class Engine:
         self.halt.is_set = halts
         tokens = tuple(token_at(position) for position in range(start, end))
         return [
-            Answer(
+            Completion(
                 token_ids=tokens,
                 log_probs=tuple(log_prob_at(position, version) for position in range(start, end)),
                 versions=[VersionSpan(version, 0, len(tokens))] if tokens else [],
@@ -63,8 +64,8 @@ def model_dir(tmp_path_factory):
 
 
 async def attempt(args, engine, samples):
-    engine.halt = Halt()
-    engine.halt.govern()
+    engine.halt = AbortScope()
+    engine.halt.activate()
     todo = [sample for sample in samples if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
     if todo:
         await generation.generate_group(args, todo, {"max_tokens": MOST, "temperature": 1.0})

@@ -6,8 +6,8 @@ import pytest
 
 from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
+from vime.rollout.abort_scope import AbortScope, is_aborting
 from vime.rollout.convert import encoded_group
-from vime.rollout.halt import Halt, is_halted
 from vime.rollout.partial import (
     PartialStats,
     is_unfinished,
@@ -15,7 +15,7 @@ from vime.rollout.partial import (
     resume,
     settle_versions,
     trainable_versions,
-    without_answer,
+    without_completion,
 )
 from vime.rollout.worker import payload_of
 from vime.types import Sample, SampleStatus, StaleError, VersionSpan
@@ -72,7 +72,7 @@ class TestResume:
         assert self.lengths(CORRECT, kept, oldest=oldest, fresh=prompts(2))[0] == expected
 
     def test_without_answer_is_the_prompt_alone(self):
-        assert without_answer(answer(3, 4, index=1)) == prompts(2)[1]
+        assert without_completion(answer(3, 4, index=1)) == prompts(2)[1]
 
 
 class TestVersions:
@@ -129,7 +129,7 @@ def test_a_group_is_unfinished_while_an_answer_or_a_reward_may_still_come():
 
 def test_a_halt_ends_the_tasks_it_governs_and_no_others():
     async def run():
-        halt, began, seen = Halt(), asyncio.Event(), {}
+        halt, began, seen = AbortScope(), asyncio.Event(), {}
         aborted = asyncio.Event()
 
         async def abort(request_ids):
@@ -140,17 +140,17 @@ def test_a_halt_ends_the_tasks_it_governs_and_no_others():
             with halt.holding("r1", abort):
                 began.set()
                 await aborted.wait()
-            seen["work"] = is_halted()
+            seen["work"] = is_aborting()
 
         async def governed():
-            halt.govern()
+            halt.activate()
             task = asyncio.create_task(work())
             await began.wait()
             await halt.end([task])
 
         async def evaluation():
             await aborted.wait()
-            seen["evaluation"] = is_halted()
+            seen["evaluation"] = is_aborting()
 
         other = asyncio.create_task(evaluation())
         await asyncio.create_task(governed())
@@ -162,7 +162,7 @@ def test_a_halt_ends_the_tasks_it_governs_and_no_others():
 
 def test_a_halt_waits_no_longer_than_its_deadline():
     async def run():
-        halt, never = Halt(), asyncio.Event()
+        halt, never = AbortScope(), asyncio.Event()
         task = asyncio.create_task(never.wait())
         await halt.end([task], deadline_s=0.01)
         was_done = task.done()

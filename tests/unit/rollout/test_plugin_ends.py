@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from vime.protocols import calling_plugin
 from vime.rollout.groups import filter_verdict, generate_and_rm_group
 from vime.rollout.loops import rollout_loop
 from vime.rollout.rm_hub import batched_async_rm
-from vime.seams import calling_plugin
 from vime.types import ConfigError, PluginError, RewardError, Sample, SampleStatus, VimeError
 
 PLUGINS = """

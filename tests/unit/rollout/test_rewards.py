@@ -9,7 +9,7 @@ from aiohttp import web
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.rollout.filter_hub import check_reward_nonzero_std
 from vime.rollout.plugins import check_plugins, plugin
-from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward, close_judges
+from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward, close_rewards
 from vime.types import ConfigError, RewardError, Sample, SampleStatus
 
 
@@ -83,7 +83,7 @@ class TestAsTheRecordSays:
             expected
         )
         assert asked.response == response
-        await close_judges()
+        await close_rewards()
 
 
 class TestReasoningGym:
@@ -159,7 +159,7 @@ class TestRemote:
         assert len(calls) == 3
 
     async def test_the_flag_alone_says_how_long_an_answer_may_take(self, service, monkeypatch):
-        """aiohttp has a limit of its own, 300 s, for whoever names none."""
+        """The library has a limit of its own, 300 s, for whoever names none."""
         monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
 
         async def slow(request):
@@ -176,10 +176,10 @@ class TestRemote:
         async def silence(request):
             await asyncio.sleep(30)
 
-        with pytest.raises(RewardError, match="the answer is not JSON"):
+        with pytest.raises(RewardError, match="the response is not JSON"):
             await async_rm(make_args("--rm-type", "remote_rm", "--rm-url", await service(nonsense)), answer("w"))
         args = make_args("--rm-type", "remote_rm", "--rm-url", await service(silence), "--rm-timeout-secs", 0.2)
-        with pytest.raises(RewardError, match=r"sample 5.*(no answer in 0\.2 s|ReadTimeout)"):
+        with pytest.raises(RewardError, match=r"sample 5.*(no response within 0\.2 s|ReadTimeout)"):
             await async_rm(args, answer("w"))
 
 
@@ -204,12 +204,12 @@ def custom(tmp_path):
         ("async def custom(args, sample): return None", "got NoneType None, expected a number"),
         ("async def custom(args, sample): return [1.0]", r"got list \[1.0\], expected a number"),
         ("async def custom(args, sample): return {'a': 1.0}", r"got a dict with keys \['a'\], expected .*--reward-key"),
-        ("async def custom(args, sample): await asyncio.Event().wait()", "no answer in 0.3 s"),
-        ("def custom(args, sample): threading.Event().wait()", "no answer in 0.3 s"),
+        ("async def custom(args, sample): await asyncio.Event().wait()", "did not return within 0.3 s"),
+        ("def custom(args, sample): threading.Event().wait()", "did not return within 0.3 s"),
     ],
 )
 async def test_a_bad_reward_is_an_error_that_names_function_and_sample(custom, body, message):
-    args = custom(body, "--rm-timeout-secs", 0.3 if "no answer" in message else 60)
+    args = custom(body, "--rm-timeout-secs", 0.3 if "did not return" in message else 60)
     with pytest.raises(RewardError, match=rf"rewards\.py:custom, sample 5: {message}"):
         await async_rm(args, answer("w"))
 

@@ -1,4 +1,4 @@
-"""vLLM finds our weight-transfer engine by the installed entry point, and the room imports without vLLM."""
+"""vLLM finds our weight-transfer engine by the installed entry point, and the package imports without vLLM."""
 
 import importlib.metadata
 import subprocess

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vime.seams import UpdateAnswer
+from vime.protocols import UpdateResponse
 from vime.types import EngineAddress, EngineError, EngineReport, PublishError
 from vime.weights.hashing import ContentHash, content_hash
 from vime.weights.plan import TensorMeta
@@ -33,11 +33,11 @@ class ScriptedFleet:
         if call == self._fail_at:
             raise EngineError(f"e0 {call}: status 500")
 
-    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateAnswer:
+    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateResponse:
         [name] = update_info["names"]
         self._note(f"{pause_mode} {name} as {version}")
         report = EngineReport(engine="e0", version=version, content_hash=self._hash, num_tensors=2)
-        return UpdateAnswer(pause_s=0.0, confirm_s=0.0, reports=[report] if name == self._last else [])
+        return UpdateResponse(pause_s=0.0, confirm_s=0.0, reports=[report] if name == self._last else [])
 
     def resume(self) -> None:
         self._note("resume")

@@ -1,4 +1,4 @@
 """The second trainer: torch's FSDP2 on any Hugging Face causal language model, on GPUs (NCCL) or without one (gloo).
 
-Only trainer processes import this room. `backend.FsdpBackend` is the door; nothing else is called from outside.
+Only trainer processes import this package. `backend.FsdpBackend` is the door; nothing else is called from outside.
 """

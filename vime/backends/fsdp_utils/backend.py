@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vime.config.parse import Config
 from vime.types import ConfigError, EngineSpec, RankInfo, RankPlace
-from vime.weights.meeting import meet_trainer_ranks
+from vime.weights.rendezvous import meet_trainer_ranks
 
 if TYPE_CHECKING:
     from vime.backends.fsdp_utils.engine import FsdpEngine
 
 
 class FsdpBackend:
-    """`seams.TrainBackend` on FSDP2: every rank is a replica that trains on rows of its own, and all ranks together
+    """`protocols.TrainBackend` on FSDP2: every rank is a replica that trains on rows of its own, and all ranks together
     hold one copy of the parameters."""
 
     place: RankPlace

@@ -36,7 +36,7 @@ from vime.backends.offload import Offload
 from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.seams import PackLoss, PendingSave
+from vime.protocols import PackLoss, PendingSave
 from vime.types import ConfigError, EngineSpec, SamplingRule, VimeError
 from vime.utils.manifest import Entry
 from vime.weights.plan import TensorMeta
@@ -54,8 +54,8 @@ class Written:
 
 
 class FsdpEngine:
-    """`seams.TrainEngine` on FSDP2. Every rank is a replica with rows of its own, and a part of every parameter: so all
-    ranks run the same number of forward and backward passes, whether a micro-batch of theirs is empty or not.
+    """`protocols.TrainEngine` on FSDP2. Every rank is a replica with rows of its own, and a part of every parameter: so
+    all ranks run the same number of forward and backward passes, whether a micro-batch of theirs is empty or not.
 
     Gradients are reduced after each micro-batch: holding them whole until the last would cost what cutting them saves.
     """

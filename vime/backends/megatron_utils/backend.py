@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
-    """`seams.TrainBackend` on megatron-core: one process of the layout, on NCCL or gloo."""
+    """`protocols.TrainBackend` on megatron-core: one process of the layout, on NCCL or gloo."""
 
     place: RankPlace
     replica_group: dist.ProcessGroup  # the TP x PP x CP ranks of this replica

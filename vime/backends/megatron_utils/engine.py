@@ -23,15 +23,15 @@ from vime.backends.megatron_utils.step import Sampling, forward_backward, forwar
 from vime.backends.offload import Offload
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.seams import PackLoss, PendingSave
+from vime.protocols import PackLoss, PendingSave
 from vime.types import EngineSpec, Role, SamplingRule, VimeError
 from vime.weights.plan import TensorMeta
 
 
 class MegatronEngine:
-    """`seams.TrainEngine` on megatron-core. A frozen role has neither optimizer nor gradient buffers: it costs one copy
-    of the parameters. (Swapping its weights in and out of the policy's module would cost two copies on every step and,
-    under the distributed optimizer, a collective.)"""
+    """`protocols.TrainEngine` on megatron-core. A frozen role has neither optimizer nor gradient buffers: it costs one
+    copy of the parameters. (Swapping its weights in and out of the policy's module would cost two copies on every step
+    and, under the distributed optimizer, a collective.)"""
 
     def __init__(
         self,

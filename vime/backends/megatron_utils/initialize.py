@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from vime.backends.megatron_utils import cpu_device
-from vime.config.machine import ClusterConfig, ParallelConfig
+from vime.config.cluster import ClusterConfig, ParallelConfig
 from vime.types import ConfigError, RankInfo, RankPlace
 from vime.utils.imports import without, without_collector
-from vime.weights.meeting import meet_trainer_ranks
+from vime.weights.rendezvous import meet_trainer_ranks
 
 NOT_USED = ("wandb", "tensorboard")
 """Megatron imports them where they are installed, for loops of its own: 0.9 of a CPU rank's 2.4 CPU s of imports."""

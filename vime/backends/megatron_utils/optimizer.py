@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from vime.config.machine import OptimizerConfig, ParallelConfig
+from vime.config.cluster import OptimizerConfig, ParallelConfig
 from vime.config.schedule import decay_steps
 
 
@@ -126,7 +126,7 @@ class PolicyOptimizer:
     @contextlib.contextmanager
     def unfinished(self) -> Iterator[None]:
         """Backward passes in here leave the gradients of each rank where they are: they are summed over ranks once,
-        after the last portion of the step."""
+        after the last early batch of the step."""
         kept = self._model_config.finalize_model_grads_func
         self._model_config.finalize_model_grads_func = None
         try:

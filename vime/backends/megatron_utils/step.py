@@ -24,9 +24,9 @@ from vime.backends.logprobs import logprobs_and_entropy
 from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut
 from vime.batching.pack import PackedBatch, pack
 from vime.batching.prefixes import SharedPrompts, share_prompts
-from vime.config.machine import ParallelConfig
+from vime.config.cluster import ParallelConfig
 from vime.data.rows import TrainRow
-from vime.seams import PackLoss
+from vime.protocols import PackLoss
 from vime.types import SamplingRule
 
 CALL_OPERATIONS = 1e7
@@ -155,7 +155,7 @@ ModelOutput = Tensor | tuple[Tensor, ...]
 def _read_logits(
     part: BatchPart, sampling: Sampling, rule: SamplingRule | None
 ) -> Callable[[Tensor, slice], tuple[Tensor, ...]]:
-    """What `AnswerModel` asks about the logits [A, V] of each chunk of the answers' tokens. They are used up."""
+    """What `CompletionModel` asks about the logits [A, V] of each chunk of the answers' tokens. They are used up."""
     assert part.answer_A is not None
     group = parallel_state.get_tensor_model_parallel_group()
     label_A = part.part(part.batch.labels_T)[part.answer_A]
@@ -227,7 +227,7 @@ def _run(
         tokens_U, positions_U = part.computed(part.batch.tokens_T), part.computed(part.batch.position_T)
         params = packed_params(part)
         if sampling is not None:
-            params.read_logits = _read_logits(part, sampling, rule)  # for AnswerModel
+            params.read_logits = _read_logits(part, sampling, rule)  # for CompletionModel
         output = model(tokens_U.unsqueeze(0), positions_U.unsqueeze(0), None, packed_seq_params=params)
 
         def use(output: Tensor, non_loss_data: bool = False) -> object:  # noqa: ARG001  megatron names it
@@ -267,7 +267,7 @@ def packed_params(part: BatchPart) -> PackedSeqParams:
     params.cu_seqlens_host = batch.cu_seqlens  # python ints for PackedAttention
     params.context_cut = part.cut
     params.shared_prompts = part.shared
-    params.answer_U = part.answer_U  # for AnswerModel
+    params.answer_U = part.answer_U  # for CompletionModel
     experts_TW = batch.routed_experts_TW
     params.routed_experts = None if experts_TW is None else part.part(experts_TW)  # for ReplayLayer
     return params

@@ -73,7 +73,7 @@ class RequireKey:
     def __init__(self, app: Application) -> None:
         keys = EngineKeys.from_environment(os.environ)
         if keys is None:
-            raise RuntimeError(f"{CONTROL_VARIABLE} is not set: this server would answer everyone.")
+            raise RuntimeError(f"{CONTROL_VARIABLE} is not set: this server would let everyone in.")
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -90,9 +90,9 @@ class RequireKey:
         return self._keys.admit(scope.get("method", ""), scope["path"], key)
 
 
-async def send_json(send: Send, status: int, answer: Any) -> None:
-    """Answer an HTTP request as an ASGI application."""
-    body = json.dumps(answer).encode()
+async def send_json(send: Send, status: int, result: object) -> None:
+    """Respond to an HTTP request as an ASGI application."""
+    body = json.dumps(result).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,112 +1,194 @@
-"""Control of all engines over HTTP: every call goes to each engine, in parallel, with a timeout.
+"""Control of all engines over HTTP: every call goes to each engine at once, with one deadline for all of them.
 
 Not through the router, which would pick one engine and drop the query string.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
 import json
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, is_last
+import msgspec
+
+from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, BucketResult, HeldWeights, LastBucketResult
 from vime.observability.events import note_span, span
-from vime.seams import UpdateAnswer
-from vime.types import (
-    EngineAddress,
-    EngineError,
-    EngineLostError,
-    EngineReport,
-    Version,
-    WaitTimeoutError,
-    may_pass,
-)
-from vime.utils.http import CONNECT_S, FAILURES, HttpClient
+from vime.protocols import UpdateResponse
+from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport, Version, may_pass
+from vime.utils.http import HttpFailure, HttpSession, HttpThread, Response
 from vime.utils.waits import waiting
+from vime.weights.update_info import UpdateInfo, is_last
 
 FAILURE_GRACE_S = 1.0
-SHOWN_BODY = 600
 CALLS_AT_ONCE = 8  # to one engine
-NUM_LIKELIEST = 5  # of the next token; vLLM answers up to 20
+NUM_LIKELIEST = 5  # of the next token; vLLM returns up to 20
+GENERATE_ROUTE = "/inference/v1/generate"
+
+Kind = TypeVar("Kind")
 
 
 class Fanout:
-    """One HTTP call to every engine at once, each bounded by the client's own timeouts."""
+    """Calls to every engine at once, by one thread and over connections that are kept, whatever the number of engines.
+
+    A call has `timeout_s` in all, from its first byte to the last engine's last one.
+    """
 
     def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float) -> None:
         self.addresses = tuple(addresses)
-        self._deadline_s = CONNECT_S + timeout_s + FAILURE_GRACE_S
-        self._clients = [HttpClient(each.url, timeout_s=timeout_s, headers=each.headers) for each in addresses]
-        # For several calls to each engine, and for those that a failed one left waiting.
-        self._pool = ThreadPoolExecutor(max_workers=CALLS_AT_ONCE * len(addresses), thread_name_prefix="fleet-control")
+        self._timeout_s = timeout_s
+        self._http = HttpThread("vime-fleet-control", calls_at_once=CALLS_AT_ONCE)
 
-    def get(self, route: str) -> list[dict[str, Any]]:
-        return self._on_each("GET", route, [None] * len(self.addresses))
+    def get(self, route: str, kind: type[Kind]) -> list[Kind]:
+        """The response of each engine, read as `kind`."""
+        return self._read(route, self._on_each("GET", route, [None] * len(self.addresses)), kind)
 
-    def post(self, route: str, body: Any = None) -> list[dict[str, Any]]:
-        """The same body to every engine."""
-        return self._on_each("POST", route, [None if body is None else json.dumps(body).encode()] * len(self.addresses))
+    def post(self, route: str, body: object = None) -> list[Response]:
+        """Send the same body to every engine."""
+        content = None if body is None else json.dumps(body).encode()
+        return self._on_each("POST", route, [content] * len(self.addresses))
 
-    def post_each(self, route: str, bodies: Sequence[Any]) -> list[dict[str, Any]]:
-        """Its own body to each engine."""
+    def ask(self, route: str, body: object, kind: type[Kind]) -> list[Kind]:
+        """As `post`, with each response read as `kind`."""
+        return self._read(route, self.post(route, body), kind)
+
+    def post_each(self, route: str, bodies: Sequence[object]) -> list[Response]:
+        """Send to each engine its own body."""
         return self._on_each("POST", route, [json.dumps(body).encode() for body in bodies])
 
-    def post_all(self, route: str, bodies: Sequence[Any]) -> list[list[dict[str, Any]]]:
-        """Every body to every engine, all at once: [engine][body]."""
-        with ThreadPoolExecutor(max(1, len(bodies)), thread_name_prefix="fleet-control") as bodies_at_once:
-            by_body = list(bodies_at_once.map(partial(self.post, route), bodies))
-        return [[answers[index] for answers in by_body] for index in range(len(self.addresses))]
+    def ask_all(self, route: str, bodies: Sequence[object], kind: type[Kind]) -> list[list[Kind]]:
+        """Send every body to every engine, all at once: [engine][body]."""
+        contents, count = [json.dumps(body).encode() for body in bodies], len(bodies)
+        found = self._read(route, self._on_each("POST", route, contents * len(self.addresses)), kind)
+        return [found[start * count : (start + 1) * count] for start in range(len(self.addresses))]
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for client in self._clients:
-            client.close()
+        self._http.close()
 
-    def _on_each(self, method: str, route: str, bodies: Sequence[bytes | None]) -> list[dict[str, Any]]:
-        """Answers in the order of the engines. One failure ends the wait: the others may be waiting for that engine."""
-        if len(bodies) != len(self.addresses):
+    def _on_each(self, method: str, route: str, bodies: Sequence[bytes | None]) -> list[Response]:
+        """The responses to `bodies`, of which each engine gets as many, in the order of the engines."""
+        if not bodies:
+            return []
+        each, rest = divmod(len(bodies), len(self.addresses))
+        if rest:
             raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
-        sent = [self._pool.submit(self._checked, method, route, index, body) for index, body in enumerate(bodies)]
-        finished, pending = concurrent.futures.wait(
-            sent, timeout=self._deadline_s, return_when=concurrent.futures.FIRST_EXCEPTION
-        )
-        if pending and any(future.exception() for future in finished):
-            more, pending = concurrent.futures.wait(pending, timeout=FAILURE_GRACE_S)
-            finished |= more
-        failures = [error for future in sent if future in finished and (error := future.exception())]
-        if failures:
-            kind = EngineLostError if any(may_pass(error) for error in failures) else EngineError
-            waiting = f"; {len(pending)} other engines have not answered yet" if pending else ""
-            raise kind("; ".join(map(str, failures)) + f"{waiting}. See the engine's log in RUN_DIR/logs.")
-        if pending:  # the client bounds each read, but not an answer that comes byte by byte
-            names = ", ".join(self.addresses[index].name for index in range(len(sent)) if sent[index] in pending)
-            raise WaitTimeoutError(f"{names} to answer {route}", self._deadline_s, "vLLM", "See RUN_DIR/logs.")
-        return [future.result() for future in sent]
+        calls = [(self.addresses[number // each], body) for number, body in enumerate(bodies)]
+        return self._http.run(lambda session: self._all(session, method, route, calls), deadline_s=self._timeout_s)
 
-    def _checked(self, method: str, route: str, index: int, body: bytes | None) -> dict[str, Any]:
-        """The JSON of one engine's answer; EngineError names engine, route, status and body."""
-        address = self.addresses[index]
+    async def _all(
+        self, session: HttpSession, method: str, route: str, calls: Sequence[tuple[EngineAddress, bytes | None]]
+    ) -> list[Response]:
+        """One failure ends the wait, and so does the deadline: the other engines may be waiting for that one."""
+        sent = [
+            asyncio.create_task(self._checked(session, method, route, address, body), name=address.name)
+            for address, body in calls
+        ]
         try:
-            with waiting(f"an answer to {route}", address.name, deadline_s=self._deadline_s):
-                status, content = self._clients[index].call(method, route, body)
-        except FAILURES as error:
-            raise EngineLostError(f"{address.name} ({address.url}) {route}: {type(error).__name__}: {error}") from error
-        if status != 200:
-            kind = EngineLostError if status >= 500 else EngineError
-            told = content[:SHOWN_BODY].decode(errors="replace")
-            raise kind(f"{address.name} ({address.url}) {route}: status {status}, expected 200: {told}")
-        return dict(json.loads(content)) if content else {}
+            finished, pending = await asyncio.wait(sent, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            is_over = not any(task.exception() for task in finished)
+            if pending and not is_over:
+                more, pending = await asyncio.wait(pending, timeout=FAILURE_GRACE_S)
+                finished |= more
+        finally:
+            for task in sent:
+                task.cancel()  # closes the connection of a call that has no response yet
+            await asyncio.gather(*sent, return_exceptions=True)
+        errors = [error for task in sent if task in finished and (error := task.exception())]
+        others = ", ".join(dict.fromkeys(task.get_name() for task in sent if task in pending))
+        if pending and is_over:
+            errors = [EngineLostError(f"{others} {route}: no response within {self._timeout_s:g} s")]
+        elif pending:
+            errors = [*errors, EngineError(f"no response yet from {others}")]
+        if errors:
+            kind = EngineLostError if any(may_pass(error) for error in errors) else EngineError
+            raise kind("; ".join(map(str, errors)) + ". See the engine's log in RUN_DIR/logs.")
+        return [task.result() for task in sent]
+
+    async def _checked(
+        self, session: HttpSession, method: str, route: str, address: EngineAddress, body: bytes | None
+    ) -> Response:
+        """One engine's response with status 200; EngineError names engine, route and what came instead."""
+        where = f"{address.name} ({address.url}) {route}"
+        try:
+            with waiting(f"a response to {route}", address.name, deadline_s=self._timeout_s):
+                response = await session.call(method, address.url + route, body, headers=address.headers)
+        except HttpFailure as error:
+            raise EngineLostError(f"{where}: {error}") from error
+        if response.status != 200:
+            kind = EngineLostError if response.status >= 500 else EngineError
+            raise kind(f"{where}: {response.described()}, expected status 200")
+        return response
+
+    def _read(self, route: str, responses: Sequence[Response], kind: type[Kind]) -> list[Kind]:
+        each = max(1, len(responses) // len(self.addresses))
+        return [
+            _decoded(self.addresses[number // each], route, response, kind) for number, response in enumerate(responses)
+        ]
+
+
+def _decoded(address: EngineAddress, route: str, response: Response, kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineError(
+            f"{address.name} ({address.url}) {route}: the response cannot be read: {error}; got "
+            f"{response.content[:300]!r}. Is it the vLLM that Vime was made for?"
+        ) from error
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class _IsPaused(msgspec.Struct):
+    is_paused: bool
+
+
+class _Scored(msgspec.Struct):
+    logprob: float
+
+
+class _PromptScores(msgspec.Struct):
+    """Position 0 has no entry; each other one maps token id (a JSON key) to its log-probability."""
+
+    prompt_logprobs: list[dict[str, _Scored] | None]
+
+    def of(self, tokens: Sequence[int]) -> list[float]:
+        entries = self.prompt_logprobs[1:]
+        return [(entry or {})[str(token)].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
+
+
+class _TopToken(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _NextToken(msgspec.Struct):
+    top_logprobs: list[_TopToken]
+
+
+class _NextTokens(msgspec.Struct):
+    content: list[_NextToken]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _NextTokens
+
+
+class _Next(msgspec.Struct):
+    choices: list[_Choice]
+
+    def likeliest(self) -> dict[int, float]:
+        [token] = self.choices[0].logprobs.content
+        return {top.token_id: top.logprob for top in token.top_logprobs}
 
 
 class FleetControl:
-    """Implements `vime.seams.EngineControl`. `timeout_s` bounds each call, except that connecting has 10 s.
+    """Implements `vime.protocols.EngineControl`. `timeout_s` bounds each call of all engines.
 
-    A call either succeeds on every engine or raises one EngineError that names each engine that failed, its route,
-    status and answer. Thread-safe.
+    A call either succeeds on every engine or raises one EngineError that names each engine that failed, its route, and
+    the response or what came instead. No call is sent twice. Thread-safe.
     """
 
     def __init__(self, addresses: Sequence[EngineAddress], *, timeout_s: float) -> None:
@@ -120,44 +202,49 @@ class FleetControl:
 
     def world_sizes(self) -> list[int]:
         """Workers of each engine, data-parallel replicas included."""
-        return [int(answer["world_size"]) for answer in self._http.get("/get_world_size")]
+        return [each.world_size for each in self._http.get("/get_world_size", _WorldSize)]
 
-    def init_transfer(self, init_info_by_engine: Sequence[dict[str, Any]]) -> None:
+    def init_transfer(self, init_info_by_engine: Sequence[Mapping[str, object]]) -> None:
         """Each engine gets its own information; all are asked at once, since they may wait for each other."""
         bodies = [{"init_info": info} for info in init_info_by_engine]
         self._http.post_each("/init_weight_transfer_engine", bodies)
 
-    def update(self, update_info: dict[str, Any], *, version: Version, pause_mode: str) -> UpdateAnswer:
+    def update(self, update_info: UpdateInfo, *, version: Version, pause_mode: str) -> UpdateResponse:
         """One bucket. Before the first the engines stop generating (`wait` for running requests, `keep` them for later,
         or `abort` them with what they have) and clear their prefix caches: the weights change under them. With the last
         they hold `version`, and say what it is that they hold."""
         body = {"update_info": update_info, "version": version, "pause_mode": pause_mode}
         began = time.monotonic()
+        reports: Sequence[EngineReport] = ()
         with span("load_weights", version=version):
-            answers = self._http.post(UPDATE_ROUTE, body)
+            results: Sequence[BucketResult]
+            if is_last(update_info):
+                last = self._http.ask(UPDATE_ROUTE, body, LastBucketResult)
+                results, reports = last, self._reports(last)
+            else:
+                results = self._http.ask(UPDATE_ROUTE, body, BucketResult)
             whole_s = time.monotonic() - began
-            pause_s, confirm_s = (max(float(each[name]) for each in answers) for name in ("pause_s", "confirm_s"))
+            pause_s, confirm_s = max(each["pause_s"] for each in results), max(each["confirm_s"] for each in results)
             if update_info["index"] == 0:
                 note_span("pause_engines", pause_s, ago_s=whole_s - pause_s)
             if is_last(update_info):
                 note_span("confirm_weights", confirm_s)
-        reports = self._reports(answers) if is_last(update_info) else ()
-        return UpdateAnswer(pause_s=pause_s, confirm_s=confirm_s, reports=reports)
+        return UpdateResponse(pause_s=pause_s, confirm_s=confirm_s, reports=reports)
 
     def reports(self) -> Sequence[EngineReport]:
         """Version and content hash of each engine. EngineError when an engine's own workers disagree."""
         with span("confirm_weights"):
-            return self._reports(self._http.get(WEIGHTS_ROUTE))
+            return self._reports(self._http.get(WEIGHTS_ROUTE, HeldWeights))
 
-    def _reports(self, answers: Sequence[dict[str, Any]]) -> tuple[EngineReport, ...]:
-        return tuple(_report(address, answer) for address, answer in zip(self.addresses, answers, strict=True))
+    def _reports(self, held: Sequence[HeldWeights]) -> Sequence[EngineReport]:
+        return tuple(_report(address, each) for address, each in zip(self.addresses, held, strict=True))
 
     def resume(self) -> None:
         with span("resume_engines"):
             self._http.post("/resume")
 
     def is_paused(self) -> list[bool]:
-        return [bool(answer["is_paused"]) for answer in self._http.get("/is_paused")]
+        return [each.is_paused for each in self._http.get("/is_paused", _IsPaused)]
 
     def prompt_log_probs(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """[engine][row]: the log-probability of each of the row's tokens but the first, given those before it (before
@@ -165,8 +252,8 @@ class FleetControl:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
         bodies = [{"token_ids": list(tokens), "sampling_params": params} for tokens in rows]
         return [
-            [_prompt_log_probs(answer, tokens) for answer, tokens in zip(answers, rows, strict=True)]
-            for answers in self._http.post_all("/inference/v1/generate", bodies)
+            [scores.of(tokens) for scores, tokens in zip(by_row, rows, strict=True)]
+            for by_row in self._http.ask_all(GENERATE_ROUTE, bodies, _PromptScores)
         ]
 
     def next_log_probs(self, tokens: Sequence[int], *, with_cache: bool) -> list[dict[int, float]]:
@@ -182,31 +269,20 @@ class FleetControl:
                 "skip_reading_prefix_cache": not with_cache,
             },
         }
-        return [_likeliest(answer) for answer in self._http.post("/inference/v1/generate", body)]
+        return [each.likeliest() for each in self._http.ask(GENERATE_ROUTE, body, _Next)]
 
     def close(self) -> None:
         self._http.close()
 
 
-def _likeliest(answer: dict[str, Any]) -> dict[int, float]:
-    [entry] = answer["choices"][0]["logprobs"]["content"]
-    return {int(top["token_id"]): float(top["logprob"]) for top in entry["top_logprobs"]}
-
-
-def _report(address: EngineAddress, answer: dict[str, Any]) -> EngineReport:
-    version, workers = str(answer["weight_version"]), answer["workers"]
+def _report(address: EngineAddress, held: HeldWeights) -> EngineReport:
+    version, workers = held["weight_version"], held["workers"]
     if not version.isdigit():
         raise EngineError(
             f"{address.name} serves version {version!r}, which no trainer has published. Publish weights to it first."
         )
-    distinct = {(worker["content_hash"], int(worker["num_tensors"])) for worker in workers}
+    distinct = {(worker["content_hash"], worker["num_tensors"]) for worker in workers}
     if len(distinct) != 1:
         raise EngineError(f"{address.name}: its {len(workers)} workers hold different weights: {sorted(distinct)}.")
     ((content_hash, num_tensors),) = distinct
     return EngineReport(engine=address.name, version=int(version), content_hash=content_hash, num_tensors=num_tensors)
-
-
-def _prompt_log_probs(answer: dict[str, Any], tokens: Sequence[int]) -> list[float]:
-    """Position 0 has no entry; each other one maps token id (a JSON key) to its log-probability."""
-    entries = answer["prompt_logprobs"][1:]
-    return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[1:], strict=True)]

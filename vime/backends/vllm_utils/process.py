@@ -1,4 +1,4 @@
-"""One server child under the guard: start, wait until it answers, notice its end, stop without a trace."""
+"""One server child under the guard: start, wait until it is ready, notice its end, stop without a trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vime.backends.vllm_utils import guard
 from vime.types import EngineError, EngineLostError, WaitTimeoutError
-from vime.utils.http import FAILURES, status_of
+from vime.utils.http import HttpFailure, HttpThread, HttpTimeout
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class ServerProcess:
         self._ready_url = ready_url
         self._grace_s = grace_s
         self._child: subprocess.Popen[bytes] | None = None
+        self._http = HttpThread(f"vime-probe-{name}")
 
     @property
     def pid(self) -> int:
@@ -54,7 +55,7 @@ class ServerProcess:
         return self._child.pid
 
     def start(self) -> None:
-        """Start and answer at once; `wait_ready` waits."""
+        """Start and return at once; `wait_ready` waits."""
         if self._child is not None:
             raise EngineError(f"{self.name} is started already (pid {self._child.pid}). Make a new one to restart.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,15 +74,15 @@ class ServerProcess:
         logger.info("%s: started, pid %d, log %s", self.name, self._child.pid, self.log_path)
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Return when the server answers. EngineLostError when it ends instead; WaitTimeoutError at the deadline."""
+        """Return when the server responds. EngineLostError when it ends instead; WaitTimeoutError at the deadline."""
         started = time.monotonic()
         with waiting(f"the server of {self.name} to be ready", deadline_s=deadline_s):
             while True:
                 self.check()
                 try:
-                    if status_of(self._ready_url, timeout_s=PROBE_TIMEOUT_S) == 200:
+                    if self._http.call("GET", self._ready_url, deadline_s=PROBE_TIMEOUT_S).status == 200:
                         break
-                except FAILURES:
+                except HttpFailure:
                     pass  # not listening yet
                 if time.monotonic() - started > deadline_s:
                     advice = f"Raise --start-timeout-secs. Its last log lines ({self.log_path}):\n{self.log_tail()}"
@@ -101,15 +102,15 @@ class ServerProcess:
             )
 
     def probe(self, url: str, deadline_s: float, headers: Mapping[str, str] | None = None) -> None:
-        """EngineLostError when the child has ended, or lives and does not answer `url` within `deadline_s`."""
+        """EngineLostError when the child has ended, or lives and does not respond at `url` within `deadline_s`."""
         self.check()
         try:
             with waiting(f"the server of {self.name} to say how it is", deadline_s=deadline_s):
-                got = f"status {status_of(url, timeout_s=deadline_s, headers=headers)}"
-        except TimeoutError:
-            got = f"no answer within {deadline_s:g} s (--engine-health-timeout-secs)"
-        except FAILURES as error:
-            got = f"{type(error).__name__}: {error}"
+                got = f"status {self._http.call('GET', url, headers=headers, deadline_s=deadline_s).status}"
+        except HttpTimeout as error:
+            got = f"{error} (--engine-health-timeout-secs)"
+        except HttpFailure as error:
+            got = str(error)
         if got == "status 200":
             return
         self.check()  # it may have ended meanwhile, which says more
@@ -124,6 +125,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """SIGTERM, after `grace_s` SIGKILL, and SIGKILL to the rest of its session. Also twice, and after a crash."""
+        self._http.close()
         child, self._child = self._child, None
         if child is None:
             return

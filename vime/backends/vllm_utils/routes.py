@@ -14,14 +14,58 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from typing import Protocol, TypedDict
 
 from vime.backends.vllm_utils.access import Application, Message, Receive, RequireKey, Send, send_json
+from vime.weights.update_info import UpdateInfo, is_last
 
 logger = logging.getLogger(__name__)
 
 UPDATE_ROUTE, WEIGHTS_ROUTE = "/vime/update_weights", "/vime/weights"
+
+
+class WorkerWeights(TypedDict):
+    """Content hash and number of tensors of the newest update, as one worker of an engine received it."""
+
+    content_hash: str
+    num_tensors: int
+
+
+class HeldWeights(TypedDict):
+    """The version that an engine puts on its tokens, and what each of its workers has received."""
+
+    weight_version: str
+    workers: list[WorkerWeights]
+
+
+class BucketResult(TypedDict):
+    """Seconds until nothing was generated any more (first bucket), and from loaded to reported (last)."""
+
+    pause_s: float
+    confirm_s: float
+
+
+class LastBucketResult(BucketResult, HeldWeights):
+    """With the last bucket comes what the engine holds now."""
+
+
+class _Renderer(Protocol):
+    async def clear_mm_cache_async(self) -> None: ...
+
+
+class _EngineCore(Protocol):
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None: ...
+
+
+class _Engine(Protocol):
+    """vLLM's AsyncLLM, as far as it is used here."""
+
+    renderer: _Renderer
+    engine_core: _EngineCore
+
+    async def collective_rpc(self, method: str, *, kwargs: dict[str, object] | None = None) -> list[WorkerWeights]: ...
+    async def update_weight_version(self, version: str) -> None: ...
+    async def get_weight_version(self) -> str: ...
 
 
 class EngineMiddleware(RequireKey):
@@ -40,43 +84,41 @@ class _Routes:
         if asked not in (("http", "POST", UPDATE_ROUTE), ("http", "GET", WEIGHTS_ROUTE)):
             await self._app(scope, receive, send)
             return
-        engine = scope["app"].state.engine_client
+        engine: _Engine = scope["app"].state.engine_client
+        result: BucketResult | LastBucketResult | HeldWeights
         try:
             if scope["method"] == "POST":
-                answer = await _update(engine, **json.loads(await _body(receive)))
+                result = await _update(engine, **json.loads(await _body(receive)))
             else:
-                answer = await _held(engine, await engine.collective_rpc("vime_weight_report"))
+                result = await _held(engine, await engine.collective_rpc("vime_weight_report"))
         except Exception as error:  # boundary: the trainer stops the update, whatever it was
             logger.exception("%s failed", scope["path"])
             await send_json(send, 500, {"error": f"{type(error).__name__}: {error}"})
         else:
-            await send_json(send, 200, answer)
+            await send_json(send, 200, result)
 
 
-def is_last(update_info: Mapping[str, Any]) -> bool:
-    """Whether it is of the last bucket of an update."""
-    return bool(update_info["index"] + 1 == update_info["count"])
-
-
-async def _update(engine: Any, update_info: dict[str, Any], version: int, pause_mode: str) -> dict[str, Any]:
+async def _update(
+    engine: _Engine, update_info: UpdateInfo, version: int, pause_mode: str
+) -> BucketResult | LastBucketResult:
     """Load one bucket."""
     began = paused = time.monotonic()
     if update_info["index"] == 0:
-        # As `AsyncLLM.pause_generation` does it. That sleeps 20 ms more, so that the last answers are on their way
+        # As `AsyncLLM.pause_generation` does it. That sleeps 20 ms more, so that the last completions are on their way
         # before it returns; theirs are the tokens and versions of before, whenever they leave.
         await engine.renderer.clear_mm_cache_async()
         await engine.engine_core.pause_scheduler_async(mode=pause_mode, clear_cache=True)
         paused = time.monotonic()
     workers = await engine.collective_rpc("vime_update_weights", kwargs={"update_info": update_info})
-    loaded, held = time.monotonic(), {}
-    if is_last(update_info):
-        await engine.update_weight_version(str(version))
-        held = await _held(engine, workers)
-    return {"pause_s": paused - began, "confirm_s": time.monotonic() - loaded, **held}
+    loaded, pause_s = time.monotonic(), paused - began
+    if not is_last(update_info):
+        return {"pause_s": pause_s, "confirm_s": 0.0}
+    await engine.update_weight_version(str(version))
+    held = await _held(engine, workers)
+    return {"pause_s": pause_s, "confirm_s": time.monotonic() - loaded, **held}
 
 
-async def _held(engine: Any, workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the engine puts on its tokens, and what each of its workers has received."""
+async def _held(engine: _Engine, workers: list[WorkerWeights]) -> HeldWeights:
     return {"weight_version": await engine.get_weight_version(), "workers": workers}
 
 

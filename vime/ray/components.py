@@ -1,0 +1,356 @@
+"""The components that train.py and train_async.py drive: one method for each step of a round.
+
+A method does the step; the caller decides the schedule (when, and what overlaps). `ray/startup.py` starts and stops
+the parts behind them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from vime.config.parse import Config
+from vime.handoff.receipts import ReceiptFile
+from vime.observability.events import EventKind, EventLog, span
+from vime.observability.screen import Screen
+from vime.ray.checkpoint import RunState, Start, checkpoint_root
+from vime.ray.checkpoint_identity import facts_of
+from vime.ray.engines import Engines
+from vime.ray.interrupts import Interrupts
+from vime.ray.mismatch_guard import MismatchGuard
+from vime.ray.probe import check_engines_agree
+from vime.ray.rollout_manager import GeneratedRound
+from vime.ray.round_metrics import RoundMetrics
+from vime.ray.saver import Saver
+from vime.ray.stream import Stream
+from vime.ray.trainers import Trainers
+from vime.ray.waits import said_meanwhile, wait_for
+from vime.types import MismatchError
+from vime.utils.failpoints import Point, failpoint
+from vime.weights.versions import VersionLedger
+
+GRACE_S = 60  # beyond a step's own deadline, so that its more detailed error arrives first
+PROGRESS_S = 1.0
+"""Seconds between two checks of a round's progress, and before the first: each is a call to another process."""
+
+
+class Doing(Enum):
+    """What the trainers are doing. When it is still set after a failure, it says what the trainers can still do."""
+
+    TRAINING = auto()
+    SAVING = auto()
+    PUBLISHING = auto()
+
+
+@dataclass(slots=True)
+class Parts:
+    """The live objects of a run. `trainers` or `engines` is None in the debug modes that run only one half."""
+
+    manager: Any
+    trainers: Trainers | None
+    engines: Engines | None
+    num_rollout: int
+    stream: Stream | None = None  # mode streaming
+
+
+@dataclass(slots=True)
+class Watchers:
+    """What observes the run: the user's screen and signals, the event log, the metrics of a round."""
+
+    screen: Screen
+    interrupts: Interrupts
+    events: EventLog
+    round_metrics: RoundMetrics
+
+
+class Components:
+    """One run. Made by `start_components`; owned by the driver's main thread."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, parts: Parts, watchers: Watchers, versions: VersionLedger, start: Start
+    ) -> None:
+        self.config, self.run_dir, self.parts, self.watchers = config, run_dir, parts, watchers
+        self.versions = versions
+        self._start = start
+        self.loaded = start.checkpoint
+        self.checkpoint_root = checkpoint_root(config, run_dir)
+        self.trained_round = start.rollout_id - 1
+        self._cursor: dict[str, Any] = {}  # the data cursor after the last trained round
+        self.open_round: int | None = None  # its line is not written yet
+        self.doing: Doing | None = None
+        self.receipts = ReceiptFile(run_dir, start_round=start.rollout_id, link=start.receipt)
+        self.saver = Saver(
+            self.checkpoint_root,
+            is_async=config.model.async_save,
+            keep=config.model.keep_checkpoints,
+            protected=start.checkpoint,
+            deadline_s=config.cluster.train_timeout_secs + GRACE_S,
+            on_saved=self._note_saved,
+        )
+        self._mismatch = MismatchGuard(
+            config,
+            run_dir,
+            trainers=parts.trainers,
+            manager=parts.manager,
+            fleet=parts.engines.fleet if parts.engines is not None else None,
+            screen=watchers.screen,
+            events=watchers.events,
+        )
+
+    @property
+    def last_round(self) -> int:
+        return self.parts.num_rollout - 1
+
+    def rounds(self) -> Iterator[int]:
+        """The rollout ids of this run, from the first one not trained yet. Writes the numbers of a round after each."""
+        self.watchers.round_metrics.begin()
+        for rollout_id in range(self._start.rollout_id, self.parts.num_rollout):
+            self.watchers.interrupts.raise_if_asked("the pause between rounds")
+            self.saver.poll()
+            self.open_round = rollout_id
+            yield rollout_id
+            self.watchers.round_metrics.finish(rollout_id, self.versions.trained)
+            self.open_round = None
+
+    def start_generation(self, rollout_id: int) -> Any:
+        """Begin a round of generation and return at once."""
+        self._rest_trainers()
+        return self.parts.manager.generate.remote(rollout_id)
+
+    def finish_generation(self, pending: Any) -> GeneratedRound:
+        """Wait until the round is generated, scored and put."""
+        with self.watchers.round_metrics.timed("perf/wait_time"):
+            generated: GeneratedRound = self._wait_for_manager(pending, "a round of generation")
+            self._mismatch.after_generation(generated, self.versions)
+        self.watchers.round_metrics.add(generated.metrics)
+        if self.parts.stream is not None and generated.lease is not None:
+            self.parts.stream.leased(generated.lease)
+        self.watchers.events.emit(EventKind.ROUND_GENERATED, rollout_id=generated.rollout_id)
+        return generated
+
+    def generate(self, rollout_id: int, pending: Any = None) -> GeneratedRound:
+        """Wait for a round of generation, or for the rest of one that was started. With --train-early-groups the
+        trainers begin with it meanwhile."""
+        pending = pending or self.start_generation(rollout_id)
+        if self.config.queue.train_early_groups:
+            self._begin_training(rollout_id)
+        return self.finish_generation(pending)
+
+    def wait_until_generated(self, pending: Any) -> None:
+        """Let a prefetched round finish, so that weights do not change while it is generated. In mode streaming they
+        may change: each token's version is known, and the ledger enforces the staleness bound."""
+        if self.parts.stream is not None:
+            return
+        with self.watchers.round_metrics.timed("perf/wait_time"):
+            generated = self._wait_for_manager(pending, "the prefetched round")
+            self._mismatch.after_generation(generated, self.versions)
+
+    def train(self, generated: GeneratedRound) -> None:
+        """Run one round of optimizer steps on every rank; then remove the round's rows from the store.
+
+        Only the trainers can end it: an engine that dies meanwhile is noticed by the next wait, when the round is whole
+        and can be saved.
+        """
+        if self.parts.trainers is None:
+            return
+        self.watchers.screen.activity("training")
+        self.doing = Doing.TRAINING
+        trainers, started = self.parts.trainers, time.monotonic()
+        with self.watchers.round_metrics.timed("perf/train_time"):
+            try:
+                trained = self._mismatch.train(generated, self.versions.trained)
+            except MismatchError:
+                self.doing = None  # no weight has moved: what was trained before can be saved
+                raise
+        metrics = dict(trained.metrics)
+        if generated.work is not None:
+            metrics |= generated.work.rates(
+                time.monotonic() - started + self.watchers.round_metrics.spent("perf/early_train_time"),
+                num_ranks=len(trainers),
+                device_name=trainers.device_name,
+                bf16=bool(self.config.parallel.bf16),
+            )
+        receipt = self.receipts.note(generated.rollout_id, self.versions.trained, trained.stepped)
+        self.versions.advance()
+        failpoint(Point.TRAINED)
+        if self.parts.stream is not None:
+            self.parts.stream.trained(generated.rollout_id, receipt)
+        self.trained_round, self._cursor = generated.rollout_id, generated.cursor
+        self.doing = None
+        self.watchers.events.emit(
+            EventKind.ROUND_TRAINED,
+            rollout_id=generated.rollout_id,
+            version=self.versions.trained,
+            receipt=receipt,
+        )
+        self.watchers.round_metrics.add(metrics)
+        failpoint(Point.CLEAR)
+        with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
+            self._clear(generated.ticket)
+
+    def publish(self) -> None:
+        """Bring the newest weights to every engine: pause, transfer, confirm by hash, resume."""
+        trainers, engines = self.parts.trainers, self.parts.engines
+        interval, is_last = self.config.weights.update_weights_interval, self.trained_round == self.last_round
+        due = (
+            is_last or self.versions.trained % interval == 0
+        )  # the last: what is evaluated at the end is what was trained
+        if trainers is None or engines is None or not (due or self.versions.serving is None):
+            return
+        self.watchers.screen.activity("moving weights to the engines")
+        self.doing = Doing.PUBLISHING
+        with self.watchers.round_metrics.timed("perf/update_weights_time"):
+            report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
+            self.versions.confirm(report.engine_reports, report.content_hash)
+        self.doing = None
+        with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts, which would delay it
+            compared = self._mismatch.after_publish(self.versions.trained)
+            if self.config.weights.check_weight_update_equal:
+                check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
+        failpoint(Point.RELEASE)
+        if self.parts.stream is not None:
+            self.parts.stream.release(report.version)
+        failpoint(Point.RELEASED)
+        self.watchers.events.emit(
+            EventKind.WEIGHTS_CONFIRMED,
+            version=report.version,
+            content_hash=report.content_hash,
+            engines=[address.name for address in engines.addresses],
+        )
+        self.watchers.round_metrics.add({**report.metrics(), **compared})
+
+    def evaluate(self, rollout_id: int) -> None:
+        """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""
+        if self.parts.engines is None or not self.config.eval.has_sets:
+            return
+        self._rest_trainers()
+        self.watchers.screen.activity("evaluating")
+        with self.watchers.round_metrics.timed("perf/eval_time"):
+            metrics = self._wait_for_manager(self.parts.manager.evaluate.remote(rollout_id), "evaluation")
+        self.watchers.round_metrics.log_eval(rollout_id, metrics)
+        self.watchers.events.emit(EventKind.EVAL_DONE, rollout_id=rollout_id, metrics=metrics)
+
+    def evaluate_if_due(self, rollout_id: int) -> None:
+        if is_due(self.config.eval.eval_interval, rollout_id, self.last_round):
+            self.evaluate(rollout_id + 1)
+
+    def save_if_due(self, rollout_id: int) -> None:
+        if is_due(self.config.model.save_interval, rollout_id, self.last_round):
+            self.save()
+
+    def save(self) -> None:
+        """Checkpoint the last trained round, if not done: model, optimizer, random states, data cursor, version.
+
+        With --async-save this returns when the state is copied; `saver.finish` waits for the rest.
+        """
+        trainers, rollout_id = self.parts.trainers, self.trained_round
+        if trainers is None or self._is_saved():
+            return
+        self.watchers.screen.activity("saving a checkpoint")
+        with self.watchers.round_metrics.timed("perf/save_time"):
+            self.saver.finish()  # a failure of the save before does not keep this round from being saved
+            self.receipts.sync()
+            state = RunState(
+                rollout_id=rollout_id,
+                version=self.versions.trained,
+                data_source=self._cursor,
+                ledger=self.parts.stream.saving() if self.parts.stream is not None else None,
+                receipt=self.receipts.link,
+                written_with=facts_of(self.config),
+                metrics=self.watchers.round_metrics.so_far() if self.open_round == rollout_id else None,
+            )
+            self.doing = Doing.SAVING
+            self.saver.save(state, trainers)
+            self.doing = None
+            if self.config.model.save_hf:
+                trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
+
+    def _wait_for_manager(self, ref: Any, name: str) -> Any:
+        [result] = wait_for(
+            [ref],
+            name=name,
+            owner="RolloutManager",
+            deadline_s=self.config.rollout.rollout_timeout_secs + GRACE_S,
+            on_poll=self._poll(interruptible=True),
+        )
+        return result
+
+    def _poll(self, *, interruptible: bool) -> Callable[[], None]:
+        """Do what must go on while the driver waits: watch for Ctrl-C, show progress, check the engines' health."""
+        asked = time.monotonic()
+
+        def poll() -> None:
+            nonlocal asked
+            self.saver.poll()
+            if interruptible:
+                self.watchers.interrupts.raise_if_asked("generation")
+            if interruptible and self.watchers.screen.is_live and time.monotonic() - asked >= PROGRESS_S:
+                asked = time.monotonic()
+                progress = said_meanwhile(self.parts.manager.progress.remote(), within_s=0.2)
+                if progress is not None:
+                    self.watchers.screen.activity(progress)
+            if self.parts.engines is not None:
+                self.parts.engines.check(is_updating=self.doing is Doing.PUBLISHING)
+
+        return poll
+
+    def has_work(self) -> bool:
+        """Whether a stop now would save something: a round that is trained and not saved, or that is being trained,
+        which nothing interrupts."""
+        is_training = self.doing is Doing.TRAINING
+        return self.parts.trainers is not None and (is_training or not self._is_saved())
+
+    def _is_saved(self) -> bool:
+        """Whether nothing was trained that is not in a checkpoint."""
+        return self.trained_round in (self._start.rollout_id - 1, self.saver.newest_round)
+
+    def _rest_trainers(self) -> None:
+        """Free the trainers' device memory while the engines work (--offload-train). Their next call wakes them up."""
+        if self.config.cluster.offload_train and self.parts.trainers is not None:
+            with self.watchers.round_metrics.timed("perf/offload_time"):
+                self.parts.trainers.sleep()
+
+    def _begin_training(self, rollout_id: int) -> None:
+        """Let the trainers work through finished groups of a round until the rest is finished too. No weight moves."""
+        parts, round_metrics = self.parts, self.watchers.round_metrics
+        assert parts.trainers is not None, "mode streaming trains"
+        while True:
+            with round_metrics.timed("perf/wait_time"):
+                ticket = self._wait_for_manager(
+                    parts.manager.early_batch.remote(rollout_id), "groups to begin a round with"
+                )
+            if ticket is None:
+                return
+            with round_metrics.timed("perf/early_train_time"):
+                parts.trainers.begin(rollout_id, ticket, self.versions.trained)
+            self._clear(ticket)
+
+    def _clear(self, ticket: Any) -> None:
+        """Have the RolloutManager remove from the queue what every rank has read. The driver is not a client of the
+        queue, because a client imports torch, which would be most of its memory. Mode off: the objects are freed with
+        their ticket."""
+        queue = self.config.queue
+        if queue.transferqueue_mode == "off":
+            return
+        wait_for(
+            [self.parts.manager.clear.remote(ticket)],
+            name="a trained round to leave the queue",
+            owner="RolloutManager",
+            deadline_s=queue.transferqueue_timeout_secs + GRACE_S,
+            on_poll=self._poll(interruptible=False),
+        )
+
+    def _note_saved(self, rollout_id: int, path: Path) -> None:
+        """Called when a checkpoint has become visible."""
+        self.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
+        if self.parts.stream is not None:
+            self.parts.stream.saved(rollout_id)
+
+
+def is_due(interval: int | None, rollout_id: int, last_round: int) -> bool:
+    """Whether it is due: every `interval` rounds and after the last one; never without an interval."""
+    return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id == last_round)

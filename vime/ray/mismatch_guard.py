@@ -1,0 +1,192 @@
+"""How far are trainer and engine apart? Measured every round; above the threshold recorded, then warned of or fatal.
+
+Three comparisons, so that like always meets like (T: the version that trains):
+
+* Tokens sampled by T: recorded against the trainer's own. The ranks measure it before the first step moves a weight
+  (`training/mismatch.py`) and answer their worst rows instead of taking the step, so the trainer can still be asked.
+* A round whose tokens are all older (prefetch): when it was generated, while the engines still serve the version that
+  sampled it, an engine scores a few of its rows afresh: recorded against that.
+* After such a round, when the engines have confirmed the new weights: a fresh score against the trainer's.
+
+`ray/mismatch_probes.py` makes the record; `vime diagnose` finds the cause in it, when somebody asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vime.backends.vllm_utils.control import FleetControl
+from vime.config.parse import Config
+from vime.data.rows import TrainRow
+from vime.observability.events import EventKind, EventLog
+from vime.observability.mismatch_record import Stage, write_record
+from vime.observability.screen import Screen
+from vime.ray.mismatch_probes import MismatchProbes
+from vime.ray.rollout_manager import GeneratedRound, SampleText
+from vime.ray.trainers import TrainedRound, Trainers
+from vime.ray.waits import wait_for
+from vime.training.evidence import COMPARED, RESCORED, MeasuredMismatch, merge, of_rows
+from vime.types import MismatchError, SamplingRule, Version, VimeError
+from vime.weights.versions import VersionLedger
+
+logger = logging.getLogger(__name__)
+
+
+class MismatchGuard:
+    """Owned by the driver. `trainers` and `fleet` are None when the run has none."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        trainers: Trainers | None,
+        manager: Any,
+        fleet: FleetControl | None,
+        screen: Screen,
+        events: EventLog,
+    ) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._trainers, self._manager, self._fleet = trainers, manager, fleet
+        self._screen, self._events = screen, events
+        self._is_judged = config.agreement.on_train_rollout_diff != "ignore"
+        self._rule = SamplingRule(temperature=config.rollout.rollout_temperature)
+        self._unconfirmed: GeneratedRound | None = None  # trained, but none of its tokens could be compared
+        self._rescored: dict[int, dict[str, float]] = {}  # by round, until it is trained
+
+    def train(self, generated: GeneratedRound, version: Version) -> TrainedRound:
+        """One round on every rank. A mismatch is recorded before any weight moves; with `warn` the round is then
+        trained as it is (its first step is computed again)."""
+        rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
+        trained = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
+        if not isinstance(trained, TrainedRound):
+            found, stage = merge(trained), Stage.BEFORE_TRAINING
+            self._record_above(found, rollout_id=rollout_id, stage=stage, version=version, rule=self._rule)
+            trained = self._ranks.train(rollout_id, ticket, version, is_judged=False, num_begun=num_begun)
+        assert isinstance(trained, TrainedRound), "a round that is not judged is trained"
+        self._unconfirmed = generated if trained.metrics.get(COMPARED) == 0 else None
+        return dataclasses.replace(trained, metrics=trained.metrics | self._rescored.pop(rollout_id, {}))
+
+    def after_generation(self, generated: GeneratedRound, versions: VersionLedger) -> None:
+        """Compare what was recorded with a fresh score, when no rank will be able to: the rows are older than the
+        trainer's weights, and the engines still serve the version that sampled them. At temperature 1 only: vLLM scores
+        a prompt before any."""
+        serving = versions.serving
+        rows = [row for row in generated.probe if {span.version for span in row.token_policy_versions} == {serving}]
+        is_possible = self._is_judged and self._fleet is not None and self._trainers is not None
+        if (
+            not (is_possible and rows)
+            or serving in (None, versions.trained)
+            or self._config.rollout.rollout_temperature != 1
+        ):
+            return
+        rollout_id = generated.rollout_id
+        fresh = self._probes.engine_logprobs(rows)
+        if fresh:
+            found, stage = of_rows(rows, fresh[0].log_probs), Stage.AFTER_GENERATION
+            self._rescored[rollout_id] = {RESCORED: found.mean}
+            self._record_above(
+                found, rollout_id=rollout_id, stage=stage, version=serving, rule=self._rule, is_current=False
+            )
+
+    def after_publish(self, version: Version) -> dict[str, float]:
+        """Compare fresh scores with the trainer's log-probabilities, when the last round had no token to compare."""
+        generated, self._unconfirmed = self._unconfirmed, None
+        if generated is None or not (generated.probe and self._fleet and self._is_judged):
+            return {}
+        rows, rule = list(generated.probe), SamplingRule()
+        with ThreadPoolExecutor(1, thread_name_prefix="mismatch") as beside:
+            asked = beside.submit(self._probes.engine_logprobs, rows)
+            own = self._ranks.log_probs(rows, rule)
+            fresh = asked.result()
+        found = [of_rows(_with_recorded(rows, engine.log_probs), own) for engine in fresh]
+        if not found:
+            return {}
+        worst, stage = max(found, key=lambda measured: measured.mean), Stage.AFTER_PUBLISH
+        self._record_above(worst, rollout_id=generated.rollout_id, stage=stage, version=version, rule=rule)
+        return worst.metrics()
+
+    @property
+    def _ranks(self) -> Trainers:
+        assert self._trainers is not None, "nothing is trained without trainer ranks"
+        return self._trainers
+
+    @property
+    def _threshold(self) -> float:
+        threshold = self._config.agreement.train_rollout_diff_threshold
+        assert threshold is not None, "resolved at start"
+        return threshold
+
+    @property
+    def _probes(self) -> MismatchProbes:
+        return MismatchProbes(
+            self._config, trainers=self._ranks, fleet=self._fleet, texts_of=self._texts, threshold=self._threshold
+        )
+
+    def _record_above(
+        self,
+        found: MeasuredMismatch,
+        *,
+        rollout_id: int,
+        stage: Stage,
+        version: Version,
+        rule: SamplingRule,
+        is_current: bool = True,
+    ) -> None:
+        """Above the threshold: write the record, say so, and raise MismatchError under --on-train-rollout-diff stop."""
+        if not found.mean > self._threshold:
+            return
+        self._screen.activity("recording where trainer and engine differ")
+        record = self._probes.record(
+            found, rollout_id=rollout_id, stage=stage, version=version, rule=rule, is_current=is_current
+        )
+        path: Path | None = None
+        says = f"The cause: vime diagnose {self._run_dir} --round {rollout_id}"
+        try:
+            path = write_record(self._run_dir, record)
+        except OSError as error:  # a full disk does not end a run that may go on
+            says = f"Its rows could not be recorded: {error}"
+        self._events.emit(
+            EventKind.DISAGREEMENT,
+            rollout_id=rollout_id,
+            difference=found.mean,
+            threshold=self._threshold,
+            path=str(path or ""),
+        )
+        message = (
+            f"round {rollout_id}, {stage.words}: trainer and engine differ by {found.mean:.3g} nats a token (largest "
+            f"{found.largest:.3g}, {found.num_tokens} tokens), expected at most {self._threshold:g}. {says}"
+        )
+        logger.info(message)
+        if self._config.agreement.on_train_rollout_diff == "stop":
+            raise MismatchError(f"{message} (--on-train-rollout-diff stop)")
+        self._screen.warn(message)
+
+    def _texts(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
+        """What the samples said, from the RolloutManager, which may be generating meanwhile."""
+        try:
+            [texts] = wait_for(
+                [self._manager.texts_of.remote(rollout_id, indices)],
+                name="the texts of the samples that differ",
+                owner="RolloutManager",
+                deadline_s=30,
+            )
+        except VimeError as error:
+            logger.warning("no texts of the samples that differ: %s", error)
+            return [None] * len(indices)
+        return list(texts)
+
+
+def _with_recorded(rows: Sequence[TrainRow], log_probs: Sequence[Sequence[float]]) -> list[TrainRow]:
+    """The rows as if these had been recorded."""
+    return [
+        dataclasses.replace(row, rollout_log_probs=np.asarray(values, dtype=np.float32))
+        for row, values in zip(rows, log_probs, strict=True)
+    ]

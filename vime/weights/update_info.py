@@ -1,0 +1,21 @@
+"""What an engine is told about one bucket of weights, as JSON. No torch: the engine's API server reads it too."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+
+class UpdateInfo(TypedDict):
+    """Bucket `index` of `count`: its tensors in order, and where their bytes are, if not in a broadcast."""
+
+    index: int
+    count: int
+    names: list[str]
+    dtypes: list[str]  # as torch spells them, without `torch.`
+    shapes: list[list[int]]
+    path: NotRequired[str]
+
+
+def is_last(update_info: UpdateInfo) -> bool:
+    """Whether the update ends with this bucket."""
+    return update_info["index"] + 1 == update_info["count"]
