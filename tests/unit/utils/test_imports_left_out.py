@@ -122,8 +122,8 @@ def test_the_queue_loads_torch_s_compiler_only_where_something_may_be_compiled(o
     ids=str,
 )
 def test_an_engine_s_imports_work_whatever_the_environment_says_of_the_compiler(said: dict[str, str]) -> None:
-    """With TORCH_COMPILE_DISABLE alone, `torch.compile` still asks the compiler for its settings. The other two are what
-    engines of a local run and of a joined cluster are told in tests/e2e."""
+    """With TORCH_COMPILE_DISABLE alone, `torch.compile` still asks the compiler for its settings. The other two are
+    what engines of a local run and of a joined cluster are told in tests/e2e."""
     code = "from vime.backends.vllm_utils import cpu_server\nprint(cpu_server.import_engine().__name__)\n"
     names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     environment = {name: value for name, value in os.environ.items() if name not in names} | said
