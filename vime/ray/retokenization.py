@@ -1,24 +1,34 @@
-"""Other tokens that a row may have had when it was sampled: what its own text, or a round trip through the tokenizer,
-encodes to. Only those with as many response tokens can be scored against what was recorded."""
+"""Other tokens that a row may have had when it was sampled: those that its own text, or a round trip through the
+tokenizer, encodes to. Only those with as many response tokens can be compared with the recorded scores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
-from vime.training.evidence import Retokenization
 
 SHOWN_TEXT = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retokenization:
+    """Tokens that row number `row` may have had when it was sampled, with as many response tokens."""
+
+    row: int
+    tokens: Sequence[int]
+    says: str  # where they come from
+    is_contradiction: bool = False  # the sample's own text shows that its tokens are wrong
 
 
 def retokenizations(
     config: Config, rows: Sequence[TrainRow], texts: Sequence[SampleText | None]
 ) -> list[Retokenization]:
-    """Each differs from its row's tokens, or says that the sample's text does."""
+    """Yield retokenizations that differ from the row's tokens, or contradict them."""
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     return [
         retokenization
@@ -34,7 +44,7 @@ def _of_row(
     prompt, response = tokens[: -row.response_length], tokens[-row.response_length :]
 
     def told(new: list[int], says: str, *, contradicts: bool = False) -> Retokenization:
-        return Retokenization(suspect=number, tokens=new, says=says, is_contradiction=contradicts)
+        return Retokenization(row=number, tokens=new, says=says, is_contradiction=contradicts)
 
     if text is not None and text.response:  # a plug-in need not keep the text
         decoded = tokenizer.decode(response, skip_special_tokens=True)
@@ -59,7 +69,7 @@ def _of_row(
     round_trip = _encode_response(tokenizer, tokenizer.decode(response, skip_special_tokens=True), response)
     if round_trip is not None and round_trip != response:
         yield told(
-            [*prompt, *round_trip], f"the answer decoded and encoded ({_first_difference(response, round_trip)})"
+            [*prompt, *round_trip], f"the completion decoded and encoded ({_first_difference(response, round_trip)})"
         )
     begin = tokenizer.bos_token_id
     if begin is not None:
@@ -80,7 +90,7 @@ def _encode_response(tokenizer: Any, text: str, response: Sequence[int]) -> list
 
 
 def _first_difference(tokens: Sequence[int], again: Sequence[int]) -> str:
-    """Where two lists part."""
+    """Say where two lists differ first."""
     for position, (one, other) in enumerate(zip(tokens, again, strict=False)):
         if one != other:
             return f"token {position}: the row has {one}, this {other}"
