@@ -58,7 +58,7 @@ def test_a_field_that_nobody_writes_ends_the_run_by_name_at_the_first_group(
 
 def test_a_field_that_is_carried_anyway_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = ("--transfer-queue-extra-data-fields", "loss_masks")
-    refused(tiny_task, tmp_path / "run", *flags, code=2, says=["loss_masks", "always carried"])
+    refused(tiny_task, tmp_path / "run", *flags, code=2, says=["loss_masks", "always stored"])
 
 
 def test_an_unknown_engine_flag_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: 
     assert finished.code == 3, finished.output
     checkpoints = tmp_path / "run" / "checkpoints"
     assert "engine-0 lives" in finished.output
-    assert f"State saved in {checkpoints}/iter_0000001; go on with --load {checkpoints}" in finished.output
+    assert f"State saved in {checkpoints}/iter_0000001; continue with --load {checkpoints}" in finished.output
 
 
 def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:

@@ -176,10 +176,10 @@ class TestRemote:
         async def silence(request):
             await asyncio.sleep(30)
 
-        with pytest.raises(RewardError, match="the answer is not JSON"):
+        with pytest.raises(RewardError, match="the response is not JSON"):
             await async_rm(make_args("--rm-type", "remote_rm", "--rm-url", await service(nonsense)), answer("w"))
         args = make_args("--rm-type", "remote_rm", "--rm-url", await service(silence), "--rm-timeout-secs", 0.2)
-        with pytest.raises(RewardError, match=r"sample 5.*(no answer in 0\.2 s|ReadTimeout)"):
+        with pytest.raises(RewardError, match=r"sample 5.*(no response within 0\.2 s|ReadTimeout)"):
             await async_rm(args, answer("w"))
 
 
@@ -204,12 +204,12 @@ def custom(tmp_path):
         ("async def custom(args, sample): return None", "got NoneType None, expected a number"),
         ("async def custom(args, sample): return [1.0]", r"got list \[1.0\], expected a number"),
         ("async def custom(args, sample): return {'a': 1.0}", r"got a dict with keys \['a'\], expected .*--reward-key"),
-        ("async def custom(args, sample): await asyncio.Event().wait()", "no answer in 0.3 s"),
-        ("def custom(args, sample): threading.Event().wait()", "no answer in 0.3 s"),
+        ("async def custom(args, sample): await asyncio.Event().wait()", "did not return within 0.3 s"),
+        ("def custom(args, sample): threading.Event().wait()", "did not return within 0.3 s"),
     ],
 )
 async def test_a_bad_reward_is_an_error_that_names_function_and_sample(custom, body, message):
-    args = custom(body, "--rm-timeout-secs", 0.3 if "no answer" in message else 60)
+    args = custom(body, "--rm-timeout-secs", 0.3 if "did not return" in message else 60)
     with pytest.raises(RewardError, match=rf"rewards\.py:custom, sample 5: {message}"):
         await async_rm(args, answer("w"))
 
