@@ -36,7 +36,7 @@ class Facts(TypedDict, total=False):
 
 
 def facts_of(config: Config) -> Facts:
-    """What `refuse_other_run` wants to know of the run that writes a checkpoint."""
+    """Return the facts that `refuse_other_run` needs about the run that writes a checkpoint."""
     try:
         shape = asdict(read_model_shape(config.model.hf_checkpoint))
     except ConfigError:  # the model's directory was removed since the start: no reason to lose a checkpoint
@@ -52,7 +52,7 @@ def facts_of(config: Config) -> Facts:
 
 
 def refuse_other_run(checkpoint: Path, written: Facts | None, config: Config) -> None:
-    """Raise ConfigError, with every reason, when this run cannot load what that run wrote."""
+    """Raise ConfigError with every reason why this run cannot load the checkpoint."""
     reasons = list(_reasons(written, facts_of(config))) if written else []
     if reasons:
         raise ConfigError(f"--load {checkpoint}: does not fit this run. " + " ".join(reasons))

@@ -256,7 +256,7 @@ def _servers_alone() -> Iterator[None]:
     less = {"no_monitor": True, "include_log_monitor": False}
     replaced: list[tuple[ModuleType, str, Callable[..., object]]] = [
         (parameter, "RayParams", functools.partial(cast("Callable[..., object]", parameter.RayParams), **less)),
-        (services, "start_api_server", lambda *_, **__: (None, None)),  # as for a dashboard that did not start
+        (services, "start_api_server", lambda *_, **__: (None, None)),  # its result for a dashboard that did not start
         (ray_utils, "get_dashboard_dependency_error", lambda: "not wanted"),  # as where no dashboard is installed
     ]
     stock = [getattr(module, name) for module, name, _ in replaced]

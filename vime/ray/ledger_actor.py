@@ -126,8 +126,8 @@ class LedgerClient:
     def start(
         cls, run_dir: Path, rules: LedgerRules, *, run_id: str, deadline_s: float, synchronous: str = "NORMAL"
     ) -> LedgerClient:
-        """Start the actor `vime-<run_id>-ledger` and wait until it answers. The driver calls it once, before any other
-        actor; the ledger lives while anyone holds a client of it."""
+        """Start the actor `vime-<run_id>-ledger` and wait until it responds. The driver calls it once, before any other
+        actor; the actor lives as long as any process holds a client of it."""
         options: Options = {
             "name": f"vime-{run_id}-ledger",
             "num_cpus": LEDGER_CPUS,
@@ -141,16 +141,17 @@ class LedgerClient:
     def restore(
         self, checkpoint_round: int | None, mark: LedgerMark | None = None, *, may_be_torn: bool = False
     ) -> RestoreReport:
-        """A restart of the run from this checkpoint; the first call after `start`. `may_be_torn`: see `check_spool`."""
-        answer = self._actor.ask_coroutine(LedgerActor.restore, checkpoint_round, mark, may_be_torn)
-        return self._wait(answer, "the ledger to restore")
+        """Go back to this checkpoint after a restart of the run; the first call after `start`. `may_be_torn`: see
+        `check_spool`."""
+        result = self._actor.ask_coroutine(LedgerActor.restore, checkpoint_round, mark, may_be_torn)
+        return self._wait(result, "the ledger to restore")
 
     def close(self) -> None:
-        """Nobody calls the ledger any more: its file alone is the ledger when this returns."""
+        """Close the ledger, which no process calls any more: its file alone is the ledger when this returns."""
         self._wait(self._actor.ask_coroutine(LedgerActor.close), "the ledger to close its file")
 
     def pid(self) -> int:
-        """Process of the actor now; another one after a restart."""
+        """Return the pid of the actor now; it changes with a restart."""
         return self._wait(self._actor.ask_coroutine(LedgerActor.pid), "the ledger to start")
 
     def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
@@ -168,8 +169,8 @@ class LedgerClient:
     def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
         ref = self._actor.ask_coroutine(LedgerActor.wait_for_news, seen, timeout_s, has)
         longest_s = self._deadline_s + timeout_s
-        [answer] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
-        return answer
+        [result] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
+        return result
 
     async def wait_for_news_async(self, seen: int, timeout_s: float, **has: int) -> int:
         ref = self._actor.ask_coroutine(LedgerActor.wait_for_news, seen, timeout_s, has)
@@ -177,8 +178,8 @@ class LedgerClient:
         return await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
 
     def _wait(self, ref: ObjectRef[Answer], name: str) -> Answer:
-        [answer] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
-        return answer
+        [result] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
+        return result
 
 
 def _answer_to(name: str) -> str:

@@ -113,7 +113,7 @@ def start_components(
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
             stack.callback(stop_queue, address)
-        behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends when every part has
+        behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends after all parts
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
         parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor)
         if config.queue.transferqueue_mode == "streaming":

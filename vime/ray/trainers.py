@@ -279,12 +279,12 @@ class TrainerActor:
             return weights_hash(self._worker.actor)
 
     def compare_share(self, directory: Path, files: dict[str, Entry], num_ranks: int) -> list[str]:
-        """What is wrong with those files of a checkpoint that this rank of so many has to read."""
+        """Return what is wrong with those files of a checkpoint that this rank of so many has to read."""
         with doing("reading the checkpoint's files"):
             return compare_hashes(directory, {name: files[name] for name in share_of(files, self._rank, num_ranks)})
 
     def meeting_place(self) -> tuple[str, int]:
-        """Where this rank, which is rank 0, lets the others meet. It listens there from now on."""
+        """Return the rendezvous address of this rank, which is rank 0 and listens there from now on."""
         host = listen_host(self._config)
         return host, kept_port(host, backlog=max(128, num_trainer_ranks(self._config)))
 
@@ -365,13 +365,13 @@ class Ranks:
             self._is_asleep = True
 
     def call(self, method: Callable[Concatenate[TrainerActor, P], R], *arguments: P.args, **named: P.kwargs) -> list[R]:
-        """Every rank's answer; see `begin`."""
+        """Return every rank's result; see `begin`."""
         return self.begin(method, *arguments, **named)()
 
     def begin(
         self, method: Callable[Concatenate[TrainerActor, P], R], *arguments: P.args, **named: P.kwargs
     ) -> Wait[R]:
-        """`call` in two: what is answered waits for the ranks."""
+        """Begin a call; the returned function waits for the ranks."""
         self._settle()
         if self._is_asleep:
             self._is_asleep = False
@@ -385,8 +385,8 @@ class Ranks:
         return wait
 
     def save(self, directory: Path, *, in_background: bool) -> dict[ObjectRef[dict[str, Entry]], str]:
-        """Returns when every rank has written, or in the background copied, its state; each owes the answer that its
-        bytes are on the disk, here with the names of the ranks' processes."""
+        """Return when every rank has written, or in the background copied, its state. The result waits until every
+        rank's bytes are on disk, and names the ranks' processes."""
         self.call(TrainerActor.save, str(directory), in_background)
         deadline_s = self._config.cluster.train_timeout_secs
         return {
@@ -460,7 +460,7 @@ class Trainers:
             ranks.wait_ready(on_poll)
 
     def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
-        """An early batch of a round that is not whole yet."""
+        """Train an early batch of a round that is not whole yet."""
         self._policy.call(TrainerActor.begin, rollout_id, sent_once(ticket), version)
 
     def train(
@@ -522,8 +522,8 @@ class Trainers:
         all files."""
 
         def compare(directory: Path, files: dict[str, Entry]) -> list[str]:
-            answers = self._policy.call(TrainerActor.compare_share, directory, files, len(self._policy))
-            return sorted(finding for findings in answers for finding in findings)
+            results = self._policy.call(TrainerActor.compare_share, directory, files, len(self._policy))
+            return sorted(finding for findings in results for finding in findings)
 
         refuse_any_damage(checkpoint, compare)
         for ranks in _learning(self._policy, self._separate):

@@ -44,9 +44,9 @@ def wait_for(
     on_poll: Callable[[], None] | None = None,
     parties: Sequence[str] | None = None,
 ) -> list[Answer]:
-    """Answers of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait. `parties`:
-    the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`); none when the answer is
-    late by intent, waiting for what somebody else does.
+    """Return the results of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait.
+    `parties`: the process that must return each (default: `owner`, and of several refs `<owner>-<index>`); none when
+    the call itself waits for another process.
 
     Raises the VimeError that an actor raised, PartError for anything else that it raised, ClusterError when an actor
     died or its machine failed, WaitTimeoutError at the deadline, which names the process that blocked.
@@ -85,8 +85,8 @@ async def wait_for_async(
 
 
 def said_meanwhile(ref: ObjectRef[Answer], within_s: float) -> Answer | None:
-    """A look aside, while something else is waited for: the answer, or None when there is none. Never an error: what is
-    wrong is said by the wait itself."""
+    """Poll `ref` while another wait is in progress. Returns None if it is not ready. Never raises: the wait itself
+    reports what is wrong."""
     try:
         done, _ = ray.wait([ref], timeout=within_s)
         return ray.get(done[0], timeout=within_s) if done else None
@@ -113,11 +113,11 @@ def _raise_failure(
     name: str,
     owner: str,
 ) -> None:
-    """The failure among `done` that says most: a peer of a dead rank fails in a collective first ("connection reset"),
-    and Ray reports the death a moment later."""
+    """Return the most informative failure among `done`: a peer of a dead rank fails in a collective first ("connection
+    reset"), and Ray reports the death a moment later."""
 
     def failures(of: list[ObjectRef[Answer]]) -> list[VimeError]:
-        """A death first, then what an actor raised by itself: the others fail because of these."""
+        """Rank failures: a death first, then what an actor raised by itself, because these cause the others."""
         found: list[VimeError] = []
         for ref in of:
             try:
@@ -172,7 +172,8 @@ def _first_line(error: Exception) -> str:
 
 
 def all_answers(waits: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
-    """Of worlds that work side by side. All have ended when the first error is raised; the others' are logged."""
+    """Wait for worlds that work side by side. All have ended when the first error is raised; other errors are
+    logged."""
     results: list[list[Answer]] = []
     errors: list[VimeError] = []
     for wait in waits:

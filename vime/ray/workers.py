@@ -147,7 +147,7 @@ class _Host:
     name: str  # of the worker, as the ledger knows it
     actor: Actor[RolloutWorkerActor]
     report: WorkerReport | None = None
-    asked: ObjectRef[WorkerReport] | None = None  # a report that was asked for and not answered yet
+    asked: ObjectRef[WorkerReport] | None = None  # a report that was requested and has not arrived yet
 
 
 class RemoteWorkers:
@@ -223,7 +223,8 @@ class RemoteWorkers:
                 raise host.report.error
 
     def take_stats(self) -> WorkerStats:
-        """What a worker did that has died since the last call is lost with it; the ledger counts groups."""
+        """Take the workers' statistics. Those of a worker that died since the last call are lost; the ledger counts
+        groups."""
         results = self._ask(self._alive(), ANSWER_S, RolloutWorkerActor.take_stats)
         for _, dropped in results:
             for group in dropped:
@@ -249,14 +250,14 @@ class RemoteWorkers:
         shares = {host.number: groups[at :: len(hosts)] for at, host in enumerate(hosts)}
         wait_for(
             [host.actor.ask(RolloutWorkerActor.restore, shares[host.number]) for host in hosts if shares[host.number]],
-            name="groups of an earlier life of the run to be put into the queue",
+            name="groups of an earlier start of this run to be put into the queue",
             owner="rollout-worker",
             deadline_s=self._config.queue.transferqueue_timeout_secs,
         )
 
     def release(self, tasks: Sequence[Task]) -> None:
         for host in self._alive():
-            host.actor.ask(RolloutWorkerActor.release, tasks)  # nobody waits for it: it only gives memory back
+            host.actor.ask(RolloutWorkerActor.release, tasks)  # not waited for: it only frees memory
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
         return sum(self._ask(self._alive(), ANSWER_S, RolloutWorkerActor.compact, needed))
@@ -321,8 +322,8 @@ class RemoteWorkers:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> list[R]:
-        """The answers of those that live. Waits for: the slowest of them. One that dies meanwhile answers nothing; the
-        watcher sees to it."""
+        """Return the results of the live workers. Waits for: the slowest of them. One that dies meanwhile returns
+        nothing; the watching thread replaces it."""
         name = method.__name__
         refs = {host.actor.ask(method, *arguments, **named): host for host in hosts}
         results: list[R] = []

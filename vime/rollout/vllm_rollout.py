@@ -64,7 +64,7 @@ BUFFER_FILTER = "buffer_filter"
 def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
+    """Run one round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
     work: Coroutine[object, object, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
         evaluate_all(args, rollout_id) if evaluation else RoundWorker(args, rollout_id, data_source).round()
     )
