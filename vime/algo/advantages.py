@@ -103,8 +103,7 @@ def penalised_advantages(advantage: float, penalty_R: Tensor) -> Tensor:
 def distillation_advantages(
     advantage_R: Tensor, logp_R: Tensor, teacher_logp_R: Tensor, *, coefficient: float
 ) -> Tensor:
-    """Pull each token of the policy's own completion towards a teacher: A_t - coefficient * (logp_t - teacher_logp_t);
-    [R].
+    """Pull each token of a completion towards a teacher: A_t - coefficient * (logp_t - teacher_logp_t); [R].
 
     On-policy distillation, Agarwal et al. 2024 (GKD) with the reverse KL, in the advantage as in Lu 2025 ("On-Policy
     Distillation"): the one-sample estimate (k1) of KL(policy || teacher) is a penalty of the token itself. Both
