@@ -27,7 +27,7 @@ CORE = [
     "transformers>=5.19,<5.20",
     "safetensors>=0.6.2",
     "numpy",
-    # Requests to engines and reward services, of which hundreds are open: benchmarks/http_client.py.
+    # Every HTTP call of ours: vime/utils/http.py, decision 0031.
     "aiohttp>=3.14.3",
     # Range: what transformers accepts; fetches models and data sets that are named instead of given as a path.
     "huggingface_hub>=1.31.0",

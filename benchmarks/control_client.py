@@ -1,7 +1,7 @@
 r"""What one control call of each engine costs the trainer: CPU milliseconds, connections and threads, for N engines.
 
     .venv/bin/python benchmarks/control_client.py [--engines 1 8 64 256] [--turns 5] [--buckets 8] \
-        [--checkout DIR ...]
+        [--gap 0] [--checkout DIR ...]
 
 The engines are real sockets without a model, all in one process of their own, so that only the client is measured. A
 turn is three publishes, each of `--buckets` updates (the first pauses, the last confirms), one report and one resume.
@@ -82,7 +82,7 @@ def serve(pipe: Any, number: int) -> None:
     asyncio.run(run())
 
 
-def client(ports: list[int], buckets: int) -> None:
+def client(ports: list[int], buckets: int, gap_s: float) -> None:
     """The control client of the checkout on PYTHONPATH, and a turn for each line of stdin."""
     from vime.backends.vllm_utils.control import FleetControl
     from vime.types import EngineAddress
@@ -92,16 +92,19 @@ def client(ports: list[int], buckets: int) -> None:
         [EngineAddress(name=f"engine-{port}", url=f"http://127.0.0.1:{port}", key="k") for port in ports], timeout_s=60
     )
     for _ in sys.stdin:
-        began, cpu_s = time.monotonic(), time.process_time()
+        wall_s, cpu_s = 0.0, time.process_time()
         for _ in range(PUBLISHES):
+            time.sleep(gap_s)  # a round is trained
+            began = time.monotonic()
             for index in range(buckets):
                 fleet.update({**METADATA, "index": index, "count": buckets}, version=1, pause_mode="keep")
             fleet.reports()
             fleet.resume()
+            wall_s += time.monotonic() - began
         calls = PUBLISHES * (buckets + 2)
         found = {
             "CPU ms a call and engine": 1e3 * (time.process_time() - cpu_s) / calls / len(ports),
-            "wall ms a call of all": 1e3 * (time.monotonic() - began) / calls,
+            "wall ms a call of all": 1e3 * wall_s / calls,
             "threads": float(threading.active_count()),
         }
         sys.stdout.write(json.dumps(found) + "\n")
@@ -114,11 +117,12 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 256], help="(default: 1 8 64 256)")
     parser.add_argument("--turns", type=int, default=5, help="turns of each checkout that count (default: 5)")
     parser.add_argument("--buckets", type=int, default=8, help="updates of a publish (default: 8)")
+    parser.add_argument("--gap", type=float, default=0.0, help="seconds before each publish (default: 0)")
     parser.add_argument("--checkout", type=Path, action="append", help="a checkout to measure (default: this one)")
     parser.add_argument("--ports", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ports:
-        client(options.ports, options.buckets)
+        client(options.ports, options.buckets, options.gap)
         return
     checkouts = [checkout.resolve() for checkout in options.checkout or [ROOT]]
     names = ("CPU ms a call and engine", "wall ms a call of all", "connections", "threads")
@@ -136,7 +140,8 @@ def measure(number: int, checkouts: list[Path], options: argparse.Namespace) -> 
         pipe, theirs = context.Pipe()
         engines = context.Process(target=serve, args=(theirs, number), daemon=True)
         engines.start()
-        command = [sys.executable, str(Path(__file__).resolve()), "--buckets", str(options.buckets), "--ports"]
+        command = [sys.executable, str(Path(__file__).resolve()), "--buckets", str(options.buckets)]
+        command += ["--gap", str(options.gap), "--ports"]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         caller = subprocess.Popen(
             [*command, *map(str, pipe.recv())],

@@ -506,6 +506,24 @@ def has() -> None:
     say("the same, a group of the round", group * 1e6, "us")
 
 
+def fleet() -> None:
+    """One call to each of so many engines, as rank 0 makes for each bucket of a weight update: CPU of the caller."""
+    from vime.backends.vllm_utils.control import Fanout
+    from vime.types import EngineAddress
+
+    for count in (50, 400):
+        with scripted_engines(Setting(engines=count)) as (_, urls):
+            fanout = Fanout([EngineAddress(name=url, url=url, key="") for url in urls], 60.0)
+            turns = []
+            for _ in range(1 + TURNS):  # the first one connects
+                began = time.process_time()
+                for _ in range(5):
+                    fanout.get("/health")
+                turns.append((time.process_time() - began) / 5 / count)
+            fanout.close()
+        say(f"weight update, a call of one engine of {count}", statistics.median(turns[1:]) * 1e3, "ms")
+
+
 def disk() -> None:
     """Wall and CPU of a spool's append with its fsync, by bytes."""
     from vime.handoff.ledger_types import Task
@@ -549,7 +567,7 @@ def idle() -> None:
 
 STATIONS: dict[str, Callable[[], None]] = {
     "worker": worker, "coordinator": coordinator, "kept": kept, "rank": rank, "decode": decode, "disk": disk,
-    "router": http, "has": has, "ledger": ledger, "queue": queue, "vllm": vllm, "idle": idle,
+    "router": http, "fleet": fleet, "has": has, "ledger": ledger, "queue": queue, "vllm": vllm, "idle": idle,
 }  # fmt: skip
 
 

@@ -271,6 +271,7 @@ def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
         run_dir = directory / "run"
         (run_dir / "logs").mkdir(parents=True)
         (run_dir / "events").mkdir()
+        (run_dir / "waits").mkdir()
         setup_logging(run_dir, "driver")
         config = configuration(setting, directory)
         pid, urls = stack.enter_context(scripted_engines(setting))

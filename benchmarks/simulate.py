@@ -78,50 +78,64 @@ def scaled(run: Run, engines: int) -> Run:
         ranks=of(run.ranks),
         sources=sources,
         warm_up=2 * (run.staleness + 1),
-        rounds=16 if engines < 1000 else 8,  # more groups in each
+        rounds=16 if engines < 256 else 8,  # more groups in each
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knee:
-    """Where more engines stop to bring more tokens. `engines` 0: nowhere up to the most that were tried."""
+    """Where more engines stop to bring more tokens."""
 
     workers: int
     without: tuple[str, ...]  # kinds that take no time here: the knees before
     engines: int
     tokens_s: float
-    full: str  # the kind that is full there
+    full: str  # the kind whose busiest server is busiest there
+    cause: str  # the kind without whose work the most tokens come: a long wait counts as much as a full server
+    tokens_s_without: float  # without the cause's work
 
 
-def knees(run: Run, most: int, count: int = 2) -> tuple[list[Result], list[Knee]]:
-    """Double the engines until the knee; then again without what was full there. Results are those of the first."""
+def cause(run: Run, result: Result) -> tuple[str, float]:
+    """Of the kinds that may be it, by name, and tokens/s without its work."""
+    candidates = {*result.ranked[:4], "driver", "rank 0, weight update"} & set(result.kinds)
+    rates = {
+        kind: simulate(dataclasses.replace(run, without=run.without | {kind})).tokens_s for kind in sorted(candidates)
+    }
+    found = max(rates, key=lambda kind: rates[kind])
+    return found, rates[found]
+
+
+def knees(run: Run, most: int, *, count: int = 2, fewest: int = 8) -> tuple[list[Result], list[Knee]]:
+    """Double the engines until the knee; then go on without its cause. Results are those up to the first; fewer knees
+    than `count` when there is none up to `most` engines."""
     without = frozenset[str]()
     tried: list[Result] = []
     found: list[Knee] = []
     while len(found) < count:
-        engines, result = 8 if not found else max(8, found[-1].engines // 2), None
-        while engines <= most:
-            result = simulate(dataclasses.replace(scaled(run, engines), without=without))
+        engines = fewest if not found else max(fewest, found[-1].engines // 2)
+        while True:
+            larger = dataclasses.replace(scaled(run, engines), without=without)
+            result = simulate(larger)
             if not found:
                 tried.append(result)
-            if result.tokens_s < ENOUGH * free_rate(scaled(run, engines)).tokens_s:
+            if result.tokens_s < ENOUGH * free_rate(larger).tokens_s:
                 break
+            if 2 * engines > most:
+                return tried, found
             engines *= 2
-        assert result is not None
-        is_found = engines <= most
-        full = result.ranked[0]
+        kind, rate = cause(larger, result)
         found.append(
             Knee(
                 workers=run.workers,
                 without=tuple(sorted(without)),
-                engines=engines if is_found else 0,
+                engines=engines,
                 tokens_s=result.tokens_s,
-                full=full,
+                full=result.ranked[0],
+                cause=kind,
+                tokens_s_without=rate,
             )
         )
-        if not is_found:
-            break
-        without |= {full}
+        without |= {kind}
     return tried, found
 
 
@@ -246,7 +260,7 @@ def main() -> int:
         if not options.json:
             for tried, of in found:
                 say_results(tried)
-                say_knees(of)
+                say_knees(tried[0].workers, of, options.most)
     else:
         free, results = at_target(run, options.workers or (1, 2, 4, 8, 16))
         record = {"free": as_json(free), "runs": [as_json(result) for result in results]}
@@ -298,11 +312,16 @@ def say_limits(results: Sequence[Result]) -> None:
     print()
 
 
-def say_knees(found: Sequence[Knee]) -> None:
+def say_knees(workers: int, found: Sequence[Knee], most: int) -> None:
+    without = ""
     for knee in found:
-        beside = f" without {', '.join(knee.without)}" if knee.without else ""
-        where = f"at {knee.engines} engines" if knee.engines else "at none of the engines tried"
-        print(f"W = {knee.workers}{beside}: knee {where}, {knee.tokens_s:,.0f} tokens/s; fullest: {knee.full}")
+        print(
+            f"W = {workers}{without}: knee at {knee.engines} engines, {knee.tokens_s:,.0f} tokens/s; {knee.full} is "
+            f"fullest; without the work of {knee.cause}: {knee.tokens_s_without:,.0f}"
+        )
+        without = f" without {', '.join(sorted({*knee.without, knee.cause}))}"
+    if len(found) < 2:
+        print(f"W = {workers}{without}: no knee up to {most} engines")
     print()
 
 

@@ -94,7 +94,7 @@ COSTS = {
     "rank_row": Cost(0.064 * MS, "source rank, a row unpacked and packed", f"{HERE} rank"),
     "rank_token": Cost(0.018 * US, "the same, a token", f"{HERE} rank"),
     "ticket_rank": Cost(0.59 * MS, "driver: a rank is told to train and answers", "an earlier machine, 2 busy cores"),
-    "publish_call": Cost(0.35 * MS, "rank 0: one call to one engine", "docs/log.md, a weight update in two calls"),
+    "publish_call": Cost(0.16 * MS, "rank 0: one call to one engine of 400", f"{HERE} fleet"),
     # processes that have nothing to do, CPU s a second
     "idle_actor": Cost(6.0 * MS, "an actor of Ray, a second", f"{HERE} idle"),
     "idle_coordinator": Cost(6.6 * MS, "the RolloutManager, a second", "docs/log.md, who is awake in a run that waits"),

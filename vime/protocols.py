@@ -18,7 +18,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, Required, TypedDict, runtime_checkable
 
 from vime.data.rows import TrainRow
 from vime.types import (
@@ -44,10 +45,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vime.batching.pack import PackedBatch
+    from vime.config.parse import Args
     from vime.weights.plan import TensorMeta
     from vime.weights.update_info import UpdateInfo
 
 logger = logging.getLogger(__name__)
+
+
+class SamplingParams(TypedDict, total=False):
+    """How an answer is sampled, in vLLM's names. What generate functions get and hand on; others may be added."""
+
+    temperature: Required[float]
+    max_tokens: Required[int]
+    top_p: float
+    top_k: int
+    stop: list[str]
+    stop_token_ids: list[int]
+    seed: int
 
 
 @runtime_checkable
@@ -56,7 +70,7 @@ class DataSource(Protocol):
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]: ...
     def add_samples(self, groups: list[list[Sample]]) -> None: ...
-    def save(self, rollout_id: int) -> dict[str, Any]: ...
+    def save(self, rollout_id: int) -> dict[str, object]: ...
     def load(self, state: dict[str, Any]) -> None: ...
     def __len__(self) -> int: ...
 
@@ -65,26 +79,26 @@ class RolloutFunction(Protocol):
     """One round of generation, or one evaluation."""
 
     def __call__(
-        self, args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+        self, args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
     ) -> RolloutFnTrainOutput | RolloutFnEvalOutput: ...
 
 
 class GenerateFunction(Protocol):
     """One answer (or several, for a fan-out) to one prompt."""
 
-    async def __call__(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]: ...
+    async def __call__(self, args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample | list[Sample]: ...
 
 
 class RewardFunction(Protocol):
     """The reward of one sample; with --group-rm the rewards of a whole group."""
 
-    async def __call__(self, args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, float]: ...
+    async def __call__(self, args: Args, sample: Sample, **kwargs: object) -> float | dict[str, float]: ...
 
 
 class GroupFilter(Protocol):
     """Keep a finished group, or drop it with a reason."""
 
-    def __call__(self, args: Any, samples: list[Sample]) -> bool | DynamicFilterOutput: ...
+    def __call__(self, args: Args, samples: list[Sample]) -> bool | DynamicFilterOutput: ...
 
 
 LOSS_PARAMETERS = ("args", "logp_T", "entropy_T", "columns")
@@ -100,7 +114,7 @@ class LossFunction(Protocol):
     --kl-coef; value and return under ppo.
     """
 
-    def __call__(self, args: Any, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor: ...
+    def __call__(self, args: Args, logp_T: Tensor, entropy_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +192,7 @@ class TrainEngine(Protocol):
         """[R] fp32 on the CPU per row of each micro-batch: log p of the response tokens at the sampling temperature, or
         with a value head the predicted return at each. [] where `RankPlace.holds_tokens` is False. No gradient.
 
-        `rule`: log p under another rule than the run's (`algo.sampling.log_probs_under`), to diagnose a disagreement;
+        `rule`: log p under another rule than the run's (`algo.sampling.log_probs_under`), to record a mismatch;
         never for a value head."""
         ...
 
@@ -255,12 +269,12 @@ class TrainBackend(Protocol):
     def close(self) -> None: ...
 
 
-def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[..., Any]:
+def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[..., object]:
     """Import `path` (given by `flag`) and check that it can be called with `parameters` by position.
 
     Raises ConfigError naming the flag, what was found and what was expected.
     """
-    plugin: Callable[..., Any] = import_object(path, flag)
+    plugin = import_object(path, flag)
     if not callable(plugin):
         raise ConfigError(
             f"{flag} {path}: expected a function, got {type(plugin).__name__} {plugin!r:.60}. Name a callable."
@@ -282,7 +296,12 @@ def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[...
 
 @contextlib.contextmanager
 def calling_plugin(
-    where: str, plugin: Any, raises: type[VimeError] = PluginError, *, expected: str = "", on_device: bool = False
+    where: str,
+    plugin: Callable[..., object],
+    raises: type[VimeError] = PluginError,
+    *,
+    expected: str = "",
+    on_device: bool = False,
 ) -> Iterator[None]:
     """Around a call of a stranger's code: whatever it raises becomes `raises`, with the plug-in's own file and line in
     the message and the traceback in this process's log.
@@ -312,15 +331,14 @@ def _is_cancelled_by_us(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _defined_at(plugin: Any) -> str:
-    try:
-        code = inspect.unwrap(plugin).__code__
-    except AttributeError:  # a class, or an object that can be called
+def _defined_at(plugin: Callable[..., object]) -> str:
+    code = getattr(inspect.unwrap(plugin), "__code__", None)
+    if code is None:  # a class, or an object that can be called
         return f"{getattr(plugin, '__module__', '?')}.{getattr(plugin, '__qualname__', type(plugin).__qualname__)}"
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _raised_at(error: BaseException, plugin: Any) -> str:
+def _raised_at(error: BaseException, plugin: Callable[..., object]) -> str:
     """The last line of the plug-in's own file that led to `error`, `file.py:12`; the last line of all without one."""
     while isinstance(plugin, functools.partial):
         plugin = plugin.func
@@ -332,7 +350,7 @@ def _raised_at(error: BaseException, plugin: Any) -> str:
     return f"{last.filename}:{last.lineno}"
 
 
-def import_object(path: str, flag: str) -> Any:
+def import_object(path: str, flag: str) -> object:
     """Resolve `package.module.name` or `file.py:name`."""
     module_name, separator, name = path.rpartition(":") if ".py:" in path else path.rpartition(".")
     if not separator or not name:
@@ -343,10 +361,11 @@ def import_object(path: str, flag: str) -> Any:
         raise ConfigError(
             f"{flag} {path}: {module_name} has no {name!r}; it has {', '.join(public[:20])}. Name one of them."
         )
-    return getattr(module, name)
+    found: object = getattr(module, name)
+    return found
 
 
-def _import_module(name: str, where: str) -> Any:
+def _import_module(name: str, where: str) -> ModuleType:
     """The module that a plug-in is in. Importing it runs a stranger's code, so anything may come out of it; the refusal
     says where: file and line of the plug-in itself, not of the library that it called last."""
     is_file = name.endswith(".py")
@@ -388,7 +407,7 @@ def _imported_at(error: BaseException, name: str) -> str:
     return f"{last.filename}:{last.lineno}"
 
 
-def _import_file(file: str) -> Any:
+def _import_file(file: str) -> ModuleType:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Required, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,18 +39,6 @@ Reward = float | dict[str, float]
 
 RoutedExperts: TypeAlias = "Sequence[Sequence[Sequence[int]]] | NDArray[np.integer]"
 """Expert numbers [tokens, layers, top_k]."""
-
-
-class SamplingParams(TypedDict, total=False):
-    """How an answer is sampled, in vLLM's names. What generate functions get and hand on; others may be added."""
-
-    temperature: Required[float]
-    max_tokens: Required[int]
-    top_p: float
-    top_k: int
-    stop: list[str]
-    stop_token_ids: list[int]
-    seed: int
 
 
 class SampleStatus(StrEnum):
@@ -214,8 +202,9 @@ class Sample:
         asked is filled in afterwards (`vime/rollout/exchanges.py`).
         """
         words = [value for value in given if isinstance(value, Sequence)]
-        new: list[int] = _plain_list(tokens if tokens is not None else words.pop(0) if words else ())
-        log_probs = log_probs if log_probs is not None else words.pop(0) if words else None
+        tokens = words.pop(0) if tokens is None and words else tokens
+        log_probs = words.pop(0) if log_probs is None and words else log_probs
+        new: list[int] = [] if tokens is None else _plain_list(tokens)
         said = [math.nan if trainable else 0.0] * len(new) if log_probs is None else _plain_list(log_probs)
         if len(new) != len(said):
             raise ValueError(f"append_response_tokens: {len(new)} tokens but {len(said)} log-probabilities")
@@ -423,16 +412,6 @@ class RankPlace:
         return self.rank == self.source_rank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunClaims:
-    """What metrics and events of a run say, for its audit: by round the receipts that were named and (samples,
-    trainable tokens) of its steps, by version the content hashes that engines confirmed."""
-
-    receipts: Mapping[int, set[str]]
-    sizes: Mapping[int, tuple[int, int]]
-    hashes: Mapping[Version, set[str]]
-
-
 KEY_HEADER = "X-Vime-Key"
 """The HTTP header that carries a key of the run to an engine."""
 
@@ -544,7 +523,7 @@ class PublishLostError(PublishError, LostError):
     """A weight update that a lost engine, rank or connection cut short."""
 
 
-class AgreementError(VimeError):
+class MismatchError(VimeError):
     """Trainer and engine give the same tokens different log-probabilities, and --on-train-rollout-diff says stop."""
 
 

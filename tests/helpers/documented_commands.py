@@ -74,6 +74,11 @@ EXECUTED_BY = {
         "vime samples RUN --best --tokens",
         "vime samples RUN --group 0 --json",
     ),
+    "tests/e2e/run/test_mismatch_run.py::test_each_fault_of_a_generate_plug_in_is_named_when_the_run_is_over": (
+        "vime diagnose RUN",
+        "vime diagnose RUN --round 3",
+        "vime diagnose RUN --json",
+    ),
     f"{HERE}::test_flags_come_from_files": (
         "vime doctor",
         "vime doctor --hf-checkpoint DIR",

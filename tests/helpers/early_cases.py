@@ -12,8 +12,8 @@ from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import TOTAL_STEPS, Bench, Case
 from vime.batching.plan import join_plans
 from vime.data.rows import TrainRow
-from vime.training.agreement import Disagreement, Judge
 from vime.training.early import BegunRound
+from vime.training.mismatch import Judge, LogprobMismatch
 from vime.training.worker import TrainWorker
 
 PORTIONS = ((0, 4), (4, 6), (6, 8))  # rows, unequally many; their trainable tokens differ more
@@ -57,9 +57,9 @@ def one_round(
         return begun.finish(*last, Judge(version=0))
     try:
         begun.finish(*last, Judge(version=0, threshold=1e-6))  # recorded log-probabilities are made up
-    except Disagreement:
+    except LogprobMismatch:
         return worker.train_round(*begun.joined())
-    raise AssertionError("no disagreement was found")
+    raise AssertionError("no mismatch was found")
 
 
 def early_cases(models: Path) -> list[Case]:

@@ -43,6 +43,7 @@ HEAVY = {
     "transfer_queue": {"handoff"},
     "wandb": {"observability"},
     "fastapi": {"gateway"},
+    "aiohttp": {"utils"},  # one HTTP client: docs/decisions/0031
     "transformers": {"ray", "rollout"} | BACKENDS,
     "torch": {"algo", "backends", "batching", "handoff", "weights", "rollout", "training"} | BACKENDS,
 }

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,15 @@ class Finished:
 class Training:
     """One running train.py."""
 
-    def __init__(self, script: str, flags: Sequence[str], run_dir: Path) -> None:
+    def __init__(
+        self, script: str, flags: Sequence[str], run_dir: Path, *, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables`: of its environment, beside those of this process."""
         self.run_dir, self._mark = run_dir, uuid.uuid4().hex
         self._log = run_dir.with_suffix(".out")
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        ours = {MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **ours, **(variables or {})}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, script, "--run-dir", str(run_dir), *flags],
@@ -163,9 +167,16 @@ def with_suppressed_absence(action: Any) -> None:
         return
 
 
-def train(flags: Sequence[str], run_dir: Path, *, script: str = "train.py", deadline_s: float = 560) -> Finished:
+def train(
+    flags: Sequence[str],
+    run_dir: Path,
+    *,
+    script: str = "train.py",
+    deadline_s: float = 560,
+    variables: Mapping[str, str] | None = None,
+) -> Finished:
     """Run to the end."""
-    return Training(script, flags, run_dir).finish(deadline_s)
+    return Training(script, flags, run_dir, variables=variables).finish(deadline_s)
 
 
 def interrupt(training: Training, number: signal.Signals = signal.SIGINT) -> None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from vime.backends.autograd import Context
 
 BLOCK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 27}
 """Entries of one block: 1 MiB of a core's cache; on a GPU a bound of what is held beside the logits, 512 MiB."""
@@ -43,10 +44,15 @@ def logprobs_and_entropy(
     return values
 
 
+class _Kept(Context):
+    temperature: float
+    valid: int  # columns of this rank that are no padding
+
+
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Kept,
         logits_TV: Tensor,
         target_T: Tensor,
         temperature: float,
@@ -89,7 +95,7 @@ class _LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logp_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, grad_logp_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log p(y) / dx = [column is y] - p;  d H / dx = -p (log p + H)."""
         logits_TV, index_T, is_here_T, top_T, log_total_T, entropy_T = ctx.saved_tensors
         logits_TV[:, ctx.valid :] = 0.0

@@ -66,7 +66,7 @@ def share_prompts(batch: PackedBatch, *, tokens_per_call: float) -> SharedPrompt
     tokens = batch.tokens_T.tolist()
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for number, ((start, _), row_slice) in enumerate(zip(sequences, batch.row_slices, strict=True)):
-        # # the first response token is predicted at the last token of the prompt
+        # the first response token is predicted at the last token of the prompt
         by_prompt.setdefault(tuple(tokens[start : row_slice.start + 1]), []).append(number)
     shared = _lay_out(sequences, [(len(prompt), members) for prompt, members in by_prompt.items()], batch.num_tokens)
     whole = _lay_out(sequences, [(0, [number]) for number in range(len(sequences))], batch.num_tokens)

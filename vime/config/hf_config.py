@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vime.config.model_files import what_is_there
 from vime.types import ConfigError
@@ -49,7 +48,7 @@ class ModelShape:
     unsaid: tuple[str, ...] = ()  # of EXPECTED: config.json does not say them, and what stands above is an assumption
 
 
-def read_record(directory: str, *, flag: str = "--hf-checkpoint") -> dict[str, Any]:
+def read_record(directory: str, *, flag: str = "--hf-checkpoint") -> dict[str, object]:
     """DIRECTORY/config.json as it is written; ConfigError when it is missing or no JSON object."""
     path, where = Path(directory).expanduser() / "config.json", f"{flag} {directory}"
     if not path.is_file():
@@ -63,7 +62,7 @@ def read_record(directory: str, *, flag: str = "--hf-checkpoint") -> dict[str, A
         raise _unreadable(where, error) from error
 
 
-def text_entries(record: dict[str, Any]) -> dict[str, Any]:
+def text_entries(record: dict[str, object]) -> dict[str, object]:
     """With those of the text part of a model that also sees."""
     text = record.get("text_config")
     return record | text if isinstance(text, dict) else record
@@ -74,7 +73,7 @@ def read_model_shape(directory: str, *, flag: str = "--hf-checkpoint") -> ModelS
     return shape_of(read_record(directory, flag=flag), f"{flag} {directory}")
 
 
-def shape_of(record: dict[str, Any], where: str) -> ModelShape:
+def shape_of(record: dict[str, object], where: str) -> ModelShape:
     """What is unsaid is assumed as a cost model may: one head as wide as the hidden state, an MLP of four times that.
     `where`: flag and directory, for the ConfigError of a record that is not a causal language model's."""
     try:

@@ -37,14 +37,14 @@ class AgreementConfig:
 
     train_rollout_diff_threshold: float | None = flag(
         None,
-        "mean |trainer - engine| log-probability above which a cause is looked for, nats a token; empty: 1e-4, with "
-        "--bf16 6e-2",
+        "mean |trainer - engine| log-probability above which rows are recorded for `vime diagnose`, nats a token; "
+        "empty: 1e-4, with --bf16 6e-2",
         minimum=0,
     )
     on_train_rollout_diff: str | None = flag(
         None,
-        "above it: name the cause and go on (warn) or end the run before the weights move (stop); ignore: measure only "
-        "(empty: warn, and ignore for sft_loss, recorded rounds and --debug-engine-module)",
+        "above it: record the rows, say so and go on (warn) or end the run before the weights move (stop); ignore: "
+        "measure only (empty: warn, and ignore for sft_loss, recorded rounds and --debug-engine-module)",
         choices=("warn", "stop", "ignore"),
     )
 

@@ -31,6 +31,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from vime.data.claims import RunClaims
 from vime.data.payload import record_size, split_record, unpack_rows
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.audit_receipts import CommittedGroup, LedgerRound, SavedReceipt, audit_receipts
@@ -43,7 +44,7 @@ from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.receipts import group_content
 from vime.handoff.spool import Spools
 from vime.handoff.spool_check import find_known_tail
-from vime.types import HandoffError, RunClaims
+from vime.types import HandoffError
 
 MAX_SHOWN = 50
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vime.data.claims import RunClaims
 from vime.handoff.audit_history import Finding
 from vime.handoff.receipts import RECEIPTS_NAME, Receipts, RoundReceipt, read_receipts
-from vime.types import RunClaims
 
 CHECK = "receipts"
 _MAX_SHOWN = 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ def fetch_round(
     """
     if group is None or dist.get_world_size(group) == 1:
         return read_rows(store, ticket, dp_rank)
-    header: list[Any] = [None]
+    header: list[tuple[str, int | str, bool] | None] = [None]
     data = b""
     if is_source:
         try:
@@ -45,16 +44,17 @@ def fetch_round(
             # a chunk for each group: what is said once a chunk differs between groups
             by_group = itertools.groupby((rows[number] for number in sorted(rows)), key=lambda row: row.group_index)
             data = join_record([pack_rows(list(group)) for _, group in by_group], b"")
-            header = [("rows", len(data))]
+            header = [("rows", len(data), False)]
         except Exception as error:  # boundary: the peers wait for the header; all ranks raise it below
             header = [("failure", f"{type(error).__name__}: {error}", may_pass(error))]
     with waiting("the rows that a peer reads", *([] if is_source else [peer(source_rank)]), deadline_s=None):
         dist.broadcast_object_list(header, src=source_rank, group=group, device=torch.device(device))
-    if header[0][0] == "failure":
-        kind = HandoffLostError if header[0][2] else HandoffError
-        raise kind(f"data-parallel rank {dp_rank}: rank {source_rank} could not read the round: {header[0][1]}")
-    num_bytes = header[0][1]
-    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_source else torch.empty(num_bytes).byte()
+    assert header[0] is not None, "the source said something"
+    _, said, is_lost = header[0]
+    if isinstance(said, str):
+        kind = HandoffLostError if is_lost else HandoffError
+        raise kind(f"data-parallel rank {dp_rank}: rank {source_rank} could not read the round: {said}")
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_source else torch.empty(said).byte()
     buffer = buffer.to(device)
     dist.broadcast(buffer, src=source_rank, group=group)
     plan = decode_plan(ticket.plan)

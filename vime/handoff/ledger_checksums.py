@@ -10,7 +10,6 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 from vime.handoff.ledger_identity import encode_values, find_broken_link
 
@@ -90,7 +89,7 @@ def read_schema(connection: sqlite3.Connection) -> Schema:
     return [(kind, name, " ".join((sql or "").split())) for kind, name, sql in lines]
 
 
-def _seal(*values: Any) -> int:
+def _seal(*values: object) -> int:
     return zlib.crc32(encode_values(values).encode())
 
 

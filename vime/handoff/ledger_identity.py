@@ -29,7 +29,7 @@ def first_link(ledger_id: str) -> int:
     return next_link(0, (ledger_id,))
 
 
-def next_link(link: int, line: Sequence[Any]) -> int:
+def next_link(link: int, line: Sequence[object]) -> int:
     """The link of a line of history (columns of LINE) behind the one with `link`: 64 bits, as sqlite keeps integers."""
     data = struct.pack("<q", link) + encode_values(line).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -6,7 +6,7 @@ Each function runs inside a transaction of the caller and leaves the counts in m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vime.handoff.ledger_identity import find_obstacle
 from vime.handoff.ledger_schema import MOVING_ROUNDS
@@ -40,6 +40,7 @@ class RoundRow(NamedTuple):
 
 
 PAYLOAD = "grp, attempt, checksum, num_bytes, num_tokens, num_rows, min_version, max_version, facts"
+PayloadLine = tuple[int, int, int, int, int, int, Version, Version, bytes | None]
 OF_ROUND = f"select {PAYLOAD} from prompt_group indexed by round_group where round = ? order by position"
 
 
@@ -48,7 +49,7 @@ def find_round(store: LedgerStore, round_id: int) -> RoundRow | None:
     return None if row is None else RoundRow(*row)
 
 
-def leased_group(partition: str, line: tuple[Any, ...]) -> LeasedGroup:
+def leased_group(partition: str, line: PayloadLine) -> LeasedGroup:
     """From the columns of PAYLOAD."""
     group, attempt, checksum, num_bytes, num_tokens, num_rows, oldest, newest, facts = line
     payload = Payload(

@@ -179,14 +179,15 @@ class LedgerStore:
         """The newest line of the history."""
         return self._mark
 
-    def query(self, sql: str, *values: Any) -> list[Any]:
+    def query(self, sql: str, *values: object) -> list[Any]:
+        """Rows of whatever types the statement selects: sqlite says no more."""
         return self.connection.execute(sql, values).fetchall()
 
-    def one(self, sql: str, *values: Any) -> Any:
+    def one(self, sql: str, *values: object) -> Any:
         """The first row, or None."""
         return self.connection.execute(sql, values).fetchone()
 
-    def change(self, sql: str, *values: Any) -> int:
+    def change(self, sql: str, *values: object) -> int:
         """Run one statement; answers how many rows it changed."""
         return self.connection.execute(sql, values).rowcount
 

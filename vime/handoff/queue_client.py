@@ -17,12 +17,13 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController
 from vime.handoff.queue_keys import QueueKeys, secure_sockets
+from vime.handoff.stores import Handle
 from vime.types import HandoffLostError, VimeError, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -37,18 +38,71 @@ ROW_FIELD = "row"
 ACTORS = ("TransferQueueController", "SimpleStorageUnit")  # as `vime why-stuck` sees them
 
 
+Result = TypeVar("Result")
+
+
+class Reference(Protocol):
+    """Of Ray, which is not imported here: what a call of an actor will answer."""
+
+    def future(self) -> concurrent.futures.Future[object]: ...
+
+
+class RemoteMethod(Protocol):
+    def remote(self) -> Reference: ...
+
+
+class QueueActor(Protocol):
+    """A handle of one of the actors in queue_actors.py."""
+
+    @property
+    def get_zmq_server_info(self) -> RemoteMethod: ...
+    @property
+    def __ray_terminate__(self) -> RemoteMethod: ...
+
+
+class ActorClass(Protocol):
+    """What `ray.remote` makes of a class."""
+
+    def options(self, *, name: str, num_cpus: float) -> ActorClass: ...
+    def remote(self, *arguments: object, **options: object) -> QueueActor: ...
+
+
+class Meta(Protocol):
+    """What TransferQueue knows of some keys."""
+
+    size: int
+    field_names: Sequence[str]
+
+
+class Cells(Protocol):
+    def tolist(self) -> list[bytes]: ...
+
+
+class KeyedClient(Protocol):
+    """What is used of TransferQueue's client, which has no types that mypy could see."""
+
+    async def async_kv_retrieve_meta(self, keys: list[str], partition: str, *, create: bool) -> Meta: ...
+    async def async_put(self, data: object, metadata: Meta) -> object: ...
+    async def async_get_data(self, metadata: Meta) -> Mapping[str, Cells]: ...
+    async def async_clear_samples(self, metadata: Meta) -> object: ...
+    async def async_get_partition_list(self) -> list[str]: ...
+    async def async_clear_partition(self, partition: str) -> object: ...
+    def initialize_storage_manager(self, kind: str, config: dict[str, object]) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueAddress:
     """How to reach the queue of this run, picklable into actors. The queue lives while anyone holds its handles."""
 
     run_id: str
     keys: QueueKeys
-    controller: Any  # actor handle
-    storage_units: tuple[Any, ...]  # actor handles
+    controller: QueueActor
+    storage_units: tuple[QueueActor, ...]
 
 
 def start_queue(
-    queue: QueueConfig, *, remote: Callable[[type], Any], num_cpus: float = 0.1, run_id: str | None = None
+    queue: QueueConfig, *, remote: Callable[[type], ActorClass], num_cpus: float = 0.1, run_id: str | None = None
 ) -> QueueAddress:
     """Ask Ray (`remote` is `ray.remote`) for the controller and the storage units; does not wait for them, `connect`
     does. The keys of the queue are made here.
@@ -58,10 +112,9 @@ def start_queue(
     """
     run_id, keys = run_id or uuid.uuid4().hex[:8], QueueKeys.make()
     num_units = queue.num_data_storage_units
-    options = {"num_cpus": num_cpus}
     controller = (
         remote(TransferQueueController)
-        .options(name=f"vime-{run_id}-queue-controller", **options)
+        .options(name=f"vime-{run_id}-queue-controller", num_cpus=num_cpus)
         .remote(
             keys,
             polling_mode=True,  # without it one hungry reader stops every writer for 5 s
@@ -69,7 +122,7 @@ def start_queue(
     )
     unit = remote(SimpleStorageUnit)
     units = [
-        unit.options(name=f"vime-{run_id}-queue-storage-{index}", **options).remote(
+        unit.options(name=f"vime-{run_id}-queue-storage-{index}", num_cpus=num_cpus).remote(
             keys, config={"total_storage_size": None, "num_data_storage_units": num_units}
         )
         for index in range(num_units)
@@ -91,11 +144,13 @@ class QueueClient:
         from transfer_queue.client import AsyncTransferQueueClient
 
         self._timeout_s = timeout_s
-        self._actors: dict[str, Any] = {"TransferQueue controller": address.controller}
+        self._actors: dict[str, QueueActor] = {"TransferQueue controller": address.controller}
         self._actors |= {f"TransferQueue storage unit {i}": unit for i, unit in enumerate(address.storage_units)}
         ends = time.monotonic() + timeout_s
         controller, *units = [_server_info(name, actor, ends, timeout_s) for name, actor in self._actors.items()]
-        self._client = AsyncTransferQueueClient(f"vime-{address.run_id}-{uuid.uuid4().hex[:8]}", controller)
+        self._client: KeyedClient = AsyncTransferQueueClient(
+            f"vime-{address.run_id}-{uuid.uuid4().hex[:8]}", controller
+        )
         try:
             zmq_info = {f"unit-{index}": info for index, info in enumerate(units)}
             self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": zmq_info})
@@ -107,7 +162,7 @@ class QueueClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vime-queue-client", daemon=True)
         self._thread.start()
 
-    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Any]:
+    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Handle]:
         """Store one chunk per key; returns when the controller shows all of them. The keys are the handles."""
         if keys:
             rows = [_frame(key, chunk) for key, chunk in zip(keys, chunks, strict=True)]
@@ -116,19 +171,19 @@ class QueueClient:
             self._call(_confirm_rows(self._client, partition, keys), f"look at {len(keys)} rows of {partition}")
         return list(keys)
 
-    def get(self, partition: str, handles: Sequence[Any]) -> list[bytes]:
+    def get(self, partition: str, handles: Sequence[Handle]) -> list[bytes]:
         """The chunks under these keys, in this order, each verified to be the one that was put under its key; a missing
         one is an error."""
         if not handles:
             return []
-        keys = list(handles)
+        keys = list(map(str, handles))
         rows = self._call(_get_rows(self._client, partition, keys), f"get of {len(keys)} rows of {partition}")
         return [_unframe(partition, key, row) for key, row in zip(keys, rows, strict=True)]
 
-    def clear(self, partition: str, handles: Sequence[Any]) -> None:
+    def clear(self, partition: str, handles: Sequence[Handle]) -> None:
         """Remove the rows under these keys; those that are not there are passed over."""
         if handles:
-            keys = list(handles)
+            keys = list(map(str, handles))
             self._call(_clear_rows(self._client, partition, keys), f"clear of {len(keys)} rows of {partition}")
 
     def partitions(self) -> list[str]:
@@ -147,7 +202,7 @@ class QueueClient:
         self._thread.join(timeout=CLOSE_S)
         self._client.close()
 
-    def _call(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+    def _call(self, work: Coroutine[object, object, Result], name: str) -> Result:
         """Run one client call: HandoffLostError once an actor of the queue is dead, else wait until the deadline."""
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self._timeout_s), self._loop)
         try:
@@ -160,7 +215,7 @@ class QueueClient:
         finally:
             future.cancel()
 
-    def _answer(self, future: concurrent.futures.Future[Any], name: str) -> Any:
+    def _answer(self, future: concurrent.futures.Future[Result], name: str) -> Result:
         ends = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -185,7 +240,7 @@ class QueueClient:
                 ) from error
 
 
-async def _store_rows(client: Any, partition: str, keys: list[str], rows: list[bytes]) -> None:
+async def _store_rows(client: KeyedClient, partition: str, keys: list[str], rows: list[bytes]) -> None:
     from tensordict import NonTensorStack, TensorDict
 
     fields = TensorDict({ROW_FIELD: NonTensorStack(*rows)}, batch_size=[len(keys)])
@@ -193,7 +248,7 @@ async def _store_rows(client: Any, partition: str, keys: list[str], rows: list[b
     await client.async_put(fields, meta)
 
 
-async def _confirm_rows(client: Any, partition: str, keys: list[str]) -> None:
+async def _confirm_rows(client: KeyedClient, partition: str, keys: list[str]) -> None:
     seen = await client.async_kv_retrieve_meta(keys, partition, create=False)
     if seen.size != len(keys) or ROW_FIELD not in seen.field_names:
         raise HandoffLostError(
@@ -202,13 +257,13 @@ async def _confirm_rows(client: Any, partition: str, keys: list[str]) -> None:
         )
 
 
-async def _clear_rows(client: Any, partition: str, keys: list[str]) -> None:
+async def _clear_rows(client: KeyedClient, partition: str, keys: list[str]) -> None:
     meta = await client.async_kv_retrieve_meta(keys, partition, create=False)
     if meta.size:
         await client.async_clear_samples(meta)
 
 
-async def _get_rows(client: Any, partition: str, keys: list[str]) -> list[bytes]:
+async def _get_rows(client: KeyedClient, partition: str, keys: list[str]) -> list[bytes]:
     meta = await client.async_kv_retrieve_meta(keys, partition, create=False)
     if meta.size != len(keys) or ROW_FIELD not in meta.field_names:
         raise HandoffLostError(
@@ -216,7 +271,7 @@ async def _get_rows(client: Any, partition: str, keys: list[str]) -> list[bytes]
             f"{sorted(meta.field_names)}. The round was cleared already, or its storage was lost."
         )
     data = await client.async_get_data(meta)
-    return list(data.get(ROW_FIELD).tolist())
+    return list(data[ROW_FIELD].tolist())
 
 
 async def _cancel_others() -> None:
@@ -227,7 +282,7 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _server_info(name: str, actor: Any, ends: float, timeout_s: float) -> Any:
+def _server_info(name: str, actor: QueueActor, ends: float, timeout_s: float) -> object:
     left_s = max(0.0, ends - time.monotonic())
     try:
         with waiting(f"start of the {name}", *ACTORS, deadline_s=left_s):

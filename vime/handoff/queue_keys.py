@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hmac
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -21,6 +21,8 @@ from zmq.utils import z85
 from vime.handoff.queue_modules import load_modules
 from vime.types import HandoffError
 
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
 HOOK = "create_zmq_socket"
 HOOKED = tuple(
     f"transfer_queue.{name}"
@@ -65,9 +67,11 @@ def secure_sockets(keys: QueueKeys) -> None:
             "they cannot be closed to strangers. Install the release that setup.py names."
         )
     current = getattr(modules[0], HOOK)
-    create = getattr(current, "without_keys", current)  # a process may join the queue of one run after another's
+    create: Callable[..., Socket] = getattr(
+        current, "without_keys", current
+    )  # a process may join the queue of one run after another's
 
-    def create_with_keys(ctx: zmq.Context[Any], socket_type: int, *arguments: Any, **options: Any) -> Any:
+    def create_with_keys(ctx: Context, socket_type: int, *arguments: object, **options: object) -> Socket:
         socket = create(ctx, socket_type, *arguments, **options)
         _require_keys(socket, ctx, keys) if socket_type == zmq.ROUTER else _show_keys(socket, keys)
         return socket
@@ -77,7 +81,7 @@ def secure_sockets(keys: QueueKeys) -> None:
         setattr(module, HOOK, create_with_keys)
 
 
-def _require_keys(socket: Any, context: zmq.Context[Any], keys: QueueKeys) -> None:
+def _require_keys(socket: Socket, context: Context, keys: QueueKeys) -> None:
     """For a socket that listens. Without someone at ZAP_ADDRESS libzmq turns every peer away."""
     _answer_who_may_come_in(context, z85.decode(keys.client_public))
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -86,16 +90,16 @@ def _require_keys(socket: Any, context: zmq.Context[Any], keys: QueueKeys) -> No
     socket.setsockopt(zmq.CURVE_SERVER, 1)
 
 
-def _show_keys(socket: Any, keys: QueueKeys) -> None:
+def _show_keys(socket: Socket, keys: QueueKeys) -> None:
     """For a socket that connects. One that talks within its process (inproc) is left alone by libzmq."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
 
 
-def _answer_who_may_come_in(context: zmq.Context[Any], client_public: bytes) -> None:
+def _answer_who_may_come_in(context: Context, client_public: bytes) -> None:
     """Start this context's thread that answers libzmq, once. It ends with the context."""
-    socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
+    socket: Socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.linger = 0
     try:
         socket.bind(ZAP_ADDRESS)
@@ -105,7 +109,7 @@ def _answer_who_may_come_in(context: zmq.Context[Any], client_public: bytes) -> 
     threading.Thread(target=_answer_zap, args=(socket, client_public), name="vime-queue-keys", daemon=True).start()
 
 
-def _answer_zap(socket: zmq.Socket[bytes], client_public: bytes) -> None:
+def _answer_zap(socket: Socket, client_public: bytes) -> None:
     """Consumes: libzmq's questions, one for each connection. Waits for: the next. Ends with the context."""
     while True:
         try:

@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -160,7 +160,7 @@ class ReceiptFile:
             os.close(self._file)
             self._file = -1
 
-    def _write(self, record: Mapping[str, Any]) -> None:
+    def _write(self, record: Mapping[str, object]) -> None:
         """A whole line or, on a full disk, nothing of it."""
         data, end = _encode(record) + b"\n", os.fstat(self._file).st_size
         try:
@@ -230,11 +230,11 @@ def read_receipts(path: Path) -> Receipts | None:
     return Receipts(lines=lines, beginnings=beginnings, faults=tuple(faults))
 
 
-def _encode(record: Mapping[str, Any]) -> bytes:
+def _encode(record: Mapping[str, object]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode()
 
 
-def _link(record: Mapping[str, Any]) -> str:
+def _link(record: Mapping[str, object]) -> str:
     return hashlib.blake2b(_encode(record), digest_size=8).hexdigest()
 
 

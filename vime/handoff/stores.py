@@ -7,24 +7,27 @@ whoever owns memory (mode off: Ray), and a dict in this process for tests and ex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from vime.types import HandoffError, HandoffLostError
 from vime.utils.waits import waiting
+
+Handle = object
+"""What finds a chunk again: a key of TransferQueue, or a reference to an object of Ray. Opaque to all but its store."""
 
 
 class PayloadStore(Protocol):
     """Bytes by handle. What `put` answers is all that a reader in another process needs, with the partition."""
 
-    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Any]:
+    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Handle]:
         """Store a chunk under each key, none of which was used before; a handle for each."""
         ...
 
-    def get(self, partition: str, handles: Sequence[Any]) -> list[bytes]:
+    def get(self, partition: str, handles: Sequence[Handle]) -> list[bytes]:
         """In this order. HandoffLostError when one is missing, or is not what was put."""
         ...
 
-    def clear(self, partition: str, handles: Sequence[Any]) -> None:
+    def clear(self, partition: str, handles: Sequence[Handle]) -> None:
         """Nobody reads them any more; those that are not there are passed over."""
         ...
 
@@ -41,19 +44,19 @@ class MemoryStore:
     """A dict in this process; the key is the handle."""
 
     def __init__(self) -> None:
-        self.chunks: dict[tuple[str, str], bytes] = {}
+        self.chunks: dict[tuple[str, Handle], bytes] = {}
 
-    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Any]:
+    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Handle]:
         self.chunks |= {(partition, key): chunk for key, chunk in zip(keys, chunks, strict=True)}
         return list(keys)
 
-    def get(self, partition: str, handles: Sequence[Any]) -> list[bytes]:
+    def get(self, partition: str, handles: Sequence[Handle]) -> list[bytes]:
         missing = [key for key in handles if (partition, key) not in self.chunks]
         if missing:
             raise HandoffLostError(f"{partition}: chunks {missing} are not here: they were cleared, or never put.")
         return [self.chunks[partition, key] for key in handles]
 
-    def clear(self, partition: str, handles: Sequence[Any]) -> None:
+    def clear(self, partition: str, handles: Sequence[Handle]) -> None:
         for key in handles:
             self.chunks.pop((partition, key), None)
 
@@ -73,13 +76,13 @@ class ObjectStore:
     `put(value) -> reference` moves one object, `get(references) -> values` several; `get` has a deadline of its own.
     """
 
-    def __init__(self, *, put: Callable[[bytes], Any], get: Callable[[list[Any]], list[bytes]]) -> None:
+    def __init__(self, *, put: Callable[[bytes], Handle], get: Callable[[list[Handle]], list[bytes]]) -> None:
         self._put, self._get = put, get
 
-    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Any]:  # noqa: ARG002
+    def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Handle]:  # noqa: ARG002
         return [self._put(chunk) for chunk in chunks]
 
-    def get(self, partition: str, handles: Sequence[Any]) -> list[bytes]:
+    def get(self, partition: str, handles: Sequence[Handle]) -> list[bytes]:
         try:
             with waiting("the rows of a round", "rollout-manager", deadline_s=None):
                 return self._get(list(handles))
@@ -91,7 +94,7 @@ class ObjectStore:
                 "process that owned it died."
             ) from error
 
-    def clear(self, partition: str, handles: Sequence[Any]) -> None:
+    def clear(self, partition: str, handles: Sequence[Handle]) -> None:
         """An object goes when its last handle does."""
 
     def partitions(self) -> list[str]:

@@ -7,9 +7,8 @@ of --custom-reward-post-process-path, the samples that --rollout-sample-filter-p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from vime.data.groups import GroupFacts
 from vime.data.payload import unpack_rows
 from vime.data.rows import TrainRow
-from vime.handoff.stores import PayloadStore
+from vime.handoff.stores import Handle, PayloadStore
 from vime.types import HandoffError, RoundPlan, StepPlan
 
 
@@ -28,16 +27,18 @@ class RoundTicket:
     rollout_id: int
     partition: str
     plan: bytes
-    handles: tuple[Any, ...]  # what the store needs to find a chunk: a key, or a reference to an object
+    handles: tuple[Handle, ...]
     groups: tuple[int, ...]  # of each handle, to recognise the rows
     places: NDArray[np.int32]  # [rows, 2]
     rewards: NDArray[np.float64]  # [rows] what the advantage is made of
     is_removed: NDArray[np.bool_]  # [rows] in the group's mean, not in the loss
 
 
-def make_ticket(plan: RoundPlan, groups: Sequence[tuple[GroupFacts, Sequence[Any]]], *, partition: str) -> RoundTicket:
+def make_ticket(
+    plan: RoundPlan, groups: Sequence[tuple[GroupFacts, Sequence[Handle]]], *, partition: str
+) -> RoundTicket:
     """`groups`: facts and handles of the groups in the order in which the plan numbers their rows."""
-    handles: list[Any] = []
+    handles: list[Handle] = []
     owners: list[int] = []
     places: list[NDArray[np.int32]] = []
     for facts, of_group in groups:
@@ -112,22 +113,19 @@ def encode_plan(plan: RoundPlan) -> bytes:
 def decode_plan(data: bytes) -> RoundPlan:
     """Inverse of `encode_plan`."""
     try:
-        return _plan(json.loads(data))
+        record = json.loads(data)
+        return RoundPlan(
+            rollout_id=record["rollout_id"],
+            steps=tuple(
+                StepPlan(
+                    micro_batches=tuple(tuple(tuple(batch) for batch in rank) for rank in micro_batches),
+                    num_samples=num_samples,
+                    num_tokens=num_tokens,
+                )
+                for num_samples, num_tokens, micro_batches in record["steps"]
+            ),
+        )
     except (KeyError, TypeError) as error:
         raise HandoffError(f"plan: lacks {error}. The writer is of another version.") from error
     except ValueError as error:
         raise HandoffError(f"plan: {len(data)} bytes are not a plan: {error}. The payload is torn.") from error
-
-
-def _plan(record: Mapping[str, Any]) -> RoundPlan:
-    return RoundPlan(
-        rollout_id=record["rollout_id"],
-        steps=tuple(
-            StepPlan(
-                micro_batches=tuple(tuple(tuple(batch) for batch in rank) for rank in micro_batches),
-                num_samples=num_samples,
-                num_tokens=num_tokens,
-            )
-            for num_samples, num_tokens, micro_batches in record["steps"]
-        ),
-    )

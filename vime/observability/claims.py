@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+from vime.data.claims import RunClaims
 from vime.observability.events import EventKind, read_events
 from vime.observability.metrics import METRICS_FILE, read_metrics
-from vime.types import RunClaims, Version
+from vime.types import Version
 
 
 def read_claims(run: Path) -> RunClaims:

@@ -44,7 +44,7 @@ class EventKind(StrEnum):
     BATCH_PUT = "batch_put"  # rollout_id, num_groups, num_bytes
     BATCH_CLEARED = "batch_cleared"  # rollout_id
     WORKER_LOST = "worker_lost"  # worker, prompts, within_s
-    DISAGREEMENT = "disagreement"  # rollout_id, cause, difference, threshold, path
+    DISAGREEMENT = "disagreement"  # rollout_id, difference, threshold, path
     ROUND_TRAINED = "round_trained"  # rollout_id, version, receipt
     WEIGHTS_PUBLISHED = "weights_published"  # version, num_bytes
     WEIGHTS_CONFIRMED = "weights_confirmed"  # version, content_hash, engines

@@ -226,7 +226,8 @@ def _warnings(run_dir: Path, summary: RunSummary, events: Sequence[Event], round
         if event.kind == EventKind.RUN_RESTARTED:
             rows.append((1, "driver", date, f"started again: {event.fields.get('error')}"))
         elif event.kind == EventKind.DISAGREEMENT:
-            rows.append((1, "driver", date, f"trainer and engine disagree: {json.dumps(dict(event.fields))[:500]}"))
+            told = json.dumps(dict(event.fields))[:500]
+            rows.append((1, "driver", date, f"trainer and engine disagree: {told}; vime diagnose {run_dir} says why"))
     for name, points in by_name(rounds).items():
         odd = [step for step, value in points.items() if value != value or abs(value) == float("inf")]
         if odd:

@@ -1,6 +1,6 @@
 """The directory of one run: what lies where, and that only one live run writes into it.
 
-    RUN_DIR/config.json command.sh run.lock events/ logs/ waits/ eval/ samples/ checkpoints/ metrics.jsonl
+    RUN_DIR/config.json command.sh run.lock events/ logs/ waits/ eval/ samples/ mismatch/ checkpoints/ metrics.jsonl
 
 Called by the driver before any process starts; every other process gets the path and reads `layout` names from here.
 """

@@ -17,11 +17,11 @@ from vime.config.parse import Config
 from vime.handoff.receipts import ReceiptFile
 from vime.observability.events import EventKind, EventLog, span
 from vime.observability.screen import Screen
-from vime.ray.agreement import AgreementGuard
 from vime.ray.checkpoint import RunState, Start, checkpoint_root
 from vime.ray.checkpoint_identity import facts_of
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
+from vime.ray.mismatch_guard import MismatchGuard
 from vime.ray.probe import check_engines_agree
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.round_metrics import RoundMetrics
@@ -29,7 +29,7 @@ from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import said_meanwhile, wait_for
-from vime.types import AgreementError
+from vime.types import MismatchError
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
@@ -91,7 +91,7 @@ class Components:
             deadline_s=config.cluster.train_timeout_secs + GRACE_S,
             on_saved=self._note_saved,
         )
-        self._agreement = AgreementGuard(
+        self._mismatch = MismatchGuard(
             config,
             run_dir,
             trainers=parts.trainers,
@@ -125,7 +125,7 @@ class Components:
         """Wait until the round is generated, scored and put."""
         with self.watchers.round_metrics.timed("perf/wait_time"):
             generated: GeneratedRound = self._wait_for_manager(pending, "a round of generation")
-            self._agreement.after_generation(generated, self.versions)
+            self._mismatch.after_generation(generated, self.versions)
         self.watchers.round_metrics.add(generated.metrics)
         if self.parts.stream is not None and generated.lease is not None:
             self.parts.stream.leased(generated.lease)
@@ -147,7 +147,7 @@ class Components:
             return
         with self.watchers.round_metrics.timed("perf/wait_time"):
             generated = self._wait_for_manager(pending, "the prefetched round")
-            self._agreement.after_generation(generated, self.versions)
+            self._mismatch.after_generation(generated, self.versions)
 
     def train(self, generated: GeneratedRound) -> None:
         """One round of optimiser steps on every rank; then the carrier's copy is cleared.
@@ -162,8 +162,8 @@ class Components:
         trainers, started = self.parts.trainers, time.monotonic()
         with self.watchers.round_metrics.timed("perf/train_time"):
             try:
-                trained = self._agreement.train(generated, self.versions.trained)
-            except AgreementError:
+                trained = self._mismatch.train(generated, self.versions.trained)
+            except MismatchError:
                 self.doing = None  # no weight has moved: what was trained before can be saved
                 raise
         metrics = dict(trained.metrics)
@@ -208,7 +208,7 @@ class Components:
             self.versions.confirm(report.engine_reports, report.content_hash)
         self.doing = None
         with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts: behind them a score waits
-            agreement = self._agreement.after_publish(self.versions.trained)
+            compared = self._mismatch.after_publish(self.versions.trained)
             if self.config.weights.check_weight_update_equal:
                 check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
         failpoint(Point.RELEASE)
@@ -221,7 +221,7 @@ class Components:
             content_hash=report.content_hash,
             engines=[address.name for address in engines.addresses],
         )
-        self.watchers.round_metrics.add({**report.metrics(), **agreement})
+        self.watchers.round_metrics.add({**report.metrics(), **compared})
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""

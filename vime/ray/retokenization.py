@@ -4,15 +4,25 @@ encodes to. Only those with as many response tokens can be scored against what w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
-from vime.training.evidence import Retokenization
 
 SHOWN_TEXT = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retokenization:
+    """Tokens that row number `row` may have had when it was sampled, with as many response tokens."""
+
+    row: int
+    tokens: Sequence[int]
+    says: str  # where they come from
+    is_contradiction: bool = False  # the sample's own text says that its tokens are not these
 
 
 def retokenizations(
@@ -34,7 +44,7 @@ def _of_row(
     prompt, response = tokens[: -row.response_length], tokens[-row.response_length :]
 
     def told(new: list[int], says: str, *, contradicts: bool = False) -> Retokenization:
-        return Retokenization(suspect=number, tokens=new, says=says, is_contradiction=contradicts)
+        return Retokenization(row=number, tokens=new, says=says, is_contradiction=contradicts)
 
     if text is not None and text.response:  # a plug-in need not keep the text
         decoded = tokenizer.decode(response, skip_special_tokens=True)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
     from vime.training.columns import ArrayColumns, Columns
     from vime.training.early import BegunRound
-    from vime.training.evidence import Agreement
+    from vime.training.evidence import MeasuredMismatch
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
@@ -155,14 +155,14 @@ class TrainerActor:
         given: ArrayColumns,
         is_judged: bool,
         num_begun: int,
-    ) -> RankRound | Agreement:
+    ) -> RankRound | MeasuredMismatch:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
         columns of roles that other ranks play; `num_begun`: early batches that the round was begun with, which `ticket`
         does not hold. Or answers how far trainer and engine are apart, when that is more than they may be: then no
         weight has moved."""
-        from vime.training.agreement import Disagreement, Judge
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
+        from vime.training.mismatch import Judge, LogprobMismatch
 
         worker, began = self._worker, time.monotonic()
         failpoint(Point.FETCH)
@@ -189,8 +189,8 @@ class TrainerActor:
                     columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
                     metrics = worker.update(plan, rows, columns, judge)
                 self._begun = None
-        except Disagreement as disagreement:
-            return disagreement.agreement
+        except LogprobMismatch as error:
+            return error.measured
         taught = {RETURN: columns[RETURN]} if RETURN in columns and Role.CRITIC not in self._roles else {}
         return RankRound(
             metrics={**metrics, PEAK_MEMORY: peak_memory_gib(worker.backend.device)},
@@ -443,8 +443,8 @@ class Trainers:
 
     def train(
         self, rollout_id: int, ticket: RoundTicket, version: Version, *, is_judged: bool, num_begun: int = 0
-    ) -> TrainedRound | list[Agreement]:
-        """The round as it was trained, or every rank's Agreement when trainer and engine are too far apart.
+    ) -> TrainedRound | list[MeasuredMismatch]:
+        """The round as it was trained, or every rank's MeasuredMismatch when trainer and engine are too far apart.
         `num_begun`: the early batches that `begin` had of it.
 
         Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from vime.config.parse import Args
+from vime.protocols import SamplingParams
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.exchanges import Completion
@@ -28,7 +29,6 @@ from vime.types import (
     PendingText,
     Sample,
     SampleStatus,
-    SamplingParams,
     WaitTimeoutError,
 )
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import cast
 
 from vime.config.parse import Args
-from vime.protocols import LOSS_PARAMETERS, DataSource, RolloutFunction, calling_plugin, load_plugin
+from vime.protocols import LOSS_PARAMETERS, DataSource, RolloutFunction, SamplingParams, calling_plugin, load_plugin
 from vime.rollout.reasoning_gym_tasks import task_names
 from vime.rollout.slime_aliases import CallArgs, dialect_faults, install, sglang_params, speaks_slime
-from vime.types import ConfigError, Sample, SamplingParams
+from vime.types import ConfigError, Sample
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "data_source_path": ("args",),

@@ -22,7 +22,7 @@ class MathJudge:
     """A pool of workers. Belongs to one event loop; workers start at first use."""
 
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
-        # # Last in, first out: a worker that already runs is preferred to one that must start.
+        # Last in, first out: a worker that already runs is preferred to one that must start.
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         self._num_workers, self._num_waiting = num_workers, 0
         for _ in range(num_workers):

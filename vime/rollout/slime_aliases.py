@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from vime.config.parse import Args
-from vime.protocols import import_object
+from vime.protocols import SamplingParams, import_object
 from vime.rollout import rm_text
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import EngineClient
@@ -35,7 +35,6 @@ from vime.types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     Sample,
-    SamplingParams,
 )
 from vime.utils.http import HttpFailure, HttpSession
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from vime.batching.plan import join_plans
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.training.agreement import AgreementCheck, Judge, Recording
 from vime.training.columns import OLD_LOGP, Columns
 from vime.training.loss_statistics import STATISTICS, rescale, to_metrics
+from vime.training.mismatch import Judge, MismatchCheck, Recording
 from vime.training.policy_loss import PolicyLoss
 from vime.training.round import accumulate, apply_step
 from vime.training.worker import TrainWorker
@@ -57,7 +57,7 @@ class BegunRound:
 
     def finish(self, plan: RoundPlan, rows: Mapping[int, TrainRow], judge: Judge) -> dict[str, float]:
         """Run the last early batch, and the optimizer step of the whole round. Metrics as of `TrainWorker.update`.
-        Raises Disagreement before a weight moves; then the caller trains the round at once, from `joined`."""
+        Raises LogprobMismatch before a weight moves; then the caller trains the round at once, from `joined`."""
         self.is_spent = True
         unit = (self._early_batches[0].plan if self._early_batches else plan).steps[0]
         self._add(plan, rows, is_last=True)
@@ -65,7 +65,7 @@ class BegunRound:
         step, backend = plan.steps[0], self._worker.backend
         of_tokens = max(1, unit.num_tokens) / max(1, step.num_tokens)
         of_loss = of_tokens if self._algo.calculate_per_token_loss else unit.num_samples / step.num_samples
-        check = AgreementCheck(rows, judge, backend, is_open=self._algo.loss_type != "sft_loss")
+        check = MismatchCheck(rows, judge, backend, is_open=self._algo.loss_type != "sft_loss")
         logps = self._shifted([columns.get(OLD_LOGP, {}) for columns in self._columns]) or self._shifted(self._logps)
         done = apply_step(
             self._worker.actor,

@@ -1,4 +1,4 @@
-"""What is said about tokens on which trainer and engine differ. No torch here: the driver carries these about.
+"""How far trainer and engine are apart over a round, and its worst rows. No torch here: the driver carries these about.
 
 R: response tokens of a row.
 """
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vime.data.rows import TrainRow
-from vime.types import Version
 
 NUM_SUSPECTS = 4
 DIFFERENCE, LARGEST = "train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"
 COMPARED = "train/train_rollout_compared_tokens"
+RESCORED = "rollout/rescored_logprob_abs_diff"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,28 +37,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOpinion:
-    """What one engine says now. `log_probs`: [R] of each suspect's tokens, computed afresh (no cache) at temperature
-    1 over the whole vocabulary."""
-
-    engine: str
-    version: Version | None
-    content_hash: str
-    log_probs: Sequence[Sequence[float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retokenization:
-    """Tokens that suspect number `suspect` may have had when it was sampled, with as many response tokens."""
-
-    suspect: int
-    tokens: Sequence[int]
-    says: str  # where they come from
-    is_contradiction: bool = False  # the sample's own text says that its tokens are not these
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class MeasuredMismatch:
     """Over all tokens of the round that can be compared, the same on every rank; `suspects` are this rank's."""
 
     num_tokens: int
@@ -72,7 +51,7 @@ class Agreement:
         return {**found, COMPARED: float(self.num_tokens)}
 
 
-def of_rows(rows: Sequence[TrainRow], logps: Sequence[Sequence[float]]) -> Agreement:
+def of_rows(rows: Sequence[TrainRow], logps: Sequence[Sequence[float]]) -> MeasuredMismatch:
     """Of a few rows, without a collective: recorded against [R] log-probabilities, at every trainable token."""
     suspects = [
         Suspect(row=row, logp_R=logp_R, is_compared_R=[bool(mask) for mask in row.loss_mask])
@@ -80,10 +59,10 @@ def of_rows(rows: Sequence[TrainRow], logps: Sequence[Sequence[float]]) -> Agree
     ]
     gaps = [gap for suspect in suspects for gap in suspect.gaps()]
     mean, largest = sum(gaps) / max(1, len(gaps)), max(gaps, default=0.0)
-    return Agreement(num_tokens=len(gaps), mean=mean, largest=largest, suspects=tuple(suspects))
+    return MeasuredMismatch(num_tokens=len(gaps), mean=mean, largest=largest, suspects=tuple(suspects))
 
 
-def merge(answers: Sequence[Agreement]) -> Agreement:
+def merge(answers: Sequence[MeasuredMismatch]) -> MeasuredMismatch:
     """One of all ranks' answers to the same round: the numbers are equal, the suspects are put together."""
     suspects = [suspect for answer in answers for suspect in answer.suspects]
     worst = sorted(suspects, key=lambda suspect: suspect.difference, reverse=True)[:NUM_SUSPECTS]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
 from vime.config.parse import Config
 from vime.config.training import AlgoConfig
 from vime.data.rows import TrainRow
-from vime.protocols import LOSS_PARAMETERS, PendingSave, TrainBackend, TrainEngine, load_plugin
-from vime.training.agreement import AgreementCheck, Judge
+from vime.protocols import LOSS_PARAMETERS, LossFunction, PendingSave, TrainBackend, TrainEngine, load_plugin
 from vime.training.columns import (
     OLD_LOGP,
     REF_LOGP,
@@ -25,6 +25,7 @@ from vime.training.columns import (
     staleness_columns,
 )
 from vime.training.loss_statistics import STATISTICS, to_metrics
+from vime.training.mismatch import Judge, MismatchCheck
 from vime.training.policy_loss import CustomLoss, PolicyLoss
 from vime.training.roles import LEARNING, engine_spec, policy_moves, role_folder, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
@@ -73,7 +74,7 @@ class TrainWorker:
             "train/num_tokens": float(sum(step.num_tokens for step in plan.steps)),
             "train/num_samples": float(sum(step.num_samples for step in plan.steps)),
         }
-        # # the policy first: Disagreement refuses its first step, and then no weight has moved at all
+        # the policy first: LogprobMismatch refuses its first step, and then no weight has moved at all
         if Role.ACTOR in self.engines:
             metrics |= self.update_actor(plan, rows, columns, judge)
         if Role.CRITIC in self.engines:
@@ -145,15 +146,14 @@ class TrainWorker:
     def update_actor(
         self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns, judge: Judge | None = None
     ) -> dict[str, float]:
-        """Run every optimizer step of the policy, none in a round of the critic alone. Raises Disagreement before a
-        move.
+        """Run every optimizer step of the policy; none in a round of the critic alone. LogprobMismatch before a move.
 
         Metrics are means over the steps of the round that have them (a bucket of staleness may be empty); the rate is
         the last step's.
         """
         algo, moves = self._config.algo, policy_moves(plan, self._config)
         is_sampled = algo.loss_type != "sft_loss"  # otherwise the completions carry no log-probabilities of an engine
-        check = AgreementCheck(rows, judge or Judge(version=plan.rollout_id), self.backend, is_open=is_sampled)
+        check = MismatchCheck(rows, judge or Judge(version=plan.rollout_id), self.backend, is_open=is_sampled)
         if OLD_LOGP in columns:
             check.compare(columns[OLD_LOGP])
         elif check.is_open and not moves:
@@ -236,4 +236,6 @@ def _learning(engines: Mapping[Role, TrainEngine]) -> list[tuple[Role, TrainEngi
 def _load_custom_loss(config: Config) -> CustomLoss | None:
     """Load --custom-loss-path, bound to the configuration; its signature is checked again in this process."""
     path = config.algo.custom_loss_path
-    return None if path is None else partial(load_plugin(path, "--custom-loss-path", LOSS_PARAMETERS), config.flat)
+    if path is None:
+        return None
+    return partial(cast("LossFunction", load_plugin(path, "--custom-loss-path", LOSS_PARAMETERS)), config.flat)

@@ -91,13 +91,13 @@ class BroadcastSender(BucketSender):
         return torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
-        """Broadcast while the engines receive. Waits for their answer first: theirs is the error that explains."""
-        answer = self._pool.submit(deliver, bucket_to_wire(bucket))
+        """Broadcast while the engines receive. Waits for their responses first: theirs is the error that explains."""
+        delivered = self._pool.submit(deliver, bucket_to_wire(bucket))
         group = _joined(self._group)
         work = _broadcast(group, buffer)
         try:
             with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):
-                answer.result(timeout=self._timeout_s)
+                delivered.result(timeout=self._timeout_s)
         except BaseException:
             # Giving up the group would wait for the broadcast, which no engine may take any more: until the timeout or
             # until the engines are stopped. Keep it instead, so that the error comes out now.

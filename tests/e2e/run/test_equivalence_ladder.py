@@ -6,10 +6,12 @@ version, which each engine computed over the weights it received. A mode is adde
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import walk
 from tests.helpers.training import Finished, TinyTask, Training, train
 
 ROUNDS = 4
@@ -44,9 +46,21 @@ def flags(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> list
 @pytest.fixture(scope="module")
 def never_stopped(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The lowest rung: mode off, from the first round to the last."""
-    finished = train(flags, tmp_path_factory.mktemp("off") / "run")
+    run = tmp_path_factory.mktemp("off") / "run"
+    finished = train(flags, run, variables=walk.environment(trace_of(run)))
     assert finished.code == 0, finished.output
     return finished
+
+
+def trace_of(run_dir: Path) -> Path:
+    """Where the processes of a run write down which functions they enter."""
+    return run_dir.with_name("entered")
+
+
+def walk_faults(finished: Finished, mode: str, rollout_id: int) -> list[str]:
+    """Where the page of a mode and what the run entered differ."""
+    page = walk.read_page(walk.ROOT / "docs" / f"walk-{mode}.md")
+    return walk.faults(page, walk.entered(trace_of(finished.run_dir), finished.run_dir, rollout_id=rollout_id))
 
 
 def hashes(finished: Finished) -> dict[int, str]:
@@ -60,6 +74,21 @@ def test_the_weights_move_each_round_and_groups_are_dropped_on_the_way(never_sto
     assert len(set(hashes(never_stopped).values())) == ROUNDS + 1
     metrics = never_stopped.metrics()
     assert sum(metrics[number]["rollout/dropped_groups"] for number in range(ROUNDS)) > 0
+
+
+def test_the_walk_of_mode_off_is_the_way_of_a_real_round(never_stopped: Finished) -> None:
+    assert walk_faults(never_stopped, "off", 2) == []
+
+
+def test_a_page_with_a_step_too_many_or_a_file_too_few_is_found_out(never_stopped: Finished) -> None:
+    page = walk.read_page(walk.ROOT / "docs" / "walk-off.md")
+    trace = walk.entered(trace_of(never_stopped.run_dir), never_stopped.run_dir, rollout_id=2)
+    swapped = replace(page, steps=(page.steps[-1], *page.steps[:-1]))
+    assert any("entered only before" in fault for fault in walk.faults(swapped, trace))
+    unknown = replace(page, steps=(*page.steps, walk.Step(99, "ray/driver.py", "no_such_function")))
+    assert any("never entered" in fault for fault in walk.faults(unknown, trace))
+    short = replace(page, steps=tuple(step for step in page.steps if step.file != "batching/plan.py"))
+    assert walk.faults(short, trace) == ["batching/plan.py was entered and is not on the page"]
 
 
 def test_stopped_after_two_rounds_and_resumed(never_stopped: Finished, flags: list[str], tmp_path: Path) -> None:
@@ -81,7 +110,9 @@ def test_another_mode_killed_in_the_middle_and_resumed(
     killed = training.finish()
     assert killed.code == -signal.SIGKILL
     resumed = train(
-        [*flags, *GOES_ON_WITH.get(mode, []), "--load", str(tmp_path / "checkpoints")], tmp_path / "resumed"
+        [*flags, *GOES_ON_WITH.get(mode, []), "--load", str(tmp_path / "checkpoints")],
+        tmp_path / "resumed",
+        variables=walk.environment(trace_of(tmp_path / "resumed")) if mode == "streaming" else None,
     )
     assert resumed.code == 0, resumed.output
     expected = hashes(never_stopped)
@@ -89,3 +120,5 @@ def test_another_mode_killed_in_the_middle_and_resumed(
     assert min(hashes(resumed)) >= 1  # it did not begin anew
     assert max(hashes(resumed)) == ROUNDS
     assert {version: expected[version] for version in hashes(resumed)} == hashes(resumed)  # and after the kill
+    if mode == "streaming":
+        assert walk_faults(resumed, "streaming", ROUNDS - 1) == []

@@ -15,13 +15,14 @@ import pytest
 
 from tests.helpers.ledger_cases import issue, lease, open_ledger
 from tests.helpers.rows import make_row
+from vime.data.claims import RunClaims
 from vime.data.payload import samples_to_bytes
 from vime.handoff.audit import AuditReport, SavedFacts, audit_run
 from vime.handoff.ledger_identity import link_history
 from vime.handoff.ledger_types import LEDGER_NAME, Payload, RoundLease
 from vime.handoff.receipts import RECEIPTS_NAME, ReceiptFile, SteppedGroup, group_content, row_content
 from vime.handoff.spool import Spool
-from vime.types import RunClaims, Sample, SampleStatus, VersionSpan
+from vime.types import Sample, SampleStatus, VersionSpan
 
 SAVED, ROUNDS = 1, 3  # rounds 0 and 1 are in a checkpoint; 2 is trained, and its payloads are in the spool
 LINKS = "links.json"

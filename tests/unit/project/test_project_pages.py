@@ -6,9 +6,13 @@ import ast
 import os
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.shape_check import clone_files
+from tests.helpers.walk import read_page
 from vime.config.parse import build_parser, iter_flags, parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,15 +41,27 @@ def find_source(file: str) -> Path | None:
     return next((path for path in (ROOT / file, ROOT / "vime" / file) if path.is_file()), None)
 
 
-def test_every_station_of_the_walk_exists() -> None:
-    stations = STATION.findall((ROOT / "docs" / "walk.md").read_text())
-    assert len(stations) >= 10, "docs/walk.md names its stations as `file.py::name`"
+WALKS = ("walk.md", "walk-off.md", "walk-streaming.md")
+
+
+@pytest.mark.parametrize("page", WALKS)
+def test_every_step_of_the_walk_exists(page: str) -> None:
+    stations = STATION.findall((ROOT / "docs" / page).read_text())
+    assert len(stations) >= 10, f"docs/{page} names its steps as `file.py::name`"
     missing = []
     for file, name in stations:
         source = find_source(file)
         if source is None or name not in defined_names(source.read_text()):
             missing.append(f"{file}::{name}")
     assert missing == []
+
+
+@pytest.mark.parametrize("page", WALKS[1:])
+def test_a_page_of_the_walk_counts_its_steps_and_changes_the_file_with_each(page: str) -> None:
+    walk = read_page(ROOT / "docs" / page)
+    assert [step.number for step in walk.steps] == list(range(1, len(walk.steps) + 1))
+    assert (len(walk.steps), len(walk.files)) == walk.said
+    assert [step for before, step in pairwise(walk.steps) if before.file == step.file] == []
 
 
 def test_the_walk_check_sees_methods_and_not_strangers() -> None:

@@ -10,10 +10,9 @@ from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.rows import make_row
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.ray.retokenization import retokenizations
+from vime.ray.retokenization import Retokenization, retokenizations
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
-from vime.training.evidence import Retokenization
 
 BOS, EOS = 1, 2
 

@@ -14,7 +14,7 @@ from vime.backends.vllm_utils.routes import UPDATE_ROUTE
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
     with FakeEngine(
-        answer=lambda asked: ([10 * asked.sample + token for token in asked.prompt] * 3, [-0.5] * 9)
+        complete=lambda asked: ([10 * asked.sample + token for token in asked.prompt] * 3, [-0.5] * 9)
     ) as made:
         yield made
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vime.backends.vllm_utils.fake import FakeEngine, Question
+from vime.backends.vllm_utils.fake import CompletionRequest, FakeEngine
 from vime.backends.vllm_utils.scripted_server import PACE, LongTailed, main, pace
 from vime.types import ConfigError
 
-ASKED = Question(prompt=[5, 6, 7], sample=0, seed=None, version="3", content_hash="abc", max_tokens=4096)
+ASKED = CompletionRequest(prompt=[5, 6, 7], sample=0, seed=None, version="3", content_hash="abc", max_tokens=4096)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     pack_starts: Sequence[int] | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """([1, T, H, D], None). `pack_starts`: where each sequence starts, and T; the engine hands it to the model.
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -29,16 +30,34 @@ EXPECTED = "a complete checkpoint of this model by --train-backend fsdp"
 FAILURES = (OSError, CheckpointException, KeyError, ValueError, RuntimeError, EOFError)
 
 
+class RandomState(TypedDict):
+    """Of one rank's generators."""
+
+    python: tuple[object, ...]
+    numpy: dict[str, object] | tuple[str, NDArray[numpy.uint32], int, int, float]
+    torch: Tensor
+    cuda: NotRequired[Tensor]
+
+
+class State(TypedDict):
+    """What one checkpoint holds."""
+
+    common: NotRequired[dict[str, object]]
+    model: dict[str, Tensor]
+    optimizer: NotRequired[dict[str, Tensor | int]]
+    random: NotRequired[dict[str, RandomState]]  # by rank
+
+
 def save(directory: Path, model: nn.Module, optimizer: ShardOptimizer, *, with_optimizer: bool) -> None:
     """Write DIRECTORY, which must be new or empty; complete on return. Collective over all ranks."""
     common = {"format": FORMAT, "with_optimizer": with_optimizer, **_layout()}
-    state: dict[str, Any] = {"common": common, "model": distinct_tensors(model)}
+    state: State = {"common": common, "model": distinct_tensors(model)}
     if with_optimizer:
         state["optimizer"] = optimizer.state_dict()
         state["random"] = {str(dist.get_rank()): _random_state()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        dcp.save(state, checkpoint_id=directory)
+        dcp.save(cast("dict[str, object]", state), checkpoint_id=directory)
     except FAILURES as error:
         raise CheckpointError.unwritable(directory, describe(error)) from error
 
@@ -57,14 +76,14 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
                 "to a checkpoint of this one."
             )
         common = _read_common(directory, "with_optimizer", *layout)
-        state: dict[str, Any] = {"model": distinct_tensors(model)}
+        state: State = {"model": distinct_tensors(model)}
         same_layout = all(common[name] == value for name, value in layout.items())
         has_random = common["with_optimizer"] and same_layout
         if common["with_optimizer"]:
             state["optimizer"] = optimizer.state_dict()
         if has_random:
             state["random"] = {rank: _random_state()}
-        dcp.load(state, checkpoint_id=directory)
+        dcp.load(cast("dict[str, object]", state), checkpoint_id=directory)
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except FAILURES as error:
@@ -72,7 +91,7 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
     if not common["with_optimizer"]:
         logger.warning("%s holds no optimizer state (--no-save-optim): moments and schedule start anew", directory)
         return
-    optimizer.adopt(state["optimizer"]["num_steps"])
+    optimizer.adopt(int(state["optimizer"]["num_steps"]))
     if has_random:
         _set_random_state(state["random"][rank])
     else:
@@ -80,25 +99,28 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
         logger.warning("%s was written by %s, this run is %s: random states stay as seeded", directory, found, layout)
 
 
-def _layout() -> dict[str, Any]:
+def _layout() -> dict[str, object]:
     """What random states belong to: the ranks, and the kind of device, whose generators differ in state."""
     return {"ranks": dist.get_world_size(), "device": "cuda" if torch.cuda.is_available() else "cpu"}
 
 
-def _read_common(directory: Path, *names: str) -> dict[str, Any]:
+def _read_common(directory: Path, *names: str) -> dict[str, object]:
     """Those entries of `common`. Collective over all ranks."""
-    head: dict[str, Any] = {"common": dict.fromkeys(names)}
+    head: dict[str, dict[str, object]] = {"common": dict.fromkeys(names)}
     dcp.load(head, checkpoint_id=directory)
-    common: dict[str, Any] = head["common"]
-    return common
+    return head["common"]
 
 
-def _random_state() -> dict[str, Any]:
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+def _random_state() -> RandomState:
+    state: RandomState = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(state: RandomState) -> None:
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

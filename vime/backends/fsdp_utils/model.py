@@ -6,9 +6,9 @@ without storage, cut it, and receive their shards tensor by tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class ValueModel(nn.Module):
         hidden_size = causal.config.get_text_config().hidden_size
         self.score = nn.Linear(hidden_size, 1, bias=False, device="meta", dtype=torch.float32)
 
-    def forward(self, **inputs: Any) -> Tensor:
+    def forward(self, **inputs: object) -> Tensor:
         value: Tensor = self.score(getattr(self, self._prefix)(**inputs).last_hidden_state)
         return value
 
@@ -112,7 +112,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
     """
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: object = AutoModelForCausalLM.from_pretrained(
             str(Path(spec.checkpoint).expanduser()),
             config=config,
             dtype=torch.float32,
@@ -120,7 +120,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported like the others
         )
-        model, report = loaded
+        model, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[object]]]", loaded)
         head = _read_value_head(spec, config.get_text_config().hidden_size) if spec.has_value_head else None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{spec.flag} {spec.checkpoint}: the weights cannot be read: {describe(error)}.") from error
@@ -167,9 +167,9 @@ def fill(model: FSDPModule, weights: Mapping[str, Tensor] | None, mesh: DeviceMe
             tensor.copy_(whole)
 
 
-def model_inputs(batch: PackedBatch, implementation: str) -> dict[str, Any]:
+def model_inputs(batch: PackedBatch, implementation: str) -> dict[str, object]:
     """What a Hugging Face model is called with for one pack."""
-    inputs = {
+    inputs: dict[str, object] = {
         "input_ids": batch.tokens_T.unsqueeze(0),
         "position_ids": batch.position_T.unsqueeze(0),
         "use_cache": False,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +79,8 @@ class ShardOptimizer:
         device = next(iter(self._shards.values())).device
         square = torch.zeros((), dtype=torch.float64, device=device)
         if shards:
-            square += torch.stack(torch._foreach_norm(shards)).double().square().sum()
+            norms = torch._foreach_norm(shards)  # noqa: SLF001  torch has no public name for one pass over all
+            square += torch.stack(norms).double().square().sum()
         dist.all_reduce(square)
         return float(square.sqrt())
 
@@ -88,9 +88,9 @@ class ShardOptimizer:
         """Every tensor of the state that has a parameter's shape: what `sleep` moves."""
         return [self._adam.state[shard][moment] for shard in self._shards.values() for moment in MOMENTS]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor | int]:
         """Moments as cut tensors, which a load may cut anew, sharing the storage of the state itself."""
-        moments = {
+        moments: dict[str, Tensor | int] = {
             f"{moment}.{name}": DTensor.from_local(
                 self._adam.state[self._shards[name]][moment],
                 parameter.device_mesh,

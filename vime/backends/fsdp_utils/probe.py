@@ -13,7 +13,6 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +93,7 @@ def _without_warnings() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def _named_lengths(settings: PretrainedConfig | Mapping[str, Any]) -> dict[str, int]:
+def _named_lengths(settings: PretrainedConfig | Mapping[str, object]) -> dict[str, int]:
     """What NAMES_A_LENGTH finds in a config and the dicts in it."""
     found: dict[str, int] = {}
     for name, value in (settings if isinstance(settings, Mapping) else settings.to_dict()).items():
@@ -174,7 +173,7 @@ def _make_narrow(text: PretrainedConfig) -> None:
         text.num_key_value_heads = min(kv_heads, NUM_KV_HEADS)
 
 
-def _replace_lengths(text: Any, said: Mapping[str, Any], small: Mapping[int, int]) -> None:
+def _replace_lengths(text: PretrainedConfig, said: Mapping[str, object], small: Mapping[int, int]) -> None:
     for name, value in said.items():
         if isinstance(value, Mapping) and isinstance(inner := getattr(text, name, None), dict):
             setattr(text, name, _with_small_lengths(inner, small))
@@ -182,7 +181,7 @@ def _replace_lengths(text: Any, said: Mapping[str, Any], small: Mapping[int, int
             setattr(text, name, small[value])
 
 
-def _with_small_lengths(said: Mapping[str, Any], small: Mapping[int, int]) -> dict[str, Any]:
+def _with_small_lengths(said: Mapping[str, object], small: Mapping[int, int]) -> dict[str, object]:
     return {
         name: _with_small_lengths(value, small)
         if isinstance(value, Mapping)

@@ -6,9 +6,9 @@ trains, but its log-probabilities differ from the engine's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vime.config.hf_config import ModelShape, read_record, shape_of
 from vime.types import ConfigError
@@ -61,41 +61,46 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
         record = _completed(directory)
     _refuse_unsupported(record, where)
     rope_theta, llama3_factor = _rope(record, where)
+    epsilon = record["rms_norm_eps"]
+    if not isinstance(epsilon, int | float):
+        raise ConfigError(f"{where}: config.json has rms_norm_eps={epsilon!r}, expected a number.")
     return Architecture(
         **asdict(shape_of(record, where)),
-        norm_epsilon=record["rms_norm_eps"],
+        norm_epsilon=epsilon,
         rope_theta=rope_theta,
         rope_llama3_factor=llama3_factor,
-        is_tied=record["tie_word_embeddings"],
+        is_tied=bool(record["tie_word_embeddings"]),
         has_qkv_bias=model_type == "qwen2",
         has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        normalizes_chosen=record.get("norm_topk_prob", True),
+        normalizes_chosen=bool(record.get("norm_topk_prob", True)),
     )
 
 
-def is_complete(entries: dict[str, Any]) -> bool:
+def is_complete(entries: dict[str, object]) -> bool:
     """Whether config.json, of a supported model, says by itself all that is read here: as transformers writes it since
     5.0. Then nobody has to load transformers, which brings torch: 3 CPU s before a run begins, and 1.5 in each trainer.
 
     What is missing, spelled as before 5.0 or of another type is left to transformers, which knows each model's
     defaults. Of entries that some models do not have, every default is the value that is expected.
     """
-    kinds = NUMBERS_OF.get(entries["model_type"])
+    kinds = NUMBERS_OF.get(str(entries["model_type"]))
     if kinds is None:
         return False
-    rope = entries.get("rope_parameters")
+    rope, heads, hidden = (entries.get(name) for name in ("rope_parameters", "num_attention_heads", "hidden_size"))
     return (
         str(entries.get("transformers_version", "")).startswith("5.")
         and all(type(entries.get(name)) is kind for name, kind in kinds.items())
-        and entries["num_attention_heads"] > 0
-        and entries["hidden_size"] % entries["num_attention_heads"] == 0
+        and isinstance(heads, int)
+        and isinstance(hidden, int)
+        and heads > 0
+        and hidden % heads == 0
         and isinstance(rope, dict)
         and rope.keys() == {"rope_theta", "rope_type"}
         and rope["rope_type"] == "default"
     )
 
 
-def _completed(directory: str) -> dict[str, Any]:
+def _completed(directory: str) -> dict[str, object]:
     with without(MODELS_OF_TRANSFORMERS), without_collector():
         from transformers import AutoConfig
 
@@ -107,7 +112,7 @@ def as_critic(architecture: Architecture) -> Architecture:
     return replace(architecture, is_tied=False, has_value_head=True)
 
 
-def _refuse_unsupported(record: dict[str, Any], where: str) -> None:
+def _refuse_unsupported(record: dict[str, object], where: str) -> None:
     for name, expected in (
         ("attention_bias", False),
         ("mlp_bias", False),
@@ -126,16 +131,17 @@ def _refuse_unsupported(record: dict[str, Any], where: str) -> None:
             )
 
 
-def _rope(record: dict[str, Any], where: str) -> tuple[float, float | None]:
+def _rope(record: dict[str, object], where: str) -> tuple[float, float | None]:
     """(theta, Llama-3 factor or None). transformers 5 gathers both in `rope_parameters`."""
-    parameters = dict(record.get("rope_parameters") or {})
+    said = record.get("rope_parameters")
+    parameters: dict[str, object] = dict(said) if isinstance(said, Mapping) else {}
     theta, kind = parameters.pop("rope_theta", None), parameters.pop("rope_type", "default")
-    if theta is None:
+    if not isinstance(theta, int | float):
         raise ConfigError(f"{where}: config.json names no rope_theta. Expected a number; add it.")
     if kind == "default":
         return float(theta), None
     factor = parameters.pop("factor", None)
-    if kind == "llama3" and factor is not None and parameters == LLAMA3_ROPE:
+    if kind == "llama3" and isinstance(factor, int | float) and parameters == LLAMA3_ROPE:
         return float(theta), float(factor)
     raise ConfigError(
         f"{where}: rotary scaling {kind!r} with {parameters} is not supported. Expected none, or llama3 with "

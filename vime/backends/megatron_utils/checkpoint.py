@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import queue
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy
 import torch
@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -38,7 +39,19 @@ from vime.types import CheckpointError, describe
 logger = logging.getLogger(__name__)
 FORMAT = 1
 EXPECTED = "a complete checkpoint of this model by --train-backend megatron"
+State = dict[str | int, object]
+"""Of an optimizer, or of several by number or name, as megatron nests them."""
 TORCH_ADAM = (torch.optim.AdamW, torch.optim.Adam)  # "step" beside the moments of each parameter, not in its group
+
+
+class RandomState(TypedDict):
+    """Of one rank's generators."""
+
+    python: tuple[object, ...]
+    numpy: dict[str, object] | tuple[str, NDArray[numpy.uint32], int, int, float]
+    torch: Tensor
+    device: Tensor
+    tracker: dict[str, Tensor]
 
 
 def save(
@@ -60,8 +73,8 @@ def save(
         directory.mkdir(parents=True, exist_ok=True)
         # REPAIR: the queue of megatron's writer processes, which are not started here; without it megatron would start
         # a multiprocessing.Manager, which imports the main module again.
-        if filesystem_async._results_queue is None:
-            filesystem_async._results_queue = queue.Queue()
+        if filesystem_async._results_queue is None:  # noqa: SLF001  megatron has no other way to give it one
+            filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
         state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, content_metadata=_metadata())
     except (torch.OutOfMemoryError, dist.DistError):
@@ -121,7 +134,7 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
         )
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata() -> dict[str, object]:
     """REPAIR: a new dict for each call, because megatron stores a live process group in it.
 
     `fully_reshardable`: the only format of the distributed optimizer that resumes exactly without Transformer Engine.
@@ -133,7 +146,7 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _layout() -> dict[str, Any]:
+def _layout() -> dict[str, object]:
     """What random states belong to: the cut of the ranks, and the kind of device, whose generators differ in state."""
     return {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
@@ -141,17 +154,24 @@ def _layout() -> dict[str, Any]:
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         "context": parallel_state.get_context_parallel_world_size(),
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size() or 1,
+        **_expert_layout(),
         "data": parallel_state.get_data_parallel_world_size(),
     }
 
 
-def _refuse_other_experts(saved: dict[str, Any], directory: Path, *, with_optimizer: bool) -> None:
+def _expert_layout() -> dict[str, int]:
+    return {
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size() or 1,
+    }
+
+
+def _refuse_other_experts(layout: Mapping[str, object], directory: Path, *, with_optimizer: bool) -> None:
     """megatron-core 0.16.1 keys optimizer state by expert rank: another number of ranks cannot put it together."""
-    mine, saved = _layout(), {"expert": 1, "expert_tensor": 1, **saved}
+    mine = _expert_layout()
+    saved = {name: layout.get(name, 1) for name in mine}
     for name, flag in (("expert", "--expert-model-parallel-size"), ("expert_tensor", "--expert-tensor-parallel-size")):
-        if with_optimizer and mine["expert"] * saved["expert"] > 1 and saved[name] != mine[name]:
+        if with_optimizer and (mine["expert"], saved["expert"]) != (1, 1) and saved[name] != mine[name]:
             raise CheckpointError(
                 f"--load {directory}: was written with {flag} {saved[name]}, this run has {mine[name]}: the state "
                 "of experts in the optimizer cannot be cut anew. Use the flag it was written with, or start from its "
@@ -180,10 +200,10 @@ def _refuse_other_optimizer(directory: Path, optimizer: PolicyOptimizer) -> None
 
 def _state(
     core: list[GPTModel], optimizer: PolicyOptimizer, *, with_optimizer: bool, with_rng: bool, is_loading: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What is written, or the mould that is filled when loading."""
     models = {f"model{index}": chunk.sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(core)}
-    state: dict[str, Any] = {**models, "format": FORMAT, "with_optimizer": with_optimizer, "layout": _layout()}
+    state: dict[str, object] = {**models, "format": FORMAT, "with_optimizer": with_optimizer, "layout": _layout()}
     if with_optimizer:
         _prepare_states(optimizer)
         # for one chunk megatron wants its state itself, for several a dict of them
@@ -198,11 +218,12 @@ def _state(
     return state
 
 
-def _load_optimizer(optimizer: PolicyOptimizer, state: dict[Any, Any]) -> None:
+def _load_optimizer(optimizer: PolicyOptimizer, state: State) -> None:
     for part in optimizer.parts:
         if isinstance(part, DistributedOptimizer):
-            part._set_main_param_and_optimizer_states = _keeping_step(part)
-    states = [state] if len(optimizer.parts) == 1 else [state[index] for index in range(len(optimizer.parts))]
+            part._set_main_param_and_optimizer_states = _keeping_step(part)  # noqa: SLF001  see there
+    several = len(optimizer.parts) > 1
+    states = [cast("State", state[index]) for index in range(len(optimizer.parts))] if several else [state]
     for part, loaded in zip(optimizer.parts, states, strict=True):
         if isinstance(part.optimizer, TORCH_ADAM):
             _name_step_zero(loaded)
@@ -216,28 +237,28 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: dict[Any, Any]) -> None:
                     entry["step"] = _step_of(parameter, group, entry.get("step", torch.tensor(0.0)))
 
 
-def _step_of(parameter: Tensor, group: dict[str, Any], step: Tensor) -> Tensor:
+def _step_of(parameter: Tensor, group: Mapping[str, object], step: Tensor) -> Tensor:
     """Its own step count, where torch looks for it: beside the parameter for a fused kernel, else on the host."""
     return step.detach().clone().to(parameter.device if group.get("fused") else "cpu")
 
 
-def _name_step_zero(state: dict[str, Any]) -> None:
+def _name_step_zero(state: State) -> None:
     """REPAIR: megatron does not save a step of 0 and torch's AdamW then fails to find one. A policy whose critic warms
     up alone is at step 0 in the first checkpoints. Others have no such entry, and Transformer Engine's fails on one."""
-    if "state" in state and "param_groups" in state:
-        state["state"].setdefault("common_step", torch.tensor(0.0))
+    if isinstance(moments := state.get("state"), dict) and "param_groups" in state:
+        moments.setdefault("common_step", torch.tensor(0.0))
         return
     for part in state.values():
         if isinstance(part, dict):
             _name_step_zero(part)
 
 
-def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
+def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Tensor]], None]:
     """REPAIR: megatron drops "step" from what it loads for a parameter and then looks it up. It was restored before:
     pass it through. Replaces the method of this one optimizer object."""
-    original = type(part)._set_main_param_and_optimizer_states
+    original = type(part)._set_main_param_and_optimizer_states  # noqa: SLF001  megatron's fault is in there
 
-    def set_states(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+    def set_states(parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
         group, order = part.model_param_group_index_map[parameter]
         state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
         if "step" in state and "step" not in tensors:
@@ -268,7 +289,7 @@ def _prepare_states(optimizer: PolicyOptimizer) -> None:
                     }
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_state() -> RandomState:
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -278,7 +299,7 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def _set_rng_state(state: RandomState) -> None:
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

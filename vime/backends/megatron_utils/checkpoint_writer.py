@@ -17,13 +17,16 @@ import queue
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Protocol, cast
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vime.types import CheckpointError, WaitTimeoutError, describe
@@ -42,18 +45,30 @@ class PlannedStrategy(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__(BACKEND, VERSION, thread_count=1)  # one file a rank
         self.writer: FileSystemWriterAsync
-        self.metadata: Any  # of all ranks together; on rank 0 only
+        self.metadata: Metadata | None  # of all ranks together; on rank 0 only
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[FileSystemWriterAsync, Metadata | None]
+    ) -> AsyncRequest:
         self.writer, self.metadata = writer, save_state_dict_ret[1]
         return AsyncRequest(None, (), [])
+
+
+class Transforms(Protocol):
+    """torch's: encryption and the like, none unless the user of torch asks for one."""
+
+    def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[IO[bytes], list[str]]: ...
+
+
+Bucket = tuple[str, str, tuple[list[object], list[tuple[WriteItem, Tensor]]]]
+"""File, key, and what is written there: objects, which are bytes already, and tensors."""
 
 
 class HashedFile:
     """Hashes what torch writes into one file, on its way there: reading it back would cost twice as much. Stands in the
     place of torch's transforms, which are asked for a stream for each tensor, and below the stream that they make."""
 
-    def __init__(self, transforms: Any) -> None:
+    def __init__(self, transforms: Transforms) -> None:
         self._transforms, self._content, self._num_bytes = transforms, new_hash(), 0
         self._file: IO[bytes]
 
@@ -61,9 +76,9 @@ class HashedFile:
     def entry(self) -> Entry:
         return self._num_bytes, self._content.hexdigest()
 
-    def transform_save_stream(self, item: Any, file: IO[bytes]) -> Any:
+    def transform_save_stream(self, item: WriteItem, file: IO[bytes]) -> tuple[IO[bytes], list[str]]:
         self._file = file
-        return self._transforms.transform_save_stream(item, self)
+        return self._transforms.transform_save_stream(item, cast("IO[bytes]", self))  # of a file only what is below
 
     def write(self, data: bytes) -> int:
         self._content.update(data)
@@ -136,7 +151,7 @@ class PendingSave:
         if self._failure is not None:
             raise CheckpointError.unwritable(self.directory, self._failure)
 
-    def _write(self, bucket: Any) -> list[WriteResult]:
+    def _write(self, bucket: Bucket) -> list[WriteResult]:
         """One file, flushed to the disk, by megatron's own function, which speaks through queues."""
         answers: queue.Queue[tuple[int, list[WriteResult] | Exception]] = queue.Queue()
         running: queue.Queue[int] = queue.Queue()
@@ -152,13 +167,15 @@ class PendingSave:
     def _agree(self, mine: list[WriteResult] | str) -> str | None:
         """What went wrong on any rank, the same answer on all. Rank 0 writes the table of contents last."""
         is_first = dist.get_rank() == 0
-        everyone: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        everyone: list[list[WriteResult] | str | None] | None
+        everyone = [None] * dist.get_world_size() if is_first else None
         with waiting("the peers to have written their part of the checkpoint", peer(), deadline_s=None):
             dist.gather_object(mine, everyone, dst=0, group=self._group)
         failure: list[str | None] = [None]
         if everyone is not None:
             failures = [answer for answer in everyone if isinstance(answer, str)]
-            failure = ["; ".join(failures)[:600] or self._write_contents(everyone)]
+            results = [answer for answer in everyone if isinstance(answer, list)]
+            failure = ["; ".join(failures)[:600] or self._write_contents(results)]
         with waiting("rank 0 to complete the checkpoint", *([] if is_first else [peer(0)]), deadline_s=None):
             dist.broadcast_object_list(failure, src=0, group=self._group)
         return failure[0]

@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from vime.backends.autograd import Context
 
 
 def zigzag_positions(cu_seqlens: Sequence[int], *, rank: int, size: int) -> list[int]:
@@ -69,9 +70,13 @@ def context_cut(cu_seqlens: Sequence[int], device: torch.device) -> ContextCut |
     return ContextCut(group, by_rank[group.rank()].to(device), order_T.to(device))
 
 
+class _Kept(Context):
+    cut: ContextCut
+
+
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_NL: Tensor, cut: ContextCut) -> Tensor:
+    def forward(ctx: _Kept, values_NL: Tensor, cut: ContextCut) -> Tensor:
         ctx.cut = cut
         count, length = values_NL.shape
         by_rank = values_NL.new_empty(cut.group.size() * count, length)
@@ -80,5 +85,5 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NT: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Kept, grad_NT: Tensor) -> tuple[Tensor, None]:
         return grad_NT[:, ctx.cut.here_L], None

@@ -18,9 +18,8 @@ from __future__ import annotations
 import functools
 import importlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,7 @@ class Redirection:
 
     name: str
     reason: str
-    replacement: Callable[[Any], Any]
+    replacement: Callable[..., object]  # of one argument, the original
 
 
 def install() -> list[str]:
@@ -66,15 +65,15 @@ def uninstall() -> None:
             setattr(owner, attribute, original)
 
 
-_originals: list[tuple[Any, str, Any]] = []  # (owner, attribute, original) of what is redirected now
+_originals: list[tuple[object, str, object]] = []  # (owner, attribute, original) of what is redirected now
 
 
-def _resolve(path: str) -> tuple[Any, str]:
+def _resolve(path: str) -> tuple[object, str]:
     """`a.b.c.d` -> (object a.b.c, "d"): the longest importable module, then attributes."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
-            owner: Any = importlib.import_module(".".join(parts[:length]))
+            owner: object = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:-1]:
@@ -83,16 +82,16 @@ def _resolve(path: str) -> tuple[Any, str]:
     raise ImportError(f"cpu_device: no module on the path {path}")
 
 
-def _constant(value: Any) -> Callable[[Any], Any]:
+def _constant(value: object) -> Callable[[object], object]:
     """A replacement that ignores the original."""
     return lambda _original: value
 
 
-def _cpu_factory(original: Callable[..., Any]) -> Callable[..., Any]:
+def _cpu_factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The factory with `device="cuda..."` read as the CPU, and no pinned memory."""
 
     @functools.wraps(original)
-    def factory(*args: Any, **kwargs: Any) -> Any:
+    def factory(*args: object, **kwargs: object) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
@@ -107,7 +106,7 @@ class _ScopedFunctional(types.ModuleType):
 
     embedding = staticmethod(embedding)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch.nn.functional, name)
 
 
@@ -119,15 +118,15 @@ class _ScopedTorch(types.ModuleType):
         for name in FACTORIES:
             setattr(self, name, _cpu_factory(getattr(torch, name)))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
 
-def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+def _cuda_type_name(original: Callable[..., str | torch.Tensor]) -> Callable[..., str | torch.Tensor]:
     """`tensor.type()` answers 'torch.cuda.FloatTensor' for a float tensor; `tensor.type(dtype)` is unchanged."""
 
     @functools.wraps(original)
-    def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_of(self: torch.Tensor, *args: object, **kwargs: object) -> str | torch.Tensor:
         answer = original(self, *args, **kwargs)
         if isinstance(answer, str) and answer.startswith("torch.") and not answer.startswith("torch.cuda"):
             return "torch.cuda." + answer.removeprefix("torch.")
@@ -136,12 +135,17 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
-def _gather_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
+def _gather_pieces(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """megatron's all-gather along the first dimension, also of pieces that differ in length: NCCL takes them, gloo does
     not, so they travel padded to the longest."""
 
     @functools.wraps(original)
-    def gather(piece: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def gather(
+        piece: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return original(piece, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
@@ -154,30 +158,36 @@ def _gather_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-def _scatter_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
+def _scatter_pieces(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Its counterpart in the backward pass: sum over ranks, and each keeps its piece."""
 
     @functools.wraps(original)
-    def scatter(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def scatter(
+        whole: torch.Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return original(whole, group, input_split_sizes, use_global_buffer)
         total = whole.clone()
         dist.all_reduce(total, group=group)
-        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+        pieces: tuple[torch.Tensor, ...] = total.split([int(size) for size in input_split_sizes])
+        return pieces[group.rank()].clone()
 
     return scatter
 
 
 # CPU answers to calls that name a device, a stream or a copy mode: those arguments have no meaning here.
-def _do_nothing(*_device: Any) -> None:
+def _do_nothing(*_device: object) -> None:
     return None
 
 
-def _generator_state(*_device: Any, **_options: Any) -> torch.Tensor:
+def _generator_state(*_device: object, **_options: object) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_generator_state(state: torch.Tensor, *_device: Any, **_options: Any) -> None:
+def _set_generator_state(state: torch.Tensor, *_device: object, **_options: object) -> None:
     torch.set_rng_state(state)
 
 
@@ -185,18 +195,18 @@ def _seed_generator(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _itself(tensor: torch.Tensor, *_device: Any, **_options: Any) -> torch.Tensor:
+def _itself(tensor: torch.Tensor, *_device: object, **_options: object) -> torch.Tensor:
     return tensor
 
 
-def _counts_on_cpu(counts: Any, as_numpy: bool = False, **_options: Any) -> Any:
+def _counts_on_cpu(counts: object, as_numpy: bool = False, **_options: object) -> object:
     return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
 
 
 class _NullStream:
     """CPU work is ordered by the program, so waiting for a stream, or for an event recorded on it, is done already."""
 
-    def __init__(self, *_device: Any, **_options: Any) -> None: ...
+    def __init__(self, *_device: object, **_options: object) -> None: ...
 
     def __enter__(self) -> _NullStream:
         return self

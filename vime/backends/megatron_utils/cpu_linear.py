@@ -23,13 +23,15 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from vime.backends.autograd import Context
 
 BLOCK_ENTRIES = 1 << 21
 """Of a block of a weight's gradient: 8 MiB. Above the largest weight of a layer of small models, and far below their
@@ -52,11 +54,24 @@ def keep_few_kernels() -> None:
         os.environ.setdefault(name, str(NUM_KERNELS))
 
 
+class LinearOptions(TypedDict, total=False):
+    """What megatron's linear functions are called with beside input and weight."""
+
+    bias: Required[Tensor | None]
+    gradient_accumulation_fusion: Required[bool]
+    allreduce_dgrad: Required[bool]
+    sequence_parallel: Required[bool]
+    tp_group: Required[dist.ProcessGroup | None]
+    grad_output_buffer: list[Tensor] | None
+    wgrad_deferral_limit: int | None
+    async_grad_allreduce: bool | None
+
+
 def with_onednn(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """megatron's linear function (of trained or frozen weights), replaced for the products that `pays` names."""
 
     @functools.wraps(original)
-    def linear_or_original(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    def linear_or_original(input: Tensor, weight: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         is_plain = not (options["sequence_parallel"] or options["gradient_accumulation_fusion"])
         if not is_plain or options.get("grad_output_buffer") is not None or not pays(input, weight):
             return original(input, weight, **options)
@@ -96,25 +111,36 @@ def embedding(token_T: Tensor, weight_VK: Tensor) -> Tensor:
     return _Embedding.apply(token_T, weight_VK)  # type: ignore[no-untyped-call,no-any-return]
 
 
+class _EmbeddingContext(Context):
+    sum: Tensor
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token_T: Tensor, weight_VK: Tensor) -> Tensor:
+    def forward(ctx: _EmbeddingContext, token_T: Tensor, weight_VK: Tensor) -> Tensor:
         ctx.save_for_backward(token_T)
-        ctx.sum = gradient_sum(weight_VK)
+        sum_VK = gradient_sum(weight_VK)
+        assert sum_VK is not None
+        ctx.sum = sum_VK
         return F.embedding(token_T, weight_VK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[None, None]:
+    def backward(ctx: _EmbeddingContext, grad_TK: Tensor) -> tuple[None, None]:
         (token_T,) = ctx.saved_tensors
         ctx.sum.index_add_(0, token_T.flatten(), grad_TK.flatten(0, -2).to(ctx.sum.dtype))
         return None, None
 
 
+class _LinearContext(Context):
+    group: dist.ProcessGroup | None
+    sum: Tensor | None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: dist.ProcessGroup | None
+        ctx: _LinearContext, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: dist.ProcessGroup | None
     ) -> Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
         ctx.group, ctx.sum = group, gradient_sum(weight_NK)
@@ -122,7 +148,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: _LinearContext, grad_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_TK, weight_NK = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -130,9 +156,10 @@ class _Linear(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(grad_x, group=ctx.group)
         if ctx.needs_input_grad[1]:
-            if ctx.sum is None:
-                grad_weight = torch.zeros_like(weight_NK)
-            _add_weight_gradient(grad_TN, x_TK, ctx.sum if grad_weight is None else grad_weight)
+            sum_NK = ctx.sum
+            if sum_NK is None:
+                sum_NK = grad_weight = torch.zeros_like(weight_NK)
+            _add_weight_gradient(grad_TN, x_TK, sum_NK)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_TN.sum(0)
         return grad_x, grad_weight, grad_bias, None
@@ -145,7 +172,9 @@ def _add_weight_gradient(grad_TN: Tensor, x_TK: Tensor, sum_NK: Tensor) -> None:
 
 
 def _by_onednn(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight_NK, bias_N, "none", [], "")  # type: ignore[no-any-return]
+    # an operator of torch's compiler; torch has no other way to choose oneDNN
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_NK, bias_N, "none", [], "")  # noqa: SLF001
+    return product
 
 
 def _weight_gradient_from_smaller(grad_TN: Tensor, x_TK: Tensor) -> Tensor:

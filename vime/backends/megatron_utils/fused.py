@@ -6,12 +6,12 @@ D: channels of a head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from vime.backends.autograd import Context
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ def rotate(x_LND: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         """d/d up = silu(gate); d/d gate = silu'(gate) up."""
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
@@ -61,7 +61,7 @@ class _Swiglu(torch.autograd.Function):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         x32 = x.float()
         scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_H, scale)
@@ -70,7 +70,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """With n = x s normalised and g = grad * weight: d/dx = s (g - n mean(g n)); d/d weight = sum of grad n."""
         x, weight_H, scale = ctx.saved_tensors
         normal = x.float() * scale
@@ -82,13 +82,13 @@ class _RMSNorm(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin, sign=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         """The rotation back."""
         cos, sin = ctx.saved_tensors
         return _rotated(grad, cos, sin, sign=-1), None, None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +96,7 @@ def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, ty
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, normalised in fp32 and cast back before the weight, as HF models do."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(
@@ -121,7 +120,9 @@ class SwigluMLP(MLP):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         )
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: Any) -> tuple[Any, Any]:
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: object
+    ) -> tuple[Tensor, Tensor | None]:
         assert per_token_scale is None, "megatron scales experts only"
         gate_up, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(swiglu(gate_up))  # type: ignore[no-any-return]
@@ -140,9 +141,9 @@ class PackedAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        *_unused: Any,
+        *_unused: object,
         softmax_scale: float | None = None,
-        **_ignored: Any,
+        **_ignored: object,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -154,7 +155,7 @@ class PackedAttention(MegatronModule):
         key: Tensor,  # [L, G, D]
         value: Tensor,  # [L, G, D]
         attention_mask: Tensor | None,  # noqa: ARG002  megatron passes it; the pack says it all
-        attn_mask_type: Any = None,  # noqa: ARG002
+        attn_mask_type: object = None,  # noqa: ARG002
         attention_bias: Tensor | None = None,  # noqa: ARG002
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -80,7 +79,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
     )
 
 
-def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> dict[str, object]:
     """No balancing loss: the loss of the run is the algorithm's. Routing weights in fp32, as HF computes them."""
     if not architecture.num_experts:
         return {}
@@ -115,7 +114,7 @@ def build_chunks(
     Local construction, except that a tied model with several stages makes its two copies equal (collective over the
     embedding group).
     """
-    rope: dict[str, Any] = {"rotary_base": architecture.rope_theta}
+    rope: dict[str, object] = {"rotary_base": architecture.rope_theta}
     if architecture.rope_llama3_factor is not None:
         rope.update(rope_scaling=True, rope_scaling_factor=architecture.rope_llama3_factor)
     count = parallel.virtual_pipeline_model_parallel_size
@@ -144,7 +143,9 @@ class CompletionModel(GPTModel):
     """A GPTModel whose logits are those that predict response tokens (`answer_U` of the pack): prompts have none, which
     saves their share of the largest product and of the largest tensor of a step."""
 
-    def __init__(self, config: TransformerConfig, *arguments: Any, rotates_in_attention: bool, **options: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *arguments: object, rotates_in_attention: bool, **options: object
+    ) -> None:
         """`rotates_in_attention`: the layers' `PackedAttention` applies rotary positions, not megatron."""
         super().__init__(config, *arguments, **options)
         self._rotates_in_attention = rotates_in_attention
@@ -155,8 +156,8 @@ class CompletionModel(GPTModel):
             self.output_layer.allreduce_dgrad = True
 
     def _preprocess(
-        self, *arguments: Any, position_ids: Tensor, packed_seq_params: PackedSeqParams, **options: Any
-    ) -> tuple[Any, ...]:
+        self, *arguments: object, position_ids: Tensor, packed_seq_params: PackedSeqParams, **options: object
+    ) -> tuple[object, ...]:
         """megatron's own, before the decoder; `position_ids` [1, L] of this rank's tokens."""
         hidden_states, angles_S11D, *others = super()._preprocess(
             *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
@@ -168,7 +169,7 @@ class CompletionModel(GPTModel):
         return (hidden_states, None, *others)
 
     def _postprocess(
-        self, hidden_states: Tensor, *arguments: Any, packed_seq_params: PackedSeqParams, **options: Any
+        self, hidden_states: Tensor, *arguments: object, packed_seq_params: PackedSeqParams, **options: object
     ) -> Tensor:
         """megatron's own, behind the decoder; `hidden_states` [L, 1, H], or [L / TP, 1, H] under sequence parallelism.
         Collective over the tensor-parallel group then. With `read_logits` of the pack its answer to the logits [A, V],

@@ -13,7 +13,6 @@ token of a sequence, what a plug-in left out) goes where the trainer's router se
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -53,13 +52,13 @@ class GivenExperts(RouterReplay):
 class ReplayLayer(TransformerLayer):
     """A layer that tells its router, each time it runs, which experts the pack names for it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         assert isinstance(self.mlp, MoELayer), "check_routing_replay refuses models without experts"
         self.given = GivenExperts()
         self.mlp.router.router_replay = self.given
 
-    def forward(self, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> Any:
+    def forward(self, *args: object, packed_seq_params: PackedSeqParams, **kwargs: object) -> object:
         self.given.experts_LK = self._experts(packed_seq_params.routed_experts)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 

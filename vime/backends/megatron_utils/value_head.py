@@ -5,8 +5,6 @@ L: tokens of this context-parallel rank (all T of a pack without), S: those of t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -28,7 +26,7 @@ class ValueHead(torch.nn.Module):
         # each rank sees its own tokens: megatron then sums this gradient over the tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden_S1H: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_S1H: Tensor, **_: object) -> tuple[Tensor, None]:
         """([L, 1, 1] fp32, no bias): megatron's signature of an output layer. Collective over the tensor group under
         sequence parallelism."""
         value_S11 = torch.nn.functional.linear(hidden_S1H.float(), self.weight.float())

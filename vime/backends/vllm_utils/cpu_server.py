@@ -14,7 +14,7 @@ import importlib
 import multiprocessing
 import os
 import runpy
-from typing import Any
+from types import ModuleType
 
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT, die_with_parent
 from vime.utils.imports import is_compiler_off, without, without_collector
@@ -28,7 +28,7 @@ COMPILER = ("torch._inductor.lowering", "torch._inductor.graph")
 """vLLM loads them to mend what compiles a model (1.5 CPU s), and goes on where they are not there."""
 
 
-def import_engine() -> Any:
+def import_engine() -> ModuleType:
     """Import what API server and EngineCore need; returns the module that chooses how EngineCore is started."""
     with without_collector():
         with without(*(COMPILER if is_compiler_off() else ())):
@@ -39,7 +39,7 @@ def import_engine() -> Any:
 
 
 def main() -> None:
-    import_engine().get_mp_context = lambda: multiprocessing.get_context("fork")
+    vars(import_engine())["get_mp_context"] = lambda: multiprocessing.get_context("fork")
     from torch.distributed import distributed_c10d
 
     distributed_c10d.ProcessGroupGloo = one_event_loop(distributed_c10d.ProcessGroupGloo)  # type: ignore[misc]

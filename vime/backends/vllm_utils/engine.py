@@ -34,7 +34,7 @@ class EngineProcess(ServerProcess):
         )
 
     def check_health(self, deadline_s: float, *, is_updating: bool) -> None:
-        """EngineError when it has ended or hangs. The API server answers /health by itself; /is_paused goes to the
+        """EngineError when it has ended or hangs. The API server responds to /health by itself; /is_paused goes to the
         process with the model and back, which is not asked while an update may hold it (the update has a deadline)."""
         self.probe(self.url + ("/health" if is_updating else "/is_paused"), deadline_s, self.address.headers)
 

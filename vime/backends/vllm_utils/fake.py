@@ -1,10 +1,10 @@
-"""A scripted engine: the routes of vLLM that Vime uses, answered by a function, with failures on demand.
+"""A scripted engine: the routes of vLLM that Vime uses, completions by a function, and failures on demand.
 
 It is a real HTTP server and a real receiver of weights (any transport, its hash); only the model is missing. Tests of
 other packages run against it in their own process, a whole run against it in a process of its own
 (`scripted_server.py`), and the same contract tests run against vLLM itself.
 
-    with FakeEngine(answer=lambda question: ([7, 8], [-0.5, -0.25])) as engine:
+    with FakeEngine(complete=lambda request: ([7, 8], [-0.5, -0.25])) as engine:
         httpx.post(engine.address.url + "/inference/v1/generate", json={"token_ids": [1], "sampling_params": {}})
 """
 
@@ -17,15 +17,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
+
 from vime.backends.vllm_utils.access import REFUSED, EngineKeys
-from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE
+from vime.backends.vllm_utils.routes import (
+    UPDATE_ROUTE,
+    WEIGHTS_ROUTE,
+    BucketResult,
+    HeldWeights,
+    LastBucketResult,
+)
 from vime.types import KEY_HEADER, EngineAddress, VimeError
 from vime.weights.update_info import UpdateInfo, is_last
 
-if TYPE_CHECKING:  # torch takes seconds to import, and an engine answers before it has weights
+if TYPE_CHECKING:  # torch takes seconds to import, and an engine responds before it has weights
     import torch
 
     from vime.weights.wire import BucketReceiver
@@ -35,24 +43,63 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What one answer may depend on."""
+class CompletionRequest:
+    """What one completion may depend on."""
 
     prompt: Sequence[int]
-    sample: int  # number of this answer among the n of its request
+    sample: int  # number of this completion among the n of its request
     seed: int | None  # that the request carries
     version: str  # of the weights when the request began
     content_hash: str  # of these weights; empty before the first update
     max_tokens: int
 
 
-Answer = Callable[[Question], tuple[list[int], list[float]]]
-"""Tokens and log-probabilities of one answer, before max_tokens cuts it."""
+Completion = tuple[list[int], list[float]]
+"""Tokens and their log-probabilities, before max_tokens cuts them."""
+Complete = Callable[[CompletionRequest], Completion]
 
 
-def echo_backwards(question: Question) -> tuple[list[int], list[float]]:
-    """The default answer: the prompt backwards, with log-probability -0.5."""
-    return list(reversed(question.prompt)), [-0.5] * len(question.prompt)
+def echo_backwards(request: CompletionRequest) -> Completion:
+    """Return the default completion: the prompt backwards, with log-probability -0.5."""
+    return list(reversed(request.prompt)), [-0.5] * len(request.prompt)
+
+
+class _SamplingParams(msgspec.Struct):
+    n: int = 1
+    max_tokens: int = 16
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class _Generate(msgspec.Struct):
+    """The body of a generation request, as far as it is looked at."""
+
+    token_ids: list[int]
+    sampling_params: _SamplingParams = msgspec.field(default_factory=_SamplingParams)
+    request_id: str = "x"
+
+
+class _Update(msgspec.Struct):
+    update_info: UpdateInfo
+    version: int
+    pause_mode: str
+
+
+class _Connect(msgspec.Struct):
+    init_info: dict[str, object]
+
+
+class _Abort(msgspec.Struct):
+    request_ids: list[str] | None = None
+
+
+class _Span(TypedDict):
+    """Tokens `start` to `end` of a completion were sampled by weights of this version."""
+
+    version: str
+    start: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -61,23 +108,23 @@ class Faults:
 
     wrong_hash: bool = False  # report another hash than the received bytes have
     wrong_version: str | None = None  # report this version
-    status: dict[str, int] = field(default_factory=dict)  # route -> status to answer instead of working
-    stall: dict[str, threading.Event] = field(default_factory=dict)  # route -> answer only after this event
+    status: dict[str, int] = field(default_factory=dict)  # route -> status to send instead of working
+    stall: dict[str, threading.Event] = field(default_factory=dict)  # route -> respond only after this event
     stall_tokens_after: int | None = None  # running requests stop after so many tokens until this is cleared
 
 
 class FakeEngine:
     """One engine. The state is owned by one lock; each request runs in a thread of its own.
 
-    `token_s`: seconds that each token takes, whatever else runs; 0 answers at once. `keys`: what it asks callers for;
-    None answers everyone.
+    `token_s`: seconds that each token takes, whatever else runs; 0: none. `keys`: what it asks callers for; None: it
+    lets everyone in.
     """
 
     def __init__(
         self,
         *,
         name: str = "fake-0",
-        answer: Answer = echo_backwards,
+        complete: Complete = echo_backwards,
         host: str = "127.0.0.1",
         port: int = 0,
         token_s: float = 0.0,
@@ -88,7 +135,7 @@ class FakeEngine:
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
         self.num_connections = 0
-        self._answer, self._token_s = answer, token_s
+        self._complete, self._token_s = complete, token_s
         self._receiver: BucketReceiver | None = None
         self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
         lock = threading.Lock()
@@ -115,7 +162,7 @@ class FakeEngine:
         self.stop()
 
     def stop(self) -> None:
-        """Close the listening socket: later connections are refused, and kept ones end without an answer. Also how a
+        """Close the listening socket: later connections are refused, and kept ones end without a response. Also how a
         test lets the engine die."""
         self.is_stopped = True
         with self._changed:
@@ -142,15 +189,15 @@ class FakeEngine:
             if not self._counted.wait_for(lambda: self._num_running >= num_requests, WAIT_S):
                 raise TimeoutError(f"{self._num_running} requests run, expected {num_requests}")
 
-    def handle(self, route: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, Any]:
-        """(status, JSON) for one request. Called by the handler threads."""
+    def handle(self, route: str, query: dict[str, list[str]], body: bytes) -> tuple[int, object]:
+        """Return (status, what becomes JSON) for one request. Called by the handler threads."""
         if route in self.faults.stall and not self.faults.stall[route].wait(WAIT_S):
             return 504, {"error": f"{route} stalled for {WAIT_S} s"}
         if route in self.faults.status:
             return self.faults.status[route], {"error": f"{route} fails because the test says so"}
         if route == "/inference/v1/generate":
-            return self._generate(body)
-        simple = {
+            return self._generate(msgspec.json.decode(body, type=_Generate))
+        simple: dict[str, dict[str, object]] = {
             "/health": {},
             "/readiness": {},
             "/get_world_size": {"world_size": 1},
@@ -164,7 +211,7 @@ class FakeEngine:
         except (VimeError, OSError, RuntimeError, KeyError, ValueError) as error:
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
-    def _control(self, route: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, Any]:
+    def _control(self, route: str, query: dict[str, list[str]], body: bytes) -> tuple[int, object]:
         if route == "/pause":
             self._pause(query.get("mode", ["abort"])[0])
         elif route == "/resume":
@@ -172,31 +219,33 @@ class FakeEngine:
                 self._is_paused = self._is_frozen = False
                 self._changed.notify_all()
         elif route in ("/abort_requests", "/inference/v1/abort_requests"):
-            self._abort(body.get("request_ids"))
+            self._abort(msgspec.json.decode(body or b"{}", type=_Abort).request_ids)
         elif route == "/init_weight_transfer_engine":
             import torch
 
             from vime.weights.transports import make_receiver
 
-            self._receiver = make_receiver(body["init_info"]["transport"], torch.device("cpu"))
-            self._receiver.connect(body["init_info"], 0)
+            init_info = msgspec.json.decode(body, type=_Connect).init_info
+            self._receiver = make_receiver(str(init_info["transport"]), torch.device("cpu"))
+            self._receiver.connect(init_info, 0)
         elif route == UPDATE_ROUTE:
-            return 200, self._update(**body)
+            return 200, self._update(msgspec.json.decode(body, type=_Update))
         elif route == WEIGHTS_ROUTE:
             return 200, self._held()
         else:
             return 404, {"error": f"the scripted engine has no {route}"}
         return 200, {}
 
-    def _update(self, update_info: UpdateInfo, version: int, pause_mode: str) -> dict[str, Any]:
-        """One bucket; as in vLLM, an error ends the update."""
+    def _update(self, asked: _Update) -> BucketResult | LastBucketResult:
+        """Take one bucket; as in vLLM, an error ends the update."""
+        update_info = asked.update_info
         is_first = update_info["index"] == 0
         if self._receiver is None:
             raise RuntimeError(f"{UPDATE_ROUTE} before init_weight_transfer_engine")
         if self._is_updating == is_first:
             raise RuntimeError(f"{UPDATE_ROUTE}: an update is {'open' if is_first else 'not open'}")
         if is_first:
-            self._pause(pause_mode)
+            self._pause(asked.pause_mode)
             self._receiver.start()
             self.weights = {}
         self._is_updating = False
@@ -206,15 +255,17 @@ class FakeEngine:
             return {"pause_s": 0.0, "confirm_s": 0.0}
         self._receiver.finish()
         with self._changed:
-            self._version, self._content_hash = str(version), self._receiver.content_hash
+            self._version, self._content_hash = str(asked.version), self._receiver.content_hash
             self._changed.notify_all()
         return {"pause_s": 0.0, "confirm_s": 0.0, **self._held()}
 
-    def _held(self) -> dict[str, Any]:
+    def _held(self) -> HeldWeights:
         received = self._receiver
         content_hash = "0" * 32 if self.faults.wrong_hash or received is None else received.content_hash
-        worker = {"content_hash": content_hash, "num_tensors": len(self.weights)}
-        return {"weight_version": self.faults.wrong_version or self._version, "workers": [worker]}
+        return {
+            "weight_version": self.faults.wrong_version or self._version,
+            "workers": [{"content_hash": content_hash, "num_tensors": len(self.weights)}],
+        }
 
     def _pause(self, mode: str) -> None:
         if mode not in ("abort", "wait", "keep"):
@@ -241,10 +292,9 @@ class FakeEngine:
             self._changed.notify_all()
             self._counted.wait_for(lambda: self._num_running == 0, WAIT_S)
 
-    def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
-        params = body.get("sampling_params", {})
-        prompt, limit = body["token_ids"], params.get("max_tokens", 16)
-        request_id = f"generate-tokens-{body.get('request_id', 'x')}"
+    def _generate(self, asked: _Generate) -> tuple[int, object]:
+        params, prompt = asked.sampling_params, asked.token_ids
+        request_id = f"generate-tokens-{asked.request_id}"
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_paused, WAIT_S):
                 return 504, {"error": "paused"}
@@ -252,8 +302,8 @@ class FakeEngine:
             self._running.add(request_id)
             self._counted.notify_all()
             try:
-                answers = [self._answer(question) for question in self._questions(prompt, params, limit)]
-                longest = min(limit, max(len(tokens) for tokens, _ in answers))
+                completions = [self._complete(request) for request in self._requests(prompt, params)]
+                longest = min(params.max_tokens, max(len(tokens) for tokens, _ in completions))
                 versions = self._advance(longest, request_id)
             finally:
                 self._num_running -= 1
@@ -262,30 +312,30 @@ class FakeEngine:
                 self._counted.notify_all()
         produced = len(versions)
         choices = [
-            _choice(index, answer, produced, versions, limit, params, is_aborted=produced < longest)
-            for index, answer in enumerate(answers)
+            _choice(index, completion, versions, params, is_aborted=produced < longest)
+            for index, completion in enumerate(completions)
         ]
-        total = sum(len(choice["token_ids"]) for choice in choices)
+        total = sum(min(len(tokens), produced) for tokens, _ in completions)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": total, "total_tokens": len(prompt) + total}
         scores = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
         return 200, {
             "request_id": request_id,
             "choices": choices,
-            "prompt_logprobs": scores if params.get("prompt_logprobs") is not None else None,
+            "prompt_logprobs": scores if params.prompt_logprobs is not None else None,
             "usage": usage,
         }
 
-    def _questions(self, prompt: Sequence[int], params: dict[str, Any], limit: int) -> list[Question]:
+    def _requests(self, prompt: Sequence[int], params: _SamplingParams) -> list[CompletionRequest]:
         return [
-            Question(
+            CompletionRequest(
                 prompt=prompt,
                 sample=sample,
-                seed=params.get("seed"),
+                seed=params.seed,
                 version=self._version,
                 content_hash=self._content_hash,
-                max_tokens=limit,
+                max_tokens=params.max_tokens,
             )
-            for sample in range(params.get("n", 1))
+            for sample in range(params.n)
         ]
 
     def _advance(self, longest: int, request_id: str) -> list[str]:
@@ -342,13 +392,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         parts, keys = urlsplit(self.path), self.engine.keys
+        result: object
         if keys is not None and not keys.admit(self.command, parts.path, self.headers.get(KEY_HEADER, "")):
-            status, answer = 401, REFUSED
+            status, result = 401, REFUSED
         else:
             if self.command == "POST" and parts.path != "/inference/v1/generate":
                 self.engine.calls.append(self.path)
-            status, answer = self.engine.handle(parts.path, parse_qs(parts.query), json.loads(raw) if raw else {})
-        content = json.dumps(answer).encode()
+            status, result = self.engine.handle(parts.path, parse_qs(parts.query), raw)
+        content = json.dumps(result).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -358,19 +409,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _choice(
-    index: int,
-    answer: tuple[list[int], list[float]],
-    produced: int,
-    versions: list[str],
-    limit: int,
-    params: dict[str, Any],
-    *,
-    is_aborted: bool,
-) -> dict[str, Any]:
-    tokens, log_probs = answer
-    kept = min(len(tokens), produced)
+    index: int, completion: Completion, versions: list[str], params: _SamplingParams, *, is_aborted: bool
+) -> dict[str, object]:
+    tokens, log_probs = completion
+    kept, limit = min(len(tokens), len(versions)), params.max_tokens
     reason = "length" if len(tokens) > limit else "stop"
-    spans: list[dict[str, Any]] = []
+    spans: list[_Span] = []
     for position, version in enumerate(versions[:kept]):
         if spans and spans[-1]["version"] == version:
             spans[-1]["end"] = position + 1
@@ -385,6 +429,6 @@ def _choice(
         "token_ids": tokens[:kept],
         "finish_reason": "abort" if is_aborted and kept < min(len(tokens), limit) else reason,
         "stop_reason": None,
-        "logprobs": {"content": content} if params.get("logprobs") is not None else None,
+        "logprobs": {"content": content} if params.logprobs is not None else None,
         "weight_versions": spans,
     }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any
 
 from vime.backends.vllm_utils.flag_values import shape_of
 
@@ -20,7 +19,7 @@ def main() -> None:
     bounds = _bounds()
     shapes = {
         option: dataclasses.asdict(shape_of(action, bounds.get(option)))
-        for action in make_arg_parser(FlexibleArgumentParser())._actions
+        for action in make_arg_parser(FlexibleArgumentParser())._actions  # noqa: SLF001 - argparse has no public list
         for option in action.option_strings
     }
     sys.stdout.write("\n" + json.dumps(shapes) + "\n")
@@ -33,7 +32,7 @@ def _bounds() -> dict[str, dict[str, float]]:
 
     found: dict[str, list[dict[str, float]]] = {}
     for section in vars(vllm.config).values():
-        fields: dict[str, Any] = getattr(section, "__pydantic_fields__", {})
+        fields: dict[str, object] = getattr(section, "__pydantic_fields__", {})
         for name, spec in fields.items():
             limits = {
                 kind: float(limit)

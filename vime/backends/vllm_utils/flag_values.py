@@ -11,7 +11,6 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vime.types import ConfigError
 
@@ -37,22 +36,15 @@ class FlagShape:
     kinds: tuple[str, ...] = PROBES
     bounds: Mapping[str, float] | None = None  # gt, ge, lt, le
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> FlagShape:
-        return cls(
-            nargs=record["nargs"],
-            choices=tuple(record["choices"]),
-            kinds=tuple(record["kinds"]),
-            bounds=record["bounds"],
-        )
 
-
-def shape_of(action: Any, bounds: Mapping[str, float] | None = None) -> FlagShape:
+def shape_of(action: argparse.Action, bounds: Mapping[str, float] | None = None) -> FlagShape:
     """What an action of argparse says. `bounds` it does not know."""
+
+    kind = action.type if callable(action.type) else str
 
     def takes(probe: str) -> bool:
         try:
-            (action.type or str)(probe)
+            kind(probe)
         except (ValueError, TypeError, ArithmeticError, argparse.ArgumentTypeError):
             return False
         return True

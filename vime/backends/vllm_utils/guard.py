@@ -50,7 +50,7 @@ def session_members(session: int) -> list[int]:
 
 
 def kill_session(session: int, *, spare: int | None = None) -> list[int]:
-    """SIGKILL to every living member but `spare`; answers who was hit."""
+    """Send SIGKILL to every living member but `spare`; returns who was hit."""
     hit = [pid for pid in session_members(session) if pid != spare]
     for pid in hit:
         with contextlib.suppress(ProcessLookupError):

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.backends.vllm_utils.plugin import BACKEND
@@ -53,7 +55,7 @@ OWNED_FLAGS = {
     "--enable-return-routed-experts": "--use-rollout-routing-replay",
 }
 
-# Of --reference-mode: an answer depends on its prompt, its seed and the weights, not on who was asked beside or before
+# Of --reference-mode: a completion depends on its prompt, its seed and the weights, not on those beside or before
 # it. Batches change the order of sums; a cached prefix changes the shape of what is left to compute; a prompt cut in
 # two kills vLLM's CPU engine when its request has a seed ("CPU Generator does not use offset"). A token budget of the
 # whole context, and no second sequence to share it with, never cuts one.
@@ -145,7 +147,7 @@ def validate_vllm_flags(config: Config) -> None:
     """ConfigError for a --vllm-* flag that the run owns, that the installed vLLM does not have, or whose value it would
     not take.
 
-    Asks the installed vLLM once (about 10 s) and remembers the answer by version. Without such a flag it does nothing.
+    Asks the installed vLLM once a version (about 10 s) and keeps what it says. Without such a flag it does nothing.
     """
     if not config.vllm_flags:
         return
@@ -163,8 +165,8 @@ def installed_flags() -> dict[str, FlagShape]:
     """Of the installed vLLM, which is asked once a version: some 10 s. scripts/install.sh calls it too."""
     cache = _cache_dir() / f"vllm-flag-shapes-{_vllm_version()}.json"
     try:
-        return {name: FlagShape.of(shape) for name, shape in json.loads(cache.read_text()).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, FlagShape])
+    except (OSError, msgspec.DecodeError):
         pass  # first use, or an unreadable cache: ask again
     try:
         asked = subprocess.run(
@@ -174,7 +176,8 @@ def installed_flags() -> dict[str, FlagShape]:
             timeout=LIST_FLAGS_TIMEOUT_S,
             check=True,
         )
-        shapes = json.loads(asked.stdout.strip().splitlines()[-1])
+        said = asked.stdout.strip().splitlines()[-1]
+        shapes = msgspec.json.decode(said, type=dict[str, FlagShape])
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         detail = getattr(error, "stderr", None) or error
         raise ConfigError(
@@ -184,11 +187,11 @@ def installed_flags() -> dict[str, FlagShape]:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         partial = cache.with_name(f"{cache.name}.{os.getpid()}")
-        partial.write_text(json.dumps(shapes))
+        partial.write_text(said)
         partial.replace(cache)
     except OSError:
         pass  # a read-only home only costs the time to ask again
-    return {name: FlagShape.of(shape) for name, shape in shapes.items()}
+    return shapes
 
 
 def _vllm_version() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT, die_with_parent
@@ -18,8 +19,7 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # `_registry` is looked at only because register_engine refuses a second registration.
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered already
         WeightTransferEngineFactory.register_engine(BACKEND, "vime.backends.vllm_utils.weight_transfer", "VimeEngine")
     if os.environ.get(DIE_WITH_PARENT):
         die_with_parent()

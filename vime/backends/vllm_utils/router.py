@@ -47,7 +47,7 @@ DEFAULT_FLAGS = {
 
 
 class RouterProcess(ServerProcess):
-    """Router in front of `engines`, all of which must answer already."""
+    """Router in front of `engines`, all of which must be ready."""
 
     def __init__(
         self, config: Config, engines: Sequence[EngineAddress], *, run_dir: Path, host: str = "127.0.0.1"
@@ -107,7 +107,7 @@ def _installed_flags() -> dict[str, FlagShape]:
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     return {
         name: shape_of(action, _bounds(name) if action.type in (int, float) else None)
-        for action in parser._actions
+        for action in parser._actions  # noqa: SLF001 - argparse has no public list of its flags
         for name in action.option_strings
     }
 

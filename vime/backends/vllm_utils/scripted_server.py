@@ -2,14 +2,14 @@
 
 `--debug-engine-module vime.backends.vllm_utils.scripted_server` starts it instead of vLLM, with vLLM's command line
 (of which it reads --model, --host and --port), as the same child of the same actor behind the same router. Everything
-but the model is real: weights arrive and are hashed, pauses and aborts happen, answers carry versions. It answers in
+but the model is real: weights arrive and are hashed, pauses and aborts happen, completions carry versions. It starts in
 a second, so that fault tests can afford hundreds of runs, and at a set pace, so that a long tail can be benchmarked.
 
-An answer is a function of the prompt, the request's seed if it has one, the sample's number and the weights (their
-hash): the same weights answer alike in every run, other weights otherwise, but equally long, so that two schedules of
+A completion is a function of the prompt, the request's seed if it has one, the sample's number and the weights (their
+hash): the same weights complete alike in every run, other weights otherwise, but equally long, so that two schedules of
 training can be compared on the same work. Environment:
 
-    VIME_SCRIPTED_TOKENS_PER_SECOND   of each sequence, however many there are; unset: answers come at once
+    VIME_SCRIPTED_TOKENS_PER_SECOND   of each sequence, however many there are; unset: completions come at once
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ import threading
 from collections.abc import Sequence
 
 from vime.backends.vllm_utils.access import EngineKeys
-from vime.backends.vllm_utils.fake import FakeEngine, Question
+from vime.backends.vllm_utils.fake import CompletionRequest, FakeEngine
 from vime.config.hf_config import num_tokenizer_ids, read_model_shape, read_record
 from vime.types import ConfigError
 
 PACE = "VIME_SCRIPTED_TOKENS_PER_SECOND"
 MEDIAN_SHARE = 1 / 8
-"""Median length of an answer, as a share of max_tokens."""
+"""Median length of a completion, as a share of max_tokens."""
 SPREAD = math.log(4) / 1.2816
 """Standard deviation of the logarithm of the length. 1.2816 is the normal distribution's 90th percentile, so the 90th
 percentile of lengths is four medians, half of max_tokens: of a round that is generated all at once, the last tenth of
-the answers takes half of the time, as measured on reasoning workloads (Seer, arXiv 2511.14617: up to 50 %). 2.7 % of
-the answers are cut at max_tokens."""
+completions takes half of the time, as measured on reasoning workloads (Seer, arXiv 2511.14617: up to 50 %). 2.7 % of
+the completions are cut at max_tokens."""
 NOISE = 0.1  # nats by which a log-probability is off the uniform distribution's, at most
 
 
 class LongTailed:
-    """Answers of random tokens, the end token last, of log-normal length."""
+    """Completions of random tokens, the end token last, of log-normal length."""
 
     def __init__(self, model: str) -> None:
         known, tokenized = read_model_shape(model).vocab_size, num_tokenizer_ids(model)
         ends = read_record(model).get("eos_token_id")
-        self._ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self._ends: list[int] = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
         self._words = [token for token in range(min(known, tokenized or known)) if token not in self._ends]
 
-    def __call__(self, question: Question) -> tuple[list[int], list[float]]:
-        asked = (tuple(question.prompt), question.seed, question.sample)
-        length = max(1, round(question.max_tokens * MEDIAN_SHARE * math.exp(SPREAD * _chance(*asked).gauss())))
-        chance = _chance(*asked, question.content_hash or question.version)
-        is_cut = length > question.max_tokens
-        tokens = chance.choices(self._words, k=question.max_tokens + 1 if is_cut else length)
+    def __call__(self, request: CompletionRequest) -> tuple[list[int], list[float]]:
+        asked = (tuple(request.prompt), request.seed, request.sample)
+        length = max(1, round(request.max_tokens * MEDIAN_SHARE * math.exp(SPREAD * _chance(*asked).gauss())))
+        chance = _chance(*asked, request.content_hash or request.version)
+        is_cut = length > request.max_tokens
+        tokens = chance.choices(self._words, k=request.max_tokens + 1 if is_cut else length)
         if self._ends and not is_cut:
             tokens[-1] = self._ends[0]
         likely = -math.log(len(self._words))
@@ -77,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        answer, token_s = LongTailed(arguments.model), pace()
+        complete, token_s = LongTailed(arguments.model), pace()
     except ConfigError as error:
         sys.stderr.write(f"refused: {error}\n")
         return error.exit_code
     engine = FakeEngine(
         name="scripted",
-        answer=answer,
+        complete=complete,
         host=arguments.host,
         port=arguments.port,
         token_s=token_s,

@@ -9,45 +9,72 @@ parameters are rebuilt.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from vime.backends.vllm_utils.routes import WorkerWeights
 from vime.config.model_files import read_headers
 from vime.types import PublishError
 from vime.utils.heap import FreedMemory
 from vime.weights.transports import make_receiver
+from vime.weights.update_info import UpdateInfo, is_last
 from vime.weights.wire import BucketReceiver
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
 
 BUFFER_SUFFIXES = (".inv_freq", ".masked_bias", ".attn.bias")  # in some checkpoints, but not parameters
 
 
-class VimeEngine(WeightTransferEngine[Any, Any]):
+@dataclass
+class ConnectInfo(WeightTransferInitInfo):
+    """What the trainer says when it connects: the transport's name, and what that transport's receiver reads."""
+
+    told: dict[str, object]
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """An `UpdateInfo` as it arrived; the receiver checks it."""
+
+    told: dict[str, object]
+
+
+class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     """Loads Hugging Face tensors bucket by bucket, over the transport that the trainer names when it connects."""
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.receiver: BucketReceiver | None = None
         self._received: set[str] = set()
         self._required: frozenset[str] | None = None
         self._freed = FreedMemory()
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
-        return init_dict
+    def parse_init_info(self, init_dict: dict[str, object]) -> ConnectInfo:
+        return ConnectInfo(init_dict)
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> dict[str, Any]:
-        return update_dict
+    def parse_update_info(self, update_dict: dict[str, object]) -> BucketInfo:
+        return BucketInfo(update_dict)
 
-    def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+    def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         parallel = self.parallel_config
         self.shutdown()
-        self.receiver = make_receiver(init_info["transport"], self.device)
-        self.receiver.connect(init_info, parallel.data_parallel_index * parallel.world_size + parallel.rank)
+        self.receiver = make_receiver(str(init_info.told["transport"]), self.device)
+        self.receiver.connect(init_info.told, parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self._required = required_names(self.model_config)
 
     def start_weight_update(self) -> None:
@@ -55,14 +82,14 @@ class VimeEngine(WeightTransferEngine[Any, Any]):
         self._received = set()
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         """As in the base class, without its device synchronisation on a build that has no device to synchronise."""
-        self.receive_weights(update_info)
+        self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Mapping[str, Any]) -> None:
-        pairs = self._connected.receive(update_info)
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        pairs = self._connected.receive(update_info.told)
         self._received.update(name for name, _ in pairs)
         with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
             self.model.load_weights(pairs)  # type: ignore[operator]  # vLLM's models have it
@@ -97,20 +124,20 @@ class UpdateWorker:
     # of the worker class, which knows whether an update is open
     weight_transfer_engine: VimeEngine
     start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, Any]], None]
+    update_weights: Callable[[UpdateInfo], None]
     finish_weight_update: Callable[[], None]
 
-    def vime_update_weights(self, update_info: dict[str, Any]) -> dict[str, str | int]:
-        """Load a bucket; an update begins with its first and ends with its last. Answers `vime_weight_report`."""
+    def vime_update_weights(self, update_info: UpdateInfo) -> WorkerWeights:
+        """Load a bucket; an update begins with its first and ends with its last. Returns `vime_weight_report`."""
         if update_info["index"] == 0:
             self.start_weight_update()
         self.update_weights(update_info)
-        if update_info["index"] + 1 == update_info["count"]:
+        if is_last(update_info):
             self.finish_weight_update()
         return self.vime_weight_report()
 
-    def vime_weight_report(self) -> dict[str, str | int]:
-        """Content hash and number of tensors of the newest update, as this worker received it."""
+    def vime_weight_report(self) -> WorkerWeights:
+        """Return content hash and number of tensors of the newest update, as this worker received it."""
         receiver = self.weight_transfer_engine.receiver
         if receiver is None:
             return {"content_hash": "", "num_tensors": 0}
@@ -142,7 +169,7 @@ def refresh_packed_copies(model: torch.nn.Module) -> None:
             experts.process_weights_after_loading(module)
 
 
-def required_names(model_config: Any) -> frozenset[str] | None:
+def required_names(model_config: ModelConfig) -> frozenset[str] | None:
     """Names that an update must hold: those of the checkpoint the engine started from. None when it is not local."""
     found = read_headers(model_config.model, flag="--model")
     if not found:

@@ -6,8 +6,8 @@ import pickle
 from dataclasses import replace
 
 from vime.data.rows import TrainRow
-from vime.training.agreement import Disagreement, comparable
-from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, Agreement, merge, of_rows
+from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, MeasuredMismatch, merge, of_rows
+from vime.training.mismatch import LogprobMismatch, comparable
 from vime.types import VersionSpan
 
 ROW = TrainRow(
@@ -31,12 +31,16 @@ def test_rows_are_compared_at_every_trainable_token() -> None:
 
 
 def test_without_a_token_to_compare_no_difference_is_reported() -> None:
-    assert Agreement(num_tokens=0, mean=0.0, largest=0.0).metrics() == {COMPARED: 0.0}
-    assert Agreement(num_tokens=2, mean=0.5, largest=1.0).metrics() == {DIFFERENCE: 0.5, LARGEST: 1.0, COMPARED: 2.0}
+    assert MeasuredMismatch(num_tokens=0, mean=0.0, largest=0.0).metrics() == {COMPARED: 0.0}
+    assert MeasuredMismatch(num_tokens=2, mean=0.5, largest=1.0).metrics() == {
+        DIFFERENCE: 0.5,
+        LARGEST: 1.0,
+        COMPARED: 2.0,
+    }
 
 
 def test_the_worst_rows_of_all_ranks_come_first() -> None:
-    def of(*differences: float) -> Agreement:
+    def of(*differences: float) -> MeasuredMismatch:
         rows = [replace(ROW, sample_index=int(10 * difference)) for difference in differences]
         logps = [[logp - difference for logp in ROW.rollout_log_probs] for difference in differences]
         return of_rows(rows, logps)
@@ -46,6 +50,6 @@ def test_the_worst_rows_of_all_ranks_come_first() -> None:
 
 
 def test_a_disagreement_travels_between_processes_with_its_numbers() -> None:
-    error = pickle.loads(pickle.dumps(Disagreement(of_rows([ROW], [[-1.5, -9.0, -2.0, -3.25]]))))
-    assert error.agreement.num_tokens == 3
+    error = pickle.loads(pickle.dumps(LogprobMismatch(of_rows([ROW], [[-1.5, -9.0, -2.0, -3.25]]))))
+    assert error.measured.num_tokens == 3
     assert "disagree by 0.25 nats a token (largest 0.5) over 3 tokens" in str(error)

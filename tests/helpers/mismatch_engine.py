@@ -17,14 +17,14 @@ from tests.helpers.megatron_models import make_plan
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.checks import FP32_THRESHOLD
 from vime.data.rows import TrainRow
+from vime.observability.mismatch_record import Stage, write_record
 from vime.protocols import UpdateResponse
-from vime.ray.agreement import RunWitnesses
 from vime.ray.backends import make_backend
+from vime.ray.mismatch_probes import MismatchProbes
 from vime.rollout.engine_client import read_version
-from vime.training.agreement import Disagreement, Judge
-from vime.training.diagnosis import diagnose
-from vime.training.evidence import Agreement
+from vime.training.evidence import MeasuredMismatch
 from vime.training.export import weights_hash
+from vime.training.mismatch import Judge, LogprobMismatch
 from vime.training.worker import TrainWorker
 from vime.types import EngineAddress, RankInfo, SamplingRule, VersionSpan
 from vime.weights.publish import publish
@@ -55,7 +55,7 @@ class CarelessControl(FleetControl):
 
 
 class Pair:
-    """One trainer rank and one engine. `Trainers` as far as witnesses need it."""
+    """One trainer rank and one engine. `Trainers` as far as probes need it."""
 
     def __init__(self, ranks: Ranks, model: Path, engine: EngineAddress, directory: Path) -> None:
         self.config = engine_config(model, distributed_backend="gloo", distributed_timeout_minutes=1.0, lr=1e-3)
@@ -63,7 +63,7 @@ class Pair:
             rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=ranks.rendezvous("pair", 1)
         )
         self.worker = TrainWorker(self.config, make_backend(self.config, rank), total_steps=1)
-        self.engine = engine
+        self.engine, self.directory = engine, directory
         self.fleet = CarelessControl([engine], timeout_s=60)
         self.sender = make_sender("shm", bucket_bytes=60_000, directory=directory, timeout_s=60)
         self.sender.connect(self.fleet)
@@ -120,35 +120,37 @@ class Pair:
             for number, choice in enumerate(answer.json()["choices"])
         ]
 
-    def verdict(self, rows: Sequence[TrainRow]) -> dict[str, Any]:
-        """What a judged round of these rows says; weights stay where they are, also when nothing is wrong."""
+    def measured(self, rows: Sequence[TrainRow]) -> dict[str, Any]:
+        """The mean of a judged round, and the file that records a large one; weights stay where they are."""
         plan = make_plan(list(rows), dp_size=1)
         try:
             self.worker.train_round(plan, dict(enumerate(rows)), judge=Judge(version=self.version, threshold=-1.0))
-        except Disagreement as disagreement:
-            found: Agreement = disagreement.agreement
+        except LogprobMismatch as error:
+            found: MeasuredMismatch = error.measured
         if found.mean <= FP32_THRESHOLD:
-            return {"mean": found.mean, "cause": None, "summary": ""}
-        witnesses = RunWitnesses(
-            self.config, trainers=self, fleet=self.fleet, texts_of=lambda indices: [None for _ in indices],
-            version=self.version, rule=SamplingRule(),
+            return {"mean": found.mean, "record": None}
+        probes = MismatchProbes(
+            self.config, trainers=self, fleet=self.fleet, texts_of=lambda _, indices: [None for _ in indices],
+            threshold=FP32_THRESHOLD,
         )  # fmt: skip
-        diagnosis = diagnose(found.suspects, witnesses, threshold=FP32_THRESHOLD)
-        return {"mean": found.mean, "cause": str(diagnosis.cause), "summary": diagnosis.summary}
+        record = probes.record(
+            found, rollout_id=self.version, stage=Stage.BEFORE_TRAINING, version=self.version, rule=SamplingRule()
+        )
+        return {"mean": found.mean, "record": str(write_record(self.directory, record))}
 
 
 def run(ranks: Ranks, model: Path, url: str) -> dict[str, Any]:
     pair = Pair(ranks, model, EngineAddress(name="engine-0", url=url, key=KEYS.control), ranks.directory)
     pair.push()
-    answers = {"sound": pair.verdict(pair.sampled(PROMPT))}
+    answers = {"sound": pair.measured(pair.sampled(PROMPT))}
     pair.push(noise=0.02)
-    answers["other weights"] = pair.verdict(pair.sampled(PROMPT)) | {"hash": pair.weights_hash()}
+    answers["other weights"] = pair.measured(pair.sampled(PROMPT)) | {"hash": pair.weights_hash()}
     pair.fleet.clears = False
     pair.push()  # the trainer's weights, over keys and values of the others
-    answers["stale cache"] = pair.verdict(pair.sampled(PROMPT))
+    answers["stale cache"] = pair.measured(pair.sampled(PROMPT))
     pair.fleet.clears = True
     pair.push()
-    answers["sound again"] = pair.verdict(pair.sampled(PROMPT))
+    answers["sound again"] = pair.measured(pair.sampled(PROMPT))
     pair.sender.close()
     pair.fleet.close()
     pair.worker.backend.close()

@@ -1,4 +1,4 @@
-"""Agreement of trainer and engine is measured alike in every layout, and a disagreement leaves the trainer alone."""
+"""A logprob mismatch is measured alike in every layout, and leaves the trainer alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.agreement_cases import LAYOUTS, RULES, TEMPERATURE, agreement_cases, mixed_rows
 from tests.helpers.megatron_worker import Answers, answers_of
+from tests.helpers.mismatch_cases import LAYOUTS, RULES, TEMPERATURE, mismatch_cases, mixed_rows
 from vime.training.evidence import COMPARED, DIFFERENCE, LARGEST, NUM_SUSPECTS
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-5
@@ -18,7 +18,7 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-5
 
 @pytest.fixture(scope="module")
 def answers(models: Path, work: Path) -> Answers:
-    return answers_of(agreement_cases(models), directory=work / "launch-agreement")
+    return answers_of(mismatch_cases(models), directory=work / "launch-mismatch")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_every_rank_stops_with_the_same_numbers(answers: Answers, expected: Any,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_disagreement_moves_no_weight_and_leaves_no_trace(answers: Answers, layout: str) -> None:
+def test_a_mismatch_moves_no_weight_and_leaves_no_trace(answers: Answers, layout: str) -> None:
     for rank in answers(f"judged-{layout}"):
         for name, tensor in rank["before"].items():
             assert torch.equal(rank["stopped"][name], tensor), name

@@ -1,9 +1,9 @@
-"""Do trainer and engine agree about the tokens of a round? Measured every round, before its first step moves a weight.
+"""How far are trainer and engine apart on the tokens of a round? Measured every round, before its first step.
 
 Like with like: a token counts when it is trainable and was sampled by the version that trains. The trainer's
 log-probabilities are those the round computes anyway: the forward pass of the old policy, or, in a round of one step,
-the step's own. When they are too far from the engine's, `Disagreement` is raised on every rank alike and the weights
-have not moved, so the trainer can still be asked about the tokens (`diagnosis.py`).
+the step's own. When they are too far from the engine's, `LogprobMismatch` is raised on every rank alike, with the worst
+rows. The weights have not moved, so that the trainer can still be asked about them (`ray/mismatch_probes.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from vime.batching.pack import PackedBatch
 from vime.data.rows import TrainRow
 from vime.protocols import PackLoss, TrainBackend
-from vime.training.evidence import NUM_SUSPECTS, Agreement, Suspect
+from vime.training.evidence import NUM_SUSPECTS, MeasuredMismatch, Suspect
 from vime.types import StepPlan, Version, VimeError
 
 
-class Disagreement(VimeError):
+class LogprobMismatch(VimeError):
     """The mean difference is above the threshold. Raised on every rank, before the weights move."""
 
-    def __init__(self, agreement: Agreement) -> None:
-        super().__init__(agreement)
-        self.agreement = agreement
+    def __init__(self, measured: MeasuredMismatch) -> None:
+        super().__init__(measured)
+        self.measured = measured
 
     def __str__(self) -> str:
-        found = self.agreement
+        found = self.measured
         return (
             f"trainer and engine disagree by {found.mean:.3g} nats a token (largest {found.largest:.3g}) over "
             f"{found.num_tokens} tokens of the version that trains."
@@ -62,7 +62,7 @@ class Recording:
         return dict(zip(rows, [logp_R for logps in self._packs for logp_R in logps], strict=bool(self._packs)))
 
 
-class AgreementCheck:
+class MismatchCheck:
     """Of one round on this rank. It compares once: the old policy's column when there is one (`compare`), else what
     passes through the loss of the first step (`watched`). Collective over all trainer ranks either way."""
 
@@ -71,7 +71,7 @@ class AgreementCheck:
     ) -> None:
         """`is_open`: a comparison is still due."""
         self.is_open = is_open
-        self._found: Agreement | None = None
+        self._found: MeasuredMismatch | None = None
         self._rows, self._judge, self._backend = rows, judge, backend
 
     def metrics(self) -> dict[str, float]:
@@ -87,7 +87,7 @@ class AgreementCheck:
         return recording, lambda: self.compare(recording.logps(numbers))
 
     def compare(self, logps: Mapping[int, Tensor]) -> None:
-        """[R] by row number, empty where no tokens are held. Raises Disagreement on every rank above the threshold."""
+        """[R] by row number, empty where no tokens are held. Above the threshold every rank raises LogprobMismatch."""
         if not self.is_open:
             return
         self.is_open = False
@@ -101,7 +101,7 @@ class AgreementCheck:
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         total, count = sums.tolist()
-        self._found = Agreement(num_tokens=int(count), mean=total / max(1.0, count), largest=float(largest))
+        self._found = MeasuredMismatch(num_tokens=int(count), mean=total / max(1.0, count), largest=float(largest))
         threshold = self._judge.threshold
         if threshold is None or not self._found.mean > threshold:  # nan passes: the step's own check says more about it
             return
@@ -110,7 +110,7 @@ class AgreementCheck:
             Suspect(row=self._rows[row], logp_R=logps[row].double().tolist(), is_compared_R=masks[row].tolist())
             for row in chosen[:NUM_SUSPECTS]
         ]
-        raise Disagreement(replace(self._found, suspects=tuple(suspects)))
+        raise LogprobMismatch(replace(self._found, suspects=tuple(suspects)))
 
 
 def comparable(row: TrainRow, version: Version) -> list[bool]:

@@ -1,11 +1,14 @@
-"""Faults between engine and trainer, each seeded into a live run: named in the round in which it happens."""
+"""Faults between engine and trainer, each seeded into a live run: recorded in its round, named when the run is over."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.helpers.agreement_faults import FAULTS
+from tests.helpers.mismatch_faults import FAULTS
 from tests.helpers.training import TinyTask, train
 
 CAUSES = {
@@ -31,23 +34,33 @@ def generate_rollout(args, rollout_id, data_source, evaluation=False):
 '''
 
 
-def test_each_fault_of_a_generate_plug_in_is_named_within_its_round(tiny_task: TinyTask, tmp_path: Path) -> None:
+def vime(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vime", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_each_fault_of_a_generate_plug_in_is_named_when_the_run_is_over(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--num-rollout", str(len(FAULTS)), "--rollout-max-response-len", "24"]
-    flags += ["--custom-generate-function-path", "tests.helpers.agreement_faults.faulty"]
+    flags += ["--custom-generate-function-path", "tests.helpers.mismatch_faults.faulty"]
     finished = train(flags, tmp_path / "run")
     assert finished.code == 0, finished.output
     metrics = finished.metrics()
-    named = {event["rollout_id"]: event["cause"] for event in finished.events("disagreement")}
+    assert "vime diagnose" in finished.output
+    diagnosed = vime("diagnose", str(tmp_path / "run"), "--json")  # the run is over: nothing but its directory is left
+    told = {line["round"]: line for line in map(json.loads, diagnosed.stdout.splitlines())}
+    named = {rollout_id: line["cause"] for rollout_id, line in told.items()}
     assert metrics[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
     assert named == {number: CAUSES[fault] for number, fault in enumerate(FAULTS) if fault != "none"}
-    for rollout_id, cause in named.items():
-        report = json.loads((tmp_path / "run" / "agreement" / f"round_{rollout_id}.json").read_text())
-        assert report["cause"] == cause
-        assert report["mean"] == metrics[rollout_id]["train/train_rollout_logprob_abs_diff"] > 1e-4
+    text = vime("diagnose", str(tmp_path / "run")).stdout
+    assert re.findall("  cause     (.*)", text) == list(named.values())
+    assert "  shown     top-p/top-k truncation" in vime("diagnose", str(tmp_path / "run"), "--round", "3").stdout
+    assert [event["rollout_id"] for event in finished.events("disagreement")] == list(named)
+    for rollout_id in named:
+        assert told[rollout_id]["mean"] == metrics[rollout_id]["train/train_rollout_logprob_abs_diff"] > 1e-4
         assert f"warning: round {rollout_id}, before it was trained: trainer and engine differ" in finished.output
 
 
-def test_stop_ends_a_run_with_the_cause_before_a_weight_moves(tiny_task: TinyTask, tmp_path: Path) -> None:
+def test_stop_ends_a_run_before_a_weight_moves(tiny_task: TinyTask, tmp_path: Path) -> None:
     """Rounds made by hand, so that no engine is needed: version 0, and a log-probability of -1 for each token."""
     (tmp_path / "made.py").write_text(MADE)
     flags = [*tiny_task.flags(), "--num-rollout", "1", "--debug-train-only", "--on-train-rollout-diff", "stop"]
@@ -55,7 +68,8 @@ def test_stop_ends_a_run_with_the_cause_before_a_weight_moves(tiny_task: TinyTas
     finished = train(flags, tmp_path / "run")
     assert finished.code == 3, finished.output
     [event] = finished.events("disagreement")
-    assert event["cause"] == "unknown"
+    assert event["difference"] > 1e-4
+    assert "cause     unknown" in vime("diagnose", str(tmp_path / "run"), "--round", "0").stdout
     assert "failed: round 0, before it was trained: trainer and engine differ by" in finished.output
     assert "(--on-train-rollout-diff stop)" in finished.output
     assert finished.events("round_trained") == []

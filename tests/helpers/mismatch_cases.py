@@ -9,8 +9,8 @@ from typing import Any
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import Bench, Case, exported
 from vime.data.rows import TrainRow
-from vime.training.agreement import Disagreement, Judge
-from vime.training.evidence import Agreement
+from vime.training.evidence import MeasuredMismatch
+from vime.training.mismatch import Judge, LogprobMismatch
 from vime.types import SamplingRule, VersionSpan
 
 TEMPERATURE = 0.8
@@ -45,16 +45,16 @@ def mixed_rows() -> list[TrainRow]:
 
 
 def judged(bench: Bench, **plan: Any) -> dict[str, Any]:
-    """What a disagreement says, what it leaves behind, and the round trained after it beside one never judged."""
+    """What a mismatch says, what it leaves behind, and the round trained after it beside one never judged."""
     rows = mixed_rows()
     trainer = bench.trainer()
     planned = make_plan(rows, dp_size=trainer.place.dp_size, **plan)
     before = exported(trainer)
-    found: Agreement | None = None
+    found: MeasuredMismatch | None = None
     try:
         trainer.train_round(planned, dict(enumerate(rows)), judge=Judge(version=0, threshold=1e-3))
-    except Disagreement as disagreement:
-        found = disagreement.agreement
+    except LogprobMismatch as error:
+        found = error.measured
     answer = {
         "found": found,
         "before": before,
@@ -72,12 +72,12 @@ def judged(bench: Bench, **plan: Any) -> dict[str, Any]:
     return answer
 
 
-def agreement_cases(models: Path) -> list[Case]:
+def mismatch_cases(models: Path) -> list[Case]:
     flags = {"hf_checkpoint": str(models / "qwen2"), "rollout_temperature": TEMPERATURE}
     return [
         Case(
             name=f"judged-{name}",
-            do="tests.helpers.agreement_cases:judged",
+            do="tests.helpers.mismatch_cases:judged",
             world=world,
             flags={**flags, **layout},
             arguments=plan,

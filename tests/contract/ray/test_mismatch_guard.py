@@ -1,4 +1,4 @@
-"""The driver's side of agreement against scripted engine and ranks: what is compared when, and what follows.
+"""The driver's side of the comparison against scripted engine and ranks: what is compared when, and what follows.
 
 The scripted engine scores every token of a prompt with -1.
 """
@@ -6,7 +6,6 @@ The scripted engine scores every token of a prompt with -1.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,15 @@ from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
+from vime.observability.diagnosis import diagnose
 from vime.observability.events import EventLog, read_events
+from vime.observability.mismatch_record import Stage, read_record, record_files, record_path
 from vime.observability.screen import Screen
-from vime.ray.agreement import RESCORED, AgreementGuard
+from vime.ray.mismatch_guard import MismatchGuard
 from vime.ray.rollout_manager import GeneratedRound, SampleText
 from vime.ray.trainers import TrainedRound
-from vime.training.evidence import COMPARED, DIFFERENCE, Agreement, Suspect
-from vime.types import AgreementError, EngineReport, SamplingRule, VersionSpan
+from vime.training.evidence import COMPARED, DIFFERENCE, RESCORED, MeasuredMismatch, Suspect
+from vime.types import EngineReport, MismatchError, SamplingRule, VersionSpan
 from vime.weights.versions import VersionLedger
 
 SERVING, TRAINED, R = 3, 4, 8
@@ -78,7 +79,7 @@ class Setup:
         model = write_model_directory(tmp_path / "model")
         settings = {"train_rollout_diff_threshold": 1e-4, "on_train_rollout_diff": "warn", **flags}
         self.run_dir, self.stream = tmp_path, io.StringIO()
-        self.guard = AgreementGuard(
+        self.guard = MismatchGuard(
             Config().replace(hf_checkpoint=str(model), **settings),
             tmp_path,
             trainers=ranks,
@@ -91,12 +92,16 @@ class Setup:
 
     @property
     def causes(self) -> list[str]:
-        return [str(event.fields["cause"]) for event in read_events(self.run_dir) if event.kind == "disagreement"]
+        """What `vime diagnose` makes of every record; there are as many events."""
+        num_events = sum(event.kind == "disagreement" for event in read_events(self.run_dir))
+        causes = [str(diagnose(read_record(path)).cause) for path in record_files(self.run_dir)]
+        assert len(causes) == num_events
+        return causes
 
 
-def disagreement() -> Agreement:
+def mismatch() -> MeasuredMismatch:
     suspect = Suspect(row=row(recorded=-2.0, version=TRAINED), logp_R=[-1.0] * R, is_compared_R=[True] * R)
-    return Agreement(num_tokens=R, mean=1.0, largest=1.0, suspects=(suspect,))
+    return MeasuredMismatch(num_tokens=R, mean=1.0, largest=1.0, suspects=(suspect,))
 
 
 def generated(**kind: Any) -> GeneratedRound:
@@ -111,24 +116,23 @@ def test_a_sound_round_is_trained_once(tmp_path: Path, engine: FakeEngine) -> No
     assert (ranks.judged, setup.causes, engine.calls) == ([True], [], [])
 
 
-def test_warn_writes_a_report_and_trains_the_round_unjudged(tmp_path: Path, engine: FakeEngine) -> None:
-    ranks = Ranks([disagreement()], {COMPARED: 8.0, DIFFERENCE: 1.0})
+def test_warn_writes_a_record_and_trains_the_round_unjudged(tmp_path: Path, engine: FakeEngine) -> None:
+    ranks = Ranks([mismatch()], {COMPARED: 8.0, DIFFERENCE: 1.0})
     setup = Setup(tmp_path, engine, ranks)
     assert setup.guard.train(generated(), TRAINED).metrics[DIFFERENCE] == 1.0
     assert ranks.judged == [True, False]
-    [cause] = setup.causes
-    report = json.loads((tmp_path / "agreement" / f"round_{TRAINED}.json").read_text())
-    assert (report["cause"], report["mean"], report["version"]) == (cause, 1.0, TRAINED)
-    assert report["rows"][0]["recorded"] == [-2.0] * R
+    assert len(setup.causes) == 1
+    record = read_record(record_path(tmp_path, TRAINED, Stage.BEFORE_TRAINING))
+    assert (record.mean, record.version, record.rows[0].recorded) == (1.0, TRAINED, [-2.0] * R)
     assert f"warning: round {TRAINED}, before it was trained: trainer and engine differ by 1 nats" in (
         setup.stream.getvalue()
     )
 
 
 def test_stop_ends_the_run_before_a_second_attempt(tmp_path: Path, engine: FakeEngine) -> None:
-    ranks = Ranks([disagreement()])
+    ranks = Ranks([mismatch()])
     setup = Setup(tmp_path, engine, ranks, on_train_rollout_diff="stop")
-    with pytest.raises(AgreementError, match=r"expected at most 0.0001. Likely cause: .* Report: .*round_4.json"):
+    with pytest.raises(MismatchError, match=r"expected at most 0.0001. The cause: vime diagnose .* --round 4"):
         setup.guard.train(generated(), TRAINED)
     assert ranks.judged == [True]
 
@@ -179,9 +183,18 @@ def test_after_a_round_without_comparable_tokens_the_engines_are_held_against_th
 
 def test_engines_that_do_not_answer_cost_their_evidence_and_not_the_run(tmp_path: Path, engine: FakeEngine) -> None:
     engine.faults.status["/inference/v1/generate"] = 500
-    ranks = Ranks([disagreement()], {COMPARED: 8.0, DIFFERENCE: 1.0})
+    ranks = Ranks([mismatch()], {COMPARED: 8.0, DIFFERENCE: 1.0})
     setup = Setup(tmp_path, engine, ranks)
     setup.guard.train(generated(), TRAINED)
-    report = json.loads((tmp_path / "agreement" / f"round_{TRAINED}.json").read_text())
-    [weights] = [finding for finding in report["findings"] if finding["cause"] == "weights of another version"]
-    assert weights["evidence"] == "no fresh score of an engine to compare with"
+    record = read_record(record_path(tmp_path, TRAINED, Stage.BEFORE_TRAINING))
+    assert (record.engines, record.cache_gaps) == ([], {})
+    assert diagnose(record).findings[0].evidence == "no fresh score of an engine to compare with"
+
+
+def test_a_record_that_cannot_be_written_costs_the_diagnosis_and_not_the_run(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    (tmp_path / "mismatch").write_text("a file where the directory should be")
+    setup = Setup(tmp_path, engine, Ranks([mismatch()], {COMPARED: 8.0, DIFFERENCE: 1.0}))
+    assert setup.guard.train(generated(), TRAINED).metrics[DIFFERENCE] == 1.0
+    assert "Its rows could not be recorded: [Errno" in setup.stream.getvalue()
