@@ -1,6 +1,6 @@
-"""The ledger's history read again from its first line, by rules of its own: what must be true of any run.
+"""The ledger's history replayed from its first line, with rules of its own: what must be true of any run.
 
-Written apart from the ledger on purpose: it shares no code with what it checks, only the words for states.
+It is written apart from the ledger on purpose: it shares only the names of states with the code that it checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Finding:
 
 @dataclass(slots=True)
 class GroupStory:
-    """Where the history says that a group stands."""
+    """The state of a group after the lines read so far."""
 
     state: str
     attempt: int
@@ -37,7 +37,7 @@ class GroupStory:
     num_bytes: int = 0
     is_held: bool = False  # its size counts against the capacity
     round_id: int | None = None
-    content: str = ""  # of its tokens, as they were committed
+    content: str = ""  # hash of its tokens when they were committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class History:
     findings: list[Finding] = field(default_factory=list)
     groups: dict[tuple[str, int], GroupStory] = field(default_factory=dict)
     rounds: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # in the order of training
-    versions: dict[int, int] = field(default_factory=dict)  # round -> weights that it trains
+    versions: dict[int, int] = field(default_factory=dict)  # round -> version of the weights that train on it
     receipts: dict[int, str] = field(default_factory=dict)  # trained round -> link of what the trainer stepped on
     cursors: dict[str, int] = field(default_factory=dict)
     num_active: int = 0
     num_retry: int = 0
     serving: int = 0
     held: dict[str, int] = field(default_factory=lambda: {"groups": 0, "tokens": 0, "bytes": 0})
-    restored_to: int | None = None  # only while a restore is written down
+    restored_to: int | None = None  # only between the lines of a restore
 
     def read(self, lines: Iterable[Line]) -> None:
         for line in lines:
@@ -88,7 +88,7 @@ class History:
             handler(self, line)
 
     def undo(self, line: Line) -> list[tuple[str, int]]:
-        """A round goes back to ready: allowed for trained ones only in a restart from a checkpoint before it."""
+        """Return a round to ready: allowed for trained ones only in a restart from a checkpoint before it."""
         keys = self.rounds.get(line.round_id, [])
         self.receipts.pop(line.round_id, None)
         is_restored = self.restored_to is not None and line.round_id > self.restored_to
