@@ -260,15 +260,15 @@ def _check_cursor(facts: list[GroupFacts], cursors: dict[str, int]) -> Iterator[
 def _check_history(facts: list[GroupFacts], history: History) -> Iterator[Finding]:
     """Check that tables and history agree, group by group."""
     for fact in facts:
-        story = history.groups.get((fact.partition, fact.group))
-        if story is None:
+        trace = history.groups.get((fact.partition, fact.group))
+        if trace is None:
             yield Finding("history", str(fact.task), "is in the ledger, but was never issued")
             continue
-        told, shown = (str(story.state), story.attempt, story.round_id), (fact.state, fact.attempt, fact.round_id)
+        told, shown = (str(trace.state), trace.attempt, trace.round_id), (fact.state, fact.attempt, fact.round_id)
         if told != shown:
             yield Finding("history", str(fact.task), f"(state, attempt, round) {shown}, the history says {told}")
-        if fact.state in SIZED and (story.tokens, story.num_bytes) != (fact.num_tokens, fact.num_bytes):
-            sizes = f"{fact.num_tokens} tokens, {fact.num_bytes} bytes; committed: {story.tokens}, {story.num_bytes}"
+        if fact.state in SIZED and (trace.tokens, trace.num_bytes) != (fact.num_tokens, fact.num_bytes):
+            sizes = f"{fact.num_tokens} tokens, {fact.num_bytes} bytes; committed: {trace.tokens}, {trace.num_bytes}"
             yield Finding("tokens", str(fact.task), sizes)
     known = {(fact.partition, fact.group) for fact in facts}
     for partition, group in history.groups.keys() - known:
@@ -359,8 +359,8 @@ def _check_payloads(facts: list[GroupFacts], spool: Spools, history: History) ->
         try:
             data = spool.read(fact.task, fact.checksum)
             size = len(data), record_size(data)[1]
-            story = history.groups.get((fact.partition, fact.group))
-            content = story.content if story is not None else ""
+            trace = history.groups.get((fact.partition, fact.group))
+            content = trace.content if trace is not None else ""
             found = _content(data) if content else ""
         except HandoffError as error:
             yield Finding("spool", str(fact.task), f"{fact.state}, but its payload cannot be read: {error}")
