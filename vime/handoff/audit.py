@@ -15,7 +15,7 @@ Checks, by the name that a finding carries:
     eval        no group of an evaluation was ever in a round
     file        the ledger's file is whole: its structure, the checksum of each row, the chain of the history
     history     the history tells of the same states as the tables
-    receipts    what the trainer says it stepped on is what was committed and leased, and what the checkpoint, the
+    receipts    what the trainer recorded is what was committed and leased, and what the checkpoint, the
                 metrics and the events name (audit_receipts.py)
     weights     no version was confirmed with two contents
 
@@ -353,7 +353,7 @@ def _check_payloads(facts: list[GroupFacts], spool: Spools, history: History) ->
             try:
                 spool.read(task, fact.partial_checksum)
             except HandoffError as error:
-                yield Finding("spool", str(task), f"{fact.state} goes on from tokens that cannot be read: {error}")
+                yield Finding("spool", str(task), f"{fact.state} continues tokens that cannot be read: {error}")
         if fact.state not in NEEDED:
             continue
         try:

@@ -69,7 +69,7 @@ def audit_receipts(
     if receipts is None:
         findings = list(_find_versions(claims))
         if told or (saved is not None and saved.link is not None) or (claims is not None and claims.receipts):
-            findings.append(_breach(RECEIPTS_NAME, "is not there: nobody can say what the trainer stepped on"))
+            findings.append(_breach(RECEIPTS_NAME, "is not there: what the trainer stepped on is unknown"))
         return ReceiptsAudit(tuple(findings))
     findings = [_breach(RECEIPTS_NAME, fault) for fault in receipts.faults]
     last = receipts.newest if rounds is None else (told[max(told)] if told else None)

@@ -49,7 +49,7 @@ def fetch_round(
             header = [("failure", f"{type(error).__name__}: {error}", may_pass(error))]
     with waiting("the rows that a peer reads", *([] if is_source else [peer(source_rank)]), deadline_s=None):
         dist.broadcast_object_list(header, src=source_rank, group=group, device=torch.device(device))
-    assert header[0] is not None, "the source said something"
+    assert header[0] is not None, "the source sent a header"
     _, said, is_lost = header[0]
     if isinstance(said, str):
         kind = HandoffLostError if is_lost else HandoffError

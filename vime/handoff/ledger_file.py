@@ -23,7 +23,7 @@ OLD_COPY = (
     "Put a copy of the file in its place (from a backup, or `vime queue import`; remove ledger.db-wal, ledger.db-shm "
     "and ledger.db.lock then), or begin anew in another run directory, with an export (--save-hf) as --hf-checkpoint"
 )
-NEXT = f"Going on would train its prompts a second time. {OLD_COPY}."
+NEXT = f"Continuing would train its prompts a second time. {OLD_COPY}."
 _WAL_HEADER = struct.Struct(">8I")  # magic, format, page size, number of resets, two salts, two checksums
 _FRAME_HEADER = struct.Struct(">6I")  # page, pages of the database after a commit, two salts, two checksums
 _BIG_ENDIAN, _LITTLE_ENDIAN = 0x377F0683, 0x377F0682
@@ -82,7 +82,7 @@ def check_is_there(path: Path) -> None:
         if has_history(path):
             what = "is gone" if size is None else "is empty"
             raise LedgerFileError(
-                f"{path}: the ledger {what}, but what lies beside it says that a run wrote it. {NEXT}"
+                f"{path}: the ledger {what}, but the files beside it show that a run wrote it. {NEXT}"
             )
     elif read_note(path) is Note.OPEN and not wal_path(path).exists():
         raise LedgerFileError(
@@ -96,7 +96,7 @@ def refuse_empty(path: Path) -> None:
     """Refuse a database without a table: all that a lost log leaves of a ledger, unless none was ever made."""
     if has_history(path):
         raise LedgerFileError(
-            f"{path}: the ledger is empty (no table in {path.stat().st_size} bytes), but what lies beside it tells of "
+            f"{path}: the ledger is empty (no table in {path.stat().st_size} bytes), but the files beside it show "
             f"a run. {NEXT}"
         )
 

@@ -265,7 +265,7 @@ class PromptLedger:
             return PromptGrant(prompts=(), waits_for=why, is_exhausted=is_done)
         return PromptGrant(
             prompts=(),
-            waits_for=f"a slot: {usage.active} groups are under way and {usage.retry} to be retried, of "
+            waits_for=f"a slot: {usage.active} groups hold one and {usage.retry} to be retried, of "
             f"{self._store.num_slots()}; a served round or a dropped group frees one",
         )
 

@@ -64,7 +64,7 @@ def secure_sockets(keys: QueueKeys) -> None:
     if len(found) != 1 or not hasattr(modules[0], HOOK):
         raise HandoffError(
             f"TransferQueue makes its sockets in another way than release 0.1.11 ({HOOK} in {', '.join(HOOKED)}), so "
-            "they cannot be closed to strangers. Install the release that setup.py names."
+            "they cannot be closed to other peers. Install the release that setup.py names."
         )
     current = getattr(modules[0], HOOK)
     create: Callable[..., Socket] = getattr(

@@ -97,7 +97,7 @@ class RoundLedger:
         most = min(store.rules.max_slots, store.rules.max_groups or count)
         if count > most:
             raise CapacityError(
-                f"round {round_id}: {count} groups, but at most {most} may be under way or held at once: it would wait "
+                f"round {round_id}: {count} groups, but at most {most} may be in progress or held: it would wait "
                 "for ever. Raise --transferqueue-max-groups, or make rounds smaller."
             )
         row = find_round(store, round_id)

@@ -1,6 +1,6 @@
 """The spool: payloads on disk until no restart can need them, in append-only segment files (docs/spool-format.md).
 
-`append` returns when the records are stored as the fsync policy says; only then may the ledger get them. One process
+`append` returns when the records are stored by the fsync policy; only then may the ledger get them. One process
 writes; any number may read meanwhile. A record that a kill left half-written at the end of the last segment is cut off
 when the spool is opened (before that, a resume checks whether the ledger knows it: spool_check.py). Damage anywhere
 else is an error that names file, offset and group, because the records after it were acknowledged. A segment is deleted

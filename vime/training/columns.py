@@ -78,7 +78,7 @@ def advantage_columns(
     if not has_token_advantages(algo):
         return {}
     if VALUE in columns:
-        columns = {**columns, **_judged(rows, columns, algo=algo)}
+        columns = {**columns, **_critic_columns(rows, columns, algo=algo)}
     advantage: dict[int, Tensor] = {}
     for step in plan.steps:
         numbers = [row for batch in step.micro_batches[place.dp_rank] for row in batch] if place.holds_tokens else []
@@ -117,7 +117,7 @@ def _estimated(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig
     return penalised_advantages(row.reward, penalty_R)
 
 
-def _judged(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig) -> Columns:
+def _critic_columns(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig) -> Columns:
     """Return ADVANTAGE before whitening and RETURN of every row that has values, float64."""
     judged = {
         number: generalized_advantages(
