@@ -77,7 +77,7 @@ class DataSource(Protocol):
 
 
 class RolloutFunction(Protocol):
-    """One round of generation, or one evaluation."""
+    """Run one round of generation, or one evaluation."""
 
     def __call__(
         self, args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False

@@ -77,8 +77,8 @@ def share_prompts(batch: PackedBatch, *, tokens_per_call: float) -> SharedPrompt
 def _lay_out(
     sequences: Sequence[tuple[int, int]], families: Sequence[tuple[int, list[int]]], num_tokens: int
 ) -> SharedPrompts:
-    """`families`: length of the prompt, and the sequences that begin with it; for a single sequence the prompt does not
-    matter."""
+    """Return the layout. `families`: length of the prompt, and the sequences that begin with it; for a single sequence
+    the prompt does not matter."""
     heads: dict[int, list[int]] = {}  # length -> first sequence of each head
     rests: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (head's length, length) -> (sequence, head's number)
     for num_prompt, members in families:

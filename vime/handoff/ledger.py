@@ -160,7 +160,7 @@ class Ledger:
 
 
 def needed_payloads(connection: sqlite3.Connection, train: str) -> dict[Task, int | None]:
-    """See `Ledger.needed_payloads`; also for readers of the file."""
+    """Return what `Ledger.needed_payloads` returns; also for readers of the file."""
     needed: dict[Task, int | None] = {}
     for name, group, attempt, checksum, partial_attempt, partial_checksum, state in connection.execute(_NEEDED):
         if state != State.RETRY:

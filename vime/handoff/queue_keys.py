@@ -82,7 +82,7 @@ def secure_sockets(keys: QueueKeys) -> None:
 
 
 def _require_keys(socket: Socket, context: Context, keys: QueueKeys) -> None:
-    """For a listening socket. Without a server at ZAP_ADDRESS libzmq refuses every peer."""
+    """Set the keys on a listening socket. Without a server at ZAP_ADDRESS libzmq refuses every peer."""
     _start_key_check(context, z85.decode(keys.client_public))
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -91,7 +91,7 @@ def _require_keys(socket: Socket, context: Context, keys: QueueKeys) -> None:
 
 
 def _show_keys(socket: Socket, keys: QueueKeys) -> None:
-    """For a connecting socket. libzmq ignores the keys on one within its process (inproc)."""
+    """Set the keys on a connecting socket. libzmq ignores the keys on one within its process (inproc)."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)

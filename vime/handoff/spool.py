@@ -59,7 +59,7 @@ class SpoolReader:
                 self._ends[path] = self._index(path, self._ends.get(path, 0), is_last=path == segments[-1])
 
     def segments(self) -> list[Path]:
-        """Oldest first."""
+        """The segment files, oldest first."""
         return sorted(self.directory.glob(f"segment-*{SUFFIX}"))
 
     def read(self, task: Task, checksum: int) -> bytes:

@@ -37,7 +37,8 @@ class RoundTicket:
 def make_ticket(
     plan: RoundPlan, groups: Sequence[tuple[GroupFacts, Sequence[Handle]]], *, partition: str
 ) -> RoundTicket:
-    """`groups`: numbers and handles of the groups, in the order in which the plan numbers their rows."""
+    """Make the ticket of a round. `groups`: numbers and handles of the groups, in the order in which the plan numbers
+    their rows."""
     handles: list[Handle] = []
     owners: list[int] = []
     places: list[NDArray[np.int32]] = []

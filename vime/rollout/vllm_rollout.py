@@ -219,7 +219,7 @@ class RoundWorker(GroupWorker):
         return self._oldest
 
     async def end(self) -> None:
-        """The round is complete: give back what is in progress, with --partial-rollout with its tokens."""
+        """End a complete round: give back what is in progress, with --partial-rollout with its tokens."""
         if self._args.partial_rollout:
             await self._abort_scope.end(list(self._running.values()))
         left = list(self._running.values())
