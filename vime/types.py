@@ -79,8 +79,7 @@ def tiling_fault(spans: Sequence[VersionSpan], length: int) -> str | None:
 
 
 def oldest_trainable(spans: Sequence[VersionSpan], loss_mask: Sequence[int]) -> Version | None:
-    """Return the oldest version among the trainable tokens; of all tokens when none is trainable; None without
-    tokens."""
+    """Return the oldest version of the trainable tokens; of all tokens when none is trainable; None without any."""
     trainable = [span.version for span in spans if any(loss_mask[span.start : span.end])]
     return min(trainable or [span.version for span in spans], default=None)
 
@@ -279,8 +278,7 @@ class Sample:
         return float(reward)
 
     def to_dict(self, without: Collection[str] = ()) -> dict[str, object]:
-        """Return a JSON-ready dict that shares nothing with the sample; `from_dict` reads it. `without`: fields that
-        are left out."""
+        """Return a JSON-ready copy of the sample for `from_dict`; `without`: fields that are left out."""
         names = [entry.name for entry in dataclasses.fields(self)]
         record = {name: _copied(name, getattr(self, name)) for name in names if name not in without}
         own = {name: value for name, value in vars(self).items() if name not in names and _is_json(value)}
@@ -432,8 +430,7 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What one engine reports that it serves: the version that it was given, and the hash of the weights that it
-    loaded."""
+    """What an engine reports: the version that it was given, and the hash of the weights that it loaded."""
 
     engine: str
     version: Version
