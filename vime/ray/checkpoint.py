@@ -37,20 +37,21 @@ from vime.utils.manifest import Entry, write_manifest
 
 logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
-LEDGER_RUN = "ledger_run"  # in the data cursor: directory of the run whose ledger knows what the checkpoint carries
-NO_CHECKPOINT = "none"  # what the marker says from the first save's beginning to its end
+LEDGER_RUN = "ledger_run"  # in the data cursor: directory of the run whose ledger belongs to the checkpoint
+NO_CHECKPOINT = "none"  # content of the marker during the first save
 PARTIAL = ".partial_"
 NAME = re.compile(r"iter_(\d{7,})(?:\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What a run needs besides the model to go on: the last trained round, the version and the data cursor.
+    """What a run needs besides the model to continue: the last trained round, the version and the data cursor.
 
-    `ledger`: the line of the ledger's history behind which it was written; None in modes off and buffer, and from
-    before ledgers had ids. `receipt`: the link of what the trainer stepped on (`handoff/receipts.py`), `written_with`:
-    facts about the run that wrote it (`ray/checkpoint_identity.py`); both None: from before there were any. `metrics`:
-    of the round, as far as they were known, because its line is written later; None when the line was there.
+    `ledger`: the last line of the ledger's history before it was written; None in modes off and buffer, and in
+    checkpoints from before ledgers had ids. `receipt`: the link of what the trainer stepped on (`handoff/receipts.py`).
+    `written_with`: facts about the run that wrote it (`ray/checkpoint_identity.py`). Both are None in older
+    checkpoints. `metrics`: those of the round that were known, because its line is written later; None when the line
+    was there.
     """
 
     rollout_id: int
@@ -73,23 +74,23 @@ class Start:
 
 
 def checkpoint_root(config: Config, run_dir: Path) -> Path:
-    """Where this run saves."""
+    """Return the directory where this run saves."""
     return Path(config.model.save) if config.model.save else run_dir / "checkpoints"
 
 
 def newest_checkpoint(*roots: Path | None) -> str:
-    """Where a next run can start: the newest checkpoint of the first of `roots` that has one, as words to the user."""
+    """Tell the user where the next run can start: at the newest checkpoint of the first of `roots` that has one."""
     for root in roots:
         try:
             if root is not None and (found := find_latest(root)) is not None:
-                return f"The newest checkpoint is {found}; go on with --load {root}"
+                return f"The newest checkpoint is {found}; continue with --load {root}"
         except (VimeError, OSError) as error:
             return f"No checkpoint can be found: {error}"
     return "There is no checkpoint."
 
 
 def find_start(load: str | None) -> Start:
-    """What `--load` means now. Later saves may move the marker; what the run was started from stays this one."""
+    """Resolve `--load` now. Later saves may move the marker; the run still counts as started from this checkpoint."""
     checkpoint = find_latest(Path(load)) if load else None
     if checkpoint is None:
         return Start(rollout_id=0, checkpoint=None)
@@ -124,7 +125,7 @@ class Draft:
 
     def publish(self, written: Mapping[str, Entry], *, keep: int | None = None, protected: Path | None = None) -> Path:
         """Make it the latest; `model` is complete, and `written` has size and hash of its files as far as those who
-        wrote them know: the rest is hashed here. Then all but the newest `keep` (None: all) are removed, never
+        wrote them know: the rest is hashed here. Then all but the newest `keep` (None: all) are removed, but never
         `protected`. Until then the disk holds `keep` + 1 of them."""
         failpoint(Point.WRITTEN)
         with self._explained():
@@ -160,8 +161,8 @@ def save_checkpoint(
     keep: int | None = None,
     protected: Path | None = None,
 ) -> Path:
-    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given, and may answer
-    what `Draft.publish` wants to know of it."""
+    """Write one checkpoint and make it the latest. `save_model` fills the `model` directory it is given, and may return
+    sizes and hashes for `Draft.publish`."""
     draft = Draft(root=root, state=state)
     draft.begin()
     with draft._explained():
@@ -205,13 +206,13 @@ def _name(rollout_id: int) -> str:
 
 
 def _free_place(root: Path, rollout_id: int) -> Path:
-    """`iter_0000012`, or `iter_0000012.2`, ... when that round was saved before."""
+    """Return `iter_0000012`, or `iter_0000012.2`, ... when that round was saved before."""
     names = itertools.chain([_name(rollout_id)], (f"{_name(rollout_id)}.{count}" for count in itertools.count(2)))
     return next(root / name for name in names if not os.path.lexists(root / name))
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first, by the time they were written: after going back to an earlier round, the
+    """Return complete checkpoints, oldest first, by the time they were written: after a return to an earlier round, the
     rounds of the abandoned run are the older ones. The round decides between equal times (of a copied directory)."""
     if not root.is_dir():
         return []
@@ -259,7 +260,7 @@ def _round(path: Path) -> str:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what a killed save, or a killed removal, left behind. What cannot be removed is said and left."""
+    """Remove what a killed save, or a killed removal, left behind. What cannot be removed is reported and left."""
     for path in root.glob(f"{PARTIAL}*"):
         try:
             if path.is_dir() and not path.is_symlink():

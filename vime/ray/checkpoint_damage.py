@@ -1,4 +1,4 @@
-"""Whether a checkpoint is still, byte for byte, what was written: before anything starts, and before weights go in.
+"""Check that a checkpoint is still what was written, byte for byte: before anything starts, and before weights load.
 
 Before the start the driver reads at most QUICK_BYTES of it and compares the sizes of all files, so that a damaged
 checkpoint rarely costs a start of every part. Before the weights are replaced the trainer ranks read the whole of it,
@@ -17,7 +17,7 @@ from vime.utils.manifest import MANIFEST, Entry, compare_sizes, find_damage, rea
 QUICK_BYTES = 1 << 30  # a second or two from a disk
 MAX_NAMED = 20
 Compare = Callable[[Path, dict[str, Entry]], list[str]]
-"""Reads the given files of a checkpoint and answers which of them hold other bytes."""
+"""Reads the given files of a checkpoint and returns those that hold other bytes."""
 
 
 def refuse_damage(checkpoint: Path) -> None:
@@ -27,7 +27,7 @@ def refuse_damage(checkpoint: Path) -> None:
 
 
 def refuse_any_damage(checkpoint: Path, compare: Compare) -> None:
-    """Raise CheckpointError for every file that is missing, too much or not as it was written."""
+    """Raise CheckpointError for every file that is missing, extra or not as it was written."""
     if not _should_have_manifest(checkpoint):
         return
     try:
@@ -39,9 +39,9 @@ def refuse_any_damage(checkpoint: Path, compare: Compare) -> None:
 
 
 def doubts(checkpoint: Path, load: str | None) -> Iterator[str]:
-    """What a user should know of the checkpoint that `--load` means, although it can be loaded."""
+    """Yield warnings about the checkpoint that `--load` means, although it can be loaded."""
     if not _has_manifest(checkpoint):
-        yield f"{checkpoint} has no {MANIFEST}: it was written before there was one; damage to it would not be seen."
+        yield f"{checkpoint} has no {MANIFEST}: it was written before manifests existed; damage would not be seen."
     if load is not None and Path(load) != checkpoint:  # the marker chose it
         later = complete_checkpoints(checkpoint.parent)
         later = [path.name for path in later[later.index(checkpoint) + 1 :] if path.name > checkpoint.name]
@@ -53,12 +53,13 @@ def doubts(checkpoint: Path, load: str | None) -> Iterator[str]:
 
 
 def _has_manifest(checkpoint: Path) -> bool:
-    """Those that Vime wrote before it wrote manifests have none."""
+    """Older checkpoints of Vime have no manifest."""
     return (checkpoint / MANIFEST).is_file()
 
 
 def _should_have_manifest(checkpoint: Path) -> bool:
-    """Whether it has one. Raises CheckpointError when it had: whoever writes facts of the run writes a manifest too."""
+    """Whether it has a manifest. Raises CheckpointError when it lost one: a run that writes `written_with` writes a
+    manifest too."""
     if not _has_manifest(checkpoint) and read_run_state(checkpoint).written_with is not None:
         raise _refusal(checkpoint, [f"{MANIFEST}: is missing"])
     return _has_manifest(checkpoint)
@@ -74,7 +75,7 @@ def _refusal(checkpoint: Path, findings: list[str]) -> CheckpointError:
 
 
 def _advice(damaged: Path) -> str:
-    """The other checkpoints of the directory that are whole as far as a quick look tells, newest first."""
+    """Return the other checkpoints of the directory that are whole according to a quick check, newest first."""
     others = [path for path in complete_checkpoints(damaged.parent) if path.resolve() != damaged.resolve()]
     whole = [path for path in others if _has_manifest(path) and not find_damage(path, max_bytes=QUICK_BYTES)]
     if not whole:
@@ -83,4 +84,4 @@ def _advice(damaged: Path) -> str:
             "from an export (--save-hf) as --hf-checkpoint."
         )
     names = ", ".join(path.name for path in reversed(whole))
-    return f"Go on with --load {whole[-1]} instead (whole beside it: {names}), or copy the damaged files again."
+    return f"Continue with --load {whole[-1]} instead (whole beside it: {names}), or copy the damaged files again."

@@ -1,8 +1,7 @@
-"""What a checkpoint says of the run that wrote it, and why another run cannot go on from it: told before anything
-starts, where the trainer ranks would find out one by one.
+"""What a checkpoint says about the run that wrote it, and why another run cannot continue from it.
 
-`run_state.json` has these facts under `written_with`; checkpoints from before it have none, and then the ranks find
-out.
+This is reported before anything starts; otherwise the trainer ranks would find out one by one. `run_state.json` has
+these facts under `written_with`; older checkpoints have none, and then the ranks do find out.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ SIZES = {
     "model_type", "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "num_experts", "moe_intermediate_size", "vocab_size",
 }  # fmt: skip
-"""Of a model's shape what its tensors depend on."""
+"""The settings of a model that decide the shapes of its tensors."""
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """What `refuse_other_run` wants to know of the run that writes a checkpoint."""
+    """Return the facts that `refuse_other_run` needs about the run that writes a checkpoint."""
     try:
         shape = asdict(read_model_shape(config.model.hf_checkpoint))
-    except ConfigError:  # the model's directory went away since the start, which is no reason to lose a checkpoint
+    except ConfigError:  # the model's directory was removed since the start: no reason to lose a checkpoint
         shape = {}
     return {
         "train_backend": config.cluster.train_backend,
@@ -42,7 +41,7 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def refuse_other_run(checkpoint: Path, written: dict[str, Any] | None, config: Config) -> None:
-    """Raise ConfigError, with every reason, when this run cannot load what that run wrote."""
+    """Raise ConfigError with every reason why this run cannot load the checkpoint."""
     reasons = list(_reasons(written, facts_of(config))) if written else []
     if reasons:
         raise ConfigError(f"--load {checkpoint}: does not fit this run. " + " ".join(reasons))

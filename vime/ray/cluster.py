@@ -1,7 +1,7 @@
 """Ray itself: start a local one or join a cluster, and say at once when it is too small.
 
-Ray queues an actor that asks for more than is free and waits for ever. So the demand is added up before the first
-actor is made and compared with what the cluster has (https://github.com/verl-project/verl/issues/7656).
+Ray queues an actor that asks for more than is free, and that wait has no end. So the demand is added up before the
+first actor is made and compared with what the cluster has (https://github.com/verl-project/verl/issues/7656).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
-# Shares of one CPU that Ray books for each process. They order placement, they do not limit the process.
+# Shares of one CPU that Ray reserves for each process. They decide placement; they do not limit the process.
 TRAINER_CPUS = 0.5
 ENGINE_CPUS = 0.5
 MANAGER_CPUS = 0.2
@@ -47,7 +47,8 @@ CONNECT_TIMEOUT_S = 10.0
 ALIVE_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 START_ONE = "Start a cluster with `ray start --head`, or leave the flag out for a local one."
 WORKER_CONNECT_S = "2"
-"""Ray tries five times so long: a worker that was just being started when its driver was killed ends after so much."""
+"""Ray's own value is five times as long. A worker that was being started when its driver was killed ends after this
+time."""
 GENERATION_NICENESS = 3
 """Half of the weight of a process of niceness 0 (Linux: 1.25 times less for each step). More would leave generation
 next to nothing beside other work: 15 is 3 % of a core."""
@@ -77,7 +78,7 @@ class Demand:
 
 
 def demand_of(config: Config) -> Demand:
-    """CPU shares and GPUs of all actors of this run."""
+    """Add up CPU shares and GPUs of all actors of this run."""
     cpus, gpus = MANAGER_CPUS, 0.0
     on_cuda = config.cluster.device == "cuda"
     if not config.debug.debug_rollout_only:
@@ -108,11 +109,13 @@ def limit_threads(config: Config) -> None:
 
 def yield_to_trainers(config: Config, *, session: int | None = None) -> None:
     """Lower the priority of this process and of all that it starts, or of the processes of a session, a little: to
-    GENERATION_NICENESS above what this process was started with, so also in a run that was itself told to be nice.
+    GENERATION_NICENESS above what this process was started with, so this also works in a run that was itself started
+    with `nice`.
 
-    Without a GPU, engines, rewards and trainers share few cores: a trainer is one thread that computes, generation is
-    many that come and go and would push it aside. So generation has half of a trainer's weight on a core that both
-    want, and all that the trainer leaves (decisions 0014 and 0016; what a guard starts is lowered as one: guard.py)."""
+    Without a GPU, engines, rewards and trainers share few cores: a trainer is one computing thread, generation is many
+    short-running threads that would displace it. So on a core that both want, generation gets half of a trainer's
+    weight, and whatever the trainer leaves (decisions 0014 and 0016; what a guard starts is lowered as one:
+    guard.py)."""
     if config.cluster.device != "cpu":
         return
     for pid in [os.getpid()] if session is None else session_members(session):
@@ -127,7 +130,7 @@ def yield_to_trainers(config: Config, *, session: int | None = None) -> None:
 
 @functools.cache
 def yielding_niceness() -> int:
-    """What generation that this process owns has. Cached: asked again, this process has been lowered already."""
+    """Return the niceness for generation that this process owns. Cached, because this process may be lowered later."""
     return min(LOWEST_PRIORITY, os.getpriority(os.PRIO_PROCESS, os.getpid()) + GENERATION_NICENESS)
 
 
@@ -171,7 +174,7 @@ def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> No
     `on_retry` runs before a start that failed by a time-out is tried again, and may raise to end the tries.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    # Ray announces on every start that its ports ask for a token, which is as it should be and nothing to act on.
+    # Ray announces on every start that its ports ask for a token: intended, so the user need not see it.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     demand = demand_of(config)
     if config.cluster.ray_address is None:
@@ -182,7 +185,8 @@ def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> No
 
 
 def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
-    """On a busy machine Ray gives its own start up after 30 s: then it is tried again until --start-timeout-secs."""
+    """Start a local Ray. On a busy machine Ray gives up its own start after 30 s; then try again until
+    --start-timeout-secs."""
     os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
     if config.cluster.device == "cpu":
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
@@ -249,7 +253,7 @@ def _servers_alone() -> Iterator[None]:
     """
     stock = parameter.RayParams, services.start_api_server, ray_utils.get_dashboard_dependency_error
     parameter.RayParams = functools.partial(stock[0], no_monitor=True, include_log_monitor=False)
-    services.start_api_server = lambda *_, **__: (None, None)  # what it answers for a dashboard that did not start
+    services.start_api_server = lambda *_, **__: (None, None)  # its result for a dashboard that did not start
     ray_utils.get_dashboard_dependency_error = lambda: "not wanted"  # as in an installation without the dashboard
     try:
         yield
@@ -262,7 +266,7 @@ def _is_timeout(error: Exception) -> bool:
 
 
 def _end_what_was_started(others: set[psutil.Process]) -> None:
-    """Ray forgets the processes of a start that failed: they would live as long as this one."""
+    """End the processes of a failed start. Ray forgets them: they would live as long as this process."""
     ray.shutdown()
     left = [child for child in psutil.Process().children(recursive=True) if child not in others]
     for process in left:
@@ -284,7 +288,7 @@ def _join_ray(config: Config) -> None:
     try:
         with waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=START_S):
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except Exception as error:  # boundary: what Ray raises for other versions, lost nodes and slow answers differs
+    except Exception as error:  # boundary: Ray raises different errors for other versions, lost nodes and slow replies
         logger.info("--ray-address %s cannot be joined", asked, exc_info=True)
         raise ClusterError(f"--ray-address {asked}: cannot be joined: {describe(error)}. {START_ONE}") from error
     _check_interface(config)
@@ -297,9 +301,9 @@ def _join_ray(config: Config) -> None:
 
 
 def _agree_on_token(named: str, address: str) -> None:
-    """Ask the cluster with one call whether it wants a token, and with which one it answers. Ray itself would try for
-    20 s without one, and after a wrong one say that nobody answers. What the cluster asks for then holds for this
-    process and all that it starts, whatever RAY_AUTH_MODE says."""
+    """Find out with one call whether the cluster wants a token, and which one it accepts. Ray itself would try for 20 s
+    without a token, and after a wrong one say that nothing responds. The cluster's choice then holds for this process
+    and all that it starts, whatever RAY_AUTH_MODE says."""
     if os.environ.get("RAY_USE_TLS") not in (None, "", "0"):
         return  # the call would have to know Ray's certificates
     loader = AuthenticationTokenLoader.instance()
@@ -346,7 +350,7 @@ def _is_answered(named: str, address: str, header: dict[str, str]) -> bool:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 return False
             raise ClusterError(
-                f"--ray-address {named}: no Ray cluster answers there within {CONNECT_TIMEOUT_S:g} s: "
+                f"--ray-address {named}: no Ray cluster responds there within {CONNECT_TIMEOUT_S:g} s: "
                 f"{error.details()}. {START_ONE}"
             ) from error
     return True

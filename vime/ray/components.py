@@ -1,6 +1,6 @@
-"""The machine that train.py and train_async.py drive: the stations of a round as verbs.
+"""The components that train.py and train_async.py drive: one method for each step of a round.
 
-The verbs are what happens; the schedule (when, and what overlaps) is the caller's. `ray/startup.py` starts and stops
+A method does the step; the caller decides the schedule (when, and what overlaps). `ray/startup.py` starts and stops
 the parts behind them.
 """
 
@@ -33,13 +33,13 @@ from vime.types import MismatchError
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
-GRACE_S = 60  # beyond a station's own deadline, so that its error, which says more, arrives first
+GRACE_S = 60  # beyond a step's own deadline, so that its more detailed error arrives first
 PROGRESS_S = 1.0
-"""Between two looks at a round's progress, and before the first: a call that two processes answer for."""
+"""Seconds between two checks of a round's progress, and before the first: each is a call to another process."""
 
 
 class Doing(Enum):
-    """What the trainers are in the middle of. Still set when the run failed, it says what they can be asked for."""
+    """What the trainers are doing. When it is still set after a failure, it says what the trainers can still do."""
 
     TRAINING = auto()
     SAVING = auto()
@@ -48,7 +48,7 @@ class Doing(Enum):
 
 @dataclass(slots=True)
 class Parts:
-    """The live objects of a run. `trainers` or `engines` is None in the half-machine debug modes."""
+    """The live objects of a run. `trainers` or `engines` is None in the debug modes that run only one half."""
 
     manager: Any
     trainers: Trainers | None
@@ -59,7 +59,7 @@ class Parts:
 
 @dataclass(slots=True)
 class Watchers:
-    """Who sees the run: the user's screen and signals, the event log, the numbers of a round."""
+    """What observes the run: the user's screen and signals, the event log, the metrics of a round."""
 
     screen: Screen
     interrupts: Interrupts
@@ -117,7 +117,7 @@ class Components:
             self.open_round = None
 
     def start_generation(self, rollout_id: int) -> Any:
-        """Begin a round of generation and answer at once."""
+        """Begin a round of generation and return at once."""
         self._rest_trainers()
         return self.parts.manager.generate.remote(rollout_id)
 
@@ -133,16 +133,16 @@ class Components:
         return generated
 
     def generate(self, rollout_id: int, pending: Any = None) -> GeneratedRound:
-        """A round of generation, or the rest of one that was started; with --train-early-groups the trainers begin it
-        meanwhile."""
+        """Wait for a round of generation, or for the rest of one that was started. With --train-early-groups the
+        trainers begin with it meanwhile."""
         pending = pending or self.start_generation(rollout_id)
         if self.config.queue.train_early_groups:
             self._begin_training(rollout_id)
         return self.finish_generation(pending)
 
     def wait_until_generated(self, pending: Any) -> None:
-        """Let a prefetched round finish, so that no weight moves under it. In mode streaming weights may: each token's
-        version is known, and the ledger holds the bound."""
+        """Let a prefetched round finish, so that weights do not change while it is generated. In mode streaming they
+        may change: each token's version is known, and the ledger enforces the staleness bound."""
         if self.parts.stream is not None:
             return
         with self.watchers.round_metrics.timed("perf/wait_time"):
@@ -150,10 +150,10 @@ class Components:
             self._mismatch.after_generation(generated, self.versions)
 
     def train(self, generated: GeneratedRound) -> None:
-        """One round of optimiser steps on every rank; then the carrier's copy is cleared.
+        """Run one round of optimizer steps on every rank; then remove the round's rows from the store.
 
-        Nothing but the trainers can end it: an engine that dies meanwhile is noticed by the next wait, when the round
-        is whole and can be saved.
+        Only the trainers can end it: an engine that dies meanwhile is noticed by the next wait, when the round is whole
+        and can be saved.
         """
         if self.parts.trainers is None:
             return
@@ -207,7 +207,7 @@ class Components:
             report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
             self.versions.confirm(report.engine_reports, report.content_hash)
         self.doing = None
-        with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts: behind them a score waits
+        with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts, which would delay it
             compared = self._mismatch.after_publish(self.versions.trained)
             if self.config.weights.check_weight_update_equal:
                 check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
@@ -270,17 +270,17 @@ class Components:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
 
     def _wait_for_manager(self, ref: Any, name: str) -> Any:
-        [answer] = wait_for(
+        [result] = wait_for(
             [ref],
             name=name,
             owner="RolloutManager",
             deadline_s=self.config.rollout.rollout_timeout_secs + GRACE_S,
             on_poll=self._poll(interruptible=True),
         )
-        return answer
+        return result
 
     def _poll(self, *, interruptible: bool) -> Callable[[], None]:
-        """What runs while the driver waits: the user's Ctrl-C, progress on the screen, the engines' health."""
+        """Do what must go on while the driver waits: watch for Ctrl-C, show progress, check the engines' health."""
         asked = time.monotonic()
 
         def poll() -> None:
@@ -309,7 +309,7 @@ class Components:
         return self.trained_round in (self._start.rollout_id - 1, self.saver.newest_round)
 
     def _rest_trainers(self) -> None:
-        """--offload-train: the engines work now. For what the trainers are asked next they wake up by themselves."""
+        """Free the trainers' device memory while the engines work (--offload-train). Their next call wakes them up."""
         if self.config.cluster.offload_train and self.parts.trainers is not None:
             with self.watchers.round_metrics.timed("perf/offload_time"):
                 self.parts.trainers.sleep()
@@ -330,8 +330,9 @@ class Components:
             self._clear(ticket)
 
     def _clear(self, ticket: Any) -> None:
-        """Have the RolloutManager remove from the queue what every rank has read. The driver is no client of the queue:
-        torch, which a client brings, would be most of its memory. Mode off: the objects go with their ticket."""
+        """Have the RolloutManager remove from the queue what every rank has read. The driver is not a client of the
+        queue, because a client imports torch, which would be most of its memory. Mode off: the objects are freed with
+        their ticket."""
         queue = self.config.queue
         if queue.transferqueue_mode == "off":
             return
@@ -344,12 +345,12 @@ class Components:
         )
 
     def _note_saved(self, rollout_id: int, path: Path) -> None:
-        """A checkpoint is visible."""
+        """Called when a checkpoint has become visible."""
         self.watchers.events.emit(EventKind.CHECKPOINT_SAVED, rollout_id=rollout_id, path=str(path))
         if self.parts.stream is not None:
             self.parts.stream.saved(rollout_id)
 
 
 def is_due(interval: int | None, rollout_id: int, last_round: int) -> bool:
-    """Every `interval` rounds, and after the last one; never without an interval."""
+    """Whether it is due: every `interval` rounds and after the last one; never without an interval."""
     return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id == last_round)

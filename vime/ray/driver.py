@@ -1,4 +1,4 @@
-"""The schedules of a run: which station follows which, and what overlaps. `train.py` and `vime train` drive the first,
+"""The schedules of a run: which step follows which, and what overlaps. `train.py` and `vime train` drive the first,
 `train_async.py` and `vime train-async` the second."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def train(components: Components) -> None:
 
 
 def train_async(components: Components) -> None:
-    """The overlapped schedule. Weights move only between rounds of generation, never under one."""
+    """The overlapped schedule. Weights change only between rounds of generation, never during one."""
     pending = None
     for rollout_id in components.rounds():
         generated = components.generate(rollout_id, pending)

@@ -96,7 +96,7 @@ class Engines:
         self._deadline_s = config.cluster.start_timeout_secs
         self._starting = [actor.start.remote(self._deadline_s) for actor in self._actors]
         self._watched = {f"engine-{index}": actor for index, actor in enumerate(self._actors)}  # and the started router
-        self._checks: dict[Any, str] = {}  # asked and not answered yet, by name
+        self._checks: dict[Any, str] = {}  # begun and not finished yet, by name
         self._asked = -math.inf  # when the last check began
         self.addresses: list[EngineAddress] = []
 
@@ -110,11 +110,11 @@ class Engines:
 
     @property
     def generate_key(self) -> str:
-        """What whoever asks for answers has to show."""
+        """Return the key that requests for completions must carry."""
         return self._keys.generate
 
     def wait_ready(self, node_id: str, on_poll: Callable[[], None] | None = None) -> Config:
-        """Wait for engines and router, which starts on the node `node_id`. Answers the configuration with the router's
+        """Wait for engines and router, which starts on the node `node_id`. Returns the configuration with the router's
         address filled in."""
         beside = NodeAffinitySchedulingStrategy(node_id, soft=False)
         self._router = RouterActor.options(num_cpus=0, scheduling_strategy=beside).remote(
@@ -150,7 +150,7 @@ class Engines:
     def check(self, *, is_updating: bool = False) -> None:
         """Called while the driver waits for something else: EngineError when an engine or the router died or hangs.
 
-        Never blocks: it looks at answers that have arrived and asks again every --engine-health-interval-secs. An actor
+        Never blocks: it reads results that have arrived and checks again every --engine-health-interval-secs. An actor
         that hangs with its engine is named too, by WaitTimeoutError.
         """
         engine, elapsed = self._config.engine, time.monotonic() - self._asked
@@ -168,9 +168,9 @@ class Engines:
             self._checks = {actor.check.remote(deadline_s, is_updating): name for name, actor in self._watched.items()}
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """Router first, then engines; an actor that is gone took its child with it. `grace_s` 0, of a start that
-        failed: an actor that does not stand yet is not waited for, but a server that is there shall not outlive the
-        run, so all of them together get a moment."""
+        """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
+        failed start: actors that are not up yet are not waited for, but all running servers together get a moment, so
+        that none outlives the run."""
         if self.addresses:
             self.fleet.close()
         routers = [] if self._router is None else [self._router]

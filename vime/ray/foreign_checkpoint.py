@@ -1,4 +1,4 @@
-"""What `--load` was given when it is no checkpoint of Vime: said by name, with what to do with it."""
+"""Recognise what `--load` was given when it is not a checkpoint of Vime, and say what to do with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run is given, looked at before any process starts: models by their headers, tokenizers, records, plug-ins.
+"""Check everything that a run is given before any process starts: models by their headers, tokenizers, records,
+plug-ins.
 
 `Refusals` gathers what every check finds, so that one start names all of it.
 """
@@ -26,7 +27,7 @@ class Refusals:
         self._errors: list[VimeError] = []
 
     def attempt(self, check: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Call a check. What it refuses is kept; what it stumbles over after a refusal follows from that."""
+        """Call a check and keep its refusal. Other errors after a refusal are ignored, because they follow from it."""
         try:
             check(*arguments, **options)
         except VimeError as error:
@@ -40,11 +41,12 @@ class Refusals:
                 raise
 
     def add_of(self, others: Refusals, *, not_about: Collection[str]) -> None:
-        """What `others` found, but for what names one of these flags: it may follow from a value that was not read."""
+        """Add what `others` found, except refusals that name one of these flags: they may follow from a value that was
+        not read."""
         self._errors += [ConfigError(problem) for problem in others._problems().not_about(not_about)]
 
     def raise_all(self) -> None:
-        """A single refusal as itself; several as one, numbered."""
+        """Raise a single refusal as it is; several as one, numbered."""
         if len(self._errors) == 1:
             raise self._errors[0]
         self._problems().raise_all()
@@ -57,7 +59,7 @@ class Refusals:
 
 
 def check_inputs(config: Config, refusals: Refusals) -> None:
-    """Everything that files and records say. Needs no derived default, so it also runs beside contradicting flags."""
+    """Check all files and records. Needs no derived default, so it also runs when flags contradict each other."""
     if config.model.hf_checkpoint:
         for spec in _models(config):
             refusals.attempt(_check_weights, config, spec)
@@ -66,7 +68,7 @@ def check_inputs(config: Config, refusals: Refusals) -> None:
 
 
 def _models(config: Config) -> Iterator[EngineSpec]:
-    """Each directory of weights once."""
+    """Check each directory of weights once."""
     seen = set()
     roles = (Role.ACTOR,) if config.debug.debug_rollout_only else needed_roles(config)
     for role in roles:
@@ -78,18 +80,18 @@ def _models(config: Config) -> Iterator[EngineSpec]:
 
 
 def _check_weights(config: Config, spec: EngineSpec) -> None:
-    """The files are whole, and hold what config.json says. Of a family that megatron does not know, transformers knows
-    the names: only sizes of the vocabulary are compared."""
+    """Check that the files are whole and hold what config.json says. For a family that megatron does not know, only
+    sizes of the vocabulary are compared, because only transformers knows the tensors' names."""
     where = f"{spec.flag} {spec.checkpoint}"
     found = read_headers(spec.checkpoint, flag=spec.flag)
     if not found:
-        return  # said where the flags are checked
+        return  # reported where the flags are checked
     vocab_size = read_model_shape(
         spec.checkpoint, flag=spec.flag
-    ).vocab_size  # a config.json that says nothing is no model's
+    ).vocab_size  # a config.json without it belongs to no model
     try:
         architecture = read_architecture(spec.checkpoint, flag=spec.flag)
-    except ConfigError:  # said by the check of the architecture, if the chosen backend cannot train it
+    except ConfigError:  # the check of the architecture reports it if the chosen backend cannot train it
         matrices = {name: each for name, each in found.items() if name.endswith(".weight") and len(each.shape) > 1}
         check_dtypes(matrices, where=where)  # masks and positions are numbers of other kinds
         _check_rows(found, vocab_size, where)
@@ -127,7 +129,7 @@ def _check_tokenizer(config: Config) -> None:
     if beyond:
         raise ConfigError(
             f"--rollout-stop-token-ids {' '.join(map(str, beyond))}: the model has the ids 0 to {vocab_size - 1}. No "
-            "answer would ever end there; change the flag."
+            "completion would ever end there; change the flag."
         )
 
 

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and a closed terminal (SIGHUP) as a request, not as an exception at a random line.
 
 The first signal asks the run to stop at its next waiting point, where the state can be saved; the second one stops at
-once. `nohup` stays what it is: a signal that was ignored when the run began is still ignored.
+once. `nohup` keeps its effect: a signal that was ignored when the run began is still ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.is_asked = False
-        self.has_work: Callable[[], bool] = nothing_to_save  # whether a stop now saves something; asked by the handler
+        self.has_work: Callable[[], bool] = nothing_to_save  # whether a stop now saves something; called by the handler
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -60,7 +60,7 @@ class Interrupts:
 
 
 def nothing_to_save() -> bool:
-    """Of a start: no part has trained anything."""
+    """Return False: during a start no part has trained anything."""
     return False
 
 
@@ -76,7 +76,7 @@ def children_outlive_the_terminal() -> Iterator[None]:
 
 
 def _leave_terminal() -> None:
-    """Output goes nowhere from now on: writing to a terminal that is gone is an error."""
+    """Discard output from now on: writing to a terminal that is gone is an error."""
     for descriptor in (0, 1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):

@@ -49,8 +49,8 @@ Schedule = Callable[[Components], None]
 def main(
     schedule: Schedule, *, is_async: bool = False, argv: Sequence[str] | None = None, called: str | None = None
 ) -> int:
-    """Run `schedule` on the machine that the command line describes. `argv`: without the program's name; None: that of
-    this process, as of train.py. `called`: what --help calls it."""
+    """Run `schedule` with the components that the command line describes. `argv` has no program name; None takes that
+    of this process. `called` is the name that --help shows."""
     program = Program()
     program.hide_secrets()
     loss = program.loss
@@ -73,13 +73,13 @@ def main(
             sign(run_dir.path)
         except (VimeError, OSError) as error:  # OSError: of a disk that is full
             sys.stderr.write(f"refused: {error}\n")
-            return ConfigError.exit_code  # whatever it is about: nothing was started
+            return ConfigError.exit_code  # for every error here: nothing was started
         return _run(config, run_dir.path, schedule, program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How one life of the machine ended."""
+    """How one attempt (a start of all components, up to their stop) ended."""
 
     code: int
     message: str = ""
@@ -88,8 +88,8 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lives:
-    """What all lives of a run share."""
+class Attempts:
+    """What all attempts of a run share."""
 
     path: Path
     schedule: Schedule
@@ -107,7 +107,7 @@ def _run(config: Config, path: Path, schedule: Schedule, program: Program) -> in
     screen = Screen(run_dir=path, log_interval=config.tracking.log_interval)
     with Interrupts() as interrupts:
         restarts = Restarts(config, path, program.loss)
-        lives = Lives(
+        attempts = Attempts(
             path=path,
             schedule=schedule,
             program=program,
@@ -119,13 +119,13 @@ def _run(config: Config, path: Path, schedule: Schedule, program: Program) -> in
         if program.loss is None:
             events.emit(EventKind.RUN_STARTED)
             write_machine_facts(path)
-            end = _live(config, lives)
+            end = _attempt(config, attempts)
         else:
             end = _end_of_ray(config, path, program.loss)
         while (again := restarts.after(end)) is not None:
             events.emit(EventKind.RUN_RESTARTED, error=end.message, load=again.model.load)
             screen.warn(f"{end.message}\nstarting again: {restarts}")
-            end = _live(again, lives)
+            end = _attempt(again, attempts)
     if end.code == 0 and not config.debug.debug_rollout_only:
         end = _audited(config, path, screen)
     if end.code:
@@ -147,7 +147,7 @@ class Restarts:
     """
 
     def __init__(self, config: Config, path: Path, loss: Loss | None = None) -> None:
-        """`loss`: goes on counting where the program before ended."""
+        """`loss`: continue counting where the previous program ended."""
         self._config, self._limit = config, config.cluster.max_restarts
         self._root = checkpoint_root(config, path)
         self._found: Path | None = None  # the newest checkpoint before this run saved one
@@ -156,11 +156,12 @@ class Restarts:
             self.num, self._trained = loss.num_restarts, loss.newest_round
             self._found = None if loss.found is None else Path(loss.found)
             return
-        with contextlib.suppress(VimeError):  # said where it is needed
+        with contextlib.suppress(VimeError):  # reported where it is needed
             self._found = find_latest(self._root)
 
     def after(self, end: End) -> Config | None:
-        """The configuration of the next life, which goes on from the newest checkpoint; None when there is none."""
+        """Return the configuration of the next attempt, which continues from the newest checkpoint; None when there is
+        none."""
         if end.trained_round > self._trained:
             self.num, self._trained = 0, end.trained_round
         if not end.is_worth_a_restart or self.num >= self._limit:
@@ -170,7 +171,7 @@ class Restarts:
         return self._config.replace(load=str(self._root)) if is_saved else self._config
 
     def loss(self, server: str, *, path: Path, is_alone: bool, may_restart: bool, trained_round: int) -> Loss:
-        """What the program that comes after the death of `server` is to know."""
+        """Return what the program that replaces this one after the death of `server` must know."""
         return Loss(
             server=server,
             run_dir=str(path),
@@ -186,30 +187,30 @@ class Restarts:
         return f"restart {self.num} of {self._limit} without a trained round (--max-restarts)"
 
 
-def _live(config: Config, lives: Lives) -> End:
-    """One life: every part is started, driven, and stopped again. What dies in the start-up of the first one is a
-    mistake to be seen at once."""
-    is_later, components = lives.restarts.num > 0, None
+def _attempt(config: Config, attempts: Attempts) -> End:
+    """Run one attempt: start every part, drive it, and stop it again. A failure in the start-up of the first attempt
+    ends the run, because it is most likely a mistake that the user should see at once."""
+    is_later, components = attempts.restarts.num > 0, None
 
     def go_on_without_ray(server: str) -> None:
         """Called by the thread that watches Ray's servers. There is hardly time for more: the library is about to end
         this process."""
-        loss = lives.restarts.loss(
+        loss = attempts.restarts.loss(
             server,
-            path=lives.path,
-            is_alone=lives.program.is_alone,
-            may_restart=(is_later or components is not None) and not lives.interrupts.is_asked,
+            path=attempts.path,
+            is_alone=attempts.program.is_alone,
+            may_restart=(is_later or components is not None) and not attempts.interrupts.is_asked,
             trained_round=-1 if components is None else components.trained_round,
         )
-        lives.program.replace(loss)
+        attempts.program.replace(loss)
 
     try:
         if is_later and (checkpoint := find_start(config.model.load).checkpoint) is not None:
-            refuse_damage(checkpoint)  # of the first life `preflight` did
+            refuse_damage(checkpoint)  # in the first attempt `preflight` did
         with start_components(
-            config, lives.path, lives.screen, lives.interrupts, lives.events, go_on_without_ray
+            config, attempts.path, attempts.screen, attempts.interrupts, attempts.events, go_on_without_ray
         ) as components:
-            return _drive(components, lives.schedule)
+            return _drive(components, attempts.schedule)
     except VimeError as error:
         return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
     except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
@@ -221,7 +222,7 @@ def _live(config: Config, lives: Lives) -> End:
         return End(
             code=INTERRUPTED,
             message="stopped at once by a second signal: rounds trained since the last checkpoint are not saved. "
-            f"--load goes on from the last one, if there is one: {checkpoint_root(config, lives.path)}",
+            f"--load continues from the last one, if there is one: {checkpoint_root(config, attempts.path)}",
         )
     except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
         return End(
@@ -230,7 +231,7 @@ def _live(config: Config, lives: Lives) -> End:
 
 
 def _drive(components: Components, schedule: Schedule) -> End:
-    """The schedule itself; whatever ends it, the last trained round is booked and saved before the machine goes."""
+    """Run the schedule. Whatever ends it, the last trained round is recorded and saved before the components stop."""
     is_worth_a_restart = False
     try:
         schedule(components)
@@ -256,13 +257,13 @@ def _drive(components: Components, schedule: Schedule) -> End:
 
 
 def _end_of_ray(config: Config, path: Path, loss: Loss) -> End:
-    """The life that the program before this one had, as the loss that it is."""
+    """Return how the previous program ended: by the loss of a server of Ray."""
     loaded = None if config.model.load is None else Path(config.model.load)
     error = ClusterError(
         f"Ray's {loss.server} died. Without it nothing of this run works, so nothing could be saved. "
         f"{newest_checkpoint(checkpoint_root(config, path), loaded)}"
     )
-    is_ours = config.cluster.ray_address is None  # a cluster that was joined is for its owner to start again
+    is_ours = config.cluster.ray_address is None  # only its owner may restart a joined cluster
     return End(
         code=error.exit_code,
         message=str(error),
@@ -272,7 +273,7 @@ def _end_of_ray(config: Config, path: Path, loss: Loss) -> End:
 
 
 def _audited(config: Config, path: Path, screen: Screen) -> End:
-    """Every run that trained ends with its audit."""
+    """Audit the run: every run that trained ends with this."""
     try:
         newest = find_latest(checkpoint_root(config, path))
         state = None if newest is None else read_run_state(newest)
@@ -289,7 +290,7 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
 
 
 def _is_passing(error: Exception) -> bool:
-    """Ray's own errors outside a wait: a server of Ray that does not answer, or an actor that is gone."""
+    """Whether it is an error of Ray outside a wait: a server of Ray that does not respond, or an actor that is gone."""
     return isinstance(error, ray.exceptions.RayError) or may_pass(error)
 
 

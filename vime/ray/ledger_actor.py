@@ -1,8 +1,8 @@
 """The ledger as a named Ray actor: one process that writes the file. When it dies Ray starts it again on the same file.
 
-A restart loses nothing that was answered, because every transition is in the file before it is answered; and Ray sends
-a call again whose answer was lost, because every call of the ledger may be repeated. So callers notice a restart as a
-slow answer, within the deadline of their call. Leases get a full timeout from the restart.
+A restart loses no call that has returned, because every transition is in the file before its call returns. Ray repeats
+a call whose result was lost, because every call of the ledger may be repeated. So callers notice a restart only as a
+slow call, within its deadline. Leases get a full timeout from the restart.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class LedgerActor:
         self._ledger = Ledger(self._run_dir / LEDGER_NAME, rules, clock=time.monotonic, synchronous=synchronous)
         self._expiring: asyncio.Task[None] | None = None
         self._news = asyncio.Condition()
-        self._told = self._ledger.sequence  # up to which line of the history waiters were told
+        self._notified = self._ledger.sequence  # the last line of the history that waiters were notified of
 
     async def call(self, name: str, arguments: tuple[object, ...], options: dict[str, object]) -> object:
-        """One of `ledger_port.CALLS`; a refusal comes back as the error that it is."""
+        """Run one of `ledger_port.CALLS`; a refusal is raised as its own error."""
         if self._expiring is None:
             self._expiring = asyncio.create_task(self._expire())
         try:
-            answer = call_ledger(self._ledger, name, arguments, options)
+            result = call_ledger(self._ledger, name, arguments, options)
             if ".commit" in name:
                 failpoint(Point.LEDGER_COMMIT)
-            return answer
+            return result
         finally:
             await self._tell()
 
     async def wait_for_news(self, seen: int, timeout_s: float, has: dict[str, int]) -> int:
-        """See `LedgerPort.wait_for_news`. Holds up no other call."""
+        """See `LedgerPort.wait_for_news`. Delays no other call."""
 
         def is_news() -> bool:
             return self._ledger.sequence > seen and self._ledger.has(**has)
@@ -69,7 +69,7 @@ class LedgerActor:
                     async with asyncio.timeout(timeout_s):
                         await self._news.wait_for(is_news)
                 except TimeoutError:
-                    pass  # no news is an answer too
+                    pass  # returning without news is allowed
         return self._ledger.sequence
 
     async def restore(self, checkpoint_round: int | None, mark: LedgerMark | None, may_be_torn: bool) -> RestoreReport:
@@ -85,7 +85,7 @@ class LedgerActor:
         return self._ledger.rounds.restore(checkpoint_round, has_payload, mark)
 
     async def close(self) -> None:
-        """Give the file up: it alone is the ledger then. The last call."""
+        """Close the file, which alone is the ledger then. The last call."""
         if self._expiring is not None:
             self._expiring.cancel()
         self._ledger.close()
@@ -94,19 +94,19 @@ class LedgerActor:
         return os.getpid()
 
     async def _expire(self) -> None:
-        """Time passes also while nobody calls. Waits for: the clock. Ends with the actor."""
+        """Let time pass also while nothing calls the ledger. Waits for: the clock. Ends with the actor."""
         while True:
             await asyncio.sleep(EXPIRE_INTERVAL_S)
             try:
                 self._ledger.expire()
-            except VimeError as error:  # a full disk: said, and tried again
+            except VimeError as error:  # a full disk: logged, and tried again
                 logger.error("overdue leases could not be taken back: %s", error)
             await self._tell()
 
     async def _tell(self) -> None:
-        """Wake who waits for news, when there are some."""
-        if self._ledger.sequence > self._told:
-            self._told = self._ledger.sequence
+        """Wake the waiters when there is news."""
+        if self._ledger.sequence > self._notified:
+            self._notified = self._ledger.sequence
             async with self._news:
                 self._news.notify_all()
 
@@ -125,8 +125,8 @@ class LedgerClient:
     def start(
         cls, run_dir: Path, rules: LedgerRules, *, run_id: str, deadline_s: float, synchronous: str = "NORMAL"
     ) -> LedgerClient:
-        """Start the actor `vime-<run_id>-ledger` and wait until it answers. The driver calls it once, before any other
-        actor; the ledger lives while anyone holds a client of it."""
+        """Start the actor `vime-<run_id>-ledger` and wait until it responds. The driver calls it once, before any other
+        actor; the actor lives as long as any process holds a client of it."""
         actor = ray.remote(LedgerActor).options(
             name=f"vime-{run_id}-ledger", num_cpus=LEDGER_CPUS, max_restarts=-1, max_task_retries=-1
         )
@@ -137,21 +137,22 @@ class LedgerClient:
     def restore(
         self, checkpoint_round: int | None, mark: LedgerMark | None = None, *, may_be_torn: bool = False
     ) -> RestoreReport:
-        """A restart of the run from this checkpoint; the first call after `start`. `may_be_torn`: see `check_spool`."""
-        answer = self._handle.restore.remote(checkpoint_round, mark, may_be_torn)
-        report: RestoreReport = self._wait(answer, "the ledger to restore")
+        """Go back to this checkpoint after a restart of the run; the first call after `start`. `may_be_torn`: see
+        `check_spool`."""
+        result = self._handle.restore.remote(checkpoint_round, mark, may_be_torn)
+        report: RestoreReport = self._wait(result, "the ledger to restore")
         return report
 
     def close(self) -> None:
-        """Nobody calls the ledger any more: its file alone is the ledger when this returns."""
+        """Close the ledger, which no process calls any more: its file alone is the ledger when this returns."""
         self._wait(self._handle.close.remote(), "the ledger to close its file")
 
     def pid(self) -> int:
-        """Process of the actor now; another one after a restart."""
+        """Return the pid of the actor now; it changes with a restart."""
         return int(self._wait(self._handle.pid.remote(), "the ledger to start"))
 
     def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
-        """The method in the ledger's process. It must be one of `ledger_port.CALLS`."""
+        """Run the method in the ledger's process. It must be one of `ledger_port.CALLS`."""
         name = method.__qualname__
         return cast("R", self._wait(self._handle.call.remote(name, arguments, options), _answer_to(name)))
 
@@ -164,8 +165,8 @@ class LedgerClient:
     def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
         ref = self._handle.wait_for_news.remote(seen, timeout_s, has)
         longest_s = self._deadline_s + timeout_s
-        [answer] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
-        return int(answer)
+        [result] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
+        return int(result)
 
     async def wait_for_news_async(self, seen: int, timeout_s: float, **has: int) -> int:
         ref = self._handle.wait_for_news.remote(seen, timeout_s, has)
@@ -173,10 +174,10 @@ class LedgerClient:
         return int(await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=()))
 
     def _wait(self, ref: Any, name: str) -> Any:
-        [answer] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
-        return answer
+        [result] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
+        return result
 
 
 def _answer_to(name: str) -> str:
-    """How a wait for the answer to `PromptLedger.issue` is named."""
-    return f"the ledger's answer to {name.rpartition('.')[2]}"
+    """Return the name of a wait for a call such as `PromptLedger.issue`."""
+    return f"the ledger's call {name.rpartition('.')[2]}"

@@ -1,4 +1,4 @@
-"""Which ledger a run of mode `streaming` goes on with: compared before anything starts, by id and not by path.
+"""Which ledger a run of mode `streaming` continues with: compared before anything starts, by id and not by path.
 
 A checkpoint keeps a mark of its ledger (`vime/handoff/ledger_identity.py`). The ledger that has it may lie in this
 run's directory, beside the checkpoint (a run directory that moved), or where the checkpoint was written; from another
@@ -20,13 +20,13 @@ from vime.observability.events import EventKind, read_events
 from vime.ray.checkpoint import LEDGER_RUN, read_run_state
 from vime.types import ConfigError
 
-ORIGIN_NAME = "ledger.origin"  # in a run directory: whose queue its own was copied from
-OTHER_WAY = "Choose a new run directory, or go on in the one that wrote the checkpoint"
+ORIGIN_NAME = "ledger.origin"  # in a run directory: the run whose queue was copied
+OTHER_WAY = "Choose a new run directory, or continue in the one that wrote the checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerChoice:
-    """`origin`: directory of the run whose queue is to be copied first; None when this run's own is gone on with."""
+    """`origin`: directory of the run whose queue is to be copied first; None when the run continues with its own."""
 
     origin: Path | None = None
     mark: LedgerMark | None = None
@@ -34,7 +34,8 @@ class LedgerChoice:
 
 
 def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice:
-    """What a run in `run_dir` (None: a new directory) goes on with from `checkpoint` (None: from the beginning).
+    """Return the ledger with which a run in `run_dir` (None: a new directory) continues from `checkpoint` (None: the
+    start).
 
     Raises ConfigError or LedgerFileError when there is none, or only another one.
     """
@@ -64,7 +65,7 @@ def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice
             continue
         _check_whole(path)
         lasting = lasting_file(path, state.rollout_id)
-        if lasting != path:  # the run puts it in the place of `path`
+        if lasting != path:  # the run puts it in place of `path`
             _check_whole(lasting)
         with closing(open_for_reading(lasting)) as connection:
             obstacle = find_obstacle(connection, state.ledger, state.rollout_id)
@@ -78,7 +79,7 @@ def choose_ledger(run_dir: Path | None, checkpoint: Path | None) -> LedgerChoice
 
 
 def _by_path(run_dir: Path | None, own: Path | None, written: Path, checkpoint: Path) -> LedgerChoice:
-    """For a checkpoint from before ledgers had ids."""
+    """Choose for a checkpoint from before ledgers had ids."""
     note = (
         f"--load {checkpoint}: is from before ledgers had ids; its ledger is taken to be that of {written}, by its path"
     )
@@ -91,8 +92,8 @@ def _by_path(run_dir: Path | None, own: Path | None, written: Path, checkpoint: 
         )
     if run_dir == written or not (written / LEDGER_NAME).is_file():
         raise ConfigError(
-            f"--load {checkpoint}: was written by the run in {written}, which has no {LEDGER_NAME} any more, so nobody "
-            "knows which groups it trained. Load with the run directory in its place."
+            f"--load {checkpoint}: was written by the run in {written}, which has no {LEDGER_NAME} any more, so it is "
+            "unknown which groups it trained. Load with the run directory in its place."
         )
     return LedgerChoice(origin=written, note=note)
 

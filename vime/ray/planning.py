@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRound:
-    """`plan` is of the rows that were asked for; `work` and `metrics` of the whole round, with what was begun of it."""
+    """`plan` covers the given rows; `work` and `metrics` the whole round, including its early batches."""
 
     plan: RoundPlan
     rows: NDArray[Any]  # FACTS of each row
@@ -82,7 +82,7 @@ class RoundPlanner:
         return PlannedRound(plan=plan, rows=rows, work=work, metrics=metrics)
 
     def _loads(self, rows: NDArray[Any]) -> tuple[list[int], dict[str, list[int]]]:
-        """Tokens of each row, and what it weighs."""
+        """Return the tokens of each row and its cost."""
         lengths: list[int] = rows["total_length"].tolist()
         sizes = zip(lengths, rows["response_length"].tolist(), strict=True)
         flops = [train_flops(self._shape, *size) for size in sizes]
@@ -105,9 +105,10 @@ class RoundPlanner:
 
 
 def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: NDArray[Any]) -> RoundWork:
-    """The policy learns, except in a round of the critic alone, where it is run forward once, to be compared with the
-    engines; the old policy, the reference and a teacher are run forward where the algorithm asks for them; a critic is
-    run forward and learns. Models of other roles are counted as if they had the policy's shape."""
+    """Return the passes of a round by role. The policy learns; in a round of the critic alone it is run forward once,
+    to be compared with the engines. The old policy, the reference and a teacher are run forward where the algorithm
+    needs them; a critic is run forward and learns. Models of other roles are counted as if they had the policy's
+    shape."""
     roles, moves = needed_roles(config), policy_moves(plan, config)
     num_forward = int(needs_old_log_prob(plan, config.algo)) if moves else 1
     num_forward += int(Role.REFERENCE in roles and (moves or config.algo.kl_coef > 0)) + int(Role.TEACHER in roles)

@@ -40,15 +40,15 @@ from vime.utils.network import port_is_free
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
-    """The schedule's own demand on staleness, ports, --load, its ledger, columns, plug-ins, the model's architecture,
-    flags of vLLM. What all of them find is one refusal."""
+    """Check the schedule's demand on staleness, ports, --load, its ledger, columns, plug-ins, the model's architecture
+    and flags of vLLM. All that they find is one refusal."""
     refusals = Refusals()
     look_ahead(config, refusals, is_async=is_async)
     refusals.raise_all()
 
 
 def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
-    """`preflight`, with what it finds left to the caller."""
+    """Like `preflight`, but the caller collects the refusals."""
     refusals.attempt(_check_failpoints)
     if is_async:
         refusals.attempt(_check_prefetch, config)
@@ -69,10 +69,11 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
 
 
 def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, program: str = "train.py") -> Config:
-    """The configuration of a run that may start: every flag, file and plug-in was looked at, and no process started.
+    """Return the configuration of a run that may start: every flag, file and plug-in was checked, and no process
+    started.
 
-    Raises one VimeError that names everything that is wrong. Flags that contradict each other leave files and records
-    to be looked at, which need no derived default."""
+    Raises one VimeError that names everything that is wrong. When flags contradict each other, files and records are
+    still checked, because that needs no derived default."""
     refusals, found = Refusals(), []
     refusals.attempt(lambda: found.append(parse_command_line(argv, program=program)))
     if found:
@@ -80,7 +81,7 @@ def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, prog
         look_ahead(config, refusals, is_async=is_async)
         check_inputs(config, refusals)
     else:
-        with contextlib.suppress(VimeError):  # said above
+        with contextlib.suppress(VimeError):  # reported above
             given, unread = parse_readable(sys.argv[1:] if argv is None else argv)
             given, of_files = absolute_paths(given), Refusals()
             check_inputs(given, of_files)
@@ -92,7 +93,7 @@ def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, prog
 
 def _check_port(port: int | None) -> None:
     if port is not None and not port_is_free("127.0.0.1", port):
-        raise ConfigError(f"--vllm-router-port {port} is in use on this components. Choose another or leave it out.")
+        raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
 
 
 def _check_address(url: str | None) -> None:
@@ -101,8 +102,8 @@ def _check_address(url: str | None) -> None:
 
 
 def _check_place(flag: str, template: str | None) -> None:
-    """What stands there once a round was trained must not fail then. --run-dir and --save are made and locked before
-    anything starts, which shows it."""
+    """Check outputs that are first written after a round was trained, so that they do not fail then. --run-dir and
+    --save need no check: they are made and locked before anything starts."""
     if template is None:
         return
     place = Path(template.format(rollout_id=0)).absolute().parent
@@ -116,7 +117,7 @@ def _check_place(flag: str, template: str | None) -> None:
 
 
 def _check_resumed(config: Config) -> None:
-    """The checkpoint first: the ledger is looked for by what it says."""
+    """Check the checkpoint first, because it says which ledger to look for."""
     _check_load(config)
     _check_ledger(config)
 
@@ -138,7 +139,8 @@ def _check_engine_module(name: str | None) -> None:
 
 
 def _check_architecture(config: Config) -> None:
-    """Every model is one that the training backend knows, and has the tokens that the policy's tokenizer makes."""
+    """Check that the training backend knows every model, and that it has the tokens that the policy's tokenizer
+    makes."""
     policy = _vocab_size(config, config.model.hf_checkpoint, "--hf-checkpoint")
     for role in needed_roles(config):
         spec = engine_spec(role, config, total_steps=0)
@@ -159,7 +161,7 @@ def _check_architecture(config: Config) -> None:
 
 
 def _check_cut(config: Config, spec: EngineSpec) -> None:
-    """As the flags' own checks do it for the policy."""
+    """Check as the flags' own checks do for the policy."""
     try:
         check_model_layout(config.parallel, read_architecture(spec.checkpoint, flag=spec.flag))
     except ConfigError as error:
@@ -167,7 +169,7 @@ def _check_cut(config: Config, spec: EngineSpec) -> None:
 
 
 def _vocab_size(config: Config, checkpoint: str, flag: str) -> int:
-    """A refusal says whether the other backend trains this model."""
+    """Add to a refusal whether the other backend trains this model."""
     backends = {"megatron": _megatron_vocab_size, "fsdp": _fsdp_vocab_size}
     chosen = backends.pop(config.cluster.train_backend)
     try:
@@ -188,7 +190,8 @@ def _megatron_vocab_size(checkpoint: str, flag: str) -> int:
 
 
 def _fsdp_vocab_size(checkpoint: str, flag: str) -> int:
-    from vime.backends.fsdp_utils.hf_config import read_config  # loads transformers, which the driver needs for no more
+    # loads transformers, which the driver does not need otherwise
+    from vime.backends.fsdp_utils.hf_config import read_config
     from vime.backends.fsdp_utils.probe import check_family
 
     settings = read_config(checkpoint, flag=flag)
@@ -198,7 +201,7 @@ def _fsdp_vocab_size(checkpoint: str, flag: str) -> int:
 
 def _check_load(config: Config) -> None:
     """`--load X` without a checkpoint in X starts fresh only when X is where this run saves: one command line then
-    starts and resumes. Anything else is a slip of the pen, which would train from the beginning in silence."""
+    starts and resumes. Anything else is probably a typing mistake, which would train from the beginning in silence."""
     load, save = config.model.load, config.model.save
     if load is None:
         return
@@ -222,7 +225,7 @@ def _check_load(config: Config) -> None:
 
 
 def _check_ledger(config: Config) -> None:
-    """The ledger of mode streaming is there, and the one that knows what the checkpoint carries."""
+    """Check that the ledger of mode streaming is there, and that it belongs to the checkpoint."""
     if config.queue.transferqueue_mode != STREAMING:
         return
     run_dir = Path(config.tracking.run_dir).expanduser().resolve() if config.tracking.run_dir else None
@@ -240,20 +243,21 @@ def _check_ledger(config: Config) -> None:
 
 
 def _check_mode_of(checkpoint: Path, config: Config) -> None:
-    """Which prompts come next is known by the ledger in mode streaming, and by the data cursor otherwise."""
+    """Refuse a checkpoint of the other kind: the next prompts are in the ledger in mode streaming, else in the data
+    cursor."""
     has_ledger = LEDGER_RUN in read_run_state(checkpoint).data_source
     mode = config.queue.transferqueue_mode
     if has_ledger != (mode == STREAMING):
         written = f"by a run of mode {STREAMING}" if has_ledger else "without a ledger (mode off or buffer)"
         raise ConfigError(
-            f"--load {checkpoint}: written {written}, so in mode {mode} nobody knows which prompts it has trained. "
+            f"--load {checkpoint}: written {written}, so in mode {mode} it is unknown which prompts it has trained. "
             f"Resume {'with' if has_ledger else 'without'} --transferqueue-mode {STREAMING}, or begin anew from an "
             "export (--save-hf) as --hf-checkpoint."
         )
 
 
 def _nearest_load(load: Path) -> str:
-    """What is there instead: checkpoints below, or the nearest name in the deepest directory that exists."""
+    """Say what is there instead: checkpoints below, or the nearest name in the deepest directory that exists."""
     if find_latest(load / "checkpoints") is not None:
         return f"did you mean {load / 'checkpoints'}"
     missing = load
@@ -268,8 +272,9 @@ def _nearest_load(load: Path) -> str:
 
 
 def _check_prefetch(config: Config) -> None:
-    """Round r + 1 starts on what the engines serve before round r trains, so with an update every I rounds its tokens
-    are up to I versions old when it trains: one more than under train.py."""
+    """Check the staleness bound of train_async.py. Round r + 1 starts on what the engines serve before round r trains,
+    so with an update every I rounds its tokens are up to I versions old when it trains: one more than under
+    train.py."""
     if config.cluster.offload_train:
         raise ConfigError(
             "--offload-train under train_async.py has no effect: the next round is generated while this one trains. "
@@ -286,6 +291,6 @@ def _check_prefetch(config: Config) -> None:
     if cuts and staleness == interval and config.queue.mixed_version_policy == "correct":
         raise ConfigError(
             f"--partial-rollout under train_async.py with --transferqueue-max-staleness {staleness}: tokens of a cut "
-            f"answer are up to {interval + 1} versions old when the next round trains, so it would begin anew. Set it "
-            f"to {interval + 1}, or add --mask-offpolicy-in-partial-rollout."
+            f"completion are up to {interval + 1} versions old when the next round trains, so it would begin anew. Set "
+            f"it to {interval + 1}, or add --mask-offpolicy-in-partial-rollout."
         )

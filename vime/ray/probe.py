@@ -1,9 +1,9 @@
-"""Engines score given rows afresh: the one way to ask them, and the one comparison with the trainer, after a publish.
+"""Have engines score given rows anew after a publish, and compare the scores with the trainer's.
 
 The content hash proves that the bytes arrived (`weights/versions.py`). It cannot see a packed copy inside the engine
-that was never rebuilt (vLLM's CPU build has two such cases, repaired in our transfer engine). So what is compared here
-is what matters: the log-probabilities of the same tokens on both sides. `check_engines_agree` does it with a fixed
-text for --check-weight-update-equal; the rows of a round come from whoever watches the rounds.
+that was never rebuilt (vLLM's CPU build has two such cases, repaired in our transfer engine). So this compares the
+log-probabilities of the same tokens on both sides. `check_engines_agree` uses a fixed text, for
+--check-weight-update-equal; other callers pass rows of a round.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BF16_BOUND = 0.1  # of the median, twice the largest mean of sound models; round
 
 
 def rescore(fleet: FleetControl, rows: Sequence[TrainRow]) -> list[EngineOpinion]:
-    """Ask every engine what it holds, and for the log-probabilities [R] of each row's response tokens, computed afresh
-    at temperature 1 over the whole vocabulary. EngineError when one cannot be asked."""
+    """Return from every engine which weights it holds and the log-probabilities [R] of each row's response tokens,
+    computed anew at temperature 1 over the whole vocabulary. EngineError when an engine cannot be reached."""
     reports = fleet.reports()
     scores = fleet.prompt_log_probs([row.tokens.tolist() for row in rows])
     return [
@@ -48,8 +48,8 @@ def rescore(fleet: FleetControl, rows: Sequence[TrainRow]) -> list[EngineOpinion
 
 
 def compare_with_engines(fleet: FleetControl, trainers: Trainers, rows: Sequence[TrainRow]) -> dict[str, Agreement]:
-    """By engine, how far its fresh scores are from the trainer's at the trainable tokens of `rows`. Both score at the
-    same time. EngineError when an engine cannot be asked."""
+    """Return by engine how far its new scores are from the trainer's at the trainable tokens of `rows`. Both score at
+    the same time. EngineError when an engine cannot be reached."""
     with ThreadPoolExecutor(1, thread_name_prefix="rescore") as beside:
         asked = beside.submit(rescore, fleet, rows)
         own = trainers.log_probs(list(rows), SamplingRule())
@@ -64,7 +64,7 @@ def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl,
     worst = 0.0
     for engine, found in compare_with_engines(fleet, trainers, [_probe_row(version)]).items():
         difference = statistics.median(found.suspects[0].gaps()) if config.parallel.bf16 else found.largest
-        if math.isnan(found.mean):  # of one token is enough, which neither of the two would show
+        if math.isnan(found.mean):  # one NaN token is enough; neither median nor maximum would show it
             difference = math.nan
         worst = max(worst, difference)
         if not difference <= bound:
@@ -96,7 +96,7 @@ def _probe_row(version: Version) -> TrainRow:
 
 
 def _as_recorded(rows: Sequence[TrainRow], log_probs: Sequence[Sequence[float]]) -> list[TrainRow]:
-    """The rows as if these had been recorded when they were sampled."""
+    """Return the rows as if these log-probabilities had been recorded at sampling."""
     return [
         dataclasses.replace(row, rollout_log_probs=np.asarray(values, dtype=np.float32))
         for row, values in zip(rows, log_probs, strict=True)

@@ -1,9 +1,9 @@
-"""A run whose Ray died goes on in a new program under the same pid.
+"""Continue a run whose Ray died in a new program under the same pid.
 
 Ray's library ends the process that uses it when a server of Ray is gone (`ray/servers.py::watched_ray`), past every
 `except`, and cannot be taken out of it. So the process replaces its program before that: execve keeps the pid, the
-terminal and the children. All that the old program had started are then descendants of this process, orphans
-included, and are ended by their numbers; `ray/launch.py` judges the loss as that of any other part.
+terminal and the children. Everything that the old program had started is then a descendant of this process, orphans
+included, and is ended by pid; `ray/launch.py` treats the loss like that of any other part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_STREAMS = 3  # stdin, stdout, stderr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What the old program knew when a server of Ray died: about its life, and what `Restarts` had counted."""
+    """What the old program knew when a server of Ray died: about its attempt, and what `Restarts` had counted."""
 
     server: str
     run_dir: str
@@ -47,21 +47,21 @@ class Loss:
 class Program:
     """What this process runs now. Made before it starts anything. `loss`: why it replaced another one, None if none.
 
-    `is_alone`: every descendant of this process will be its own. Not so where somebody started some before, as a shell
-    does that becomes this process: then nothing is ended, and a loss of Ray ends the run.
+    `is_alone`: every descendant of this process will be its own. False where children existed before, for example of a
+    shell that became this process: then nothing is ended, and a loss of Ray ends the run.
     """
 
     def __init__(self) -> None:
-        told = os.environ.pop(HANDED_ON, None)
-        self.loss = None if told is None else Loss(**json.loads(told))
-        self._environment = dict(os.environ)  # without what the run adds, as the token of a Ray that is gone
+        handed_on = os.environ.pop(HANDED_ON, None)
+        self.loss = None if handed_on is None else Loss(**json.loads(handed_on))
+        self._environment = dict(os.environ)  # without what the run adds, such as the token of a Ray that is gone
         self.is_alone = len(tree(os.getpid(), read_processes())) == 1 if self.loss is None else self.loss.is_alone
 
     def adopt_orphans(self) -> None:
-        """Let whatever loses its parent get this process as its new one, if all of it will be this process's own.
+        """Make this process the parent of its orphaned descendants, if all of them will be its own.
 
-        Not before something is started: a process that never looks after its children keeps the dead ones, and the
-        workers of another Ray take their dead raylet for alive."""
+        Not before something is started: a process that never reaps its children keeps the dead ones, and the workers of
+        another Ray then take their dead raylet for alive."""
         if self.is_alone:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -79,7 +79,7 @@ class Program:
                 names = ", ".join(f"{title(process.pid)} (pid {process.pid})" for process in left)
                 raise ClusterError(
                     f"Ray's {self.loss.server} died, and what it left does not end within {END_S:g} s: {names}. "
-                    "End it, then go on with --load."
+                    "End it, then continue with --load."
                 )
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -87,8 +87,8 @@ class Program:
             time.sleep(POLL_S)
 
     def hide_secrets(self) -> None:
-        """A command line is in every process list, and Ray and wandb write it down. So a secret that stands there goes
-        to the environment, and the program begins anew without it."""
+        """Move a secret from the command line to the environment and start the program anew without it: a command line
+        is in every process list, and Ray and wandb store it."""
         words, hidden = without_secrets(sys.orig_argv)
         if hidden:
             for flag, variable in SECRETS.items():
@@ -107,8 +107,8 @@ class Program:
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command line without the flags of SECRETS and their values, and what they say, by variable. A flag without a
-    value stays, to be refused."""
+    """Return the command line without the flags of SECRETS, and their values by variable. A flag without a value stays,
+    to be refused."""
     kept: list[str] = []
     hidden: dict[str, str] = {}
     for word in words:

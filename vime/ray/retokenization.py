@@ -1,5 +1,5 @@
-"""Other tokens that a row may have had when it was sampled: what its own text, or a round trip through the tokenizer,
-encodes to. Only those with as many response tokens can be scored against what was recorded."""
+"""Other tokens that a row may have had when it was sampled: those that its own text, or a round trip through the
+tokenizer, encodes to. Only those with as many response tokens can be compared with the recorded scores."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Retokenization:
     row: int
     tokens: Sequence[int]
     says: str  # where they come from
-    is_contradiction: bool = False  # the sample's own text says that its tokens are not these
+    is_contradiction: bool = False  # the sample's own text shows that its tokens are wrong
 
 
 def retokenizations(
     config: Config, rows: Sequence[TrainRow], texts: Sequence[SampleText | None]
 ) -> list[Retokenization]:
-    """Each differs from its row's tokens, or says that the sample's text does."""
+    """Yield retokenizations that differ from the row's tokens, or contradict them."""
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     return [
         retokenization
@@ -69,7 +69,7 @@ def _of_row(
     round_trip = _encode_response(tokenizer, tokenizer.decode(response, skip_special_tokens=True), response)
     if round_trip is not None and round_trip != response:
         yield told(
-            [*prompt, *round_trip], f"the answer decoded and encoded ({_first_difference(response, round_trip)})"
+            [*prompt, *round_trip], f"the completion decoded and encoded ({_first_difference(response, round_trip)})"
         )
     begin = tokenizer.bos_token_id
     if begin is not None:
@@ -90,7 +90,7 @@ def _encode_response(tokenizer: Any, text: str, response: Sequence[int]) -> list
 
 
 def _first_difference(tokens: Sequence[int], again: Sequence[int]) -> str:
-    """Where two lists part."""
+    """Say where two lists differ first."""
     for position, (one, other) in enumerate(zip(tokens, again, strict=False)):
         if one != other:
             return f"token {position}: the row has {one}, this {other}"

@@ -1,4 +1,4 @@
-"""RolloutManager: the Ray actor that owns prompts, generation, rewards and the hand-over to training."""
+"""RolloutManager: the Ray actor that owns prompts, generation, rewards and the transfer of rows to training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PROCESS = "rollout-manager"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerInfo:
-    """What the driver learns when the data source stands."""
+    """What the driver learns when the data source is ready."""
 
     num_prompts: int
     num_too_long: int = 0  # prompts that were left out
@@ -64,7 +64,7 @@ class ManagerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedRound:
-    """One round, whose rows are stored: the ticket to read them with, and what it was like."""
+    """One round whose rows are stored: the ticket to read them with, and its facts."""
 
     rollout_id: int
     ticket: RoundTicket | None  # None when nothing is trained
@@ -72,13 +72,13 @@ class GeneratedRound:
     probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
     work: RoundWork | None = None  # None when nothing is trained
     cursor: dict[str, Any] = field(default_factory=dict)  # state of the data source after this round was drawn
-    lease: RoundLease | None = None  # mode streaming: the ledger's word that these groups are this round's
+    lease: RoundLease | None = None  # mode streaming: assigns these groups to this round
     num_begun: int = 0  # early batches that the trainers have already; the ticket holds the other groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRound:
-    """The groups of a round before they are planned, however they came: facts of each and the handles of its chunks."""
+    """The groups of a round before planning, in every mode: facts of each group and the handles of its chunks."""
 
     groups: Sequence[tuple[GroupFacts, Sequence[Any]]]
     partition: str
@@ -117,8 +117,8 @@ class RolloutManager:
         self._begun: list[PlannedRound] = []  # early batches of the round in hand
 
     def prepare(self, resumed: dict[str, Any] | None = None) -> ManagerInfo:
-        """Load plug-ins and prompts; everything wrong with them is said here, before engines are waited for. `resumed`:
-        the data cursor of the checkpoint that the run goes on from."""
+        """Load plug-ins and prompts, and report everything that is wrong with them before the wait for engines.
+        `resumed`: the data cursor of the checkpoint that the run continues from."""
         args = self._config.flat
         self._generate = load_rollout_function(args)
         self._store: PayloadStore = connect_store(self._config, self._queue_address)
@@ -133,7 +133,7 @@ class RolloutManager:
         if self._config.queue.transferqueue_mode == STREAMING and not hasattr(self._source, "group_at"):
             raise ConfigError(
                 f"--data-source-path {args.data_source_path}: {type(self._source).__name__} has no group_at(index). In "
-                "mode streaming a prompt may be answered again after a restart, so a data source must know every "
+                "mode streaming a prompt may be generated again after a restart, so a data source must know every "
                 "group by its number. Add the method, or use mode buffer."
             )
         if resumed is not None and hasattr(self._source, "recognise"):
@@ -177,8 +177,8 @@ class RolloutManager:
         )
 
     def produce(self, is_on: bool) -> None:
-        """The engines serve: answer prompts from now on, whatever the trainers do. Or answer none any more; with
-        --partial-rollout what is under way is kept, if the engines still answer."""
+        """Begin to generate, because the engines serve now; the trainers do not stop it. Or end it; with
+        --partial-rollout completions in flight are kept, if the engines still respond."""
         assert self._coordinator is not None
         if is_on:
             self._coordinator.workers.start()
@@ -186,7 +186,7 @@ class RolloutManager:
             self._coordinator.workers.stop()
 
     def compact(self) -> int:
-        """Drop from the spool what no restart can need; answers the bytes freed."""
+        """Drop from the spool what no restart can need. Returns the bytes freed."""
         assert self._coordinator is not None
         needed = self._ledger.call(Ledger.needed_payloads)
         freed = self._coordinator.workers.compact(needed)
@@ -198,7 +198,7 @@ class RolloutManager:
             self._source.load(state)
 
     def generate(self, rollout_id: int) -> GeneratedRound:
-        """One round: its groups generated (or replayed, or leased), planned, and where their rows lie."""
+        """Produce one round: generate (or replay, or lease) its groups, plan it, and return where its rows lie."""
         collect_garbage()
         began = time.monotonic()
         with span("generate_round", rollout_id=rollout_id):
@@ -223,7 +223,7 @@ class RolloutManager:
         )
 
     def _generate_round(self, rollout_id: int) -> FoundRound:
-        """Modes off and buffer: the samples of a rollout function, or of a record, encoded and stored."""
+        """Encode and store the samples of a rollout function, or of a record (modes off and buffer)."""
         config, args = self._config, self._config.flat
         output = _samples(config, self._generate, self._source, rollout_id)
         # which prompts were drawn up to this round
@@ -252,7 +252,7 @@ class RolloutManager:
         )
 
     def _lease(self, rollout_id: int) -> FoundRound:
-        """Mode streaming: the next finished groups, whose rows lie in the queue already."""
+        """Lease the next finished groups, whose rows lie in the queue already (mode streaming)."""
         config, coordinator = self._config, self._coordinator
         assert coordinator is not None
         coordinator.begin(rollout_id)
@@ -295,8 +295,8 @@ class RolloutManager:
         return tuple(read_some(self._store, ticket, numbers).values())
 
     def early_batch(self, rollout_id: int) -> RoundTicket | None:
-        """Ticket of finished groups of the round that `generate` waits for beside this, for the trainers to begin with.
-        None when the round is whole, or failed: `generate` says."""
+        """Return a ticket of finished groups of the round that `generate` waits for in another thread, for the trainers
+        to begin with. None when the round is whole or failed: `generate` reports which."""
         coordinator = self._coordinator
         assert coordinator is not None
         while coordinator.early_batches.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
@@ -320,15 +320,15 @@ class RolloutManager:
             self._coordinator.workers.release([group.task for group in self._taken.pop(old)])
 
     def clear(self, ticket: RoundTicket) -> None:
-        """Every rank has read this round or early batch: it leaves the queue, which makes room for the next. In mode
-        streaming the spool keeps it until a checkpoint carries the round."""
+        """Remove this round or early batch from the queue, which frees capacity: every rank has read it. In mode
+        streaming the spool keeps it until a checkpoint contains the round."""
         if self._coordinator is None:
             self._rounds.clear(ticket.partition)
         else:
             self._store.clear(ticket.partition, ticket.handles)
 
     def texts_of(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
-        """What the samples of a recent round said as text; None for one that is not there any more."""
+        """Return the text of the samples of a recent round; None for one that is not there any more."""
         texts = self._texts.get(rollout_id, {})
         if self._coordinator is not None:
             wanted = set(indices)
@@ -345,8 +345,8 @@ class RolloutManager:
         output = self._generate(self._config.flat, rollout_id, self._source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             raise PluginError(
-                f"--rollout-function-path {self._config.rollout.rollout_function_path}: answered "
-                f"{type(output).__name__} to evaluation=True, expected RolloutFnEvalOutput."
+                f"--rollout-function-path {self._config.rollout.rollout_function_path}: returned "
+                f"{type(output).__name__} for evaluation=True, expected RolloutFnEvalOutput."
             )
         for name, samples in output.data.items():
             save_samples(self._run_dir / "eval" / f"{name}_{rollout_id}.jsonl", samples)
@@ -373,12 +373,12 @@ def _samples(config: Config, generate: Any, source: Any, rollout_id: int) -> Rol
         samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
         return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(config.flat, samples))
     path = config.rollout.rollout_function_path
-    is_ours = path.startswith("vime.")  # what it lets through nobody foresaw, and it is not the user's to correct
+    is_ours = path.startswith("vime.")  # an error that escapes from it is unforeseen, and the user cannot correct it
     with contextlib.nullcontext() if is_ours else calling_plugin(f"--rollout-function-path {path}", generate):
         output = generate(config.flat, rollout_id, source)
     if not isinstance(output, RolloutFnTrainOutput):
         raise PluginError(
-            f"--rollout-function-path {path}: answered {type(output).__name__}, expected RolloutFnTrainOutput."
+            f"--rollout-function-path {path}: returned {type(output).__name__}, expected RolloutFnTrainOutput."
         )
     if debug.save_debug_rollout_data:
         save_rollout(

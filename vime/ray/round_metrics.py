@@ -1,4 +1,4 @@
-"""What a round was like: numbers are added station by station and written once, when the round ends."""
+"""The metrics of a round: each step adds its numbers, and they are written once, when the round ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RoundMetrics:
         self._started = time.monotonic()
 
     def begin(self) -> None:
-        """The first round starts now: what start-up took is not its time."""
+        """Start the time of the first round, so that it does not include start-up."""
         self._metrics, self._started = {}, time.monotonic()
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -36,11 +36,11 @@ class RoundMetrics:
         self._metrics[metric] = self._metrics.get(metric, 0.0) + time.monotonic() - started
 
     def spent(self, metric: str) -> float:
-        """Seconds under `metric` in this round so far."""
+        """Return the seconds under `metric` in this round so far."""
         return self._metrics.get(metric, 0.0)
 
     def so_far(self) -> dict[str, float]:
-        """What is known of the round that is open."""
+        """Return what is known of the open round."""
         return {name: float(value) for name, value in self._metrics.items()}
 
     def finish(self, rollout_id: int, version: Version) -> None:
@@ -59,8 +59,8 @@ class RoundMetrics:
         self._metrics, self._started = {}, now
 
     def retell(self, rollout_id: int, version: Version, metrics: Mapping[str, float]) -> None:
-        """Write the line of a round whose checkpoint is there and whose process ended before its line: what the
-        checkpoint knows of it, without the times of the stations behind."""
+        """Write the line of a round whose process ended between its checkpoint and this line: what the checkpoint knows
+        of it, without the times of later steps."""
         if self._tracker.lacks(rollout_id, VERSION):
             self._tracker.log(rollout_id, {**metrics, VERSION: float(version)})
 

@@ -1,8 +1,8 @@
-"""The end of a run that does not reach its last round: save what was trained since the last checkpoint, say where.
+"""The end of a run that does not reach its last round: save what was trained since the last checkpoint, and say where.
 
 An error of a reward, an engine or the data does not touch the trainers: what they learned is still in them and is
-saved as on Ctrl-C. It is not saved when the failure came in the middle of training (the weights are then no whole
-round's) or of saving (a second try would fail alike).
+saved as on Ctrl-C. It is not saved when the failure came in the middle of training (the weights then belong to no whole
+round) or of saving (a second try would fail in the same way).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_on_failure(components: Components) -> tuple[bool, str]:
-    """Book and save the last trained round. Answers whether nothing is lost, and what to tell the user.
+    """Record and save the last trained round. Returns whether nothing is lost, and the message for the user.
 
     Bounded by the deadlines of a save; a second Ctrl-C ends it at once. Raises no ordinary exception, because the
     caller has an error to report that matters more.
@@ -47,7 +47,7 @@ def save_on_failure(components: Components) -> tuple[bool, str]:
             components.parts.engines.stop()  # rank 0 may wait for one that hangs, and no rank can save meanwhile
         components.save()
         components.saver.finish()
-    except Exception as error:  # boundary: told together with the error that ended the run
+    except Exception as error:  # boundary: reported together with the error that ended the run
         if not isinstance(error, VimeError):
             logger.exception("saving at the end of a failed run")
         return (
@@ -60,7 +60,7 @@ def save_on_failure(components: Components) -> tuple[bool, str]:
             True,
             f"No round was trained, so there is nothing to save. {_newest(components)}",
         )
-    return True, f"State saved in {saved}; go on with --load {saved.parent}"
+    return True, f"State saved in {saved}; continue with --load {saved.parent}"
 
 
 def _newest(components: Components) -> str:

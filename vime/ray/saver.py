@@ -1,8 +1,8 @@
-"""The checkpoints of one run, at most one of them being written: at once, or (--async-save) beside the training.
+"""The checkpoints of one run, at most one of them being written: at once, or (--async-save) while training continues.
 
 A save in the background is a draft (`ray/checkpoint.py`) that the trainer ranks still fill. It becomes the latest
-checkpoint when every rank says so; until then, and for ever when a rank fails or anything is killed, the one before
-stays in force. Owned by the driver's main thread.
+checkpoint when every rank has written its part; until then, or when a rank fails or anything is killed, the previous
+one stays the latest. Owned by the driver's main thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class PendingSave(Protocol):
     """Ranks that are writing."""
 
     def is_over(self) -> bool:
-        """Whether `wait` would answer, or raise, at once."""
+        """Whether `wait` would return or raise at once."""
         ...
 
     def wait(self, name: str, deadline_s: float) -> Mapping[str, Entry]:
-        """Until every rank has written: size and hash of the files, by their names below the directory. Raises what
-        kept a rank from it."""
+        """Wait until every rank has written. Returns size and hash of the files by their names below the directory;
+        raises the error of a rank that could not write."""
         ...
 
 
@@ -32,12 +32,12 @@ class SavingTrainers(Protocol):
     """What is asked of `ray/trainers.py::Trainers`."""
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """Returns when all is written, or in the background when the state of this moment is copied."""
+        """Return when everything is written; in the background, when the current state is copied."""
         ...
 
 
 class Saver:
-    """Writes checkpoints into `root`; `on_saved(round, path)` hears of each when it is visible.
+    """Writes checkpoints into `root`; `on_saved(round, path)` is called for each when it is visible.
 
     `deadline_s` bounds every wait for a save that is being written. `keep` and `protected` as in `Draft.publish`.
     """
@@ -64,7 +64,7 @@ class Saver:
         return self._being_written[0].state.rollout_id if self._being_written is not None else self._latest_round
 
     def save(self, state: RunState, trainers: SavingTrainers) -> None:
-        """Begin a checkpoint when the one before is visible; without --async-save also finish it."""
+        """Begin a checkpoint as soon as the previous one is visible; without --async-save also finish it."""
         self.finish()
         if not self._is_async:
             path = save_checkpoint(
@@ -86,7 +86,8 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if there is one. Afterwards there is none, whatever came of it."""
+        """Wait for the save that is being written, if there is one. Afterwards none is being written, whether it
+        succeeded or not."""
         if self._being_written is None:
             return
         draft, pending = self._being_written

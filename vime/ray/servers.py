@@ -1,4 +1,4 @@
-"""The servers of Ray without which nothing of a run works, watched: whose end this process must know before Ray does.
+"""Watch the servers of Ray that a run cannot do without: this process must notice their end before Ray's library does.
 
 Ray ends the driver's process when they are gone, without a word and past every `except`: after its node server (raylet)
 by the next call, after its cluster server (GCS) in a minute.
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 GCS, RAYLET = "gcs_server", "raylet"
 CONNECT_S, RETRY_S, JOIN_S = 10.0, 1.0, 10.0
 GCS_PATIENCE_S = 45.0
-"""Whoever owns a cluster may start its GCS again. Ray waits for it for 60 s."""
+"""The owner of a cluster may start its GCS again. Ray waits 60 s for it."""
 GREETING_BYTES = 1 << 16
 PIDFD_GETFD = 438  # the number of the system call, the same on every architecture
 
 
 class _OwnServer:
-    """Of a local Ray: a child of this process. The kernel says at once when it ends."""
+    """A server of a local Ray, a child of this process. The kernel reports its end at once."""
 
     def __init__(self, process: psutil.Process) -> None:
         self.name = f"{process.name()} (pid {process.pid})"
@@ -81,8 +81,8 @@ def _peer(connection: socket.socket) -> int:
 
 
 class _JoinedServer:
-    """Of a cluster: seen through a connection on which nothing is asked. It ends with the server, or because it is
-    silent; then a new one says which. A server that is away for `patience_s` is lost."""
+    """A server of a cluster, watched through an idle connection. The connection ends with the server, or because it was
+    idle; a new connection tells which. A server that is away for `patience_s` is lost."""
 
     def __init__(self, name: str, address: tuple[str, int], *, patience_s: float) -> None:
         self.name = f"{name} ({address[0]}:{address[1]})"
@@ -117,7 +117,7 @@ class _JoinedServer:
 @contextlib.contextmanager
 def watched_ray(on_lost: Callable[[str], None]) -> Iterator[None]:
     """Call `on_lost` from a thread with the name of the first server of Ray that is lost. Ray is about to end this
-    process then, so `on_lost` has to end or replace it first. To be left before Ray is stopped."""
+    process then, so `on_lost` has to end or replace it first. Leave the block before Ray is stopped."""
     servers = _own_servers() or _joined_servers()
     end, stop = os.pipe()
 
@@ -151,7 +151,7 @@ def _own_servers() -> list[_OwnServer | _JoinedServer]:
 
 
 def _joined_servers() -> list[_OwnServer | _JoinedServer]:
-    """The cluster's GCS, and the raylet of this node, as far as they let themselves be watched."""
+    """Yield the cluster's GCS and the raylet of this node, as far as they can be watched."""
     if not ray.is_initialized():
         return []
     context = ray.get_runtime_context()

@@ -1,7 +1,8 @@
 """Start every part of a run in the one order that works, and stop every part in reverse, whatever happens.
 
-The queue starts before any actor that connects to it, all processes start side by side, the cheap refusals (data,
-plug-ins) are waited for first, and no prompt is sent before every engine has confirmed the trainer's weights.
+The queue starts before any actor that connects to it, all processes start side by side, the parts that fail most
+cheaply (data, plug-ins) are waited for first, and no prompt is sent before every engine has confirmed the trainer's
+weights.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ STOP_S = 10.0
 
 
 class Starter:
-    """Says on the screen and in the event log which part is being waited for, and how long it took."""
+    """Shows on the screen and in the event log which part is waited for, and how long it took."""
 
     def __init__(self, screen: Screen, events: EventLog, interrupts: Interrupts) -> None:
         self._screen, self._events, self._interrupts = screen, events, interrupts
-        self.is_done = False  # every part stands
+        self.is_done = False  # every part is up
 
     @contextlib.contextmanager
     def part(self, name: str, text: str) -> Iterator[None]:
@@ -59,7 +60,7 @@ class Starter:
         self._events.emit(EventKind.PART_STARTED, part=name, waited_s=time.monotonic() - started)
 
     def tell_left_out(self, info: ManagerInfo) -> None:
-        """Prompts that are too long; why, of the first one, is in the RolloutManager's log."""
+        """Report prompts that are too long; the RolloutManager's log gives the reason for the first one."""
         if info.num_too_long:
             self._screen.warn(
                 f"{info.num_too_long} of {info.num_prompts + info.num_too_long} prompts are too long and left out "
@@ -67,7 +68,7 @@ class Starter:
             )
 
     def grace(self, stop_s: float) -> float:
-        """How long a part is waited for that is asked to end."""
+        """Seconds to wait for a part to end."""
         return stop_s if self.is_done else 0.0
 
     def poll(self) -> None:
@@ -83,10 +84,9 @@ def start_components(
     events: EventLog,
     on_ray_lost: Callable[[str], None],
 ) -> Iterator[Components]:
-    """Every part running and confirmed; on exit every part stopped. `on_ray_lost`: as in `watched_ray`.
+    """Start every part and confirm the weights; on exit stop every part. `on_ray_lost`: as in `watched_ray`.
 
-    A part of a start that fails, or that the user ends, has nothing that it would have to bring to an end: it is not
-    waited for.
+    When the start fails or the user ends it, no part has work to finish, so none is waited for.
     """
     start = find_start(config.model.load)
     starter = Starter(screen, events, interrupts)
@@ -102,14 +102,14 @@ def start_components(
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config, starter.poll)
         stack.enter_context(watched_ray(on_ray_lost))
-        # before the queue: theirs is the longest start, and Ray has few workers ready
+        # before the queue: engines take longest to start, and Ray has few workers ready
         engines = None if config.debug.debug_train_only else Engines(config, run_dir)
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
                 stack.callback(stop_queue, address)
-        behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends when every part has
+        behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends after all parts
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
         parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor)
         if config.queue.transferqueue_mode == "streaming":
@@ -133,7 +133,7 @@ def start_components(
         if start.rollout_id == 0 and not config.eval.skip_eval_before_train:
             components.evaluate(0)
         elif start.rollout_id > 0 and tracker.lacks(start.rollout_id - 1, "eval/"):
-            components.evaluate_if_due(start.rollout_id - 1)  # the run before ended with the checkpoint and ahead of it
+            components.evaluate_if_due(start.rollout_id - 1)  # the previous run ended before its evaluation
         screen.begin(start.rollout_id, parts.num_rollout)
         starter.is_done, interrupts.has_work = True, components.has_work
         yield components
@@ -207,7 +207,7 @@ def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> S
 
 
 def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:
-    """Model on every rank, data cursor in the manager, version in the round_metrics."""
+    """Load the model on every rank, the data cursor in the manager and the version in the round's metrics."""
     state = read_run_state(checkpoint)
     if parts.trainers is not None:
         parts.trainers.load(checkpoint)

@@ -35,7 +35,7 @@ def stop_queue(address: Any) -> None:
 
 
 def connect_store(config: Config, queue_address: Any) -> PayloadStore:
-    """The payload store as seen from one process; `queue_address` is None in mode off."""
+    """Return the payload store of one process; `queue_address` is None in mode off."""
     timeout_s = config.queue.transferqueue_timeout_secs
     if queue_address is None:
         return ObjectStore(put=ray.put, get=lambda refs: list(ray.get(refs, timeout=timeout_s)))
@@ -45,7 +45,7 @@ def connect_store(config: Config, queue_address: Any) -> PayloadStore:
 
 
 def round_store(config: Config, store: PayloadStore) -> RoundStore:
-    """Modes off and buffer: whole rounds, each in a partition of its own."""
+    """Return the store of whole rounds, each in its own partition (modes off and buffer)."""
     queue = config.queue
     return RoundStore(
         store,
@@ -56,8 +56,8 @@ def round_store(config: Config, store: PayloadStore) -> RoundStore:
 
 
 def group_store(config: Config, run_dir: Path, store: PayloadStore, *, worker: int | None = None) -> GroupStore:
-    """Mode streaming: finished groups, in TransferQueue and, unless --no-transferqueue-durable, on disk. `worker`: of
-    one in a process of its own, which has a spool of its own."""
+    """Return the store of finished groups (mode streaming): in TransferQueue and, unless --no-transferqueue-durable, on
+    disk. `worker`: number of a worker in its own process, which has its own spool."""
     queue = config.queue
     spool, directory = None, run_dir / SPOOL_NAME
     if queue.transferqueue_durable:
@@ -68,7 +68,7 @@ def group_store(config: Config, run_dir: Path, store: PayloadStore, *, worker: i
 
 
 def compact_other_spools(config: Config, run_dir: Path, needed: Mapping[Task, int | None]) -> int:
-    """Drop from the spools that an earlier life of the run left what no restart can need; answers the bytes freed."""
+    """Drop from the spools of earlier starts of this run what no restart can need. Returns the bytes freed."""
     directory, count = run_dir / SPOOL_NAME, config.queue.num_rollout_workers
     if not config.queue.transferqueue_durable:
         return 0

@@ -3,7 +3,7 @@
 lease(r)  [the RolloutManager, from `generate`]
 trained(r)     the optimizer has stepped
 release(v)     every engine confirmed version v: the slots of the rounds behind it are free
-saving / saved a checkpoint is about to be visible / is visible: its rounds are durable, their payloads may go
+saving / saved  a checkpoint will be visible soon / is visible: its rounds are durable, their payloads may be deleted
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLOSE_S = 2 * KEEP_S + STOP_S  # beyond the producer's own deadlines
 
 
 def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
-    """The bounds of this run, as the ledger counts them."""
+    """Return the bounds of this run, as the ledger counts them."""
     queue, batch = config.queue, config.rollout.rollout_batch_size
     staleness = queue.transferqueue_max_staleness
     return LedgerRules(
@@ -92,7 +92,7 @@ class Stream:
         if report.replayed_rounds or report.reissued or report.regenerated:
             logger.info(
                 "queue restored: rounds %s are trained again as they were, %d prompts in flight and %d lost groups are "
-                "answered again",
+                "generated again",
                 list(report.replayed_rounds),
                 len(report.reissued),
                 len(report.regenerated),
@@ -103,34 +103,34 @@ class Stream:
         return stream
 
     def begin(self) -> None:
-        """The first weights are confirmed: prompts may be answered."""
+        """Begin generation: the first weights are confirmed."""
         self._ask(self._manager.produce.remote(True), "the producer to start")
 
     def leased(self, lease: RoundLease) -> None:
-        """The round is in the driver's hands until `trained`."""
+        """Keep the lease of this round alive until `trained`."""
         self._leases[lease.round_id] = lease
 
     def trained(self, round_id: int, receipt: str) -> None:
-        """The optimizer has stepped on the round; `receipt`: the link of what it stepped on. Raises LeaseLostError when
-        the lease ended meanwhile."""
+        """Record that the optimizer has stepped on the round; `receipt`: the link of what it stepped on. Raises
+        LeaseLostError when the lease ended meanwhile."""
         lease = self._leases[round_id]
         with span("note_trained", rollout_id=round_id):
             self.ledger.call(RoundLedger.trained, round_id, lease.fence, receipt)
         del self._leases[round_id]
 
     def release(self, version: Version) -> None:
-        """Every engine confirmed `version`."""
+        """Free slots: every engine confirmed `version`."""
         with span("release_slots", version=version):
             self.ledger.call(RoundLedger.release, version)
 
     def saving(self) -> LedgerMark:
-        """What the checkpoint carries must be in the ledger's file before anyone can see the checkpoint. That keeps the
-        answer."""
+        """Put what the checkpoint contains into the ledger's file before the checkpoint is visible. The checkpoint
+        keeps the returned mark."""
         mark: LedgerMark = self.ledger.call(Ledger.sync)
         return mark
 
     def saved(self, rollout_id: int) -> None:
-        """The checkpoint is visible. A failure here loses nothing: the next restore marks what it carries."""
+        """Mark rounds durable: the checkpoint is visible. A failure loses nothing: the next restore marks them."""
         failpoint(Point.DURABLE)
         try:
             self.ledger.call(RoundLedger.durable, rollout_id)
@@ -140,15 +140,15 @@ class Stream:
             logger.warning("rounds up to %d are saved, but not marked durable: %s", rollout_id, error)
 
     def close(self) -> None:
-        """Called while the engines still answer. Calling it again does nothing."""
+        """End generation while the engines still respond. Calling it again does nothing."""
         is_first = not self._is_closed.is_set()
         self._is_closed.set()
         if is_first and self._config.rollout.partial_rollout:
             stopped = self._manager.produce.remote(False)
             try:
-                wait_for([stopped], name="answers under way to be kept", owner="RolloutManager", deadline_s=CLOSE_S)
-            except VimeError as error:  # they are answered again
-                logger.warning("what was under way is not kept: %s", error)
+                wait_for([stopped], name="completions in flight to be kept", owner="RolloutManager", deadline_s=CLOSE_S)
+            except VimeError as error:  # they are generated again
+                logger.warning("completions in flight are not kept: %s", error)
 
     def end(self) -> None:
         """Close the ledger's file. Called when every process that calls it has ended; a kill before costs nothing."""
@@ -159,11 +159,11 @@ class Stream:
 
     def _ask(self, ref: Any, name: str) -> Any:
         deadline_s = self._config.queue.transferqueue_timeout_secs
-        [answer] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
-        return answer
+        [result] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
+        return result
 
     def _heartbeat(self) -> None:
-        """Waits for: the clock, or `close`. A lease that is lost is named when the round is trained."""
+        """Renew the leases. Waits for: the clock, or `close`. A lost lease is reported when the round is trained."""
         while not self._is_closed.wait(self._config.queue.transferqueue_lease_timeout_secs / 3):
             for lease in list(self._leases.values()):
                 try:

@@ -1,6 +1,6 @@
 """Trainer ranks: one Ray actor each, and the driver's handle on all of them.
 
-A rank is a thin shell: it reads its rows by key, hands them to its worker and answers numbers. Every
+A rank is a thin shell: it reads its rows by key, hands them to its worker and returns numbers. Every
 method that reaches a collective is called on all ranks at once by `Trainers`.
 """
 
@@ -46,7 +46,7 @@ from vime.utils.waits import doing, waiting
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 60.0  # beyond the weight update's own deadline, so that its error, which says more, arrives first
+GRACE_S = 60.0  # beyond the weight update's own deadline, so that its more detailed error arrives first
 
 STOP_S = 20.0
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from vime.training.worker import TrainWorker
     from vime.weights.publish import PublishReport
 
-GET_LATENCY = "transferqueue/get_latency"  # mode streaming: said where groups are leased
+GET_LATENCY = "transferqueue/get_latency"  # mode streaming: measured where groups are leased
 PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
 
 
@@ -104,7 +104,7 @@ class TrainerActor:
         self._freed = FreedMemory()
 
     def start(self, world_size: int, master: tuple[str, int], total_steps: int) -> str:
-        """Collective over all ranks; answers the device's name. The backend is imported here, so that processes start
+        """Collective over all ranks; returns the device's name. The backend is imported here, so that processes start
         side by side."""
         with without_collector():
             from vime.training.device import device_name, make_deterministic
@@ -126,7 +126,8 @@ class TrainerActor:
         return device_name(backend.device)
 
     def compute(self, rollout_id: int, ticket: RoundTicket) -> ArrayColumns:
-        """Collective over all ranks, of roles beside the policy: their columns; {} where a peer says the same."""
+        """Compute the columns of roles other than the policy. Collective over all ranks; {} where a peer returns the
+        same."""
         from vime.training.columns import to_arrays
 
         plan, rows = _fetch(self._worker, self._store, ticket, rollout_id)
@@ -136,7 +137,7 @@ class TrainerActor:
 
     def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
         """Collective over all ranks of the policy: forward and backward over an early batch of a round that is not
-        whole yet. What an earlier round left unfinished is dropped."""
+        whole yet. Early batches left over from another round are dropped."""
         from vime.training.early import BegunRound
 
         plan, rows = _fetch(self._worker, self._store, ticket, rollout_id)
@@ -157,9 +158,8 @@ class TrainerActor:
         num_begun: int,
     ) -> RankRound | MeasuredMismatch:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
-        columns of roles that other ranks play; `num_begun`: early batches that the round was begun with, which `ticket`
-        does not hold. Or answers how far trainer and engine are apart, when that is more than they may be: then no
-        weight has moved."""
+        columns of roles that other ranks play; `num_begun`: early batches of the round that `ticket` does not hold.
+        Returns how far trainer and engine are apart when that exceeds the threshold: then no weight has moved."""
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
         from vime.training.mismatch import Judge, LogprobMismatch
@@ -240,7 +240,8 @@ class TrainerActor:
             self._pending_saves = self._worker.save(self._saved, in_background=in_background)
 
     def finish_save(self, deadline_s: float) -> dict[str, Entry]:
-        """Waits beside other calls for the bytes that `save` left to write; size and hash of each file of this rank."""
+        """Wait, while other calls run, for the bytes that `save` left to write. Returns size and hash of this rank's
+        files."""
         for pending in self._pending_saves:
             pending.wait(deadline_s)
         from vime.training.saved_files import hash_files
@@ -276,13 +277,13 @@ class TrainerActor:
 
 
 def _compare_share(actor: TrainerActor, directory: Path, files: dict[str, Entry], num_ranks: int) -> list[str]:
-    """What is wrong with those files of a checkpoint that one rank, in whose process this runs, has to read."""
+    """Return what is wrong with those files of a checkpoint that this rank has to read. Runs in the rank's process."""
     with doing("reading the checkpoint's files"):
         return compare_hashes(directory, {name: files[name] for name in share_of(files, actor._rank, num_ranks)})
 
 
 def _meeting_place(_rank_0: Any, config: Config) -> tuple[str, int]:
-    """Where rank 0, in whose process this runs, lets the others meet. It listens there from now on."""
+    """Return the rendezvous address of rank 0, which listens there from now on. Runs in rank 0's process."""
     host = listen_host(config)
     return host, kept_port(host, backlog=max(128, num_trainer_ranks(config)))
 
@@ -290,7 +291,7 @@ def _meeting_place(_rank_0: Any, config: Config) -> tuple[str, int]:
 def _fetch(
     worker: TrainWorker, store: PayloadStore, ticket: RoundTicket, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
-    """The round's plan and the rows of this rank. Collective over the replica."""
+    """Fetch the round's plan and the rows of this rank. Collective over the replica."""
     from vime.handoff.fetch import fetch_round  # brings torch, which the driver can do without
 
     backend, place = worker.backend, worker.place
@@ -326,14 +327,14 @@ class Ranks:
         return len(self._actors)
 
     def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
-        """Begin start-up on every rank; `wait_ready` waits for the answers."""
+        """Begin start-up on every rank; `wait_ready` waits for it."""
         deadline_s = self._config.cluster.start_timeout_secs
         self._running = [self._actors[0].__ray_call__.remote(_meeting_place, self._config)]
         [master] = self._wait(f"{self._name} rank 0 to be placed", deadline_s, on_poll)
         self._running = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> str:
-        """Answers the name of rank 0's device."""
+        """Return the name of rank 0's device."""
         deadline_s = self._config.cluster.start_timeout_secs
         return str(self._wait(f"{self._name} ranks to build the model", deadline_s, on_poll)[0])
 
@@ -350,7 +351,7 @@ class Ranks:
         on_poll: Callable[[], None] | None = None,
         deadline_s: float | None = None,
     ) -> list[Any]:
-        """Every rank's answer. The deadline is for the whole call, however many collectives it makes: those have
+        """Return every rank's result. The deadline is for the whole call, however many collectives it makes: those have
         --distributed-timeout-minutes each. A rank that dies ends the wait at once."""
         return self.begin(method, *arguments, on_poll=on_poll, deadline_s=deadline_s)()
 
@@ -361,7 +362,8 @@ class Ranks:
         on_poll: Callable[[], None] | None = None,
         deadline_s: float | None = None,
     ) -> Callable[[], list[Any]]:
-        """`call` in two: what is answered waits for the ranks. A method's name, or a function that gets the actor."""
+        """Begin a call; the returned function waits for the ranks. Takes a method's name, or a function of the
+        actor."""
         self._settle()
         if self._is_asleep:
             self._is_asleep = False
@@ -373,8 +375,8 @@ class Ranks:
         return partial(self._wait, f"{self._name} ranks to {what}", whole_s, on_poll)
 
     def save(self, directory: Path, *, in_background: bool) -> dict[Any, str]:
-        """Returns when every rank has written, or in the background copied, its state; each owes the answer that its
-        bytes are on the disk, here with the names of the ranks' processes."""
+        """Return when every rank has written, or in the background copied, its state. The result waits until every
+        rank's bytes are on disk, and names the ranks' processes."""
         self.call("save", str(directory), in_background)
         deadline_s = self._config.cluster.train_timeout_secs
         return {actor.finish_save.remote(deadline_s): f"{self._name}-{rank}" for rank, actor in enumerate(self._actors)}
@@ -388,12 +390,12 @@ class Ranks:
             ray.kill(actor)
 
     def _wait(self, name: str, deadline_s: float, on_poll: Callable[[], None] | None = None) -> list[Any]:
-        answers = wait_for(self._running, name=name, owner=self._name, deadline_s=deadline_s, on_poll=on_poll)
+        results = wait_for(self._running, name=name, owner=self._name, deadline_s=deadline_s, on_poll=on_poll)
         self._running = []
-        return answers
+        return results
 
     def _settle(self) -> None:
-        """Let the call end that the driver gave up waiting for (an engine died in a publish): the collectives of two
+        """Wait for the end of a call that the driver had given up (an engine died in a publish): the collectives of two
         calls must not mix."""
         if not self._running:
             return
@@ -428,7 +430,7 @@ class Trainers:
         return sum(map(len, self._all))
 
     def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
-        """Begin start-up everywhere; `wait_ready` waits for the answers."""
+        """Begin start-up everywhere; `wait_ready` waits for it."""
         for ranks in self._all:
             ranks.start(total_steps, on_poll)
 
@@ -438,37 +440,37 @@ class Trainers:
             ranks.wait_ready(on_poll)
 
     def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
-        """An early batch of a round that is not whole yet."""
+        """Train an early batch of a round that is not whole yet."""
         self._policy.call("begin", rollout_id, ray.put(ticket), version)
 
     def train(
         self, rollout_id: int, ticket: RoundTicket, version: Version, *, is_judged: bool, num_begun: int = 0
     ) -> TrainedRound | list[MeasuredMismatch]:
-        """The round as it was trained, or every rank's MeasuredMismatch when trainer and engine are too far apart.
-        `num_begun`: the early batches that `begin` had of it.
+        """Train the round. Returns its results, or every rank's MeasuredMismatch when trainer and engine are too far
+        apart.
 
-        Each rank looked at the staleness of its own rows. Replicas have equally many ranks, so their rows together give
-        the mean of the round.
+        `num_begun`: the early batches of it that `begin` got. Each rank checked the staleness of its own rows. Replicas
+        have equally many ranks, so their rows together give the mean of the round.
         """
         ticket = ray.put(ticket)  # once, instead of once for each rank
         given: ArrayColumns = {}
         for columns in all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
             given |= _merged(columns)
-        answers = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged, num_begun)
-        if not isinstance(answers[0], RankRound):
-            return answers
+        results = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged, num_begun)
+        if not isinstance(results[0], RankRound):
+            return results
         learned: dict[str, float] = {}
         if Role.CRITIC in self._separate:
-            taught = ray.put(given | _merged([answer.taught for answer in answers]))
+            taught = ray.put(given | _merged([result.taught for result in results]))
             learned = self._separate[Role.CRITIC].call("learn", rollout_id, ticket, taught)[0]
         metrics = {
             **learned,
-            **answers[0].metrics,
-            **staleness_metrics([staleness for answer in answers for staleness in answer.staleness]),
-            PEAK_MEMORY: max(answer.metrics[PEAK_MEMORY] for answer in answers),
-            **({GET_LATENCY: max(answer.fetch_s for answer in answers)} if self._is_buffered else {}),
+            **results[0].metrics,
+            **staleness_metrics([staleness for result in results for staleness in result.staleness]),
+            PEAK_MEMORY: max(result.metrics[PEAK_MEMORY] for result in results),
+            **({GET_LATENCY: max(result.fetch_s for result in results)} if self._is_buffered else {}),
         }
-        return TrainedRound(metrics=metrics, stepped=add_up(group for answer in answers for group in answer.stepped))
+        return TrainedRound(metrics=metrics, stepped=add_up(group for result in results for group in result.stepped))
 
     def publish(
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
@@ -489,12 +491,12 @@ class Trainers:
         self._policy.call("save_hf", str(directory))
 
     def load(self, checkpoint: Path) -> None:
-        """Nothing is loaded when any file of the checkpoint is not as it was written: the policy's ranks share the
-        reading of them all."""
+        """Load a checkpoint, unless any of its files is not as it was written: the policy's ranks share the reading of
+        all files."""
 
         def compare(directory: Path, files: dict[str, Entry]) -> list[str]:
-            answers = self._policy.call(_compare_share, directory, files, len(self._policy))
-            return sorted(finding for findings in answers for finding in findings)
+            results = self._policy.call(_compare_share, directory, files, len(self._policy))
+            return sorted(finding for findings in results for finding in findings)
 
         refuse_any_damage(checkpoint, compare)
         for ranks in _learning(self._policy, self._separate):
@@ -504,21 +506,21 @@ class Trainers:
         return self._policy.call("weights_hash")[0]
 
     def sleep(self) -> None:
-        """--offload-train: every rank gives device memory back; what it is asked next wakes it up."""
+        """Free the device memory of every rank (--offload-train); its next call wakes it up."""
         for ranks in self._all:
             ranks.sleep()
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """`grace_s` 0: at once, of a start that failed."""
+        """Stop every rank. `grace_s` 0, after a failed start: at once."""
         for ranks in self._all:
             ranks.stop(grace_s)
 
 
-def _merged(answers: list[ArrayColumns]) -> ArrayColumns:
-    """The columns of all replicas, each of which answered its own rows."""
+def _merged(results: list[ArrayColumns]) -> ArrayColumns:
+    """Merge the columns of all replicas, each of which returned its own rows."""
     merged: ArrayColumns = {}
-    for answer in answers:
-        for name, column in answer.items():
+    for result in results:
+        for name, column in result.items():
             merged.setdefault(name, {}).update(column)
     return merged
 

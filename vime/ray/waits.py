@@ -1,8 +1,8 @@
 """Waiting for Ray: every wait has a name, a deadline and an owner, and a failure of one actor ends it at once.
 
 A plain `ray.get([...])` on W trainer ranks waits for all of them even when one has failed and its peers hang in a
-collective. `wait_for` returns when all answered and raises as soon as one fails, so that no rank's error hides behind
-another rank's ten-minute timeout.
+collective. `wait_for` returns when all have returned and raises as soon as one fails, so that no rank's error hides
+behind another rank's ten-minute timeout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vime.utils.waits import run_directory, waiting
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.25
-DEATH_GRACE_S = 2.0  # after a failure, for Ray to say that an actor died
+DEATH_GRACE_S = 2.0  # after a failure, for Ray to report that an actor died
 
 
 class Interrupted(Exception):
@@ -42,12 +42,12 @@ def wait_for(
     on_poll: Callable[[], None] | None = None,
     parties: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Answers of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait. `parties`:
-    the process that owes each answer (default: `owner`, and of several refs `<owner>-<index>`); none when the answer is
-    late by intent, waiting for what somebody else does.
+    """Return the results of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait.
+    `parties`: the process that must return each (default: `owner`, and of several refs `<owner>-<index>`); none when
+    the call itself waits for another process.
 
     Raises the VimeError that an actor raised, PartError for anything else that it raised, ClusterError when an actor
-    died or the machine failed it, WaitTimeoutError at the deadline, which says who it was that blocked.
+    died or its machine failed, WaitTimeoutError at the deadline, which names the process that blocked.
     """
     ends = time.monotonic() + deadline_s
     pending = list(refs)
@@ -58,7 +58,7 @@ def wait_for(
         while pending:
             left = ends - time.monotonic()
             if left <= 0:
-                missing = f"{len(pending)} of {len(refs)} have not answered."
+                missing = f"{len(pending)} of {len(refs)} have not returned."
                 raise WaitTimeoutError(name, deadline_s, owner, f"{missing}{blocking_party()}")
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
             if done:
@@ -83,8 +83,8 @@ async def wait_for_async(
 
 
 def said_meanwhile(ref: Any, within_s: float) -> Any:
-    """A look aside, while something else is waited for: the answer, or None when there is none. Never an error: what is
-    wrong is said by the wait itself."""
+    """Poll `ref` while another wait is in progress. Returns None if it is not ready. Never raises: the wait itself
+    reports what is wrong."""
     try:
         done, _ = ray.wait([ref], timeout=within_s)
         return ray.get(done[0], timeout=within_s) if done else None
@@ -93,23 +93,23 @@ def said_meanwhile(ref: Any, within_s: float) -> Any:
 
 
 def blocking_party() -> str:
-    """What `vime why-stuck` says of this run now, as the end of a message; empty where there is no run."""
+    """Return what `vime why-stuck` says of this run now, as the end of a message; empty without a run."""
     run_dir = run_directory()
     if run_dir is None:
         return ""
     try:
         return f" Who blocks: {explain(run_dir, sample_s=0).line}."
     except (VimeError, OSError) as error:
-        logger.warning("who blocks the run is not known: %s", error)
+        logger.warning("it is not known who blocks the run: %s", error)
         return ""
 
 
 def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: str, owner: str) -> None:
-    """The failure among `done` that says most: a peer of a dead rank fails in a collective first ("connection reset"),
-    and Ray reports the death a moment later."""
+    """Return the most informative failure among `done`: a peer of a dead rank fails in a collective first ("connection
+    reset"), and Ray reports the death a moment later."""
 
     def failures(of: list[Any]) -> list[VimeError]:
-        """A death first, then what an actor raised by itself: the others fail because of these."""
+        """Rank failures: a death first, then what an actor raised by itself, because these cause the others."""
         found: list[VimeError] = []
         for ref in of:
             try:
@@ -136,16 +136,16 @@ def _value(ref: Any, name: str, owner: str) -> Any:
 
 
 def _raise_named(error: Exception, name: str, owner: str) -> NoReturn:
-    """What an actor raised as itself, or its death, in the run's own words; its traceback goes to the log."""
+    """Return an actor's own error, or its death as an error of ours; its traceback goes to the log."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         logger.info("%s: %s failed:\n%s", name, owner, error)
         if isinstance(cause, VimeError):
             raise cause from error
-        told = f"{name}: {owner} failed with {type(cause).__name__}: {cause}{_place(error)}."
+        message = f"{name}: {owner} failed with {type(cause).__name__}: {cause}{_place(error)}."
         if isinstance(cause, ray.exceptions.RayError) or may_pass(cause):
-            raise ClusterError(told) from error
-        raise PartError(told) from error
+            raise ClusterError(message) from error
+        raise PartError(message) from error
     if isinstance(error, ray.exceptions.RayActorError):
         raise _ActorDiedError(
             f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
@@ -154,7 +154,7 @@ def _raise_named(error: Exception, name: str, owner: str) -> NoReturn:
 
 
 def _place(error: Exception) -> str:
-    """Where an actor raised, from the traceback that Ray sends as text: ` (at file.py:12)`."""
+    """Return where an actor raised, from the traceback that Ray sends as text: ` (at file.py:12)`."""
     frames = re.findall(r'File "(.+?)", line (\d+)', str(error))
     return f" (at {frames[-1][0]}:{frames[-1][1]})" if frames else ""
 
@@ -164,15 +164,16 @@ def _first_line(error: Exception) -> str:
 
 
 def all_answers(waits: Sequence[Callable[[], list[Any]]]) -> list[list[Any]]:
-    """Of worlds that work side by side. All have ended when the first error is raised; the others' are logged."""
-    answers, errors = [], []
+    """Wait for worlds that work side by side. All have ended when the first error is raised; other errors are
+    logged."""
+    results, errors = [], []
     for wait in waits:
         try:
-            answers.append(wait())
+            results.append(wait())
         except VimeError as error:
             errors.append(error)
     for error in errors[1:]:
         logger.error("failed too: %s", error)
     if errors:
         raise errors[0]
-    return answers
+    return results

@@ -1,8 +1,8 @@
 """Rollout workers in processes of their own (--num-rollout-workers above 1), and the RolloutManager's handle on them.
 
-Each is a Ray actor around `rollout/worker.RolloutWorker`, with a spool of its own. The ledger deals prompts to them, so
-none knows of the others. One that dies costs the answers it was working on: its prompts go back to the ledger at once,
-the others take them, and a new worker takes its place. Nothing else stops.
+Each is a Ray actor around `rollout/worker.RolloutWorker`, with a spool of its own. The ledger gives them prompts, so no
+worker knows the others. One that dies costs the completions it was working on: its prompts go back to the ledger at
+once, the others take them, and a new worker takes its place. Nothing else stops.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Between two looks at the workers: how long a dead one may go unnoticed."""
+"""Seconds between two checks of the workers: a dead one is noticed after this time at most."""
 ANSWER_S = 60.0
 MAX_DEATHS = 3
-"""Workers that die one after the other without a group stored in between: then something kills every one."""
+"""Workers that may die one after the other without a group stored in between: then something kills every one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """How a worker stands."""
+    """State of a worker."""
 
     stats: WorkerStats
     num_running: int
@@ -77,7 +77,7 @@ class RolloutWorkerActor:
         self._worker = RolloutWorker(args, source=load_data_source(args), ledger=ledger, store=store, name=name)
 
     def start(self, num_workers: int) -> None:
-        """Answer prompts from now on; `num_workers` share the slots."""
+        """Begin to generate; `num_workers` share the slots."""
         self._worker.share(num_workers)
         self._worker.start()
 
@@ -88,7 +88,7 @@ class RolloutWorkerActor:
         self._worker.stop()
 
     def report(self) -> WorkerReport:
-        """At once, whatever the worker does."""
+        """Return at once, whatever the worker does."""
         error = None
         try:
             self._worker.raise_if_failed()
@@ -132,7 +132,7 @@ class _Host:
     name: str  # of the worker, as the ledger knows it
     actor: Any
     report: WorkerReport | None = None
-    asked: Any = None  # a report that was asked for and not answered yet
+    asked: Any = None  # a report that was requested and has not arrived yet
 
 
 class RemoteWorkers:
@@ -194,12 +194,13 @@ class RemoteWorkers:
         self._ask(hosts, "start", len(hosts))
 
     def stop(self) -> None:
-        """End what they are at, with --partial-rollout keeping it. One that dies meanwhile has nothing to keep."""
+        """End their work; with --partial-rollout keep unfinished completions. A worker that dies meanwhile keeps
+        nothing."""
         self._is_producing = False
         self._ask(self._alive(), "stop", deadline_s=KEEP_S + 2 * STOP_S)
 
     def raise_if_failed(self) -> None:
-        """Raise what ended a worker, other than a kill: the next one would end like it."""
+        """Raise the error that ended a worker, unless it was killed: the next worker would end in the same way."""
         if self._failure is not None:
             raise self._failure
         for host in self._alive():
@@ -207,25 +208,26 @@ class RemoteWorkers:
                 raise host.report.error
 
     def take_stats(self) -> WorkerStats:
-        """What a worker did that has died since the last call is lost with it; the ledger counts groups."""
-        answers = self._ask(self._alive(), "take_stats")
-        for _, dropped in answers:
+        """Take the workers' statistics. Those of a worker that died since the last call are lost; the ledger counts
+        groups."""
+        results = self._ask(self._alive(), "take_stats")
+        for _, dropped in results:
             for group in dropped:
                 sample_recorder.RECORDER.note_dropped(group.group_index, group.reason, group.samples)
-        joined = WorkerStats.joined([stats for stats, _ in answers])
+        joined = WorkerStats.joined([stats for stats, _ in results])
         self._taken += joined.committed_groups
         return joined
 
     def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
         found: dict[Task, list[Sample]] = {}
         for host, own in self._by_owner(groups).items():
-            [answer] = wait_for(
+            [result] = wait_for(
                 [self._host(host).actor.samples.remote(own)],
                 name="samples of finished groups",
                 owner=f"rollout-worker-{host}",
                 deadline_s=ANSWER_S,
             )
-            found |= zip([group.task for group in own], answer, strict=True)
+            found |= zip([group.task for group in own], result, strict=True)
         return [found[group.task] for group in groups]
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
@@ -233,14 +235,14 @@ class RemoteWorkers:
         shares = {host.number: groups[at :: len(hosts)] for at, host in enumerate(hosts)}
         wait_for(
             [host.actor.restore.remote(shares[host.number]) for host in hosts if shares[host.number]],
-            name="groups of an earlier life of the run to be put into the queue",
+            name="groups of an earlier start of this run to be put into the queue",
             owner="rollout-worker",
             deadline_s=self._config.queue.transferqueue_timeout_secs,
         )
 
     def release(self, tasks: Sequence[Task]) -> None:
         for host in self._alive():
-            host.actor.release.remote(tasks)  # nobody waits for it: it only gives memory back
+            host.actor.release.remote(tasks)  # not waited for: it only frees memory
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
         return sum(self._ask(self._alive(), "compact", needed))
@@ -264,10 +266,10 @@ class RemoteWorkers:
         return next(host for host in self._alive() if host.number == number)
 
     def _by_owner(self, groups: Sequence[StoredGroup]) -> dict[int, list[StoredGroup]]:
-        """Which worker is asked for which groups: the one that has them in memory, else any, which reads the disk."""
+        """Choose the worker for each group: the one that has it in memory, else any, which reads the disk."""
         hosts = self._alive()
         if not hosts:
-            raise HandoffLostError("no rollout worker lives that could read samples.")
+            raise HandoffLostError("no rollout worker is alive to read samples.")
         owners = {host.name: host.number for host in hosts}
         found: dict[int, list[StoredGroup]] = {}
         for group in groups:
@@ -275,7 +277,7 @@ class RemoteWorkers:
         return found
 
     def _start_host(self, number: int) -> _Host:
-        """Does not wait for it."""
+        """Start a worker, without waiting for it."""
         name = worker_name(number)
         options: dict[str, Any] = {
             "num_cpus": WORKER_CPUS,
@@ -292,10 +294,10 @@ class RemoteWorkers:
         return _Host(number=number, name=name, actor=actor)
 
     def _ask(self, hosts: Iterable[_Host], method: str, *arguments: Any, deadline_s: float = ANSWER_S) -> list[Any]:
-        """The answers of those that live. Waits for: the slowest of them. One that dies meanwhile answers nothing; the
-        watcher sees to it."""
+        """Return the results of the live workers. Waits for: the slowest of them. One that dies meanwhile returns
+        nothing; the watching thread replaces it."""
         refs = {getattr(host.actor, method).remote(*arguments): host for host in hosts}
-        answers = []
+        results = []
         with waiting(
             f"rollout workers to {method}", *(_process(host) for host in refs.values()), deadline_s=deadline_s
         ):
@@ -304,12 +306,12 @@ class RemoteWorkers:
             logger.warning("%s did not %s within %g s", _process(refs[ref]), method, deadline_s)
         for ref in done:
             try:
-                answers.append(ray.get(ref))
+                results.append(ray.get(ref))
             except ray.exceptions.RayActorError:
                 logger.info("%s died before it could %s", _process(refs[ref]), method)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, VimeError) else error from error
-        return answers
+        return results
 
     def _watch(self) -> None:
         """Waits for: the clock, or `close`."""
@@ -337,7 +339,7 @@ class RemoteWorkers:
         return False
 
     def _replace(self, host: _Host, starting: ThreadPoolExecutor) -> None:
-        """Give its prompts to the others now; a new worker comes when it has started."""
+        """Give its prompts to the others now; a new worker joins when it has started."""
         began = time.monotonic()
         num_prompts = self._ledger.call(PromptLedger.abandon, host.name)
         self._events.emit(

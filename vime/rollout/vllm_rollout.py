@@ -102,6 +102,7 @@ class RoundWorker(GroupWorker):
         self._surplus: list[list[Sample]] = []  # groups that go back to the data source
         self._num_finished_surplus, self._num_asked = 0, 0
         self._pending: dict[Task, Assignment] = {}  # in the order in which they were asked for
+        self._asked: list[Assignment] = []  # the last of `_pending`, until `take` gives them out
         self._decided = asyncio.Condition()
         self._generated: set[Task] = set()  # of `_pending`
         self._oldest = oldest_allowed(args, rollout_id)
@@ -133,17 +134,36 @@ class RoundWorker(GroupWorker):
         return RolloutFnTrainOutput(samples=self.kept, metrics=self._metrics())
 
     async def take(self) -> list[Assignment]:
-        """Ask for groups. Waits for: a group to be kept or dropped. Returns nothing once the round is complete."""
-        while not self.is_whole:
-            self._post_progress()
-            if len(self.kept) + len(self._pending) < self._wanted:
-                return self._ask()
-            async with self._decided:
-                await self._decided.wait()
+        """Waits for: a group to be kept or dropped. Returns nothing once the round is complete."""
+        if not self._num_asked:
+            self._ask()
         self._post_progress()
-        return []
+        async with self._decided:
+            await self._decided.wait_for(lambda: self.is_whole or self._asked)
+        asked, self._asked = self._asked, []
+        return asked
 
-    def _ask(self) -> list[Assignment]:
+    def _ask(self) -> None:
+        """Ask for prompts until as many groups as are missing are under way. A source that has none for the moment is
+        asked again when the next group is judged."""
+        while len(self.kept) + len(self._pending) < self._wanted:
+            groups = self._drawn()
+            if not groups and self._pending:
+                return
+            if not groups:
+                raise DataError(
+                    f"round {self._rollout_id}: the data source is exhausted with {len(self.kept)} of {self._wanted} "
+                    f"groups kept, dropped {dict(self.stats.dropped)}. Give more prompts or relax the filter."
+                )
+            for group in groups:
+                if not group:
+                    raise DataError(f"round {self._rollout_id}: the data source returned an empty group.")
+                task = Task(partition="", group=group[0].group_index, attempt=self._num_asked)
+                self._num_asked += 1
+                self._pending[task] = Assignment(task=task, prompts=group, serving=self._rollout_id)
+                self._asked.append(self._pending[task])
+
+    def _drawn(self) -> list[list[Sample]]:
         wanted = self._args.over_sampling_batch_size or self._wanted
         with calling_plugin(f"--data-source-path {self._args.data_source_path}", self._source.get_samples):
             groups = self._source.get_samples(wanted)
@@ -151,20 +171,7 @@ class RoundWorker(GroupWorker):
             for left_out in self._source.take_dropped():
                 self.stats.dropped[BUFFER_FILTER] += 1
                 RECORDER.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
-        if not groups and not self._pending:
-            raise DataError(
-                f"round {self._rollout_id}: the data source is exhausted with {len(self.kept)} of {self._wanted} "
-                f"groups kept, dropped {dict(self.stats.dropped)}. Give more prompts or relax the filter."
-            )
-        assignments = []
-        for group in groups:
-            if not group:
-                raise DataError(f"round {self._rollout_id}: the data source returned an empty group.")
-            task = Task(partition="", group=group[0].group_index, attempt=self._num_asked)
-            self._num_asked += 1
-            self._pending[task] = Assignment(task=task, prompts=group, serving=self._rollout_id)
-            assignments.append(self._pending[task])
-        return assignments
+        return groups
 
     async def resume(self, assignment: Assignment) -> list[Sample]:
         """Return an aborted group as it is to be continued; a copy of its prompts, which may have to go back."""
@@ -192,6 +199,8 @@ class RoundWorker(GroupWorker):
             else:
                 await super().finish(assignment, samples)
             del self._pending[assignment.task]
+            self._ask()  # before another group is judged: a filter and a data source may share state
+            self._post_progress()
             self._decided.notify_all()
 
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:  # noqa: ARG002

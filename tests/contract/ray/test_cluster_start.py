@@ -196,5 +196,5 @@ def test_a_run_that_may_not_start_again_ends_by_name_when_its_ray_dies(
     told = training.finish()
     assert told.code == 3, told.output
     assert f"Ray's {server} (pid " in told.output
-    assert f"go on with --load {tmp_path / 'run' / 'checkpoints'}" in told.output
+    assert f"continue with --load {tmp_path / 'run' / 'checkpoints'}" in told.output
     assert [event["error"] for event in told.events("run_failed")]

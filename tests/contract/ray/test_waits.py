@@ -100,7 +100,7 @@ def test_a_death_says_more_than_the_broken_connection_of_a_peer(ranks) -> None:
 def test_the_deadline_names_wait_and_owner_and_counts_who_is_missing(ranks) -> None:
     answered = ranks[1].answer.remote(1)
     wait([answered])
-    with pytest.raises(WaitTimeoutError, match=r"ranks to train \(owner: trainer\).* 1 of 2 have not answered"):
+    with pytest.raises(WaitTimeoutError, match=r"ranks to train \(owner: trainer\).* 1 of 2 have not returned"):
         wait([ranks[0].hang.remote(), answered], deadline_s=0.5)
 
 

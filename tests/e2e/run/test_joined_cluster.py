@@ -194,7 +194,7 @@ def test_a_run_whose_cluster_died_ends_by_name_and_says_where_to_go_on(
         ended = training.finish()
     assert ended.code == 3, ended.output
     assert re.search(r"Ray's raylet \([\d.]+:\d+\) died", ended.output), ended.output
-    assert f"go on with --load {tmp_path / 'run' / 'checkpoints'}" in ended.output
+    assert f"continue with --load {tmp_path / 'run' / 'checkpoints'}" in ended.output
     assert ended.events("run_restarted") == []
 
 

@@ -175,7 +175,7 @@ def test_a_run_that_starts_again_reads_its_checkpoint_before_it_starts_a_part(
     config = parse(["--hf-checkpoint", "models/m", "--load", str(tmp_path)])
 
     def life() -> launch.End:
-        return launch._live(config, Mock(path=tmp_path, restarts=Mock(num=1)))
+        return launch._attempt(config, Mock(path=tmp_path, restarts=Mock(num=1)))
 
     assert life().message == "the parts were started"  # there is no checkpoint yet
     checkpoint = saved(tmp_path, 0)

@@ -234,7 +234,7 @@ def test_a_failure_outside_the_trainers_saves_what_they_trained(
     assert read_run_state(find_latest(checkpoints)).rollout_id == 1  # rounds 0 and 1 were trained
     told = end.message
     assert says in told
-    assert f"go on with --load {checkpoints}" in told
+    assert f"continue with --load {checkpoints}" in told
 
 
 def test_only_what_may_not_happen_again_is_worth_a_restart(components: Components) -> None:
@@ -298,26 +298,26 @@ def test_a_life_is_progress_only_past_the_newest_round_of_any_life_before(tmp_pa
 def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
     components: Components, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lives: list[str] = []
+    starts: list[str] = []
 
     @contextlib.contextmanager
     def start_components(*_: Any) -> Iterator[Components]:
-        lives.append("life")
-        if len(lives) == 2:
+        starts.append("start")
+        if len(starts) == 2:
             raise ClusterError("a local Ray did not start")
-        if len(lives) == 3:
+        if len(starts) == 3:
             raise ray.exceptions.RaySystemError("no answer")  # not in a wait, so nobody put it into our words
         yield components
 
     def schedule(_: Components) -> None:
-        if len(lives) == 1:
+        if len(starts) == 1:
             raise EngineLostError("engine-0 ended")
 
     monkeypatch.setattr(launch, "start_components", start_components)
     monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
     end = launch._run(parse(["--max-restarts", "3"]), components.run_dir, schedule, FIRST_PROGRAM)
     assert end == 0
-    assert len(lives) == 4
+    assert len(starts) == 4
     said = capsys.readouterr()
     assert "restart 3 of 3" in said.out + said.err
 
@@ -345,7 +345,7 @@ def test_weights_in_the_middle_of_a_round_are_not_saved(components: Components) 
     assert read_run_state(find_latest(components.checkpoint_root)).rollout_id == 1
     told = end.message
     assert "rank 1 died\nThis was in the middle of a round of training" in told
-    assert f"iter_0000001; go on with --load {components.checkpoint_root}" in told
+    assert f"iter_0000001; continue with --load {components.checkpoint_root}" in told
 
 
 def test_when_the_rescue_fails_too_both_errors_are_said(components: Components) -> None:

@@ -107,7 +107,7 @@ def test_a_lost_ray_starts_again_unless_it_is_somebody_elses(
     assert "Ray's raylet (pid 7) died. Without it nothing of this run works, so nothing could be saved. The newest" in (
         end.message
     )
-    assert f"go on with --load {root}" in end.message
+    assert f"continue with --load {root}" in end.message
 
 
 def test_a_command_line_that_is_refused_leaves_its_process_no_parent_of_orphans() -> None:

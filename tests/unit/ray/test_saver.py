@@ -114,7 +114,7 @@ def test_a_failed_write_is_said_once_and_the_one_before_stays(tmp_path: Path) ->
 
 
 class MachineAtEnd:
-    """As much of a components as the end of a run needs."""
+    """As much of the components as the end of a run needs."""
 
     def __init__(self, root: Path) -> None:
         self.trainers, self.saver = HeldTrainers(), make_saver(root)
@@ -150,7 +150,7 @@ def test_however_a_run_ends_the_checkpoint_being_written_is_finished(
     assert end.code == code
     assert latest_round(tmp_path) == 1
     assert len(list(tmp_path.glob("iter_*"))) == 1
-    assert ending is None or f"iter_0000001; go on with --load {tmp_path}" in end.message
+    assert ending is None or f"iter_0000001; continue with --load {tmp_path}" in end.message
 
 
 def test_a_failure_in_the_middle_of_training_finishes_the_checkpoint_of_the_round_before(tmp_path: Path) -> None:

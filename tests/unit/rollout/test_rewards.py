@@ -123,6 +123,7 @@ async def service():
         return f"http://127.0.0.1:{runner.addresses[0][1]}/score"
 
     yield start
+    await close_rewards()
     for runner in runners:
         await runner.cleanup()
 
@@ -157,6 +158,18 @@ class TestRemote:
         with pytest.raises(RewardError, match="sample 5: 3 attempts failed, the last: HTTP 500: boom"):
             await async_rm(args, answer("w"))
         assert len(calls) == 3
+
+    async def test_samples_one_after_the_other_share_a_connection(self, service):
+        peers = []
+
+        async def handler(request):
+            peers.append(request.transport.get_extra_info("peername"))
+            return web.Response(text="0.5")
+
+        args = make_args("--rm-type", "remote_rm", "--rm-url", await service(handler))
+        assert [await async_rm(args, answer("w")) for _ in range(3)] == [0.5] * 3
+        assert len(peers) == 3
+        assert len(set(peers)) == 1
 
     async def test_the_flag_alone_says_how_long_an_answer_may_take(self, service, monkeypatch):
         """The library has a limit of its own, 300 s, for whoever names none."""
