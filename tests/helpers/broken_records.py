@@ -262,7 +262,7 @@ by_plugin(
     "a filter that is awaited by nobody",
     "--dynamic-sampling-filter-path",
     "async def rm(args, samples):\n    return True\n",
-    *("--dynamic-sampling-filter-path", "async def", "nobody would await it", "Write `def`"),
+    *("--dynamic-sampling-filter-path", "async def", "it is not awaited", "Write `def`"),
 )
 by_plugin(
     "a data source without its methods",
@@ -274,7 +274,7 @@ by_plugin(
     "a generate function that cannot resume",
     "--custom-generate-function-path",
     "async def rm(args, sample, sampling_params):\n    return sample\n",
-    *("--custom-generate-function-path", "does not say that it can go on", "set `resumes = True`"),
+    *("--custom-generate-function-path", "does not declare that it can continue", "set `resumes = True`"),
     more=("--partial-rollout", "--mask-offpolicy-in-partial-rollout"),
 )
 

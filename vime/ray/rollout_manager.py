@@ -84,6 +84,7 @@ class FoundRound:
     groups: Sequence[tuple[GroupFacts, Sequence[Handle]]]
     partition: str
     metrics: Mapping[str, float]
+    generated_s: float  # until its last group was there; not what it took to encode and store the round
     cursor: dict[str, object]
     to_be_read: Sequence[RoundGroup]  # for `vime samples`
     lease: RoundLease | None = None
@@ -207,10 +208,8 @@ class RolloutManager:
     def generate(self, rollout_id: int) -> GeneratedRound:
         """Produce one round: generate (or replay, or lease) its groups, plan it, and return where its rows lie."""
         collect_garbage()
-        began = time.monotonic()
-        with span("generate_round", rollout_id=rollout_id):
-            found = self._lease(rollout_id) if self._coordinator is not None else self._generate_round(rollout_id)
-        metrics = {**found.metrics, "perf/rollout_time": time.monotonic() - began}
+        found = self._lease(rollout_id) if self._coordinator is not None else self._generate_round(rollout_id)
+        metrics = {**found.metrics, "perf/rollout_time": found.generated_s}
         sample_recorder.RECORDER.write_round(rollout_id, found.to_be_read)
         if self._config.debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
@@ -231,8 +230,10 @@ class RolloutManager:
 
     def _generate_round(self, rollout_id: int) -> FoundRound:
         """Encode and store the samples of a rollout function, or of a record (modes off and buffer)."""
-        config, args = self._config, self._config.flat
-        output = _samples(config, self._generate, self._source, rollout_id)
+        config, args, began = self._config, self._config.flat, time.monotonic()
+        with span("generate_round", rollout_id=rollout_id):
+            output = _samples(config, self._generate, self._source, rollout_id)
+        generated_s = time.monotonic() - began
         # which prompts were drawn up to this round
         cursor: dict[str, object] = {} if self._source is None else self._source.save(rollout_id)
         with span("convert_round", rollout_id=rollout_id):
@@ -255,17 +256,20 @@ class RolloutManager:
             groups=list(zip(facts, handles, strict=True)),
             partition=partition,
             metrics=metrics,
+            generated_s=generated_s,
             cursor=cursor,
             to_be_read=[RoundGroup.of(samples) for samples in output.samples],
         )
 
     def _lease(self, rollout_id: int) -> FoundRound:
         """Lease the next finished groups, whose rows lie in the queue already (mode streaming)."""
-        config, coordinator = self._config, self._coordinator
+        config, coordinator, began = self._config, self._coordinator, time.monotonic()
         assert coordinator is not None
         assert self._source is not None
-        coordinator.begin(rollout_id)
-        taken = coordinator.take(config.rollout.rollout_batch_size)
+        with span("generate_round", rollout_id=rollout_id):
+            coordinator.begin(rollout_id)
+            taken = coordinator.take(config.rollout.rollout_batch_size)
+        generated_s = time.monotonic() - began
         with self._early_lock:
             begun, self._begun = self._begun, []
         self._keep_taken(rollout_id, taken.groups)
@@ -281,6 +285,7 @@ class RolloutManager:
             groups=[(group.facts, group.handles) for group in taken.left],
             partition=groups_partition(config.queue.transferqueue_partition),
             metrics=coordinator.metrics(taken),
+            generated_s=generated_s,
             # the prompts' own state, to recognise them; where the queue stands is in the ledger
             cursor={**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)},
             to_be_read=[_to_be_read(coordinator, group) for group in taken.groups],

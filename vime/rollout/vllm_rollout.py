@@ -117,9 +117,11 @@ class RoundWorker(GroupWorker):
         args = self._args
         try:
             with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=args.rollout_timeout_secs):
-                async with asyncio.timeout(args.rollout_timeout_secs):
+                async with asyncio.timeout(args.rollout_timeout_secs) as deadline:
                     await self.run()
         except TimeoutError as error:
+            if not deadline.expired():
+                raise  # of somebody's code
             raise WaitTimeoutError(
                 f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._pending)} in "
                 f"flight, dropped {dict(self.stats.dropped)}",
@@ -144,8 +146,8 @@ class RoundWorker(GroupWorker):
         return asked
 
     def _ask(self) -> None:
-        """Ask for prompts until as many groups as are missing are under way. A source that has none for the moment is
-        asked again when the next group is judged."""
+        """Ask for prompts until as many groups as are missing are in progress. A source that has none for the moment is
+        asked again when the next group is decided."""
         while len(self.kept) + len(self._pending) < self._wanted:
             groups = self._drawn()
             if not groups and self._pending:
@@ -199,7 +201,7 @@ class RoundWorker(GroupWorker):
             else:
                 await super().finish(assignment, samples)
             del self._pending[assignment.task]
-            self._ask()  # before another group is judged: a filter and a data source may share state
+            self._ask()  # before another group is decided: a filter and a data source may share state
             self._post_progress()
             self._decided.notify_all()
 
@@ -228,7 +230,7 @@ class RoundWorker(GroupWorker):
         return self._oldest
 
     async def end(self) -> None:
-        """The round is complete: give back what is in progress, with --partial-rollout with its tokens."""
+        """End a complete round: give back what is in progress, with --partial-rollout with its tokens."""
         if self._args.partial_rollout:
             await self._abort_scope.end(list(self._running.values()))
         left = list(self._running.values())
