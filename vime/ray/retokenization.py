@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.ray.rollout_manager import SampleText
 from vime.rollout.prompts import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHOWN_TEXT = 40
 
@@ -38,7 +41,7 @@ def retokenizations(
 
 
 def _of_row(
-    tokenizer: Any, number: int, row: TrainRow, text: SampleText | None, *, is_template: bool
+    tokenizer: PreTrainedTokenizerBase, number: int, row: TrainRow, text: SampleText | None, *, is_template: bool
 ) -> Iterator[Retokenization]:
     tokens = row.tokens.tolist()
     prompt, response = tokens[: -row.response_length], tokens[-row.response_length :]
@@ -66,7 +69,7 @@ def _of_row(
     again = list(tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False))
     if again and again != prompt:
         yield told([*again, *response], f"the prompt decoded and encoded ({_first_difference(prompt, again)})")
-    round_trip = _encode_response(tokenizer, tokenizer.decode(response, skip_special_tokens=True), response)
+    round_trip = _encode_response(tokenizer, str(tokenizer.decode(response, skip_special_tokens=True)), response)
     if round_trip is not None and round_trip != response:
         yield told(
             [*prompt, *round_trip], f"the completion decoded and encoded ({_first_difference(response, round_trip)})"
@@ -79,7 +82,7 @@ def _of_row(
             yield told([*other, *response], f"the prompt {words}")
 
 
-def _encode_response(tokenizer: Any, text: str, response: Sequence[int]) -> list[int] | None:
+def _encode_response(tokenizer: PreTrainedTokenizerBase, text: str, response: Sequence[int]) -> list[int] | None:
     """The tokens of `text`, and the special tokens that ended the response; None when they are not as many."""
     special = set(tokenizer.all_special_ids)
     end = len(response)

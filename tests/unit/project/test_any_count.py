@@ -21,7 +21,7 @@ NUM_ANY = {
     "data": 0,
     "handoff": 3,
     "observability": 0,
-    "ray": 2,
+    "ray": 0,
     "rollout": 3,
     "protocols": 1,
     "training": 0,
