@@ -39,7 +39,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "samples",
         help="prompts and completions of a round, with rewards, versions, and why a group was dropped",
-        description="Completions are kept for every round up to --keep-samples-mib; beyond that rounds are removed evenly.",
+        description="Completions are kept for every round up to --keep-samples-mib; beyond that, rounds are removed.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     parser.add_argument("--round", type=int, metavar="N", help="of this round (default: the newest that was kept)")
