@@ -4,9 +4,9 @@
 #   ./scripts/lint.sh                       the whole repository; mypy takes a minute where it has no cache
 #   ./scripts/lint.sh vime/algo tests/unit  ruff and mypy of these paths; the other checks are of the whole
 # `./scripts/test.sh` without arguments, which is what .ci/run calls, runs this beside the tests and fails with it.
-set -uo pipefail
+set -euo pipefail
 cd "$(dirname "$0")/.."
-./scripts/install.sh || exit
+./scripts/install.sh
 PYTHON=${VIME_VENV:-.venv}/bin/python
 failed=()
 check() {

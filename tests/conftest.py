@@ -55,8 +55,11 @@ hypothesis.settings.register_profile("vime", deadline=None)
 hypothesis.settings.load_profile("vime")
 
 TIERS = ("unit", "contract", "dist", "e2e", "gpu")
-# Of tier e2e, by the seconds that they take (pytest prints the longest tests at its end).
-LONGEST_FIRST = ("test_training", "test_streaming_run", "test_documented_commands", "test_equivalence_ladder")
+# Files and directories of tier e2e, by the seconds that they take (pytest prints the longest tests at its end).
+LONGEST_FIRST = (
+    *("test_training", "test_streaming_run", "test_documented_commands", "test_equivalence_ladder", "vllm_utils"),
+    *("test_refusals", "test_joined_cluster", "test_quickstart", "test_rollout_workers", "test_chaos_run"),
+)
 # Directories whose files share what is costly to make: ranks, Ray, engines. One worker takes all of one.
 TOGETHER = ("tests/dist/training", "tests/contract/handoff", "tests/contract/ray", "tests/e2e/vllm_utils")
 SESSION_VARIABLE = "VIME_TEST_SESSION"
@@ -71,7 +74,7 @@ EXIT_DEADLINE = 70
 # Where scripts/test.sh has the output of scripts/lint.sh, which runs beside the tests. Not for sessions within tests.
 LINT_LOG = os.environ.pop("VIME_LINT_LOG", "")
 # How long lint.sh may still take when the tests are over.
-LINT_DEADLINE_S = float(os.environ.get("VIME_LINT_DEADLINE", "600"))
+LINT_DEADLINE_S = 600.0
 
 leaked: list[str] = []
 
@@ -127,9 +130,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         text = "the tests left these processes behind (ended now):\n" + "\n".join(leaked)
         _fail_session(session, "processes left behind", text)
     if LINT_LOG and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        said = _said_by_lint(Path(LINT_LOG))
-        if not said.endswith("\nlint: passed"):
-            _fail_session(session, "scripts/lint.sh", said)
+        error = error_of_lint(Path(LINT_LOG), LINT_DEADLINE_S)
+        if error is not None:
+            _fail_session(session, "scripts/lint.sh", error)
 
 
 def _fail_session(session: pytest.Session, name: str, text: str) -> None:
@@ -146,15 +149,18 @@ def _fail_session(session: pytest.Session, name: str, text: str) -> None:
     session.config.pluginmanager.getplugin("terminalreporter").stats.setdefault("error", []).append(report)
 
 
-def _said_by_lint(log: Path) -> str:
-    """The output of lint.sh once it has its last line, `lint: passed` or `lint: FAILED: ...`."""
-    ends = time.monotonic() + LINT_DEADLINE_S
+def error_of_lint(log: Path, deadline_s: float) -> str | None:
+    """The output of lint.sh unless its last line says that it passed. Waits for that line at most `deadline_s`."""
+    ends = time.monotonic() + deadline_s
     while True:
         said = log.read_text(errors="replace").rstrip()
-        if said.rpartition("\n")[2].startswith(("lint: passed", "lint: FAILED")):
+        last = said.rpartition("\n")[2]
+        if last == "lint: passed":
+            return None
+        if last.startswith("lint: FAILED"):
             return said
         if time.monotonic() > ends:
-            return f"{said}\nlint.sh was not done {LINT_DEADLINE_S:g} s after the tests (VIME_LINT_DEADLINE)"
+            return f"{said}\nlint.sh was not done {deadline_s:g} s after the tests"
         time.sleep(0.2)
 
 
@@ -217,6 +223,6 @@ def _end_session(stderr: TextIO, why: str) -> None:
 def _place(item: pytest.Item) -> tuple[int, int]:
     parts = item.path.parts
     tier = parts[parts.index("tests") + 1] if "tests" in parts else ""
-    is_long = item.path.stem in LONGEST_FIRST
-    place = LONGEST_FIRST.index(item.path.stem) if is_long else -1 if tier != "e2e" else len(LONGEST_FIRST)
+    names = {item.path.stem, item.path.parent.name} if tier == "e2e" else set()
+    place = next((place for place, name in enumerate(LONGEST_FIRST) if name in names), len(LONGEST_FIRST))
     return TIERS.index(tier) if tier in TIERS else len(TIERS), place

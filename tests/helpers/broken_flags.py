@@ -106,7 +106,7 @@ by_flags(
 by_flags(
     "a field that is carried anyway",
     "--transfer-queue-extra-data-fields tokens",
-    "tokens: is always carried",
+    "tokens: is always stored",
     "Remove it",
 )
 by_flags(

@@ -257,7 +257,7 @@ by_plugin(
     "a plug-in with other parameters", RM, "def rm(sample):\n    return 1\n", "cannot be called as", "Give it these"
 )
 by_plugin("a plug-in that is a number", RM, "rm = 1\n", RM, "got int 1", "expected a function", "Name a callable")
-by_plugin("a reward that yields", RM, "def rm(args, sample):\n    yield 1\n", RM, "is a generator", "Return one answer")
+by_plugin("a reward that yields", RM, "def rm(args, sample):\n    yield 1\n", RM, "is a generator", "Return one value")
 by_plugin(
     "a filter that is awaited by nobody",
     "--dynamic-sampling-filter-path",

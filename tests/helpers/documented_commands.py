@@ -25,9 +25,13 @@ EXECUTED_BY = {
         "./scripts/install.sh reasoning-gym",
         "./scripts/test.sh",
         "./scripts/test.sh tests/unit -k curve",
-        ".venv/bin/ruff check . && .venv/bin/ruff format . && .venv/bin/mypy",
-        "python tests/helpers/shape_check.py vime",
+        "./scripts/lint.sh",
+        ".venv/bin/ruff check --fix . && .venv/bin/ruff format .",
         "python scripts/make_flags_doc.py",
+    ),
+    # its parts are stand-ins there
+    "tests/unit/project/test_long_scripts.py::test_the_night_runs_every_part_and_says_which_failed": (
+        "./scripts/nightly.sh OUT",
     ),
     "tests/e2e/run/test_refusals.py::test_help_lists_the_groups": ("python train.py --help",),
     "tests/e2e/run/test_quickstart.py::test_the_quick_start_learns": ("./scripts/quickstart.sh",),

@@ -72,6 +72,17 @@ REPLAY_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp2-cp2": (4, {**VPP2, **CP2}),
 }
 TIED_MOE_LAYOUTS = {"moe-tied-ep2-vpp2": (4, {**EP2, **VPP2})}
+FOR_THE_NIGHT = {
+    "grpo-tp2-pp2": "grpo-tp2-vpp2-sequence",
+    "grpo-cp4": "grpo-cp2, grpo-tp2-cp2-sequence",
+    "grpo-dp2-overlap-reduce": "grpo-dp2-overlap",
+    "grpo-chunks-tp2-pp2": "grpo-chunks-tp2-sequence",
+    "grpo-tied-tp2-pp2": "grpo-tied-pp2, grpo-tied-vpp2-cp2",
+    "grpo-moe-ep4-distributed": "grpo-moe-ep2-dp4-overlap",
+    "grpo-moe-ep2-pp2": "grpo-moe-tied-ep2-vpp2",
+}
+"""Cases of `layout_cases` that only scripts/nightly.sh tries, each with those of the usual session that cut weights and
+tokens in the same ways."""
 
 
 def cuts(layouts: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, tuple[int, dict[str, Any]]]:
@@ -127,8 +138,12 @@ def import_cases(models: Path, work: Path) -> list[Case]:
     ]
 
 
-def layout_cases(models: Path) -> list[Case]:
+def layout_cases(models: Path, *, is_night: bool) -> list[Case]:
     """Rounds of training in every layout."""
+    return [case for case in _every_layout_case(models) if is_night or case.name not in FOR_THE_NIGHT]
+
+
+def _every_layout_case(models: Path) -> list[Case]:
     case, grpo, kinds = maker(models), grpo_flags(models / "reference"), pairs(models)
     moe = kinds["moe"]
 

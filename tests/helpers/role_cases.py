@@ -77,7 +77,12 @@ def _moved(answers: dict[TrainWorker, Columns], rows: dict[int, TrainRow]) -> Co
     return from_arrays(merged, rows)
 
 
-def role_cases(models: Path) -> list[Case]:
+def is_for_the_night(setting: str, variant: str) -> bool:
+    """`naps` is split too; where that fails, the night says whether it was the split or the sleep."""
+    return variant == "split" and setting != "megatron"
+
+
+def role_cases(models: Path, *, is_night: bool) -> list[Case]:
     """`models` holds `qwen2` (the policy), `reference` and `teacher`."""
     teacher = {"opd_teacher_load": str(models / "teacher")}
     common = {
@@ -104,4 +109,5 @@ def role_cases(models: Path) -> list[Case]:
         for algorithm, chosen in {"distilled": {**ALGORITHM, **teacher}, "ppo": PPO}.items()
         for setting, (world, flags) in SETTINGS.items()
         for variant, arguments in variants.items()
+        if is_night or not is_for_the_night(setting, variant)
     ]

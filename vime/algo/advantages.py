@@ -18,9 +18,9 @@ TOKEN_REWARD_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline"
 
 
 def group_signal(reward_N: Tensor, *, estimator: str, divide_by_std: bool) -> Tensor:
-    """What one group's rewards become before the trainer sees them, by --advantage-estimator; [N].
+    """Turn one group's rewards into what the trainer gets, by --advantage-estimator; [N].
 
-    reinforce_plus_plus and ppo have no group baseline: their rewards go on as they are.
+    reinforce_plus_plus and ppo have no group baseline: their rewards stay as they are.
     """
     if estimator == "rloo":
         return leave_one_out_advantages(reward_N)
@@ -37,7 +37,7 @@ def group_advantages(reward_N: Tensor, *, divide_by_std: bool) -> Tensor:
     (denominator N - 1). Without the division it is Dr. GRPO (Liu et al. 2025).
 
     `reward_N` holds the rewards of ONE group, floating point: a group never sees another group's rewards, so groups
-    of unequal size need no padding. Computed in float64, answered in the dtype of `reward_N`. A group of one and a
+    of unequal size need no padding. Computed in float64, returned in the dtype of `reward_N`. A group of one and a
     group of equal rewards give exactly 0, not a rounding residue divided by 1e-6. Example: (1, 0, 0, 1) -> deviations
     (.5, -.5, -.5, .5), std sqrt(1/3) = 0.57735, advantages +-0.866024.
     """
@@ -68,14 +68,14 @@ def leave_one_out_advantages(reward_N: Tensor) -> Tensor:
 
 
 def discounted_returns(reward: float, penalty_R: Tensor, mask_R: Tensor, *, gamma: float) -> Tensor:
-    """The return of each response token when the answer's reward is paid at its last trainable token.
+    """The return of each response token when the reward is paid at its last trainable token.
 
     REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), token-level KL penalty: token reward r_t = [t is last] reward -
     penalty_t, with penalty_t = kl_coef * KL_t; return G_t = sum over k >= t of gamma^(k - t) r_k. Whitening over the
     step comes after (`whiten`).
 
     `penalty_R` and `mask_R` are [R], float64 recommended; a token with mask 0 has no reward and no penalty, but it
-    counts as one step of the discount. Answers [R] in the dtype of `penalty_R`. Without a trainable token all 0. No
+    counts as one step of the discount. Returns [R] in the dtype of `penalty_R`. Without a trainable token all 0. No
     denominator. Example: reward 1, penalties (.1, .2, .3), gamma .5 -> from the end: 1 - .3 = .7;
     -.2 + .35 = .15; -.1 + .075 = -.025.
     """
@@ -92,9 +92,9 @@ def discounted_returns(reward: float, penalty_R: Tensor, mask_R: Tensor, *, gamm
 
 
 def penalised_advantages(advantage: float, penalty_R: Tensor) -> Tensor:
-    """The group advantage minus the KL penalty of each token itself: A_t = A - kl_coef * KL_t; [R].
+    """Return the group advantage minus the KL penalty of each token itself: A_t = A - kl_coef * KL_t; [R].
 
-    REINFORCE++ with baseline, Hu et al. 2025 (arXiv 2501.03262): mean of the group taken off, then whitened over the
+    REINFORCE++ with baseline, Hu et al. 2025 (arXiv 2501.03262): mean of the group subtracted, then whitened over the
     step. No denominator; dtype of `penalty_R`. Example: A = 0.5, penalties (.1, 0) -> (.4, .5).
     """
     return advantage - penalty_R
@@ -103,7 +103,8 @@ def penalised_advantages(advantage: float, penalty_R: Tensor) -> Tensor:
 def distillation_advantages(
     advantage_R: Tensor, logp_R: Tensor, teacher_logp_R: Tensor, *, coefficient: float
 ) -> Tensor:
-    """Pull each token of the policy's own answer towards a teacher: A_t - coefficient * (logp_t - teacher_logp_t); [R].
+    """Pull each token of the policy's own completion towards a teacher: A_t - coefficient * (logp_t - teacher_logp_t);
+    [R].
 
     On-policy distillation, Agarwal et al. 2024 (GKD) with the reverse KL, in the advantage as in Lu 2025 ("On-Policy
     Distillation"): the one-sample estimate (k1) of KL(policy || teacher) is a penalty of the token itself. Both

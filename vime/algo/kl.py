@@ -17,19 +17,19 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 
     Schulman 2020, "Approximating KL divergence": k1 = x (unbiased, noisy); k2 = x^2 / 2 (biased, low variance);
     k3 = exp(-x) - 1 + x (unbiased, never negative). low_var_kl = k3 clamped to +-10, as in GRPO (Shao et al. 2024,
-    equation 4) with the field's guard against a reference that finds the token impossible.
+    equation 4) with the usual guard against a reference probability near 0.
 
     A good estimate of the value is not one of the gradient. With p the policy, q the reference, p(y) the probability
     of a sampled token y and E over y ~ p, E[grad log p] = 0, so grad KL(p || q) = E[log(p / q) grad log p]. What an
-    estimate f(x) exerts (Tang and Munos 2025, arXiv 2506.09477; Liu et al. 2025, arXiv 2510.01555):
-    as a penalty in the reward, a constant that weighs grad log p, E[f(x) grad log p]: k1 exactly grad KL(p || q); k3
-    E[(q / p - 1 + x) grad log p] = grad KL(p || q) - grad KL(q || p), which near the reference is almost nothing, and
-    k2 as little. So `--kl-coef` takes k1 (`--kl-loss-type` does not change it).
+    estimate f(x) contributes to the gradient (Tang and Munos 2025, arXiv 2506.09477; Liu et al. 2025, arXiv
+    2510.01555): as a penalty in the reward, a constant that weighs grad log p, E[f(x) grad log p]: k1 exactly grad KL(p
+    || q); k3 E[(q / p - 1 + x) grad log p] = grad KL(p || q) - grad KL(q || p), which near the reference is almost
+    nothing, and k2 as little. So `--kl-coef` takes k1 (`--kl-loss-type` does not change it).
     as a term of the loss, differentiated itself, E[f'(x) grad log p]: k1 E[grad log p] = 0, so it is refused there;
     k2 exactly grad KL(p || q); k3 E[(1 - q / p) grad log p] = grad KL(q || p), the other direction. `unbiased_kl`
     gives grad KL(p || q) with any unbiased estimate (k1, k3).
 
-    Inputs and answer [T], floating point, in the dtype of the inputs; gradients flow through `logp_T`. No denominator.
+    Inputs and result [T], floating point, in the dtype of the inputs; gradients flow through `logp_T`. No denominator.
     Example: x = ln 2 gives k1 = 0.6931, k2 = 0.2402, k3 = 0.5 - 1 + 0.6931 = 0.1931.
     """
     difference_T = logp_T - ref_logp_T.detach()
@@ -48,7 +48,7 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 
 
 def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
-    """KL estimate times the importance ratio exp(logp - old_logp), with the graph of both; [T].
+    """Return the KL estimate times the importance ratio exp(logp - old_logp), with the graph of both; [T].
 
     DeepSeek-V3.2 2025, unbiased KL estimate: tokens were sampled by the old policy, and the ratio makes it and its
     GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not. A log

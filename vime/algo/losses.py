@@ -23,14 +23,14 @@ def policy_loss(
     eps_clip_high: float,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped policy-gradient loss of every token, and whether the clip decided it.
+    """Return the clipped policy-gradient loss of every token, and whether the token was clipped.
 
     PPO, Schulman et al. 2017, equation 7, with the two-sided range of DAPO (Yu et al. 2025, clip-higher):
     ratio r = exp(log_ratio); loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A). With `eps_clip_c` = c > 1
     the dual clip of Ye et al. 2020 bounds the loss of a bad token that became far likelier: for A < 0
     loss = min(loss, -c A).
 
-    Inputs [T] floating point; `advantage_T` is a constant, gradients flow through `log_ratio_T`. Answers (loss [T],
+    Inputs [T] floating point; `advantage_T` is a constant, gradients flow through `log_ratio_T`. Returns (loss [T],
     is_clipped [T] bool: a clipped term is strictly the one taken, so this token has no gradient). A log ratio above
     `LOG_RATIO_LIMIT` counts as that limit, without a gradient: exp of more would overflow, and 0 times its gradient
     be nan where the clip decides. Example: r = 1.5,
@@ -49,7 +49,8 @@ def policy_loss(
 
 
 def sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Tensor:
-    """The log ratio of a whole answer at each of its tokens: the mean over its trainable tokens; [T], with graph.
+    """Return the log ratio of a whole completion at each of its tokens: the mean over its trainable tokens; [T], with
+    graph.
 
     GSPO, Zheng et al. 2025, importance ratio s_i = exp(1/|y_i| sum_t (logp_t - old_logp_t)). Then `policy_loss` gives
     the GSPO objective at every token, whose mean over the row is the row's loss. Positions outside of rows are 0; a
@@ -61,11 +62,11 @@ def sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, row_slices: Sequence
 def cispo_loss(
     log_ratio_T: Tensor, logp_T: Tensor, advantage_T: Tensor, *, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE with a clipped importance weight that carries no gradient: no token is ever without one.
+    """REINFORCE with a clipped importance weight that carries no gradient: every token keeps its gradient.
 
     CISPO, MiniMax-M1 2025: loss = -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A logp.
 
-    All [T]; gradients flow through `logp_T` only. Answers (loss, is_clipped: the weight was cut). Example: r = 1.5,
+    All [T]; gradients flow through `logp_T` only. Returns (loss, is_clipped: the weight was cut). Example: r = 1.5,
     A = 2, logp = -1, range 0.2/0.2 -> -1.2 * 2 * -1 = 2.4, gradient towards logp -2.4, clipped.
     """
     ratio_T = torch.exp(log_ratio_T.detach())
@@ -74,5 +75,6 @@ def cispo_loss(
 
 
 def sft_loss(logp_T: Tensor) -> Tensor:
-    """Cross entropy of the answer's tokens, -logp; [T]. Its masked mean is maximum likelihood training."""
+    """Return the cross entropy of the completion's tokens, -logp; [T]. Its masked mean is maximum likelihood
+    training."""
     return -logp_T

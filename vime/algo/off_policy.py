@@ -2,7 +2,7 @@
 
 Three policies: `behaviour` (the engine that sampled, its own log-probabilities), `proximal` (the trainer's weights at
 the start of the round) and the policy in training. Ratios to the proximal policy are clipped in `losses`; the weights
-here are proximal / behaviour, constants that multiply the policy loss of a token. They answer (weight [T], is_changed
+here are proximal / behaviour, constants that multiply the policy loss of a token. They return (weight [T], is_changed
 [T]: the weight is not the plain ratio). No denominators.
 """
 
@@ -21,7 +21,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def ratio(log_ratio_T: Tensor) -> Tensor:
-    """exp of a log ratio, safe from overflow; a constant."""
+    """Return exp of a log ratio, safe from overflow; a constant."""
     return torch.exp(log_ratio_T.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
@@ -37,7 +37,7 @@ def truncated_weight(log_ratio_T: Tensor, *, low: float, high: float) -> tuple[T
 
 
 def kept_weight(log_ratio_T: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """IcePop: w = proximal / behaviour inside [low, high], and 0 outside: such a token does not teach.
+    """IcePop: w = proximal / behaviour inside [low, high], and 0 outside: such a token has no gradient.
 
     Ling team 2025, "Every Step Evolves", the calibration function M(k; low, high). Tokens left out stay in the
     denominators. Example: ratios (.4, 1, 4), range .5..2 -> (0, 1, 0).
@@ -51,7 +51,7 @@ def decoupled_weight(log_ratio_T: Tensor, *, cap: float) -> tuple[Tensor, Tensor
     """Decoupled PPO: w = proximal / behaviour, and 0 above `cap`.
 
     Hilton et al. 2022, "Batch size-invariance for policy optimization", decoupled objective; AReaL (Fu et al. 2025,
-    arXiv 2505.24298) with the cap of its implementation, without which a few tokens own the gradient.
+    arXiv 2505.24298) with the cap of its implementation, without which a few tokens dominate the gradient.
     Example: cap 2, ratios (.1, 1, 4) -> (.1, 1, 0).
     """
     return kept_weight(log_ratio_T, low=0.0, high=cap)
@@ -67,7 +67,8 @@ def multi_level_weight(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """MIS: one weight for a token, for its whole answer, or the answer's geometric mean; then truncated or masked.
+    """MIS: one weight for a token, for its whole completion, or the completion's geometric mean; then truncated or
+    masked.
 
     Liu et al. 2025, "When Speed Kills Stability" (truncated and masked importance sampling): level token w = exp(x_t),
     sequence w = exp(sum_t x_t), geometric w = exp(mean_t x_t), sums over the trainable tokens of the row; mode truncate
@@ -93,10 +94,10 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """OPSM: True at tokens to leave out: of negative advantage, in an answer that drifted by more than `delta`.
+    """OPSM: True at tokens to leave out: those of negative advantage in a completion that drifted by more than `delta`.
 
-    DeepSeek-V3.2 2025, off-policy sequence masking: drift = mean over the answer of log(behaviour / policy), in nats
-    a token. The denominators of the loss stay as they are. Example: behaviour (.5, .5), policy (.25, .5): drift
+    DeepSeek-V3.2 2025, off-policy sequence masking: drift = mean over the completion of log(behaviour / policy), in
+    nats a token. The denominators of the loss stay as they are. Example: behaviour (.5, .5), policy (.25, .5): drift
     ln 2 / 2 = 0.347; left out at delta 0.1 when A < 0, kept when A > 0.
     """
     drift_T = row_means((behaviour_logp_T - logp_T).detach(), mask_T, row_slices)
@@ -104,7 +105,7 @@ def off_policy_sequence_mask(
 
 
 def effective_sample_size(weight_sum: float, square_sum: float, count: float) -> float:
-    """ESS as a share of the tokens: (sum w)^2 / (n sum w^2), Kong 1992. In (0, 1]; 1 when all weights are equal; nan
-    without tokens. Example: weights (1, 1, 2) -> 16 / (3 * 6) = 0.889.
+    """Return the ESS as a share of the tokens: (sum w)^2 / (n sum w^2), Kong 1992. In (0, 1]; 1 when all weights are
+    equal; nan without tokens. Example: weights (1, 1, 2) -> 16 / (3 * 6) = 0.889.
     """
     return weight_sum**2 / (count * square_sum) if count > 0 and square_sum > 0 else float("nan")

@@ -17,17 +17,17 @@ def reduce_loss(
     num_samples: int,
     num_tokens: int,
 ) -> Tensor:
-    """This pack's share of the step's mean: a scalar, float32.
+    """Return this pack's share of the step's mean: a scalar, float32.
 
     Default: for each row the mean over its masked tokens, summed over the rows here, divided by `num_samples`.
     `per_token`: the sum over masked tokens, divided by `num_tokens`. (GRPO, Shao et al. 2024, equation 3, and the
     token-level loss of DAPO, Yu et al. 2025.)
 
     `value_T` and `mask_T` are [T] (mask 1 = counts; any dtype), `row_slices` are the positions of each row. Both
-    denominators count the WHOLE optimizer step, over all ranks and micro-batches, so the sum of the answers over all
-    packs is the step's value, on any packing; whoever averages over ranks afterwards must undo that. A row without
-    masked tokens contributes 0 and still counts in `num_samples`. A step without any answers 0. Values where the mask
-    is 0 are never read, so they may be inf or nan. The answer is part of the graph even for an empty pack: every rank
+    denominators count the WHOLE optimizer step, over all ranks and micro-batches, so the sum of the results over all
+    packs is the step's value, on any packing; code that averages over ranks afterwards must undo that. A row without
+    masked tokens contributes 0 and still counts in `num_samples`. A step without any gives 0. Values where the mask
+    is 0 are never read, so they may be inf or nan. The result is part of the graph even for an empty pack: every rank
     can call backward. Example: rows with values (1, 3) and (5,), num_samples 2, num_tokens 3: (2 + 5) / 2 = 3.5, or
     9 / 3 = 3 per token.
     """
@@ -42,7 +42,7 @@ def reduce_loss(
 
 
 def row_sums(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Tensor:
-    """At each token the sum of `value_T` over the masked tokens of its row; [T], 0 outside of rows, with graph.
+    """Return at each token the sum of `value_T` over the masked tokens of its row; [T], 0 outside of rows, with graph.
 
     Values where the mask is 0 are never read. Example: rows with values (1, 3) and (5,) -> (4, 4, 5).
     """
@@ -50,15 +50,16 @@ def row_sums(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Te
 
 
 def row_means(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Tensor:
-    """`row_sums` divided by the row's masked tokens; a row without any is 0. Example: as there -> (2, 2, 5)."""
+    """Return `row_sums` divided by the row's masked tokens; a row without any is 0. Example: as there -> (2, 2, 5)."""
     sum_T, count_T = _per_row(value_T, mask_T, row_slices)
     return sum_T / count_T.clamp(min=1)
 
 
 def _per_row(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> tuple[Tensor, Tensor]:
-    """(sum, count) of its row's masked tokens at each token; 0 outside of rows, which are ascending and disjoint.
+    """Return (sum, count) of its row's masked tokens at each token; 0 outside of rows, which are ascending and
+    disjoint.
 
-    Built by expanding and joining: unlike scattered adds, these have one order of summation on every device.
+    It expands and concatenates: unlike scattered adds, this has one order of summation on every device.
     """
     counts_T = mask_T > 0
     value_T = torch.where(counts_T, value_T, 0.0)

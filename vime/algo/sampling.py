@@ -1,7 +1,7 @@
 """Log-probabilities under a sampling rule, from logits of the whole vocabulary. T: tokens, V: vocabulary.
 
-Training never needs this: it trains what was sampled from the whole vocabulary, at one temperature. A
-logprob mismatch between trainer and engine asks what a token's log-probability would be under another rule.
+Training never needs this: it trains what was sampled from the whole vocabulary, at one temperature. The diagnosis of a
+mismatch between trainer and engine computes a token's log-probability under other rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a critic is for: advantages from predicted returns, and the loss it learns by (--advantage-estimator ppo).
+"""The formulas of a critic: advantages from predicted returns, and its loss (--advantage-estimator ppo).
 
 R: response tokens of one row, T: packed tokens. The value at a token is the return predicted BEFORE that token is
 chosen, from the prompt and the tokens ahead of it.
@@ -13,13 +13,13 @@ from torch import Tensor
 def generalized_advantages(
     reward: float, penalty_R: Tensor, value_R: Tensor, mask_R: Tensor, *, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantage, return) of each response token, both [R] float64.
+    """Return (advantage, return) of each response token, both [R] float64.
 
-    GAE, Schulman et al. 2016 (arXiv 1506.02438), equation 16, over the trainable tokens t of one answer: token reward
-    r_t = [t is last] reward - penalty_t; delta_t = r_t + gamma V_{t+1} - V_t, where V after the last token is 0;
-    A_t = delta_t + gamma lambd A_{t+1}; return_t = A_t + V_t, what the critic is taught.
+    GAE, Schulman et al. 2016 (arXiv 1506.02438), equation 16, over the trainable tokens t of one completion: token
+    reward r_t = [t is last] reward - penalty_t; delta_t = r_t + gamma V_{t+1} - V_t, where V after the last token is 0;
+    A_t = delta_t + gamma lambd A_{t+1}; return_t = A_t + V_t, the critic's target.
 
-    Tokens with mask 0 (tool output) are no decisions: the recursion steps over them, so neither their values nor their
+    Tokens with mask 0 (tool output) are no decisions: the recursion skips them, so neither their values nor their
     penalties are read, they cost no discount, and their advantage and return are 0. Without a trainable token all 0. No
     denominator. Example: reward 1, no penalty, values (.5, .6), gamma 1, lambd .5: A = 1 - .6 = .4 at the last token,
     (.6 - .5) + .5 * .4 = .3 before it; returns (.8, 1).
@@ -38,14 +38,14 @@ def generalized_advantages(
 
 
 def value_loss(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, value_clip: float) -> tuple[Tensor, Tensor]:
-    """Squared error of every token, bounded like the policy's ratio, and whether the bound decided it.
+    """Return the squared error of every token, clipped around the old value, and whether it was clipped.
 
     loss = 0.5 max((v - R)^2, (clamp(v, v_old - value_clip, v_old + value_clip) - R)^2). Schulman et al. 2017 (PPO) take
-    the squared error; the clipped form is that of its published implementation, and the field's. An infinite
+    the squared error; the clipped form is that of its published implementation, which others use too. An infinite
     `value_clip` is the plain squared error.
 
     All [T] floating point; `old_value_T` (at the start of the round) and `return_T` are constants, gradients flow
-    through `value_T`. Answers (loss, is_clipped: the clipped term is strictly the one taken, so this token has no
+    through `value_T`. Returns (loss, is_clipped: the clipped term is strictly the one taken, so this token has no
     gradient). No denominator. Example: v 1, v_old 0, R 2, clip .2: 0.5 max(1, 1.8^2) = 1.62, clipped.
     """
     old_value_T, return_T = old_value_T.detach(), return_T.detach()
@@ -58,7 +58,7 @@ def value_loss(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, value_
 def explained_variance(*, target: float, target_square: float, error: float, error_square: float) -> float:
     """1 - Var(R - V) / Var(R) from means over tokens of R, R^2, R - V and (R - V)^2.
 
-    1: every return was foreseen; 0: no better than a constant; nan when all returns are equal. Example: returns (0, 2)
+    1: every return was predicted; 0: no better than a constant; nan when all returns are equal. Example: returns (0, 2)
     and values (.5, 1.5): R means 1 and 2, errors (-.5, .5) means 0 and .25: 1 - .25 / 1 = .75.
     """
     variance = target_square - target**2

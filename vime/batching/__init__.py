@@ -1,1 +1,1 @@
-"""Rows to ranks to micro-batches to packed tensors: planning and packing, no communication."""
+"""Planning and packing, without communication: which rank computes which rows, in which micro-batches and tensors."""

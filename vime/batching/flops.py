@@ -1,4 +1,4 @@
-"""How much arithmetic a row costs, from the model's shape: to balance ranks by, and to compare with a device's peak.
+"""How many floating-point operations a row costs, from the model's shape: to balance ranks and to compute MFU.
 
 A product of [a, b] and [b, c] takes 2 a b c floating-point operations. With h hidden size, H query heads and G heads of
 keys and values, of dimension d, f MLP columns and V vocabulary, one token of one layer takes
@@ -31,7 +31,7 @@ PEAK_BF16_TFLOPS = {
 
 
 def layer_flops(shape: ModelShape, length: int) -> int:
-    """Forward through every layer, for one sequence of `length` tokens."""
+    """Return the FLOPs of a forward pass through every layer, for one sequence of `length` tokens."""
     hidden, head_dim = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
     if shape.num_experts:
@@ -43,19 +43,19 @@ def layer_flops(shape: ModelShape, length: int) -> int:
 
 
 def forward_flops(shape: ModelShape, total_length: int, response_length: int) -> int:
-    """One forward pass over a row."""
+    """Return the FLOPs of one forward pass over a row."""
     return layer_flops(shape, total_length) + 2 * shape.hidden_size * shape.vocab_size * response_length
 
 
 def train_flops(shape: ModelShape, total_length: int, response_length: int) -> int:
-    """Forward and backward over a row, without recomputation: the work that MFU counts (model FLOPs utilisation,
-    Chowdhery et al. 2022, appendix B)."""
+    """Return the FLOPs of forward and backward over a row, without recomputation: those that MFU counts (model FLOPs
+    utilisation, Chowdhery et al. 2022, appendix B)."""
     return TRAIN_PASSES * forward_flops(shape, total_length, response_length)
 
 
 def executed_flops(shape: ModelShape, total_length: int, response_length: int, *, recompute: str | None) -> int:
-    """The same with what --recompute-granularity computes twice: the work that HFU counts. `full`: every layer;
-    `selective`: the scores and weighted values of attention."""
+    """Return `train_flops` plus what --recompute-granularity computes twice: those that HFU counts. `full`: every
+    layer; `selective`: the scores and weighted values of attention."""
     again = 0
     if recompute == "full":
         again = layer_flops(shape, total_length)
@@ -66,8 +66,8 @@ def executed_flops(shape: ModelShape, total_length: int, response_length: int, *
 
 
 def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
-    """Peak of one device, TFLOP/s; None for a CPU, an unknown device, or fp32 (whose peak depends on torch's TF32
-    switches). The longest name that fits wins: an "H100 NVL" is not an "H100"."""
+    """Return the peak of one device, TFLOP/s; None for a CPU, an unknown device, or fp32 (whose peak depends on torch's
+    TF32 switches). The longest matching name is used: an "H100 NVL" is not an "H100"."""
     fitting = [name for name in PEAK_BF16_TFLOPS if name.lower() in device_name.lower()]
     if not bf16 or not fitting:
         return None
@@ -79,12 +79,13 @@ class RoundWork:
     """What the trainer ranks compute in one round, all together."""
 
     num_tokens: int  # of prompts and responses, each counted once
-    model_flops: int  # what the round asks for
+    model_flops: int  # without recomputation
     executed_flops: int  # with what is recomputed in the backward pass
 
     def rates(self, seconds: float, *, num_ranks: int, device_name: str, bf16: bool) -> dict[str, float]:
-        """perf/* of a round whose training took `seconds`: tokens a second of all ranks; executed TFLOP/s of one rank;
-        and, where the device's peak is known, the shares of it that model and executed FLOPs are."""
+        """Return the metrics perf/* of a round whose training took `seconds`: tokens a second of all ranks; executed
+        TFLOP/s of one rank; and, where the device's peak is known, the shares of it that model and executed FLOPs
+        are."""
         per_rank = max(seconds, 1e-9) * num_ranks * 1e12
         metrics = {
             "perf/train_tokens_per_sec": self.num_tokens / max(seconds, 1e-9),

@@ -1,9 +1,9 @@
-"""Rows to one packed micro-batch: sequences laid end to end, no padding between them.
+"""Rows to one packed micro-batch: sequences follow each other without padding between them.
 
 T: packed tokens. R: response tokens of a row. Position t of a sequence predicts its token t + 1, so response token j
 of a row with P prompt tokens is predicted at position P - 1 + j of that row: every per-token column of the response
-(mask, advantage, log-probabilities) lies there. A trainer computes `logp_T[t] = log p(labels_T[t] | tokens up to t)`
-and all columns line up.
+(mask, advantage, log-probabilities) is written there. A trainer computes `logp_T[t] = log p(labels_T[t] | tokens up to
+t)` and all columns line up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUTED_EXPERTS = "rollout_routed_experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """One micro-batch as the model takes it. All tensors have T entries; W: layers x top-k.
+    """One micro-batch in the form that the model takes. All tensors have T entries; W: layers x top-k.
 
     Padding (token 0, mask 0) is the tail of a sequence: `cu_seqlens[-1] == T` always, and causal attention keeps it
     from reaching real tokens. A batch without rows is one dummy sequence with mask 0 and `row_slices == []`.
@@ -56,8 +56,9 @@ def pack(
     device: str | torch.device = "cpu",
     extra: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> PackedBatch:
-    """Lay `rows` end to end, each padded to a multiple of `sequence_multiple` (context parallel cuts every sequence
-    into equal chunks), the total padded to a multiple of `pad_to_multiple` too (sequence parallel cuts the pack).
+    """Pack `rows` one after the other, each padded to a multiple of `sequence_multiple` (context parallel splits every
+    sequence into equal chunks), the total padded to a multiple of `pad_to_multiple` too (sequence parallel splits the
+    pack).
 
     `extra[name][i]` is the [R] tensor of row i for a further column, aligned like its `rollout_log_probs`.
     """
@@ -100,7 +101,7 @@ def pack(
 
 
 def pack_layout(lengths: Sequence[int], pad_to_multiple: int, sequence_multiple: int) -> tuple[list[int], int]:
-    """Where each sequence starts, and how many tokens the pack has with its padding."""
+    """Return where each sequence starts, and how many tokens the pack has with its padding."""
     starts, end = [], 0
     for length in lengths:
         starts.append(end)
@@ -139,7 +140,7 @@ def _place(columns: Sequence[Tensor], row_slices: Sequence[slice], num_tokens: i
 def _place_experts(
     rows: Sequence[TrainRow], starts: Sequence[int], num_tokens: int, device: str | torch.device
 ) -> Tensor | None:
-    """[T, W] when a row carries the column. A row's entry for a token is where that token itself was sent."""
+    """Return [T, W] when a row has the column. The entry of a token holds the experts of that token itself."""
     held = {
         start: torch.tensor(row.extra[ROUTED_EXPERTS], dtype=torch.int16)
         for row, start in zip(rows, starts, strict=True)

@@ -1,7 +1,7 @@
-"""Who computes which rows: one global plan of a round, made once, before anything is dispatched.
+"""Which rank computes which rows: one global plan of a round, made once, before rows are read.
 
 The RolloutManager calls `plan_round` when a round is complete. Because every rank reads the same plan, no two ranks
-can disagree on the number of micro-batches, which would stop the pipeline and gradient collectives for ever.
+can disagree on the number of micro-batches, which would block the pipeline and gradient collectives for ever.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def plan_round(
     loads: Sequence[int] | None = None,
     micro_batch_multiple: int = 1,
 ) -> RoundPlan:
-    """Cut the rows of a round into optimizer steps, each step into ranks, each rank's share into micro-batches.
+    """Split the rows of a round into optimizer steps, each step into ranks, each rank's share into micro-batches.
 
     `total_lengths[i]` and `num_trainable[i]` are the tokens and the trainable tokens of row i; rows are numbered over
     the round's flattened groups. Steps take consecutive rows. Each rank gets `samples_per_step / dp_size` rows of a
-    step: consecutive ones, or with `loads` (what each row weighs: tokens, or FLOPs) spread so that the heaviest rank is
+    step: consecutive ones, or with `loads` (the cost of each row: tokens, or FLOPs) spread so that the heaviest rank is
     light; it is never heavier than with consecutive rows. Exactly one of `micro_batch_size` (rows) and
-    `max_tokens_per_micro_batch` (tokens) cuts a share; a row that is longer alone is a micro-batch of its own. All
-    ranks get the same number of micro-batches, rounded up to `micro_batch_multiple` (the pipeline size, for interleaved
-    pipelines); where there are too few, the heaviest is split, and empty ones are added last. Every row appears exactly
-    once. The same input gives the same plan.
+    `max_tokens_per_micro_batch` (tokens) splits a share; a row that is longer than that is a micro-batch of its own.
+    All ranks get the same number of micro-batches, rounded up to `micro_batch_multiple` (the pipeline size, for
+    interleaved pipelines); where there are too few, the heaviest is split, and empty ones are added last. Every row
+    appears exactly once. The same input gives the same plan.
     """
     _check_limits(micro_batch_size, max_tokens_per_micro_batch, dp_size, samples_per_step)
     _check_rows(rollout_id, total_lengths, num_trainable, loads, samples_per_step)
@@ -63,8 +63,8 @@ def plan_round(
 
 
 def join_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
-    """Plans of early batches of one round, each of one step and with row numbers of its own, as the one plan of the
-    round: micro-batches and rows one early batch after the other.
+    """Return the plan of a round from plans of its early batches, each of one step and with its own row numbers.
+    Micro-batches and rows keep the order of the early batches.
 
     Example: early batches of 4 and 2 rows; row 1 of the second is row 5 of the round.
     """
@@ -123,27 +123,27 @@ def _check_rows(
 
 
 def _consecutive(rows: range, dp_size: int) -> Batches:
-    """One list of ascending row numbers per rank, equally many each."""
+    """Return one list of ascending row numbers per rank, equally many each."""
     per_rank = len(rows) // dp_size
     return [list(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp_size)]
 
 
 def _balanced(rows: range, loads: Sequence[int], dp_size: int) -> Batches:
-    """The same, with the heaviest rank made light."""
-    # Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest rank with room.
+    """Return the same, with the load of the heaviest rank kept low."""
+    # Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest rank that is not full.
     per_rank = len(rows) // dp_size
     shares: Batches = [[] for _ in range(dp_size)]
-    with_room = [(0, rank) for rank in range(dp_size)]  # a heap of (load, rank)
+    not_full = [(0, rank) for rank in range(dp_size)]  # a heap of (load, rank)
     heaviest = 0
     for row in sorted(rows, key=lambda row: (-loads[row], row)):
-        load, rank = with_room[0]
+        load, rank = not_full[0]
         shares[rank].append(row)
         heaviest = max(heaviest, load + loads[row])
         if len(shares[rank]) < per_rank:
-            heapq.heapreplace(with_room, (load + loads[row], rank))
+            heapq.heapreplace(not_full, (load + loads[row], rank))
         else:
-            heapq.heappop(with_room)
-    consecutive = _consecutive(rows, dp_size)  # equal counts bind the greedy choice, so it may lose to luck
+            heapq.heappop(not_full)
+    consecutive = _consecutive(rows, dp_size)  # equal counts restrict the greedy choice, so it may be worse
     if heaviest > max(sum(loads[row] for row in share) for share in consecutive):
         return consecutive
     return [sorted(share) for share in shares]
@@ -154,7 +154,7 @@ def _cut_by_rows(share: list[int], micro_batch_size: int) -> Batches:
 
 
 def _cut_by_tokens(share: list[int], total_lengths: Sequence[int], max_tokens: int) -> Batches:
-    """First fit decreasing: each row, longest first, goes into the first micro-batch with room for its tokens."""
+    """First fit decreasing: each row, longest first, goes into the first micro-batch that has space for its tokens."""
     batches: Batches = []
     room: list[int] = []
     for row in sorted(share, key=lambda row: (-total_lengths[row], row)):
@@ -169,7 +169,7 @@ def _cut_by_tokens(share: list[int], total_lengths: Sequence[int], max_tokens: i
 
 
 def _grow(batches: Batches, total_lengths: Sequence[int], count: int) -> Batches:
-    """Reach `count` micro-batches: halve the heaviest that has two rows or more, then add empty ones."""
+    """Make `count` micro-batches: halve the heaviest that has two rows or more, then add empty ones."""
     grown = [list(batch) for batch in batches]
     while len(grown) < count:
         splittable = [index for index, batch in enumerate(grown) if len(batch) > 1]

@@ -1,8 +1,8 @@
-"""Prompts that several sequences of a pack begin with: computed once for all of them.
+"""Prompts that several sequences of a pack begin with are computed once for all of them.
 
-The answers of a group have one prompt, and what a causal model computes for it depends on nothing behind it. So of a
-pack's T tokens only U are computed: each distinct prompt once, as a head, and behind it what is each sequence's own,
-its rest. The gradient of a head is the sum over its sequences, as it would be from its copies.
+The completions of a group have one prompt, and what a causal model computes for it does not depend on later tokens. So
+of a pack's T tokens only U are computed: each distinct prompt once, as a head, and after it the tokens of each
+sequence, its rest. The gradient of a head is the sum over its sequences, as it would be from its copies.
 
 Example: [a b | c] and [a b | d e], prompts of 2 tokens. Computed are a b, c, d e: U = 5 of T = 7.
 """
@@ -29,7 +29,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rests:
-    """`count` ends of `length` tokens behind heads of `head_length`; `heads` says behind which of those each stands."""
+    """`count` ends of `length` tokens after heads of `head_length`; `heads` are the numbers of their heads."""
 
     head_length: int
     length: int
@@ -42,10 +42,10 @@ class Rests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrompts:
-    """How a pack is computed: all heads, shorter ones first, each length once; then all rests."""
+    """The order in which a pack is computed: all heads, shorter ones first, each length together; then all rests."""
 
     kept_U: Tensor  # int64, the tokens of the pack that are computed, in their order
-    place_T: Tensor  # int64, where each token of the pack is among them
+    place_T: Tensor  # int64, the position of each token of the pack among them
     heads: tuple[Heads, ...]
     rests: tuple[Rests, ...]
 
@@ -56,18 +56,18 @@ class SharedPrompts:
 
 
 def share_prompts(batch: PackedBatch, *, tokens_per_call: float) -> SharedPrompts | None:
-    """None for a pack without rows. Padding counts as the end of its sequence.
+    """Return how the pack is computed; None for a pack without rows. Padding counts as the end of its sequence.
 
-    Each length of heads, and each pair of lengths of rests, is a call of attention in every layer: `tokens_per_call`
-    says how many tokens cost as much as one. Where sharing would save fewer, every sequence is a head."""
+    Each length of heads, and each pair of lengths of rests, is a call of attention in every layer. `tokens_per_call` is
+    how many tokens cost as much as one call. Where sharing would save fewer, every sequence is a head."""
     if not batch.row_slices:
         return None
     sequences = list(itertools.pairwise(batch.cu_seqlens))
     tokens = batch.tokens_T.tolist()
     by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for number, ((start, _), answer) in enumerate(zip(sequences, batch.row_slices, strict=True)):
-        # the first answer token is predicted at the last of the prompt
-        by_prompt.setdefault(tuple(tokens[start : answer.start + 1]), []).append(number)
+    for number, ((start, _), row_slice) in enumerate(zip(sequences, batch.row_slices, strict=True)):
+        # # the first response token is predicted at the last token of the prompt
+        by_prompt.setdefault(tuple(tokens[start : row_slice.start + 1]), []).append(number)
     shared = _lay_out(sequences, [(len(prompt), members) for prompt, members in by_prompt.items()], batch.num_tokens)
     whole = _lay_out(sequences, [(0, [number]) for number in range(len(sequences))], batch.num_tokens)
     num_saved = batch.num_tokens - shared.kept_U.numel()
@@ -77,7 +77,7 @@ def share_prompts(batch: PackedBatch, *, tokens_per_call: float) -> SharedPrompt
 def _lay_out(
     sequences: Sequence[tuple[int, int]], families: Sequence[tuple[int, list[int]]], num_tokens: int
 ) -> SharedPrompts:
-    """`families`: tokens of the prompt, and the sequences that begin with it; of one alone the prompt does not
+    """`families`: length of the prompt, and the sequences that begin with it; for a single sequence the prompt does not
     matter."""
     heads: dict[int, list[int]] = {}  # length -> first sequence of each head
     rests: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (head's length, length) -> (sequence, head's number)
@@ -108,7 +108,7 @@ def _lay_out(
 def _places(
     kept_U: Tensor, sequences: Sequence[tuple[int, int]], families: Sequence[list[int]], num_tokens: int
 ) -> Tensor:
-    """The place of every token, from those of the tokens that are kept: a copy has that of its original."""
+    """Return the place of every token from those of the kept tokens: a copy has the place of its original."""
     place_T = torch.full((num_tokens,), -1)
     place_T[kept_U] = torch.arange(kept_U.numel())
     for members in families:

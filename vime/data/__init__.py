@@ -1,1 +1,1 @@
-"""The nouns of the hand-over: a training row, the table of its columns, and the one form in which both travel."""
+"""The data of the hand-over: a training row, the table of its columns, and the format in which both are stored."""

@@ -1,8 +1,8 @@
-"""The one table of columns: what a training row is made of while it travels, and what of it stays behind as metadata.
+"""The table of columns: which values of a training row are stored, and which of them are metadata.
 
-`payload.py` writes the columns in this order; the check of --transfer-queue-extra-data-fields reads the table too.
-Adding a column that is always carried is one line here and one in `rows.TrainRow`. A further field of a run needs
-neither: every name that --transfer-queue-extra-data-fields gives travels in `TrainRow.extra`.
+`payload.py` writes the columns in this order; the check of --transfer-queue-extra-data-fields reads the table too. A
+column that is always stored is one line here and one in `rows.TrainRow`. A further field of a run needs neither: every
+name in --transfer-queue-extra-data-fields is stored in `TrainRow.extra`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Shape(StrEnum):
     RESPONSE = "one per response token"
     SPAN = "three per version span: version, start, end"
     WIDE = "a fixed number per token, prompt and response; a cell is an array [tokens, number]"
-    ANY = "whatever the sample holds: numbers as an array, all else as bytes (JSON)"
+    ANY = "whatever the sample holds: numbers as an array, everything else as bytes (JSON)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column. `attribute` names the TrainRow attribute; without one the value lies in `TrainRow.extra[name]` and
-    is carried only when it is requested by name."""
+    """One column. `attribute` names the TrainRow attribute; without one the value is in `TrainRow.extra[name]` and is
+    stored only when it is requested by name."""
 
     name: str
     dtype: str  # numpy
@@ -62,20 +62,20 @@ COLUMNS: tuple[Column, ...] = (
     _row("tokens", "<i4", Shape.TOKEN, "tokens"),
     _row("rollout_log_probs", "<f4", Shape.RESPONSE, "rollout_log_probs"),
     _row("loss_masks", "u1", Shape.RESPONSE, "loss_mask"),
-    # Carried only when --transfer-queue-extra-data-fields names them, or any other name.
+    # # Stored only when --transfer-queue-extra-data-fields names them; so is any other name.
     _optional("teacher_log_probs", "<f4", Shape.RESPONSE),
-    # layers x top-k expert numbers; -1 where the engine did not say
+    # layers x top-k expert numbers; -1 where the engine did not report them
     _optional("rollout_routed_experts", "<i2", Shape.WIDE),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
 
 
 def check_requested(extra_names: Iterable[str]) -> None:
-    """Refuse, before any process starts, a requested field that is carried anyway: a second one would overwrite it."""
+    """Refuse, before any process starts, a requested field that is always stored: a second one would overwrite it."""
     for name in extra_names:
         column = BY_NAME.get(name)
         if column is not None and not column.is_optional:
-            raise ConfigError(f"--transfer-queue-extra-data-fields {name}: is always carried. Remove it.")
+            raise ConfigError(f"--transfer-queue-extra-data-fields {name}: is always stored. Remove it.")
         if not name.isidentifier():
             raise ConfigError(
                 f"--transfer-queue-extra-data-fields {name!r}: is no name of a field. Expected an attribute of the "

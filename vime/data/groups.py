@@ -1,7 +1,7 @@
-"""What is known of a group without its tokens: the facts that travel through the ledger to the coordinator of rounds.
+"""The numbers of a group without its tokens ("facts"): they go through the ledger to the coordinator of rounds.
 
-A plan, the staleness bound and the metrics of a round need nothing else. The size of the facts does not depend on the
-length of an answer: 54 bytes an answer, and a few for what only some runs have (entries of a dict reward, sources).
+A plan, the staleness bound and the metrics of a round need nothing else. Their size does not depend on the length of a
+completion: 54 bytes a completion, and a few more in some runs (entries of a dict reward, sources).
 
     facts = u16 rows | rows of FACTS | JSON of GroupNotes
 """
@@ -22,16 +22,16 @@ from vime.types import HandoffError, SampleStatus, StaleError, Version
 FACTS = np.dtype(
     [
         ("sample_index", "<i8"),
-        ("reward", "<f8"),  # what the advantage is made of
+        ("reward", "<f8"),  # the number that the advantage is made from
         ("raw_reward", "<f8"),
         ("total_length", "<i4"),
         ("response_length", "<i4"),
         ("num_trainable", "<i4"),
-        ("oldest_trainable", "<i4"),  # version, among the trainable tokens; of all when none is
+        ("oldest_trainable", "<i4"),  # version, among the trainable tokens; of all tokens when none is trainable
         ("oldest_version", "<i4"),  # among all response tokens; -1 without one
         ("newest_version", "<i4"),
-        ("chunk", "<u2"),  # of the group's payload
-        ("place", "<u2"),  # in the chunk
+        ("chunk", "<u2"),  # number of the chunk in the group's payload
+        ("place", "<u2"),  # place in the chunk
         ("status", "u1"),  # place in STATUS_CODES
         ("is_removed", "u1"),
     ]
@@ -42,7 +42,7 @@ _TRUNCATED = STATUS_CODES.index(SampleStatus.TRUNCATED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNotes:
-    """What metrics ask beside the numbers of FACTS. Each list has one entry for each row, or is empty."""
+    """What metrics need besides the numbers of FACTS. Each list has one entry for each row, or is empty."""
 
     producer: str = ""  # the process that stored the payload
     entries: Sequence[Mapping[str, float] | None] = ()  # of dict rewards
@@ -51,9 +51,9 @@ class GroupNotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """One answer, as metrics see it."""
+    """The numbers of one completion that metrics use."""
 
-    reward: float  # as the reward function answered
+    reward: float  # as the reward function returned it
     response_length: int
     is_truncated: bool
     is_removed: bool = False
@@ -65,7 +65,7 @@ class SampleFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """One group. `rows` are of type FACTS."""
+    """The numbers of one group that planning and metrics need, without its tokens. `rows` are of type FACTS."""
 
     group_index: int
     rows: NDArray[np.void]
@@ -80,7 +80,7 @@ class GroupFacts:
         self.rows["is_removed"] = is_removed
         self.rows["num_trainable"][self.rows["is_removed"] > 0] = 0
 
-    def answers(self) -> Iterator[SampleFacts]:
+    def completions(self) -> Iterator[SampleFacts]:
         for number, row in enumerate(self.rows):
             yield SampleFacts(
                 reward=float(row["raw_reward"]),
@@ -95,7 +95,7 @@ class GroupFacts:
 
 
 def facts_of(chunks: Sequence[Sequence[TrainRow]], removed: Sequence[bool] = ()) -> NDArray[np.void]:
-    """FACTS of the rows of a group, which lie in `chunks`; `removed` has one entry for each row, or none."""
+    """Return FACTS of the rows of a group, given by chunk; `removed` has one entry for each row, or none."""
     found: list[tuple[float, ...]] = []
     for chunk, rows in enumerate(chunks):
         for place, row in enumerate(rows):
@@ -130,7 +130,7 @@ def encode_facts(facts: GroupFacts) -> bytes:
 
 
 def decode_facts(group_index: int, data: bytes) -> GroupFacts:
-    """Inverse of `encode_facts`."""
+    """Read what `encode_facts` wrote."""
     try:
         [count] = _COUNT.unpack_from(data)
         end = _COUNT.size + count * FACTS.itemsize
@@ -147,8 +147,8 @@ def decode_facts(group_index: int, data: bytes) -> GroupFacts:
 
 
 def check_versions(groups: Sequence[GroupFacts], rollout_id: int, max_staleness: int) -> None:
-    """Refuse a row of which a trainable token is older than the bound, or any token newer than the weights. Round r is
-    trained by weights of version r: its tokens are of versions r - max staleness .. r."""
+    """Refuse rows with a trainable token older than the bound, or any token newer than the weights. Weights of version
+    r train round r: its tokens are of versions r - max staleness .. r."""
     for group in groups:
         rows = group.rows
         is_too_old = (rows["num_trainable"] > 0) & (rollout_id - rows["oldest_trainable"] > max_staleness)

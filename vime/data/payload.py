@@ -1,12 +1,12 @@
-"""The one form in which rows and samples travel and lie on disk. No pickle: reading runs no code of the writer.
+"""The format in which rows and samples are sent and stored. No pickle: reading runs no code of the writer.
 
     chunk  = b"VIMG" | u32 rows | u32 length of the header | header | columns | u32 CRC-32 of all before
-    story  = b"VIMS" | JSON, one record a sample: what a training row has no column for (text, label, metadata ...)
-    record = b"VIMP" | u32 parts | u64 length of each part | parts: the chunks of a group, then its story
+    rest   = b"VIMS" | JSON, one record a sample: what a training row has no column for (text, label, metadata ...)
+    record = b"VIMP" | u32 parts | u64 length of each part | parts: the chunks of a group, then its rest
 
-A chunk holds whole rows, as few as reach CHUNK_BYTES; it is what lies under one key of the queue, so that a rank reads
-the rows of its own and few others. The columns lie end to end in the order of `columns.COLUMNS`, little-endian; the
-header (JSON) names partition, producer and the optional columns. A record is what the spool keeps.
+A chunk holds whole rows, the fewest that reach CHUNK_BYTES. It is stored under one key of the queue, so that a rank
+reads its own rows and few others. The columns follow each other in the order of `columns.COLUMNS`, little-endian; the
+header (JSON) names partition, producer and the optional columns. The spool stores records.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vime.data.columns import COLUMNS, Shape
-from vime.data.rows import Column, Kind, STATUS_CODES, TrainRow, as_array
+from vime.data.rows import STATUS_CODES, Column, Kind, TrainRow, as_array
 from vime.types import HandoffError, PendingText, Sample, VersionSpan
 
 CHUNK_BYTES = 256 << 10
-"""Of a chunk: a key of TransferQueue costs 0.4 ms each way whatever it holds, a copy of this much far less."""
+"""Of a chunk: a key of TransferQueue costs 0.4 ms each way whatever it holds; copying this much costs far less."""
 _CHUNK = struct.Struct("<4sII")
 _RECORD = struct.Struct("<4sI")
 _CRC = struct.Struct("<I")
@@ -38,7 +37,7 @@ _HEADS = np.dtype(
     }
 )
 IN_ROWS = ("tokens", "loss_mask", "rollout_log_probs")
-"""Fields of a sample that a story leaves to its row."""
+"""Fields of a sample that are in its row, so the rest leaves them out."""
 BYTES = "bytes"
 Decode = Callable[[Sequence[int]], str]
 Layout = tuple[str, str, Sequence[int | tuple[int, ...]]]
@@ -46,7 +45,7 @@ Layout = tuple[str, str, Sequence[int | tuple[int, ...]]]
 
 
 def pack_rows(rows: Sequence[TrainRow]) -> bytes:
-    """Rows as one chunk. Checks nothing: `rows.check_row` has, where they were made."""
+    """Return the rows as one chunk. Checks nothing: `rows.check_row` did, where the rows were made."""
     heads = np.array(
         [
             (
@@ -92,7 +91,7 @@ def pack_rows(rows: Sequence[TrainRow]) -> bytes:
 
 
 def unpack_rows(data: bytes | bytearray, *, rollout_id: int = -1) -> list[TrainRow]:
-    """Inverse of `pack_rows`: the arrays are views of one copy of `data`. HandoffError when a byte changed."""
+    """Read what `pack_rows` wrote: the arrays are views of one copy of `data`. HandoffError when a byte changed."""
     if len(data) < _CHUNK.size + _CRC.size or data[:4] != b"VIMG":
         raise HandoffError(f"{len(data)} bytes are no chunk of rows. The payload is torn, or of another version.")
     end = len(data) - _CRC.size
@@ -152,7 +151,7 @@ class _Reader:
 
 
 def _pack_extra(rows: Sequence[TrainRow]) -> tuple[list[Layout], list[bytes]]:
-    """The layout of each optional column, and the bytes of the cells."""
+    """Return the layout of each optional column, and the bytes of the cells."""
     names = sorted({name for row in rows for name in row.extra})
     layout: list[Layout] = []
     buffers: list[bytes] = []
@@ -186,7 +185,7 @@ def _unpack_extra(layout: list[Layout], reader: _Reader, num_rows: int) -> list[
 
 
 def cut(rows: Sequence[TrainRow]) -> Iterator[list[TrainRow]]:
-    """The rows of each chunk."""
+    """Yield the rows of each chunk."""
     chunk: list[TrainRow] = []
     size = 0
     for row in rows:
@@ -199,9 +198,9 @@ def cut(rows: Sequence[TrainRow]) -> Iterator[list[TrainRow]]:
         yield chunk
 
 
-def pack_story(samples: Sequence[Sample]) -> bytes:
-    """What samples hold beside the columns of their rows. It must be what JSON can say, and come back as it was. Text
-    that nobody has read is left to who reads it."""
+def pack_rest(samples: Sequence[Sample]) -> bytes:
+    """Return the rest of the samples: what their rows have no column for. It must be JSON that reads back unchanged.
+    Text that was not decoded yet is left out: `join_samples` decodes it from the tokens."""
     records = []
     for sample in samples:
         without = IN_ROWS if _is_lined_up(sample) else ()
@@ -221,28 +220,28 @@ _PLAIN = frozenset({"group_index", "index", "rollout_id", "session_id", "respons
 
 
 def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
-    """Answers of one prompt as a record, finished or not. Log-probabilities are rounded to float32, all else is
-    exact."""
+    """Return the samples of one prompt as a record, finished or not. Log-probabilities are rounded to float32,
+    everything else is exact."""
     groups = sorted({sample.group_index for sample in samples})
     if len(groups) != 1:
         raise HandoffError(f"payload: samples of groups {groups}; expected the samples of one group.")
     chunks = [pack_rows(rows) for rows in cut([numbers_of(sample) for sample in samples])]
-    return join_record(chunks, pack_story(samples))
+    return join_record(chunks, pack_rest(samples))
 
 
 def bytes_to_samples(data: bytes, decode: Decode | None = None) -> list[Sample]:
-    """The samples of a record, of `samples_to_bytes` or of a finished group; `decode` as in `join_samples`."""
-    chunks, story = split_record(data)
-    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story, decode)
+    """Return the samples of a record, of `samples_to_bytes` or of a finished group; `decode` as in `join_samples`."""
+    chunks, rest = split_record(data)
+    return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], rest, decode)
 
 
-def join_samples(rows: Sequence[TrainRow], story: bytes, decode: Decode | None = None) -> list[Sample]:
-    """The samples whose numbers are in `rows`. `decode` makes text of tokens, for responses that nobody had read when
-    they were stored; without it those are empty."""
+def join_samples(rows: Sequence[TrainRow], rest: bytes, decode: Decode | None = None) -> list[Sample]:
+    """Return the samples whose numbers are in `rows`. `decode` makes text of tokens, for responses that were not
+    decoded when they were stored; without it those are empty."""
     try:
-        if story[:4] != b"VIMS":
-            raise ValueError("it has no story")
-        records = json.loads(story[4:])
+        if rest[:4] != b"VIMS":
+            raise ValueError("it holds only rows")
+        records = json.loads(rest[4:])
         samples = []
         for row, record in zip(rows, records, strict=True):
             for name in IN_ROWS:
@@ -259,7 +258,7 @@ def join_samples(rows: Sequence[TrainRow], story: bytes, decode: Decode | None =
 
 
 def numbers_of(sample: Sample) -> TrainRow:
-    """The row that carries a sample's numbers; not one to train on."""
+    """Return a row that holds a sample's numbers; it is not for training."""
     is_lined_up = _is_lined_up(sample)
     return TrainRow(
         sample_index=sample.index,
@@ -278,7 +277,7 @@ def numbers_of(sample: Sample) -> TrainRow:
 
 
 def _is_text_of_row(sample: Sample) -> bool:
-    """Whether the response is the text of the row's response tokens, and nobody has read it."""
+    """Return whether the response is the text of the row's response tokens, and was not decoded yet."""
     pending = vars(sample).get("response")
     return (
         isinstance(pending, PendingText)
@@ -288,19 +287,20 @@ def _is_text_of_row(sample: Sample) -> bool:
 
 
 def _is_lined_up(sample: Sample) -> bool:
-    """Whether a row can hold its numbers; a plug-in may leave lists of other lengths, or none, in what it gave up."""
+    """Return whether a row can hold its numbers; a plug-in may leave lists of other lengths, or none, in what it gave
+    up."""
     mask, log_probs = sample.loss_mask, sample.rollout_log_probs
     return mask is not None and log_probs is not None and len(mask) == len(log_probs)
 
 
-def join_record(chunks: Sequence[bytes], story: bytes) -> bytes:
-    parts = [*chunks, story]
+def join_record(chunks: Sequence[bytes], rest: bytes) -> bytes:
+    parts = [*chunks, rest]
     sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     return b"".join((_RECORD.pack(b"VIMP", len(parts)), sizes, *parts))
 
 
 def split_record(data: bytes) -> tuple[list[bytes], bytes]:
-    """The chunks and the story of a record."""
+    """Return the chunks and the rest of a record."""
     try:
         magic, count = _RECORD.unpack_from(data)
         sizes = struct.unpack_from(f"<{count}Q", data, _RECORD.size)
@@ -316,7 +316,7 @@ def split_record(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def record_size(data: bytes) -> tuple[int, int]:
-    """(rows, tokens) of a record, without decoding a token."""
+    """Return (rows, tokens) of a record, without decoding a token."""
     num_rows = num_tokens = 0
     for chunk in split_record(data)[0]:
         try:
@@ -332,7 +332,7 @@ def record_size(data: bytes) -> tuple[int, int]:
 
 
 def _is_json(value: object) -> bool:
-    """Whether JSON gives it back as it was: no tuple, no key that is no string, no NaN."""
+    """Return whether JSON gives the value back unchanged: no tuple, no key that is not a string, no NaN."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value) and _has_text_keys(value)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""A training row: one answer as training sees it, numbers only.
+"""A training row: the numbers of one sample that training needs.
 
-Per-token values are numpy arrays from the moment a row is made. `check_row` is called once, where a row is made; behind
-it a checksum says that nothing changed.
+Per-token values are numpy arrays from the moment a row is made. `check_row` is called once, where a row is made; after
+that a checksum shows that nothing changed.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ Kind = TypeVar("Kind", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainRow:
-    """One answer with its prompt. T: tokens, R: response tokens.
+    """One prompt with its completion. T: tokens, R: response tokens.
 
-    Any sequence of numbers is taken for the arrays and held in their type. Two rows are equal when every number is.
+    The arrays may be given as any sequence of numbers; they are converted to their type. Rows are equal when every
+    number is.
     """
 
     sample_index: int
     group_index: int
-    rollout_id: int  # -1 until a round has it
+    rollout_id: int  # -1 until it is part of a round
     tokens: NDArray[np.int32]  # [T] prompt + response
     response_length: int
     loss_mask: NDArray[np.uint8]  # [R] 1 where the token may be trained
     rollout_log_probs: NDArray[np.float32]  # [R] behaviour log-probabilities, from the engine
     token_policy_versions: Sequence[VersionSpan]  # tiles [0, R)
-    reward: float  # the number the advantage is made of (group-normalised for GRPO)
-    raw_reward: float  # as the reward function answered
+    reward: float  # the number that the advantage is made from (group-normalised for GRPO)
+    raw_reward: float  # as the reward function returned it
     status: str
     truncated: bool
     extra: Mapping[str, Column] = field(default_factory=dict)  # optional columns by name
-    attempt: int = 0  # at the prompt, which the ledger of mode streaming counts from 1
+    attempt: int = 0  # of generating the prompt; the ledger of mode streaming counts from 1
     partition_id: str = ""  # of the queue
-    producer_id: str = ""  # the process that generated it
+    producer_id: str = ""  # the worker that generated it
 
     def __post_init__(self) -> None:
         for name, kind in _ARRAYS.items():
@@ -65,7 +66,7 @@ class TrainRow:
 
     @property
     def global_index(self) -> int:
-        """The RFC's name of the number that no other answer of the run has."""
+        """The RFC's name for the number that identifies a sample in the run."""
         return self.sample_index
 
     @property
@@ -78,12 +79,12 @@ class TrainRow:
 
     @property
     def version_start(self) -> Version:
-        """Of the first response token; -1 without one."""
+        """Version of the first response token; -1 without one."""
         return self.token_policy_versions[0].version if self.token_policy_versions else -1
 
     @property
     def version_end(self) -> Version:
-        """Of the last response token; -1 without one."""
+        """Version of the last response token; -1 without one."""
         return self.token_policy_versions[-1].version if self.token_policy_versions else -1
 
     @property
@@ -100,11 +101,11 @@ _ARRAYS: dict[str, type[np.generic]] = {"tokens": np.int32, "loss_mask": np.uint
 
 
 def as_array(values: ArrayLike, kind: type[Kind], where: str) -> NDArray[Kind]:
-    """The numbers in type `kind`; HandoffError, which names `where`, for one that does not fit."""
+    """Return the numbers in type `kind`; HandoffError, which names `where`, for a number that does not fit."""
     try:
         array = np.asarray(values, dtype=kind)
         if isinstance(values, np.ndarray) and array.dtype.kind in "iu" and not np.array_equal(array, values):
-            raise ValueError("it is another number there")  # numpy casts an array, other than a list, without a word
+            raise ValueError("casting changes it")  # numpy casts an array, unlike a list, silently
     except (OverflowError, ValueError, TypeError) as error:
         raise HandoffError(f"{where}: a value does not fit {np.dtype(kind)}: {error}") from error
     return array
@@ -129,12 +130,12 @@ def check_row(row: TrainRow) -> None:
     if len(row.loss_mask) != length or len(row.rollout_log_probs) != length:
         raise HandoffError(
             f"{name}: {length} response tokens, {len(row.loss_mask)} mask entries and {len(row.rollout_log_probs)} "
-            "log-probabilities; expected equally many. Grow samples with append_response_tokens only."
+            "log-probabilities; expected equally many. Extend samples with append_response_tokens only."
         )
     if row.tokens.min() < 0 or (length and row.loss_mask.max() > 1):
         raise HandoffError(f"{name}: token ids must be >= 0 and mask entries 0 or 1.")
     if not np.isfinite(row.rollout_log_probs).all():
-        raise HandoffError(f"{name}: a log-probability is not finite. The engine answered nonsense; see its log.")
+        raise HandoffError(f"{name}: a log-probability is not finite. See the log of the engine.")
     if not np.isfinite([row.reward, row.raw_reward]).all():
         raise HandoffError(f"{name}: reward {row.reward}, raw reward {row.raw_reward}; expected finite numbers.")
     if row.status not in STATUS_CODES:
@@ -145,7 +146,7 @@ def check_row(row: TrainRow) -> None:
 
 
 def check_group(rows: Sequence[TrainRow]) -> None:
-    """Refuse rows that are not the whole of one group, or of which one cannot be trained on."""
+    """Refuse rows that are not one whole group, or of which one cannot be trained on."""
     if not rows:
         raise HandoffError("a group has no rows; a rollout function must return whole groups.")
     for row in rows:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime.data.groups import GroupFacts, GroupNotes, facts_of
-from vime.data.payload import Decode, cut, join_record, join_samples, pack_rows, pack_story, split_record, unpack_rows
+from vime.data.payload import Decode, cut, join_record, join_samples, pack_rest, pack_rows, split_record, unpack_rows
 from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool, Spools, spool_directories
@@ -44,19 +44,19 @@ class StoredGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedGroup:
-    """A finished group as it is stored. `story` is empty where nobody will ask for the samples."""
+    """A finished group as it is stored. `rest` is empty where nobody will ask for the samples."""
 
     facts: GroupFacts
     chunks: tuple[bytes, ...]
-    story: bytes = b""
+    rest: bytes = b""
 
     @property
     def record(self) -> bytes:
-        return join_record(self.chunks, self.story)
+        return join_record(self.chunks, self.rest)
 
     def samples(self, decode: Decode | None = None) -> list[Sample]:
         """`decode`: as of `payload.join_samples`."""
-        return join_samples([row for chunk in self.chunks for row in unpack_rows(chunk)], self.story, decode)
+        return join_samples([row for chunk in self.chunks for row in unpack_rows(chunk)], self.rest, decode)
 
 
 def encode_group(
@@ -71,7 +71,7 @@ def encode_group(
     check_group(rows)
     parts = list(cut(rows))
     facts = GroupFacts(group_index=rows[0].group_index, rows=facts_of(parts, removed), notes=notes or GroupNotes())
-    return EncodedGroup(facts=facts, chunks=tuple(map(pack_rows, parts)), story=pack_story(samples) if samples else b"")
+    return EncodedGroup(facts=facts, chunks=tuple(map(pack_rows, parts)), rest=pack_rest(samples) if samples else b"")
 
 
 def chunk_keys(task: Task, num_chunks: int) -> list[str]:
@@ -149,8 +149,8 @@ class GroupStore:
             held = self._held.get(task)
         if held is not None and held[0] == checksum:
             return held[1].samples(self.decode)
-        chunks, story = split_record(self.record(task, checksum))
-        return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], story, self.decode)
+        chunks, rest = split_record(self.record(task, checksum))
+        return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], rest, self.decode)
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
         """Put chunks into the queue again that an earlier life of the run stored: its queue died with it."""

@@ -1,8 +1,8 @@
-"""How generation ends early and keeps what it has: engines give up requests and answer with the tokens so far.
+"""How generation ends early and keeps its tokens: engines end requests and return the tokens so far.
 
-Closing a connection would end a request as fast, but the answer that says which weights sampled which token would be
-lost with it. So the engines are told to abort by request id, which is a control call: it goes to each engine that the
-router knows, because the router does not say which of them has a request.
+Closing a connection would end a request as fast, but the response that says which weights sampled which token would be
+lost with it. So the engines are told to abort by request id. The call goes to each engine that the router knows,
+because the router does not say which of them has a request.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from contextvars import ContextVar
 from vime.utils.waits import waiting
 
 KEEP_S = 10.0
-"""How long answers that are cut may take to come in; what comes later is given up."""
+"""How long aborted completions may take to arrive; later ones are given up."""
 AGAIN_S = 0.25
-"""A request that had not reached its engine when the abort did is aborted again after this."""
+"""A request that reached its engine after the abort is aborted again after this time."""
 
 Abort = Callable[[list[str]], Awaitable[None]]
-_HALT: ContextVar[AbortScope | None] = ContextVar("vime_abort_scope", default=None)
+_SCOPE: ContextVar[AbortScope | None] = ContextVar("vime_abort_scope", default=None)
 
 
 class AbortScope:
-    """Of one round, or of a producer: what its tasks ask of engines ends when it says so. Lives on the rollout loop.
+    """For one round, or one worker: ends the engine requests of its tasks. Lives on the rollout loop.
 
-    It belongs to the task that calls `govern` and to those that it starts, through any plug-in: evaluation goes on.
+    It covers the task that calls `activate` and those that it starts, through any plug-in. Evaluation is outside it.
     """
 
     def __init__(self) -> None:
         self.is_set = False
         self._open: dict[str, Abort] = {}
 
-    def govern(self) -> None:
-        """The calling task, and every task that it starts from now on, obeys."""
-        _HALT.set(self)
+    def activate(self) -> None:
+        """Put the calling task, and every task that it starts from now on, into this scope."""
+        _SCOPE.set(self)
 
     @contextlib.contextmanager
     def holding(self, request_id: str, abort: Abort) -> Iterator[None]:
-        """The request is at an engine, or on its way."""
+        """Mark the request as sent while the context is open."""
         self._open[request_id] = abort
         try:
             yield
@@ -48,13 +48,13 @@ class AbortScope:
             del self._open[request_id]
 
     async def end(self, work: Collection[asyncio.Task[object]], *, deadline_s: float = KEEP_S) -> None:
-        """No request begins any more, and those under way are aborted, until `work` has ended or the deadline is over.
+        """Start no more requests and abort those in progress, until `work` has ended or the deadline is over.
 
-        Waits for: the engines' last answers, and the rewards and stores that follow. Never raises what `work` raises.
+        Waits for: the last responses of the engines, then rewards and stores. Never raises what `work` raises.
         """
         self.is_set = True
         ends = time.monotonic() + deadline_s
-        with waiting("answers that are cut short", "engine", deadline_s=deadline_s):
+        with waiting("aborted completions", "engine", deadline_s=deadline_s):
             while pending := [task for task in work if not task.done()]:
                 left = ends - time.monotonic()
                 if left <= 0:
@@ -65,11 +65,11 @@ class AbortScope:
 
 
 def current_abort_scope() -> AbortScope | None:
-    """What the calling task obeys; None for evaluation."""
-    return _HALT.get()
+    """Return the scope of the calling task; None for evaluation."""
+    return _SCOPE.get()
 
 
 def is_aborting() -> bool:
-    """Whether the calling task is to end with what it has."""
-    halt = _HALT.get()
-    return halt is not None and halt.is_set
+    """Return whether the calling task must end with the tokens that it has."""
+    scope = _SCOPE.get()
+    return scope is not None and scope.is_set

@@ -1,7 +1,8 @@
-"""A conversation to imitate: which of its tokens are the prompt, and which of the rest the assistant said.
+"""A conversation to imitate: which of its tokens are the prompt, and which of the others the assistant wrote.
 
-Rendered turn by turn as the model will meet it: everything before an assistant's turn ends with the chat template's
-generation prompt, so what is trained is what the model has to say there, up to the token that ends its turn.
+It is rendered turn by turn as the model will see it: everything before an assistant's turn ends with the chat
+template's generation prompt. So the trained tokens are what the model has to write there, up to the token that ends its
+turn.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TURNS = "sft_turns"
-"""Key of a sample's metadata: [[token ids, is it trained], ...] behind the prompt."""
+"""Key of a sample's metadata: [[token ids, is it trained], ...] after the prompt."""
 ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`turns` are the tokens behind the prompt, in pieces that are trained or not."""
+    """`turns` are the tokens after the prompt, in pieces that are trained or not."""
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -34,12 +35,12 @@ class Conversation:
 
 
 def turns_of(metadata: Mapping[str, object]) -> Sequence[tuple[Sequence[int], bool]]:
-    """What a prompt's metadata holds under TURNS; empty for a prompt that is no conversation."""
+    """Return what a prompt's metadata holds under TURNS; empty for a prompt that is no conversation."""
     return cast("Sequence[tuple[Sequence[int], bool]]", metadata.get(TURNS, ()))
 
 
 def is_conversation(content: object) -> bool:
-    """Whether a record's prompt is a list of messages in which the assistant has spoken."""
+    """Return whether a record's prompt is a list of messages of which one is the assistant's."""
     return isinstance(content, list) and any(
         isinstance(message, Mapping) and message.get("role") == ASSISTANT for message in content
     )
@@ -53,9 +54,9 @@ def chat_text(
     *,
     asks: bool,
 ) -> str:
-    """The messages as the chat template writes them; `asks`: with the generation prompt behind them. `arguments`:
-    --apply-chat-template-kwargs. Raises whatever the template raises."""
-    template: Callable[..., object] = tokenizer.apply_chat_template  # its own types know no tool calls or images
+    """Return the messages as the chat template renders them; `asks`: with the generation prompt at the end.
+    `arguments`: --apply-chat-template-kwargs. Raises whatever the template raises."""
+    template: Callable[..., object] = tokenizer.apply_chat_template  # its own types allow no tool calls or images
     return str(template(list(messages), tools=tools, tokenize=False, add_generation_prompt=asks, **arguments))
 
 
@@ -67,7 +68,8 @@ def read_conversation(
     *,
     where: str,
 ) -> Conversation:
-    """DataError when the tokenizer has no chat template, or one that rewrites earlier turns."""
+    """Return the conversation. DataError when the tokenizer has no chat template, or one that rewrites earlier
+    turns."""
     if not tokenizer.chat_template:
         raise DataError(f"{where}: a list of messages, and the tokenizer has no chat template. Give text and a label.")
 
@@ -107,7 +109,7 @@ def read_conversation(
 
 
 def _said(ids: tuple[int, ...], eos: int | None) -> list[tuple[tuple[int, ...], bool]]:
-    """The assistant's turn up to the token that ends it; what the template writes behind that is context."""
+    """Split the assistant's turn at the token that ends it; what the template writes after that is context."""
     if eos not in ids:
         return [(ids, True)]
     end = len(ids) - ids[::-1].index(eos)

@@ -1,6 +1,6 @@
 """Samples -> training rows: rewards normalised by group, every list's length checked.
 
-The last station where plug-ins have had their say; behind it a row is numbers only and never changes.
+The last step at which plug-ins can change something; from here on a row holds numbers only and never changes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _TRAINABLE = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 def group_rows(
     args: Args, samples: Sequence[Sample], *, partition_id: str = "", producer_id: str = ""
 ) -> list[TrainRow]:
-    """The rows of one finished group, of no round yet.
+    """Return the rows of one finished group that belongs to no round yet.
 
-    `row.reward` is what --advantage-estimator makes of the group's rewards, `row.raw_reward` the reward function's;
-    with --custom-reward-post-process-path, which sees whole rounds, both are the same for now. Raises HandoffError for
-    anything misaligned.
+    `row.reward` is what --advantage-estimator makes of the group's rewards, `row.raw_reward` what the reward function
+    returned. With --custom-reward-post-process-path, which needs whole rounds, both are the same for now. Raises
+    HandoffError for lists that do not line up.
     """
     if not samples:
         raise HandoffError("an empty group reached conversion. A rollout function must return whole groups.")
@@ -74,7 +74,7 @@ def group_rows(
 def encoded_group(
     args: Args, samples: Sequence[Sample], *, producer_id: str = "", with_samples: bool = False
 ) -> EncodedGroup:
-    """One finished group as it is stored. `with_samples`: somebody may ask for the samples too."""
+    """Return one finished group in its stored form. `with_samples`: the samples may be asked for too."""
     rows = group_rows(args, samples, partition_id=args.transferqueue_partition, producer_id=producer_id)
     return encode_group(
         rows,
@@ -85,7 +85,7 @@ def encoded_group(
 
 
 def group_notes(args: Args, samples: Sequence[Sample], producer_id: str = "") -> GroupNotes:
-    """What metrics ask beside numbers: the entries of dict rewards and the data's sources, where there are any."""
+    """Return what metrics need besides numbers: entries of dict rewards and data sources, where there are any."""
     entries = [reward_entries(sample) for sample in samples]
     sources = [source_of(sample, args.source_key) for sample in samples]
     return GroupNotes(
@@ -94,8 +94,8 @@ def group_notes(args: Args, samples: Sequence[Sample], producer_id: str = "") ->
 
 
 def mark_removed(args: Args, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
-    """Let --rollout-sample-filter-path take samples of a round out of the loss: their mask is 0, their reward stays in
-    the group's mean. `samples` reads the round's samples from where they are stored."""
+    """Let --rollout-sample-filter-path take samples of a round out of the loss: their mask becomes 0, and their reward
+    stays in the group's mean. `samples` reads the round's samples from where they are stored."""
     if plugin(args, "rollout_sample_filter_path") is None:
         return
     found = samples()
@@ -105,7 +105,7 @@ def mark_removed(args: Args, groups: Sequence[GroupFacts], samples: Callable[[],
 
 
 def set_custom_rewards(args: Args, groups: Sequence[GroupFacts], samples: Callable[[], list[list[Sample]]]) -> None:
-    """Let --custom-reward-post-process-path, which sees a whole round, say what its advantages are made of."""
+    """Let --custom-reward-post-process-path, which needs a whole round, set the numbers that advantages are made of."""
     custom = plugin(args, "custom_reward_post_process_path")
     if custom is not None:
         for facts, rewards in zip(groups, _custom_rewards(args, custom, samples()), strict=True):
@@ -113,7 +113,7 @@ def set_custom_rewards(args: Args, groups: Sequence[GroupFacts], samples: Callab
 
 
 def _extra_columns(args: Args, sample: Sample) -> dict[str, Column]:
-    """The columns of --transfer-queue-extra-data-fields."""
+    """Return the columns of --transfer-queue-extra-data-fields."""
     writers: dict[str, Callable[[Args, Sample, str], Column]]
     writers = {"teacher_log_probs": _teacher_log_probs, "rollout_routed_experts": routed_experts_column}
     return {
@@ -123,8 +123,8 @@ def _extra_columns(args: Args, sample: Sample) -> dict[str, Column]:
 
 
 def _any_field(sample: Sample, name: str) -> Column:
-    """A field that a plug-in wrote: an attribute of the sample, or an entry of its metadata. Numbers as an array, all
-    else as JSON."""
+    """Return a field that a plug-in wrote: an attribute of the sample, or an entry of its metadata. Numbers become an
+    array, everything else JSON."""
     missing = object()
     value = getattr(sample, name, missing)
     value = sample.metadata.get(name, missing) if value is missing else value
@@ -145,7 +145,7 @@ def _any_field(sample: Sample, name: str) -> Column:
     try:
         return json.dumps(value, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise HandoffError(f"{_name(sample)}: field {name!r} cannot travel: {error}. Expected JSON values.") from error
+        raise HandoffError(f"{_name(sample)}: field {name!r} cannot be stored: {error}. Expected JSON.") from error
 
 
 def _name(sample: Sample) -> str:
@@ -164,10 +164,10 @@ def _teacher_log_probs(_args: Args, sample: Sample, where: str) -> NDArray[np.fl
 
 
 def _normalised(args: Args, raw: list[float]) -> list[float]:
-    """What the advantages of one group are made of."""
+    """Return the numbers that the advantages of one group are made of."""
     if args.loss_type == "sft_loss" or plugin(args, "custom_reward_post_process_path") is not None:
         return raw
-    import torch  # the driver, which knows this file's names, does without
+    import torch  # imported here: the driver, which imports this file, does without torch
 
     from vime.algo.advantages import group_signal
 
@@ -182,27 +182,28 @@ def _normalised(args: Args, raw: list[float]) -> list[float]:
 def _custom_rewards(args: Args, custom: Callable[..., object], groups: list[list[Sample]]) -> list[list[float]]:
     where = f"--custom-reward-post-process-path {args.custom_reward_post_process_path}"
     with calling_plugin(where, custom, expected="Expected a list of lists of numbers."):
-        answer = [[float(reward) for reward in group] for group in _post_processed(custom, args, groups)]
-    shape, expected = [len(group) for group in answer], [len(group) for group in groups]
+        returned = [[float(reward) for reward in group] for group in _post_processed(custom, args, groups)]
+    shape, expected = [len(group) for group in returned], [len(group) for group in groups]
     if shape != expected:
-        raise PluginError(f"{where}: answered groups of sizes {shape[:8]}, expected {expected[:8]}.")
-    for group, rewards in zip(groups, answer, strict=True):
+        raise PluginError(f"{where}: returned groups of sizes {shape[:8]}, expected {expected[:8]}.")
+    for group, rewards in zip(groups, returned, strict=True):
         for sample, reward in zip(group, rewards, strict=True):
             if not abs(reward) <= LARGEST_REWARD:
                 raise PluginError(
-                    f"{where}: answered {reward} for sample {sample.index}, expected a finite number of at most "
+                    f"{where}: returned {reward} for sample {sample.index}, expected a finite number of at most "
                     f"{LARGEST_REWARD:.2g}. Guard the division."
                 )
-    return answer
+    return returned
 
 
 def _post_processed(custom: Callable[..., object], args: Args, groups: list[list[Sample]]) -> Iterable[Iterable[float]]:
-    """One of slime takes the samples of all groups in a row, and returns (raw rewards, rewards) of them."""
+    """Call the plug-in. A slime plug-in takes the samples of all groups in one list and returns (raw rewards,
+    rewards)."""
     if not is_of_slime(custom):
         return cast("Iterable[Iterable[float]]", custom(args, groups))
     samples = [sample for group in groups for sample in group]
-    answer = custom(plugin_args(custom, args), samples)
-    flat = list(cast("Iterable[float]", answer[1] if isinstance(answer, tuple) else answer))
+    returned = custom(plugin_args(custom, args), samples)
+    flat = list(cast("Iterable[float]", returned[1] if isinstance(returned, tuple) else returned))
     if len(flat) != len(samples):
         return [flat]
     taken = iter(flat)
@@ -210,24 +211,25 @@ def _post_processed(custom: Callable[..., object], args: Args, groups: list[list
 
 
 def _raw_reward(args: Args, sample: Sample) -> float:
-    """The reward function's answer; an answer to imitate (--loss-type sft_loss) needs none and counts 0."""
+    """Return the reward of the reward function. A completion to imitate (--loss-type sft_loss) needs none and counts
+    0."""
     if args.loss_type == "sft_loss" and sample.reward is None:
         return 0.0
     return sample.scalar_reward(args.reward_key)
 
 
 def _check_alignment(sample: Sample) -> None:
-    """Every per-token list covers the response exactly."""
+    """Check that every per-token list covers the response exactly."""
     where = f"sample {sample.index} of group {sample.group_index}"
     if sample.status not in _TRAINABLE:
-        raise HandoffError(f"{where} is {sample.status}: it cannot be trained on. Drop its group or finish the answer.")
+        raise HandoffError(f"{where} is {sample.status}: it cannot be trained on. Drop its group or finish it.")
     length = sample.response_length
     lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
     wrong = {name: value for name, value in lengths.items() if value != length}
     if length < 1 or wrong or len(sample.tokens) <= length:
         raise HandoffError(
             f"{where}: response_length {length}, tokens {len(sample.tokens)}, {lengths}. Expected a prompt, at least "
-            "one response token and lists of response_length; grow answers with Sample.append_response_tokens only."
+            "one response token and lists of response_length; extend samples with Sample.append_response_tokens only."
         )
     if not all(math.isfinite(value) for value in sample.rollout_log_probs):
         raise HandoffError(f"{where}: a log-probability is not finite. Look at the engine's logits.")

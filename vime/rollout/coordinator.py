@@ -1,8 +1,8 @@
-"""The coordinator of rounds in mode `streaming`: which finished groups a round trains, and where their rows lie.
+"""The coordinator of rounds in mode `streaming`: which finished groups a round trains, and where their rows are.
 
-It leases groups from the ledger and knows facts of them, no token (`data/groups.py`), so that its work does not depend
-on how long answers are. `worker.RolloutWorker` generates beside it; ranks read rows by key with the ticket that is made
-of what `take` answers.
+It leases groups from the ledger and knows their numbers (`data/groups.py`) but no token, so its work does not depend on
+the length of completions. `worker.RolloutWorker` generates beside it; ranks read rows by key, using the ticket that is
+made from what `take` returns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
 NEWS_S = 2.0
-"""How long one wait for news lasts before the workers are asked whether they still live."""
+"""How long one wait for a change lasts before the coordinator checks that the workers are still alive."""
 
 
 class Workers(Protocol):
@@ -40,7 +40,7 @@ class Workers(Protocol):
 
     @property
     def stats(self) -> WorkerStats:
-        """What happened since the last `take_stats`, still growing."""
+        """Counts since the last `take_stats`, still growing."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Workers(Protocol):
     @property
     def spool_bytes(self) -> int: ...
     def is_ours(self, producer: str) -> bool:
-        """Whether a worker of this life of the run, dead or alive, has this name."""
+        """Return whether a worker of this start of the run, dead or alive, has this name."""
         ...
 
     def start(self) -> None: ...
@@ -78,13 +78,13 @@ class TakenGroup:
 
     @property
     def record(self) -> StoredGroup:
-        """What names its payload in a spool."""
+        """What identifies its payload in a spool."""
         return StoredGroup(self.task, self.checksum, self.facts.notes.producer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenRound:
-    """The groups of a round in the order of their numbers. `begun`: numbers of those that the trainers have already."""
+    """The groups of a round in the order of their numbers. `begun`: numbers of those that the trainers already have."""
 
     lease: RoundLease
     groups: Sequence[TakenGroup]
@@ -96,28 +96,28 @@ class TakenRound:
 
 
 class RoundCoordinator:
-    """Used by the RolloutManager, one round at a time; `claim_early_batch` may be called beside `take`."""
+    """Used by the RolloutManager, one round at a time; `claim_early_batch` may be called during `take`."""
 
     def __init__(
         self, args: Any, *, ledger: LedgerPort, workers: Workers, early_batches: EarlyBatches | None = None
     ) -> None:
         self._args, self._ledger, self.workers = args, ledger, workers
         self.early_batches = early_batches or EarlyBatches()
-        self._claiming = threading.Lock()  # of `_begun`
+        self._claiming = threading.Lock()  # protects `_begun`
         self._begun: dict[int, TakenGroup] = {}  # groups in early batches of the round, by number
         self._round_id = -1
         self._take_time_s = 0.0
-        self._too_old = 0  # of the ledger's count, what the rounds before have reported
-        self._status: LedgerStatus | None = None  # as it was after the last question for a lease
+        self._too_old = 0  # the part of the ledger's count that earlier rounds have reported
+        self._status: LedgerStatus | None = None  # as it was at the last attempt to lease
 
     def begin(self, round_id: int) -> None:
-        """The next `take` answers this round."""
+        """Set the round that the next `take` returns."""
         self._round_id, self._begun = round_id, {}
         self.early_batches.open(round_id)
 
     def take(self, num_groups: int) -> TakenRound:
-        """Waits for: `num_groups` ready groups. Unblocked by: the workers' commits. Asking again for a round gives the
-        same groups."""
+        """Return the groups of the round. Waits for: `num_groups` ready groups. Unblocked by: the workers' commits.
+        Asking again for a round returns the same groups."""
         failpoint(Point.LEASE)
         limit_s, round_id = self._args.rollout_timeout_secs, self._round_id
         leased: Sequence[LeasedGroup] = ()
@@ -145,15 +145,15 @@ class RoundCoordinator:
         return TakenRound(lease=lease, groups=groups, begun=frozenset(begun))
 
     def claim_early_batch(self) -> list[TakenGroup]:
-        """Finished groups of the round that is being waited for: the trainers begin with them. Empty when the round
-        became whole meanwhile."""
+        """Return finished groups of the round that is being waited for, so that the trainers can start with them. Empty
+        when the round became complete meanwhile."""
         with self._claiming:
             groups = self._taken(self.early_batches.claim())
             self._begun |= {group.task.group: group for group in groups}
         return groups
 
     def samples(self, groups: Sequence[TakenGroup]) -> list[list[Sample]]:
-        """The answers themselves, read from where they are stored, for who must see them."""
+        """Return the completions themselves, read from where they are stored, for callers that need them."""
         found = self.workers.samples([group.record for group in groups])
         for samples in found:
             for sample in samples:
@@ -161,24 +161,28 @@ class RoundCoordinator:
         return found
 
     def metrics(self, taken: TakenRound) -> dict[str, float]:
-        """What the round's answers are like, how the queue stands, and what happened since the round before
-        (docs/metrics.md)."""
+        """Return the statistics of the round's completions, the state of the queue, and what happened since the round
+        before (docs/metrics.md)."""
         status = self._status
         assert status is not None
-        answers = [answer for group in taken.groups for answer in group.facts.answers()]
+        completions = [completion for group in taken.groups for completion in group.facts.completions()]
         stats = self.workers.take_stats()
         num_too_old, self._too_old = max(0, status.too_old - self._too_old), status.too_old
-        lags = [taken.lease.version - answer.newest_version for answer in answers if answer.newest_version >= 0]
+        lags = [
+            taken.lease.version - completion.newest_version
+            for completion in completions
+            if completion.newest_version >= 0
+        ]
         puts = stats.put_times_s
         rewards = stats.rewards or [0.0]
         return {
-            **completion_metrics(answers, "rollout"),
-            **version_metrics(answers, "rollout"),
+            **completion_metrics(completions, "rollout"),
+            **version_metrics(completions, "rollout"),
             **drop_metrics(stats.dropped),
             **(stats.partial.metrics() if self._args.partial_rollout else {}),
             "rollout/reward_mean_before_filter": statistics.fmean(rewards),
             "rollout/num_groups": float(len(taken.groups)),
-            "rollout/removed_samples": float(sum(answer.is_removed for answer in answers)),
+            "rollout/removed_samples": float(sum(completion.is_removed for completion in completions)),
             "transferqueue/ready_groups": float(status.ready),
             "transferqueue/inflight_groups": float(sum(status.producers.values())),
             "transferqueue/retry_groups": float(status.retry),
@@ -192,8 +196,8 @@ class RoundCoordinator:
         }
 
     def _taken(self, leased: Sequence[LeasedGroup]) -> list[TakenGroup]:
-        """Facts of leased groups, whose rows lie in the queue when this returns: a worker of an earlier life of the run
-        stored some of them, and its queue is gone."""
+        """Return the numbers of leased groups. Their rows are in the queue when this returns: groups that were stored
+        before a restart are put back, because the earlier queue is gone."""
         groups = [
             TakenGroup(
                 task=group.task,
@@ -212,27 +216,27 @@ class RoundCoordinator:
         args, name = self._args, f"round {self._round_id}"
         limit_s, began, seen = args.rollout_timeout_secs, time.monotonic(), -1
         while True:
-            answer: LeaseResult = self._ledger.call(
+            result: LeaseResult = self._ledger.call(
                 RoundLedger.lease, self._round_id, version=self._round_id, holder="trainer", count=num_groups
             )
             self._status = self._ledger.call(Ledger.status)
-            self._post_progress(num_groups, self._status, answer, time.monotonic() - began)
-            if answer.lease is not None:
-                return answer.lease
+            self._post_progress(num_groups, self._status, result, time.monotonic() - began)
+            if result.lease is not None:
+                return result.lease
             self.workers.raise_if_failed()
             if time.monotonic() - began > limit_s:
                 raise WaitTimeoutError(
-                    f"{name}: {answer.waits_for}; the producer works on {self.workers.num_running} groups"
+                    f"{name}: {result.waits_for}; the producer works on {self.workers.num_running} groups"
                     f"{' and waits for ' + self.workers.waits_for if self.workers.waits_for else ''}",
                     limit_s,
                     "vLLM engines and reward function",
-                    "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
+                    "Raise --rollout-timeout-secs, shorten completions, or relax the filter.",
                 )
             seen = self._ledger.wait_for_news(seen, NEWS_S, **self._worth_asking(num_groups))
 
     def _worth_asking(self, num_groups: int) -> dict[str, int]:
-        """What the ledger must have (`Ledger.has`) before it is worth asking again. Offers an early batch, if there
-        is."""
+        """Return what the ledger must have (`Ledger.has`) before it is worth asking again. Offers an early batch if
+        there is one."""
         early_batches = self.early_batches
         if not early_batches.minimum:
             return {"round_of": num_groups}
@@ -242,12 +246,12 @@ class RoundCoordinator:
         wanted = min(num_groups, max(len(ready) + 1, len(early_batches.claimed) + early_batches.minimum))
         return {"round_of": num_groups, "at_least": wanted}
 
-    def _post_progress(self, num_groups: int, status: LedgerStatus, answer: LeaseResult, elapsed_s: float) -> None:
+    def _post_progress(self, num_groups: int, status: LedgerStatus, result: LeaseResult, elapsed_s: float) -> None:
         stats = self.workers.stats
         BOARD.post(
             RoundProgress(
                 name=f"round {self._round_id}",
-                kept_groups=len(answer.lease.groups) if answer.lease else min(status.ready, num_groups),
+                kept_groups=len(result.lease.groups) if result.lease else min(status.ready, num_groups),
                 wanted_groups=num_groups,
                 in_flight_groups=sum(status.producers.values()),
                 dropped_groups=sum(stats.dropped.values()),

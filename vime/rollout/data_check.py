@@ -1,7 +1,7 @@
-"""Prompt files as far as they can be checked before any process starts, and without transformers (2 s to import).
+"""Checks of prompt files that need no process and no transformers (2 s to import).
 
-Every line is read by the rules of `prompts.py`. What only the tokenizer can tell (lengths, what a template does with a
-record) the RolloutManager says, when it tokenises them.
+Every line is read by the rules of `prompts.py`. Faults that only the tokenizer can find (lengths, what a template makes
+of a record) are reported by the RolloutManager when it tokenises the records.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vime.types import ConfigError, DataError
 
 Numbered = tuple[int, Record]  # line number from 1
 MAX_NAMED = 3
-LIMIT_S = 3.0  # of one file: some 500,000 records
+LIMIT_S = 3.0  # for one file: some 500,000 records
 
 
 def data_faults(args: Args) -> Iterator[str]:
-    """What is wrong with the files of --prompt-data, --eval-prompt-data and --eval-config and with how they are to be
-    read, a sentence each."""
-    is_ours = str(args.data_source_path).startswith("vime.")  # else they are somebody else's records
+    """Yield one sentence for each fault in the files of --prompt-data, --eval-prompt-data and --eval-config and in the
+    flags that say how to read them."""
+    is_ours = str(args.data_source_path).startswith("vime.")  # a user's own data source has its own records
     files = [(args, "--prompt-data", args.prompt_data)] if is_ours and args.prompt_data else []
-    with contextlib.suppress(ConfigError):  # said where the flags are checked
+    with contextlib.suppress(ConfigError):  # reported where the flags are checked
         files += [(one.config.flat, one.flag, one.path) for one in eval_sets(args.config)]
     if any(own.apply_chat_template for own, _, _ in files):
         yield from _template_faults(args)
@@ -38,11 +38,11 @@ def data_faults(args: Args) -> Iterator[str]:
 
 
 def _file_faults(args: Args, path: str, flag: str) -> Iterator[str]:
-    """The first MAX_NAMED faults, and how many more records have one."""
+    """Yield the first MAX_NAMED faults, and how many more records have one."""
     try:
         file, part = split_slice(path, flag)
         if not prompt_files(str(file)):
-            return  # said where the flags are checked
+            return  # reported where the flags are checked
         found, is_whole = _read_within(LIMIT_S, read_records(file, flag))
         records = found[part] if is_whole else found
         if not records:
@@ -55,8 +55,8 @@ def _file_faults(args: Args, path: str, flag: str) -> Iterator[str]:
     if args.rm_type in COMPARE_WITH_LABEL and args.label_key is None:
         keys = ", ".join(sorted(records[0][1]))
         yield (
-            f"--rm-type {args.rm_type} compares the answer with a label, and no --label-key is given; the records of "
-            f"{file} have: {keys}. Name the key of the right answer."
+            f"--rm-type {args.rm_type} compares the completion with a label, and no --label-key is given; the records "
+            f"of {file} have: {keys}. Name the key of the label."
         )
     faults = []
     for number, record in records:
@@ -71,7 +71,7 @@ def _file_faults(args: Args, path: str, flag: str) -> Iterator[str]:
 
 
 def _unscored(args: Args, file: str, records: list[Numbered]) -> Iterator[str]:
-    """Records that do not say who scores them, where no flag does."""
+    """Yield records that name no reward, when no flag does either."""
     silent = []
     for number, record in records:
         metadata = record.get(args.metadata_key)
@@ -85,7 +85,7 @@ def _unscored(args: Args, file: str, records: list[Numbered]) -> Iterator[str]:
 
 
 def _read_within(limit_s: float, records: Iterator[Numbered]) -> tuple[list[Numbered], bool]:
-    """As many as can be read in time, and whether those are all."""
+    """Return as many records as can be read in time, and whether those are all."""
     ends, found = time.monotonic() + limit_s, []
     for record in records:
         found.append(record)
@@ -95,7 +95,7 @@ def _read_within(limit_s: float, records: Iterator[Numbered]) -> tuple[list[Numb
 
 
 def _template_faults(args: Args) -> Iterator[str]:
-    """--apply-chat-template where no file of the tokenizer has a template."""
+    """Yield a fault for --apply-chat-template when no file of the tokenizer has a template."""
     directory = Path(args.hf_checkpoint).expanduser()
     if any(directory.glob("chat_template.*")) or (directory / "additional_chat_templates").is_dir():
         return

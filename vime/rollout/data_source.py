@@ -1,7 +1,7 @@
 """Where training prompts come from: a file or reasoning-gym, in an order that a checkpoint can continue.
 
-`RolloutDataSource` walks the prompts epoch by epoch. `RolloutDataSourceWithBuffer` adds a buffer of groups that were
-drawn and not used; they are handed out first and are part of the saved state, so that no prompt is lost.
+`RolloutDataSource` goes through the prompts epoch by epoch. `RolloutDataSourceWithBuffer` adds a buffer of groups that
+were drawn and not used; they are returned first and are part of the saved state, so that no prompt is lost.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vime.types import DataError, PluginError, Sample
 class RolloutDataSource:
     """Groups of `n_samples_per_prompt` pending samples, one prompt after the other, epoch after epoch.
 
-    `group_index` and `index` grow by one for ever, also over epochs and restarts, so each names one group or sample of
-    the whole run. The order of epoch e depends on --rollout-seed and e alone.
+    `group_index` and `index` only grow, also over epochs and restarts, so each identifies one group or sample of the
+    whole run. The order of epoch e depends only on --rollout-seed and e.
     """
 
     def __init__(self, args: Any) -> None:
@@ -35,13 +35,14 @@ class RolloutDataSource:
         self._position = 0
         self._next_group_index = 0
         self._next_index = 0
-        self._orders: dict[int, list[int]] = {}  # by epoch; the last two
+        self._orders: dict[int, list[int]] = {}  # of the last two epochs
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         return [self._draw() for _ in range(num_groups)]
 
     def group_at(self, group_index: int) -> list[Sample]:
-        """Group number `group_index` of the whole run, whatever was drawn before: what `get_samples` answers for it."""
+        """Return group number `group_index` of the whole run, as `get_samples` returns it, whatever was drawn
+        before."""
         epoch, position = divmod(group_index, len(self._prompts))
         prompt, size = self._prompts[self._order(epoch)[position]], self._args.n_samples_per_prompt
         return [
@@ -57,7 +58,7 @@ class RolloutDataSource:
             )
 
     def save(self, rollout_id: int) -> dict[str, Any]:
-        """State from which `load` continues; JSON-ready."""
+        """Return the state from which `load` continues; JSON-ready."""
         return {
             "rollout_id": rollout_id,
             "epoch": self._epoch,
@@ -68,7 +69,7 @@ class RolloutDataSource:
         }
 
     def recognise(self, state: dict[str, Any]) -> None:
-        """DataError when `state` is of other prompts: said before the engines, which take longer, are waited for."""
+        """Raise DataError when `state` is of other prompts: before the engines, which take longer, are waited for."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"the prompts differ from those of the checkpoint (round {state['rollout_id']}): fingerprint "
@@ -118,8 +119,8 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The default data source: unused groups come first, oldest group index first, or those that --buffer-filter-path
-    takes."""
+    """The default data source: unused groups come first, lowest group index first, or those that --buffer-filter-path
+    chooses."""
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
@@ -135,7 +136,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return waiting + super().get_samples(num_groups - len(waiting))
 
     def take_dropped(self) -> list[list[Sample]]:
-        """Groups that the filter neither answered nor left in the buffer since the last call."""
+        """Return groups that the filter neither returned nor left in the buffer since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -156,24 +157,24 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self._buffer)
 
     def _chosen(self, choose: Callable[..., Any], num_groups: int) -> list[list[Sample]]:
-        """What the filter takes out of the buffer, which it may change as slime's do: in place. A group that it answers
-        is out of the buffer whatever it does, or it would be trained twice."""
+        """Return what the filter takes out of the buffer, which it may change in place as slime's filters do. A group
+        that it returns leaves the buffer in any case, or it would be trained twice."""
         where, known = f"--buffer-filter-path {self._args.buffer_filter_path}", {id(group) for group in self._buffer}
         before = list(self._buffer)
         with calling_plugin(where, choose):
             taken = choose(plugin_args(choose, self._args), None, self._buffer, num_groups)
         if not isinstance(taken, list) or len(taken) > num_groups:
             got = f"{len(taken)} groups" if isinstance(taken, list) else f"{type(taken).__name__}"
-            raise PluginError(f"{where}: answered {got}, expected a list of at most {num_groups}. Answer fewer.")
+            raise PluginError(f"{where}: returned {got}, expected a list of at most {num_groups}. Return fewer.")
         if any(id(group) not in known for group in taken):
-            raise PluginError(f"{where}: answered a group that is not in the buffer. Answer those that are, unchanged.")
+            raise PluginError(f"{where}: returned a group that is not in the buffer. Return only those, unchanged.")
         if any(id(group) not in known for group in self._buffer):
             raise PluginError(f"{where}: put a group into the buffer. Only take groups out of it.")
         is_taken, is_left = {id(group) for group in taken}, {id(group) for group in self._buffer}
         if len(is_taken) < len(taken):
             numbers = [group[0].group_index for group in taken]
             twice = next(number for number in numbers if numbers.count(number) > 1)
-            raise PluginError(f"{where}: answered group {twice} twice. Answer each once.")
+            raise PluginError(f"{where}: returned group {twice} twice. Return each once.")
         self._buffer = [group for group in before if id(group) in is_left - is_taken]
         self._dropped += [group for group in before if id(group) not in is_left | is_taken]
         return taken
@@ -200,8 +201,8 @@ def _load_prompts(args: Any) -> Prompts:
 
 
 def _fingerprint(prompts: list[Prompt]) -> str:
-    """Hash of tokens, labels and metadata in order: tells whether a cursor still points at the same data, and whether
-    its answers are still scored against the same labels."""
+    """Return a hash of tokens, labels and metadata in order: it tells whether a cursor still points at the same data,
+    and whether its completions are still scored against the same labels."""
     digest = hashlib.sha256()
     for prompt in prompts:
         record = (prompt.token_ids, prompt.label, dict(prompt.metadata))

@@ -1,7 +1,8 @@
-"""The end of a run that drops everything it generates: --max-dropped-in-a-row.
+"""Stops a run that drops everything it generates: --max-dropped-in-a-row.
 
-A filter that keeps nothing, a reward that is the same for every answer, or a generate function that always fails would
-otherwise use the engines until --rollout-timeout-secs, an hour, and say only then that no group was ready.
+A filter that keeps nothing, a reward that is the same for every completion, or a generate function that always fails
+would otherwise use the engines until --rollout-timeout-secs, an hour; only then would the error say that no group was
+ready.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from vime.config.parse import Args
 from vime.types import PluginError
 
 ROUNDS, AT_LEAST = 10, 64
-"""The limit when none is given: so many rounds' worth of groups. DAPO's filter drops up to nine of ten on hard data."""
+"""The default limit, in rounds' worth of groups. DAPO's filter drops up to nine of ten on hard data."""
 
 
 class DropStreak:
-    """Groups that were dropped since the last one that was kept."""
+    """Counts the groups dropped since the last one that was kept."""
 
     def __init__(self, args: Args) -> None:
         self._args = args
@@ -27,7 +28,7 @@ class DropStreak:
         self._reasons.clear()
 
     def dropped(self, reason: str) -> None:
-        """PluginError when it is one too many."""
+        """Count a dropped group. PluginError when the limit is passed."""
         self._reasons[reason] += 1
         number = self._reasons.total()
         if number < self._limit:
@@ -42,8 +43,8 @@ class DropStreak:
     def _advice(self, path: str | None) -> str:
         if any(reason.startswith("zero_std") for reason in self._reasons):
             return (
-                f"--dynamic-sampling-filter-path {path} drops a group whose answers all got the same reward. Look at "
-                "answers and labels: is the reward right, are the prompts of the right difficulty, are answers cut "
+                f"--dynamic-sampling-filter-path {path} drops a group whose completions all got the same reward. Look "
+                "at completions and labels: is the reward right, are the prompts of the right difficulty, are they cut "
                 "(--rollout-max-response-len)? Else raise the limit, or leave the filter out."
             )
         if path is not None:

@@ -1,6 +1,6 @@
-"""Token-in token-out requests to the router; completions, checked, come back.
+"""Token-in token-out requests to the router; returns completions that were checked.
 
-Speaks vLLM's `POST /inference/v1/generate`. One request asks for all n samples of a prompt: n times fewer requests. A
+Uses vLLM's `POST /inference/v1/generate`. One request asks for all n samples of a prompt: n times fewer requests. A
 per-request seed is sent in --reference-mode only: on vLLM's CPU build it kills the engine when a prompt is prefilled in
 chunks ("CPU Generator does not use offset"), which engines of reference mode never do.
 """
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
-from vime.rollout.exchanges import Answer, note_completions
+from vime.rollout.exchanges import Completion, note_completions
 from vime.rollout.request_priority import Slots
 from vime.types import EngineAddress, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.http import HttpFailure, HttpSession
@@ -29,25 +29,25 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 ROUTE = "/inference/v1/generate"
-WORKERS_ROUTE, ABORT_ROUTE = "/list_workers", "/abort_requests"  # of the router, of an engine
+WORKERS_ROUTE, ABORT_ROUTE = "/list_workers", "/abort_requests"  # of the router; of an engine
 ABORT_S = 2.0
 MAX_ATTEMPTS = 8
 LONGEST_BACKOFF_S = 8.0
 SERVERS = ("router", "engine")
-"""Who may hold an answer up: a request does not say which engine the router gave it to."""
+"""The blockers that a wait for a response names: a request does not know which engine the router chose."""
 REPEATABLE_STATUS = frozenset({429, 500, 502, 503, 504})
-"""Answers after which asking again is right: generation has no effect, so a repeated request costs only time."""
+"""Status codes after which the request is sent again: generation has no effect, so repeating it costs only time."""
 
 
-NOTHING = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
+NOTHING = Completion(token_ids=(), log_probs=(), versions=(), finish_reason="abort")
 
 
 class EngineClient:
     """HTTP client of the router, made on the event loop that it belongs to.
 
-    At most `max_in_flight` requests are open, those of the lowest group first (request_priority.py). Each has
-    `timeout_s` from the moment it may start. Cancelling the caller closes the connection, which aborts the request in
-    the engine; `abort` ends it with the tokens so far. `key` opens the engines' generation (docs/security.md).
+    At most `max_in_flight` requests are open; the lowest group goes first (request_priority.py). Each has `timeout_s`
+    from the moment it may start. Cancelling the caller closes the connection, which aborts the request in the engine;
+    `abort` ends it with the tokens so far. `key` authorises generation on the engines (docs/security.md).
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class EngineClient:
 
     async def generate(
         self, token_ids: Sequence[int], sampling_params: Mapping[str, object], *, n: int = 1, session_id: str = ""
-    ) -> list[Answer]:
-        """n answers to one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
+    ) -> list[Completion]:
+        """Return n completions of one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
 
-        Under a `AbortScope` that is set nothing is asked: the answers are empty and aborted.
+        Nothing is sent once the task's `AbortScope` is set: the completions are empty and aborted.
         """
-        request_id, halt = uuid.uuid4().hex, current_abort_scope()
+        request_id, scope = uuid.uuid4().hex, current_abort_scope()
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -77,37 +77,37 @@ class EngineClient:
         with waiting("one of the requests before to end", deadline_s=None):
             await self._slots.acquire()
         try:
-            if halt is not None and halt.is_set:
+            if scope is not None and scope.is_set:
                 return [NOTHING] * n
             with contextlib.ExitStack() as stack:
-                if halt is not None:
-                    stack.enter_context(halt.holding(request_id, self.abort))
+                if scope is not None:
+                    stack.enter_context(scope.holding(request_id, self.abort))
                 stack.enter_context(waiting("an answer", *SERVERS, deadline_s=self._timeout_s))
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await self._post(body, headers)
+                    data = await self._post(body, headers)
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"{n} answers to a prompt of {len(token_ids)} tokens",
+                f"{n} completions of a prompt of {len(token_ids)} tokens",
                 self._timeout_s,
                 f"vLLM behind {self.url}",
-                "Raise --generate-timeout-secs, or look at the engine logs for a stuck engine.",
+                "Raise --generate-timeout-secs, or look for a stuck engine in the engine logs.",
             ) from error
         finally:
             self._slots.release()
-        if answer is None:
+        if data is None:
             return [NOTHING] * n
-        answers = read_completions(answer, n, f"{self.url}{ROUTE}")
-        note_completions(token_ids, answers)
-        return answers
+        completions = read_completions(data, n, f"{self.url}{ROUTE}")
+        note_completions(token_ids, completions)
+        return completions
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Tell every engine to give these requests up: they are answered with the tokens so far. One that an engine
-        does not know, or an engine that does not answer, is passed over."""
+        """Tell every engine to end these requests: their responses carry the tokens so far. A request that an engine
+        does not know, and an engine that does not respond, are skipped."""
         try:
             content = await self._ok("GET", f"{self.url}{WORKERS_ROUTE}", None)
             workers = msgspec.json.decode(content, type=_Workers).urls
         except (HttpFailure, msgspec.DecodeError) as error:
-            self._warn(self.url, f"it does not say which engines there are: {error}")
+            self._warn(self.url, f"it does not list its engines: {error}")
             return
         body = json.dumps({"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}).encode()
         await asyncio.gather(*(self._abort_at(worker, body) for worker in workers))
@@ -125,17 +125,17 @@ class EngineClient:
         return response.content
 
     def _warn(self, server: str, trouble: str) -> None:
-        """Once for each server: an abort is repeated until it is obeyed."""
+        """Warn once for each server: an abort is repeated until it takes effect."""
         if server not in self._warned:
             self._warned.add(server)
-            logger.warning("requests under way are not cut short by %s: %s", server, trouble)
+            logger.warning("requests in progress are not aborted by %s: %s", server, trouble)
 
     async def aclose(self) -> None:
         await self._http.close()
 
     async def _post(self, body: dict[str, object], headers: dict[str, str]) -> bytes | None:
-        """Send until answered; transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, but under a halt
-        not again: None."""
+        """Send until there is a response. Transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times; once
+        generation is being aborted nothing is repeated, and the result is None."""
         trouble, content = "", json.dumps(body).encode()
         for attempt in range(MAX_ATTEMPTS):
             if attempt and not is_aborting():
@@ -154,7 +154,7 @@ class EngineClient:
                     raise EngineError(f"{self.url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
             logger.warning("generation request failed (attempt %d of %d): %s", attempt + 1, MAX_ATTEMPTS, trouble)
         raise EngineLostError(
-            f"{self.url}{ROUTE}: no answer after {MAX_ATTEMPTS} attempts, the last: {trouble}. Look at the engine and "
+            f"{self.url}{ROUTE}: no response after {MAX_ATTEMPTS} attempts, the last: {trouble}. See the engine and "
             "router logs in the run directory."
         )
 
@@ -183,8 +183,8 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class _Body(msgspec.Struct, gc=False):
-    """What is read of the engine's JSON; the rest is passed over without being built, and no part of it is an object
-    that the garbage collector would look at (docs/decisions/0029)."""
+    """The fields that are read from the engine's JSON. The rest is skipped without building objects, and no part of it
+    is an object that the garbage collector would examine (docs/decisions/0029)."""
 
     choices: list[_Choice]
 
@@ -198,22 +198,23 @@ class _Workers(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def read_completions(data: bytes, n: int, source: str) -> list[Answer]:
-    """The engine's JSON as n answers, in the order of their index. EngineError, naming `source`, when it is none."""
+def read_completions(data: bytes, n: int, source: str) -> list[Completion]:
+    """Return the engine's JSON as n completions, in the order of their index. Raises EngineError, naming `source`, when
+    the JSON is not of that form."""
     try:
         choices = sorted(_DECODER.decode(data).choices, key=lambda choice: choice.index)
-        answers = [_read_choice(choice) for choice in choices]
+        completions = [_read_choice(choice) for choice in choices]
     except (msgspec.DecodeError, ValueError) as error:
         raise EngineError(
-            f"{source}: the engine's answer cannot be read: {error}; got {data[:300]!r}. Expected the format of vLLM "
+            f"{source}: the engine's response cannot be read: {error}; got {data[:300]!r}. Expected the format of vLLM "
             "0.32's /inference/v1/generate."
         ) from error
-    if len(answers) != n:
-        raise EngineError(f"{source}: the engine answered {len(answers)} samples, expected {n}.")
-    return answers
+    if len(completions) != n:
+        raise EngineError(f"{source}: the engine returned {len(completions)} samples, expected {n}.")
+    return completions
 
 
-def _read_choice(choice: _Choice) -> Answer:
+def _read_choice(choice: _Choice) -> Completion:
     token_ids = choice.token_ids or []
     log_probs = [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
     if len(log_probs) != len(token_ids):
@@ -223,7 +224,7 @@ def _read_choice(choice: _Choice) -> Answer:
     if covered != len(token_ids):
         raise ValueError(f"weight_versions cover {covered} of {len(token_ids)} tokens")
     encoded = choice.routed_experts
-    return Answer(
+    return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
         versions=versions,
@@ -233,5 +234,6 @@ def _read_choice(choice: _Choice) -> Answer:
 
 
 def read_version(text: str | int) -> Version:
-    """vLLM says "default" until the first weight update: those are the initial weights, version 0."""
+    """Return the version. vLLM reports "default" until the first weight update: those are the initial weights, version
+    0."""
     return 0 if text == "default" else int(text)

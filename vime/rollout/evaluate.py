@@ -24,7 +24,7 @@ _PROMPTS: dict[tuple[str, ...], Prompts] = {}
 
 
 def eval_data_sets(args: Args) -> list[tuple[EvalSet, Prompts]]:
-    """The prompts of each set of --eval-prompt-data and --eval-config; DataError when one cannot be used."""
+    """Return the prompts of each set of --eval-prompt-data and --eval-config; DataError when one cannot be used."""
     return [(one, _prompts_of(one)) for one in eval_sets(args.config)]
 
 
@@ -38,7 +38,8 @@ def _prompts_of(one: EvalSet) -> Prompts:
 
 
 async def evaluate_all(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
-    """Every evaluation set, one after the other; samples in the order of the file, answers of a prompt side by side.
+    """Run the evaluation sets one after the other; samples in the order of the file, completions of a prompt side by
+    side.
 
     Waits for generation and rewards; unblocked by --rollout-timeout-secs, for all sets together.
     """
@@ -61,7 +62,7 @@ async def evaluate_all(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
 
 
 def _new_sample(one: EvalSet, prompt: Prompt, group_index: int, index: int) -> Sample:
-    """As in slime the set's own word about who scores wins over its records'."""
+    """Return a new sample. As in slime the set's choice of reward overrides that of its records."""
     sample = new_sample(prompt, group_index=group_index, index=index)
     if one.rm_type is not None:
         sample.metadata[IN_RECORD] = one.rm_type
@@ -69,8 +70,8 @@ def _new_sample(one: EvalSet, prompt: Prompt, group_index: int, index: int) -> S
 
 
 async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float) -> tuple[list[Sample], int]:
-    """The samples, and how many prompts are left out because their reward failed (--on-reward-error drop). `ends` is a
-    time of the running loop."""
+    """Return the samples, and the number of prompts left out because their reward failed (--on-reward-error drop).
+    `ends` is a time of the running loop."""
     args, name = one.config.flat, one.name
     size, params = args.n_samples_per_eval_prompt, eval_sampling_params(args)
     groups = [
@@ -116,5 +117,7 @@ async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float
     samples = [sample for group in scored for sample in group]
     unusable = [sample for sample in samples if sample.status in UNUSABLE]
     if unusable:
-        raise EngineError(f"evaluation {name}: {len(unusable)} samples ended {unusable[0].status}, expected answers.")
+        raise EngineError(
+            f"evaluation {name}: {len(unusable)} samples ended {unusable[0].status}, expected completions."
+        )
     return samples, len(results) - len(scored)

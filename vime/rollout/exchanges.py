@@ -1,8 +1,8 @@
-"""What the engine was asked and answered during one call of a generate function, and samples completed from it.
+"""The requests and completions of one call of a generate function, and samples completed from them.
 
-A plug-in may hand back tokens without log-probabilities or versions. Those of the loss are then looked up here: they
-must be the beginning of an answer that the engine gave to exactly the tokens before them. Otherwise the plug-in is
-refused: nothing is guessed.
+A plug-in may return tokens without log-probabilities or versions. For tokens of the loss they are then looked up here:
+the tokens must be the beginning of a completion that the engine returned for exactly the tokens before them. Otherwise
+the plug-in's sample is refused: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What the engine sampled for one of the n: parallel lists, spans tile them.
+class Completion:
+    """One of the n completions of a request: parallel lists, tiled by the spans.
 
-    `routed_experts` [prompt + answer - 1, layers, top_k]: where the engine sent each token that it computed (the last
-    one it only sampled); None from an engine that does not say.
+    `routed_experts` [prompt + completion - 1, layers, top_k]: the experts of each token that the engine computed (the
+    last token was only sampled); None from an engine that does not report them.
     """
 
     token_ids: Sequence[int]
@@ -40,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request and one of its answers; `log_probs` and `versions` have an entry for each token."""
+    """One request and one of its completions; `log_probs` and `versions` have an entry for each token."""
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -50,7 +50,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class Record:
-    """Everything asked during one call. `sample`: the one that the call is about, for requests made of text."""
+    """All requests of one call. `sample`: the one that the call is about, for requests made of text."""
 
     args: Args
     sample: Sample
@@ -62,7 +62,7 @@ _RECORD: ContextVar[Record | None] = ContextVar("vime_exchanges", default=None)
 
 @contextlib.contextmanager
 def recording(args: Args, sample: Sample) -> Iterator[Record]:
-    """Keep what is asked inside, also by tasks that are started there."""
+    """Record the requests made inside, also by tasks that are started there."""
     record = Record(args, sample)
     token = _RECORD.set(record)
     try:
@@ -72,23 +72,25 @@ def recording(args: Args, sample: Sample) -> Iterator[Record]:
 
 
 def current_record() -> Record | None:
-    """That of the call in which this runs; None outside of any."""
+    """Return the record of the current call; None outside of any."""
     return _RECORD.get()
 
 
-def note_completions(prompt: Sequence[int], answers: Sequence[Answer]) -> None:
-    """Called by the engine's client with every answer that it read."""
+def note_completions(prompt: Sequence[int], completions: Sequence[Completion]) -> None:
+    """Add every completion that the engine's client read to the record."""
     record = _RECORD.get()
     if record is None:
         return
-    for answer in answers:
-        versions = tuple(span.version for span in answer.versions for _ in range(span.end - span.start))
-        record.exchanges.append(Exchange(tuple(prompt), tuple(answer.token_ids), tuple(answer.log_probs), versions))
+    for completion in completions:
+        versions = tuple(span.version for span in completion.versions for _ in range(span.end - span.start))
+        record.exchanges.append(
+            Exchange(tuple(prompt), tuple(completion.token_ids), tuple(completion.log_probs), versions)
+        )
 
 
 def complete(sample: Sample, record: Record, *, where: str) -> None:
-    """Fill in what a finished sample lacks of masks, log-probabilities and versions. PluginError for a token of the
-    loss that no request explains."""
+    """Fill in missing masks, log-probabilities and versions of a finished sample. PluginError for a token of the loss
+    that no request explains."""
     length = sample.response_length
     _make_plain(sample)
     if sample.loss_mask is None or (not sample.loss_mask and length):
@@ -97,7 +99,7 @@ def complete(sample: Sample, record: Record, *, where: str) -> None:
     known = [math.nan] * length if log_probs is None or (not log_probs and length) else list(log_probs)
     if not (len(known) == len(sample.loss_mask) == length < len(sample.tokens)):
         raise PluginError(
-            f"{where}: answered {len(sample.tokens)} tokens, of which response_length {length} are the response, with "
+            f"{where}: returned {len(sample.tokens)} tokens, of which response_length {length} are the response, with "
             f"{len(sample.loss_mask)} entries of loss_mask and {len(known)} of rollout_log_probs. Expected a prompt, "
             "and as many entries as the response has tokens."
         )
@@ -111,7 +113,7 @@ def complete(sample: Sample, record: Record, *, where: str) -> None:
 
 
 def _make_plain(sample: Sample) -> None:
-    """Lists of numbers in the place of tensors or arrays."""
+    """Replace tensors and arrays by lists of numbers."""
     for name in ("tokens", "loss_mask", "rollout_log_probs"):
         values = getattr(sample, name)
         if values is not None and not isinstance(values, list):
@@ -119,7 +121,7 @@ def _make_plain(sample: Sample) -> None:
 
 
 def _explain(sample: Sample, known: list[float], record: Record, where: str) -> list[Version]:
-    """The version of each token of the response; `known` gets the log-probabilities that are missing."""
+    """Return the version of each token of the response; `known` gets the log-probabilities that are missing."""
     start, mask = sample.prompt_length, sample.loss_mask
     versions: list[Version | None] = [None] * sample.response_length
     place = 0
@@ -133,9 +135,9 @@ def _explain(sample: Sample, known: list[float], record: Record, where: str) -> 
         if exchange is None:
             raise PluginError(
                 f"{where}: tokens {place} to {end} of the response are to be trained (loss_mask 1), and no request of "
-                f"this call was answered with them behind the {start + place} tokens before them: log-probabilities "
+                f"this call returned them after the {start + place} tokens before them: log-probabilities "
                 "and versions would be a guess. Ask with input_ids that are the sample's own tokens, through "
-                "slime.utils.http_utils.post or vime.rollout.generation; append what the policy did not say with "
+                "slime.utils.http_utils.post or vime.rollout.generation; append what the policy did not sample with "
                 "trainable=False."
             )
         for offset in range(count):
@@ -143,7 +145,7 @@ def _explain(sample: Sample, known: list[float], record: Record, where: str) -> 
             if math.isfinite(own) and abs(own - said) > TOLERANCE:
                 raise PluginError(
                     f"{where}: rollout_log_probs holds {own:g} for token {place + offset} of the response, and the "
-                    f"engine answered {said:g}. Leave them out, and the engine's are taken."
+                    f"engine returned {said:g}. Leave them out to use the engine's."
                 )
             known[place + offset], versions[place + offset] = said, exchange.versions[offset]
         place += count
@@ -151,7 +153,7 @@ def _explain(sample: Sample, known: list[float], record: Record, where: str) -> 
 
 
 def _asked(tokens: Sequence[int], start: int, end: int, exchanges: Sequence[Exchange]) -> tuple[Exchange | None, int]:
-    """The exchange whose prompt is tokens[:start] and whose answer goes on with most of tokens[start:end]."""
+    """Return the exchange whose prompt is tokens[:start] and whose completion covers most of tokens[start:end]."""
     best: tuple[Exchange | None, int] = (None, 0)
     before = tuple(tokens[:start])
     for exchange in exchanges:
@@ -163,7 +165,7 @@ def _asked(tokens: Sequence[int], start: int, end: int, exchanges: Sequence[Exch
 
 
 def _neighbours(versions: Sequence[Version | None], *, fallback: Version) -> list[Version]:
-    """Context is as old as the token before it, or at the beginning as the first that has a version."""
+    """Give context the version of the token before it, or at the beginning the first version that is known."""
     latest = next((version for version in versions if version is not None), fallback)
     filled = []
     for version in versions:

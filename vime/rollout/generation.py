@@ -1,7 +1,7 @@
-"""One prompt -> its answers, as samples with log-probabilities and version spans.
+"""One prompt -> its completions, as samples with log-probabilities and version spans.
 
-`generate` is what a custom generate function calls; `generate_group` asks for a whole group in one request, or under
---reference-mode for each answer in its own, with its own seed. Both run on the rollout loop.
+`generate` is what a custom generate function calls. `generate_group` asks for a whole group in one request; under
+--reference-mode each completion is a request of its own, with its own seed. Both run on the rollout loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import EngineClient
-from vime.rollout.exchanges import Answer
+from vime.rollout.exchanges import Completion
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import may_mix
 from vime.rollout.prompts import context_limit, decode_response
@@ -34,12 +34,12 @@ from vime.types import (
 
 Number = TypeVar("Number", int, float)
 _CLIENTS: dict[str, EngineClient] = {}
-_engine_key = ""  # see `use_engine_key`
 """One client per router address. Owner: the rollout loop; only its thread touches the dict."""
+_engine_key = ""  # see `use_engine_key`
 
 
 def train_sampling_params(args: Args) -> SamplingParams:
-    """Sampling parameters of a training rollout, in vLLM's names. What custom generate functions receive."""
+    """Return the sampling parameters of a training rollout, in vLLM's names; custom generate functions get them too."""
     return _sampling_params(
         args,
         temperature=args.rollout_temperature,
@@ -50,7 +50,7 @@ def train_sampling_params(args: Args) -> SamplingParams:
 
 
 def eval_sampling_params(args: Args) -> SamplingParams:
-    """The same for evaluation; an empty --eval-* flag means the rollout's value."""
+    """Return the same for evaluation; an empty --eval-* flag means the value of the rollout."""
 
     return _sampling_params(
         args,
@@ -66,28 +66,28 @@ def _either(value: Number | None, fallback: Number) -> Number:
 
 
 async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Continue `sample.tokens` by one answer, in place. The building block of custom generate functions."""
+    """Add one completion to `sample.tokens`, in place. Custom generate functions are built on this."""
     (sample,) = await generate_group(args, [sample], sampling_params)
     return sample
 
 
 async def generate_group(args: Args, samples: list[Sample], sampling_params: SamplingParams) -> list[Sample]:
-    """One answer for each sample, in place. Samples with equal tokens share one request, but not in --reference-mode.
+    """Generate one completion for each sample, in place.
 
-    A "seed" among the sampling parameters is sent as it is. A sample whose status is aborted goes on: what it has
-    counts against max_tokens. When generation is halted (vime/rollout/abort_scope.py) samples are aborted, with their
-    tokens.
+    Samples with equal tokens share one request, but not in --reference-mode. A "seed" among the sampling parameters is
+    sent as it is. A sample of status aborted is continued: the tokens that it has count against max_tokens. While
+    generation is being aborted (vime/rollout/abort_scope.py) samples come back aborted, with their tokens.
     """
     budgets = [_budget(args, sample, sampling_params) for sample in samples]
     first = samples[0].tokens
-    # vLLM refuses n > 1 with greedy sampling: the n answers would be equal.
+    # vLLM refuses n > 1 with greedy sampling: the n completions would be equal.
     may_share = len(samples) > 1 and sampling_params["temperature"] > 0 and not args.reference_mode
     may_share = may_share and len(set(budgets)) == 1 and budgets[0] > 0
-    parts: list[list[Answer]] = [[] for _ in samples]
+    parts: list[list[Completion]] = [[] for _ in samples]
     if may_share and all(sample.tokens == first for sample in samples):
         params, session_id = {**sampling_params, "max_tokens": budgets[0]}, samples[0].session_id
-        answers = await engine_client(args).generate(first, params, n=len(samples), session_id=session_id)
-        parts = [[answer] for answer in answers]
+        completions = await engine_client(args).generate(first, params, n=len(samples), session_id=session_id)
+        parts = [[completion] for completion in completions]
     copies = [sum(other.index == s.index for other in samples[:place]) for place, s in enumerate(samples)]
     await _in_parallel(
         [
@@ -99,25 +99,26 @@ async def generate_group(args: Args, samples: list[Sample], sampling_params: Sam
 
 
 def _budget(args: Args, sample: Sample, sampling_params: SamplingParams) -> int:
-    """Tokens that the answer may still get; not positive when there is no room for one."""
+    """Return how many tokens the completion may still get; not positive when there is no space for one."""
     done = sample.response_length if sample.status is SampleStatus.ABORTED else 0
     return min(int(sampling_params["max_tokens"]) - done, context_limit(args) - len(sample.tokens))
 
 
 def use_engine_key(key: str) -> None:
-    """What this process shows the engines of its run from now on. Kept here and not in the configuration, which is
-    written to files, nor in the environment, which programs that a reward starts would inherit."""
+    """Set the key that this process sends to the engines of its run. It is not kept in the configuration, which is
+    written to files, nor in the environment, which programs started by a reward would inherit."""
     global _engine_key
     _engine_key = key
 
 
 def engine_headers() -> dict[str, str]:
-    """What a plug-in's own HTTP request to the router needs; `engine_client` sends it by itself."""
+    """Return the headers that a plug-in's own HTTP request to the router needs; `engine_client` sends them by
+    itself."""
     return {KEY_HEADER: _engine_key} if _engine_key else {}
 
 
 def engine_client(args: Args) -> EngineClient:
-    """The client of this run's router; call it on the rollout loop."""
+    """Return the client of this run's router; call it on the rollout loop."""
     if args.vllm_router_ip is None or args.vllm_router_port is None:
         raise ConfigError(
             "no router address: --vllm-router-ip and --vllm-router-port are empty. Start the engines first."
@@ -136,7 +137,7 @@ def engine_client(args: Args) -> EngineClient:
 
 
 def close_clients(timeout_s: float = 10.0) -> None:
-    """Close the connections to every router; called from outside the rollout loop."""
+    """Close the connections to every router; call it from outside the rollout loop."""
     rollout_loop().run(_close_clients(), name="connections to the router to close", timeout_s=timeout_s)
 
 
@@ -156,11 +157,13 @@ async def _in_parallel(coroutines: Sequence[Coroutine[object, None, None]]) -> N
         raise_first(group)
 
 
-async def _finish(args: Args, sample: Sample, parts: list[Answer], params: SamplingParams, *, copy: int = 0) -> None:
-    """Ask until an answer is not an engine's abort, or generation is halted, then write it into the sample.
+async def _finish(
+    args: Args, sample: Sample, parts: list[Completion], params: SamplingParams, *, copy: int = 0
+) -> None:
+    """Ask until the engine ends the completion itself or generation is aborted, then write it into the sample.
 
     A weight update with --pause-mode abort ends requests early. Their tokens are kept and continued by the new weights
-    when two versions in one answer are allowed, and sampled anew otherwise.
+    when two versions in one completion are allowed; otherwise the completion is sampled again.
     """
     if params["max_tokens"] < 1:
         sample.status = SampleStatus.TRUNCATED
@@ -187,25 +190,27 @@ async def _finish(args: Args, sample: Sample, parts: list[Answer], params: Sampl
     sample.set_pending_text(text)
 
 
-async def _continue(args: Args, sample: Sample, parts: list[Answer], params: SamplingParams, *, copy: int) -> Answer:
+async def _continue(
+    args: Args, sample: Sample, parts: list[Completion], params: SamplingParams, *, copy: int
+) -> Completion:
     done = [token for part in parts for token in part.token_ids]
     rest = params["max_tokens"] - len(done)
     if rest < 1:
-        return Answer(token_ids=(), log_probs=(), versions=(), finish_reason="length")
+        return Completion(token_ids=(), log_probs=(), versions=(), finish_reason="length")
     prompt, params = [*sample.tokens, *done], {**params, "max_tokens": rest}
     if args.reference_mode and "seed" not in params:
         num_tokens = sample.response_length + len(done)
         params["seed"] = request_seed(args.rollout_seed, sample, num_tokens=num_tokens, copy=copy)
-    (answer,) = await engine_client(args).generate(prompt, params, session_id=sample.session_id)
-    return answer
+    (completion,) = await engine_client(args).generate(prompt, params, session_id=sample.session_id)
+    return completion
 
 
-def _status(answer: Answer) -> SampleStatus:
-    if answer.finish_reason not in FINISH_STATUS:
+def _status(completion: Completion) -> SampleStatus:
+    if completion.finish_reason not in FINISH_STATUS:
         raise EngineError(
-            f"the engine ended an answer with {answer.finish_reason!r}, expected one of {sorted(FINISH_STATUS)}."
+            f"the engine ended a completion with {completion.finish_reason!r}, expected one of {sorted(FINISH_STATUS)}."
         )
-    return FINISH_STATUS[answer.finish_reason]
+    return FINISH_STATUS[completion.finish_reason]
 
 
 def _sampling_params(args: Args, *, temperature: float, top_p: float, top_k: int, max_tokens: int) -> SamplingParams:

@@ -1,8 +1,8 @@
-"""One prompt group from its prompts to its fate, the same in every mode: generate, score, judge, then keep or drop it.
+"""What happens to one prompt group, the same in every mode: generate, score, filter, then keep or drop it.
 
-    take -> resume -> generate and score -> finish -> keep        it will be trained
+    take -> resume -> generate and score -> finish -> keep        the group will be trained
                                                    -> drop        with a reason
-                                                   -> give_back   unfinished, or of no use now: asked for again
+                                                   -> give_back   unfinished, or not needed now: it is generated again
 
 A mode says where prompts come from and where a group goes: `worker.RolloutWorker` (mode streaming) asks the ledger and
 stores each group, `vllm_rollout.RoundWorker` (modes off and buffer) asks the data source for one round.
@@ -33,7 +33,7 @@ from vime.types import Sample, Version
 
 @dataclass(slots=True)
 class WorkerStats:
-    """What happened since the last `take_stats`."""
+    """Counts since the last `take_stats`."""
 
     committed_groups: int = 0
     late_groups: int = 0  # finished after their lease had gone to another attempt
@@ -46,7 +46,7 @@ class WorkerStats:
 
     @classmethod
     def joined(cls, parts: Sequence[WorkerStats]) -> WorkerStats:
-        """Of several workers."""
+        """Return the sum over several workers."""
         whole = cls()
         for part in parts:
             whole.committed_groups += part.committed_groups
@@ -62,8 +62,8 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A group to generate. `prompts`: its samples as the data source has them. `partial` names tokens of an earlier
-    attempt in the spool; `serving`: the newest weights that every engine had when it was issued."""
+    """A group to generate. `prompts`: its samples as the data source returned them. `partial` names tokens of an
+    earlier attempt in the spool; `serving`: the newest weights that every engine had when the group was issued."""
 
     task: Task
     prompts: list[Sample]
@@ -72,8 +72,8 @@ class Assignment:
 
 
 class GroupWorker(ABC):
-    """Lives on the rollout loop; each group is an asyncio task of its own. An error of a plug-in, or an engine that is
-    gone, ends all of them and is raised by `run`."""
+    """Runs on the rollout loop; each group is an asyncio task of its own. An error of a plug-in, or a lost engine, ends
+    all of them and is raised by `run`."""
 
     def __init__(self, args: Any, errors: ErrorShare) -> None:
         self._args, self._errors, self._streak = args, errors, DropStreak(args)
@@ -86,8 +86,8 @@ class GroupWorker(ABC):
         return len(self._running)
 
     async def run(self) -> None:
-        """Work until `take` has no prompt any more, then end what is left by `end`."""
-        self._abort_scope.govern()
+        """Work until `take` returns no more prompts, then finish the remaining groups with `end`."""
+        self._abort_scope.activate()
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self.watch())
@@ -103,45 +103,45 @@ class GroupWorker(ABC):
 
     @abstractmethod
     async def take(self) -> list[Assignment]:
-        """The next groups to generate; waits for them. None: this worker is to end."""
+        """Wait for the next groups to generate and return them. An empty list: this worker must end."""
 
     async def watch(self) -> None:  # noqa: B027  nothing to do in one of the modes
-        """Runs beside the work; cancelled at its end."""
+        """Run beside the work; cancelled when the work ends."""
 
     async def end(self) -> None:  # noqa: B027  nothing to do in one of the modes
-        """`take` has no prompt any more: see to the groups that are still under way."""
+        """Called when `take` has no more prompts: handle the groups that are still in progress."""
 
     async def resume(self, assignment: Assignment) -> list[Sample]:
-        """The group as an earlier attempt left it, or its prompts."""
+        """Return the group as an earlier attempt left it, or its prompts."""
         return assignment.prompts
 
     @abstractmethod
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
-        """The group will be trained."""
+        """Hand the group over to be trained."""
 
     async def note_dropped(self, assignment: Assignment, reason: str) -> None:  # noqa: B027  nothing to do in one of the modes
-        """The group will not be trained; its statistics are noted already."""
+        """Note that the group will not be trained; its statistics are counted already."""
 
     @abstractmethod
     async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
-        """The group is asked for again, with what it has where that is kept."""
+        """Ask for the group again; tokens that it has are kept where the mode does that."""
 
     @abstractmethod
     def oldest(self, samples: Sequence[Sample]) -> Version:
-        """Oldest version that a token of the finished group may have to be trained."""
+        """Return the oldest version that a trained token of the finished group may have."""
 
     async def produce(self, assignment: Assignment) -> None:
-        """One group to its fate."""
+        """Generate one group, then keep, drop or give it back."""
         await self.finish(assignment, await self.generate(assignment))
 
     async def generate(self, assignment: Assignment) -> list[Sample]:
-        """Completions and rewards of one group."""
+        """Return the group with completions and rewards."""
         group = await self.resume(assignment)
         set_request_priority(group[0].group_index)
         return await generate_and_rm_group(self._args, group, train_sampling_params(self._args))
 
     async def finish(self, assignment: Assignment, samples: list[Sample]) -> None:
-        """Judge a group whose generation has ended."""
+        """Decide about a group whose generation has ended."""
         args, stats = self._args, self.stats
         stats.response_tokens += num_response_tokens(samples)
         if is_unfinished(samples):
@@ -176,4 +176,4 @@ class GroupWorker(ABC):
         self.ended()
 
     def ended(self) -> None:  # noqa: B027  nothing to do in one of the modes
-        """A group is no longer under way."""
+        """Called when a group is no longer in progress."""

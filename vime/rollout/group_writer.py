@@ -1,8 +1,8 @@
-"""Stores finished groups and commits them, several at once where nobody has to wait for it.
+"""Stores and commits finished groups, several at once when nobody has to wait for that.
 
-A write costs the same few round trips and one fsync whether it carries one group or ten. So groups that finish while a
-write is under way are written together by the next; and a group of which no round can become whole yet, because one
-before it is still being answered, waits for company, LINGER_S at most.
+A write costs the same few round trips and one fsync whether it carries one group or ten. So groups that finish during a
+write are written together by the next one. A group that no round can use yet, because an earlier group is still being
+generated, waits up to LINGER_S for others to be written with.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vime.utils.waits import waiting
 
 Result = TypeVar("Result")
 LINGER_S = 1.0
-"""A kill costs the answers that wait; they are asked for again, as those under way are."""
+"""A kill loses the completions that wait here; they are generated again, like those in progress."""
 
 
 class Entry(NamedTuple):
-    """A finished group, and what whoever finished it waits for: the seconds that storing it took."""
+    """A finished group, and the future of the seconds that storing it took."""
 
     task: Task
     group: EncodedGroup
@@ -38,20 +38,20 @@ class Entry(NamedTuple):
 
 
 class GroupWriter:
-    """Owned by the producer, on its loop, with one thread of its own for the store's blocking calls."""
+    """Owned by the worker, on its loop, with one thread of its own for the store's blocking calls."""
 
     def __init__(self, store: GroupStore, ledger: LedgerPort, *, lingers: bool = False) -> None:
-        """`lingers`: rounds take groups in the order of their numbers, so that it is known which ones can wait."""
+        """`lingers`: rounds take groups in the order of their numbers, so it is known which ones can wait."""
         self._store, self._ledger, self._lingers = store, ledger, lingers
         self._waiting: list[Entry] = []
         self._expected: set[Task] = set()
         self._changed = asyncio.Event()  # of the two above
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-group-writer")
 
     @contextlib.contextmanager
     def expecting(self, task: Task) -> Iterator[None]:
-        """This group is being answered; whoever is behind it may wait for it."""
+        """Mark the group as being generated; later groups may wait to be written with it."""
         self._expected.add(task)
         try:
             yield
@@ -60,32 +60,33 @@ class GroupWriter:
             self._changed.set()
 
     async def put(self, task: Task, group: EncodedGroup, payload: Payload) -> float:
-        """Store and commit; answers the seconds that storing took. Waits for: the write under way, company, then its
-        own write, which whoever waits longest does for all. When that one fails or is cancelled, the others write
-        again: nobody fails for another's payload. Raises TransitionError for a group that comes too late."""
+        """Store and commit; return the seconds that storing took. Waits for: the write in progress, groups to be
+        written with, then its own write. The entry that has waited longest writes for all. When that write fails or is
+        cancelled, the others write again: no group fails because of another's payload. Raises TransitionError for a
+        group that comes too late."""
         mine = Entry(task, group, payload, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
         self._changed.set()
         try:
-            async with self._turn:
+            async with self._write_lock:
                 if not mine.is_written.done():
-                    await self._wait_for_company()
+                    await self._linger()
                     await self._write(mine)
-        except BaseException:  # boundary: raised again; nobody stores what nobody waits for
+        except BaseException:  # boundary: raised again; a group that nobody waits for is not stored
             mine.is_written.cancel()
             self._waiting = [entry for entry in self._waiting if entry is not mine]
             raise
         return mine.is_written.result()
 
     async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """Another call of the store, after the writes before it."""
+        """Run another call of the store, after the writes before it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    async def _wait_for_company(self) -> None:
-        """Until no group is being answered that comes before those that wait."""
+    async def _linger(self) -> None:
+        """Wait until no group is being generated that comes before those that wait."""
         if not self._lingers:
             return
         with (
@@ -93,11 +94,11 @@ class GroupWriter:
             contextlib.suppress(TimeoutError),
         ):
             async with asyncio.timeout(LINGER_S):
-                while self._has_one_before():
+                while self._is_earlier_expected():
                     self._changed.clear()
                     await self._changed.wait()
 
-    def _has_one_before(self) -> bool:
+    def _is_earlier_expected(self) -> bool:
         first = min(entry.task.group for entry in self._waiting)
         return any(task.group < first for task in self._expected)
 
@@ -105,7 +106,7 @@ class GroupWriter:
         batch, self._waiting = self._waiting, []
         try:
             seconds, outcomes = await self._store_and_commit(batch)
-        except BaseException:  # boundary: raised again; the groups of the others are still to be written
+        except BaseException:  # boundary: raised again; the other groups must still be written
             others = [entry for entry in batch if entry is not mine and not entry.is_written.cancelled()]
             self._waiting = others + self._waiting
             raise

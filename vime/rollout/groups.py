@@ -1,4 +1,4 @@
-"""One group from pending to scored: generate, check, reward. Used by training rounds and by evaluation."""
+"""One group: generate completions, check them, reward them. Used by training rounds and by evaluation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: Mapping[str, Any], *, evaluation: bool = False
 ) -> list[Sample]:
-    """Answers and rewards for one prompt.
+    """Return completions and rewards for one prompt.
 
     Consumes the pending and aborted samples (they are written in place); finished ones stay as they are. Waits for the
-    engines and the reward function, each with its own deadline. A custom generate function may have set rewards itself;
-    those are kept. A group of which a sample came back aborted or failed, or that is halted, gets no reward; one whose
-    reward failed comes back as failed with --on-reward-error drop.
+    engines and the reward function, each with its own deadline. Rewards that a custom generate function has set are
+    kept. A group gets no reward if one of its samples came back aborted or failed, or if generation is being aborted.
+    With --on-reward-error drop a group whose reward failed is returned with status failed.
     """
     failpoint(Point.GENERATE)
     number = group[0].group_index
@@ -47,7 +47,7 @@ async def generate_and_rm_group(
             with span("reward_group", group=number):
                 await _score(args, samples, waiting)
         for sample in samples:
-            sample.scalar_reward(args.reward_key)  # a generate function may have set one that is none
+            sample.scalar_reward(args.reward_key)  # a generate function may have set a reward that cannot be used
     except RewardError as error:
         mark_or_raise(args, samples, error)
     return samples
@@ -65,14 +65,14 @@ async def _score(args: Any, samples: list[Sample], waiting: list[Sample]) -> Non
 
 
 def unusable_reason(samples: list[Sample]) -> str | None:
-    """Why a group that came back cannot be trained, whatever a filter would say; None when it can."""
+    """Return why a group cannot be trained, whatever a filter would decide; None when it can."""
     if error_of(samples):
         return REASON
     return next((str(sample.status) for sample in samples if sample.status in UNUSABLE), None)
 
 
 def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
-    """What --dynamic-sampling-filter-path says of a finished group; without one it is kept."""
+    """Return the verdict of --dynamic-sampling-filter-path on a finished group; without a filter the group is kept."""
     keep = plugin(args, "dynamic_sampling_filter_path")
     if keep is None:
         return DynamicFilterOutput(keep=True)
@@ -80,10 +80,10 @@ def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
     with calling_plugin(where, keep, expected=f"It was given a group of {len(samples)}."):
         verdict = keep(plugin_args(keep, args), samples)
     said, reason = (verdict.keep, verdict.reason) if isinstance(verdict, DynamicFilterOutput) else (verdict, None)
-    said = said.item() if hasattr(said, "item") else said  # of numpy or torch
+    said = said.item() if hasattr(said, "item") else said  # from numpy or torch
     if isinstance(said, bool):
         return DynamicFilterOutput(keep=said, reason=reason)
-    raise PluginError(f"{where}: answered {type(verdict).__name__}, expected bool or DynamicFilterOutput.")
+    raise PluginError(f"{where}: returned {type(verdict).__name__}, expected bool or DynamicFilterOutput.")
 
 
 def mark_samples(args: Any, groups: list[list[Sample]]) -> None:
@@ -119,7 +119,7 @@ async def _generate(
 async def _generate_custom(
     args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, evaluation: bool
 ) -> list[Sample]:
-    """Call the custom generate function; a list answer (fan-out) is as good as one sample."""
+    """Call the custom generate function, which returns one sample or a list of them (fan-out)."""
     function = plugin(args, "custom_generate_function_path")
     assert function is not None
     where = f"--custom-generate-function-path {args.custom_generate_function_path}, sample {sample.index}"
@@ -130,18 +130,18 @@ async def _generate_custom(
         with waiting("--custom-generate-function-path", deadline_s=deadline_s):
             async with asyncio.timeout(deadline_s):
                 with recording(args, sample) as record, calling_plugin(where, function, expected="Expected a Sample."):
-                    answer = await call()
+                    returned = await call()
     except TimeoutError as error:
-        raise PluginError(f"{where}: no answer in {deadline_s:g} s. Raise --generate-timeout-secs.") from error
-    samples = answer if isinstance(answer, list) else [answer]
+        raise PluginError(f"{where}: did not return within {deadline_s:g} s. Raise --generate-timeout-secs.") from error
+    samples = returned if isinstance(returned, list) else [returned]
     if not samples:
-        raise PluginError(f"{where}: answered an empty list, expected at least one Sample.")
+        raise PluginError(f"{where}: returned an empty list, expected at least one Sample.")
     for entry in samples:
         if not isinstance(entry, Sample):
-            raise PluginError(f"{where}: answered {type(entry).__name__}, expected a Sample or a list of them.")
+            raise PluginError(f"{where}: returned {type(entry).__name__}, expected a Sample or a list of them.")
         entry.status = _status(entry.status, where)
         if entry.status is SampleStatus.PENDING:
-            raise PluginError(f"{where}: answered a sample whose status is still pending. Set sample.status.")
+            raise PluginError(f"{where}: returned a sample whose status is still pending. Set sample.status.")
         entry.group_index = group_index
         entry.index = index if entry.index is None or entry.index < 0 else entry.index
         if entry.status in FINISHED:
@@ -150,10 +150,10 @@ async def _generate_custom(
 
 
 def _status(value: Any, where: str) -> SampleStatus:
-    """Plug-ins may have written its name."""
+    """Return the status, which plug-ins may have given by name."""
     try:
         return SampleStatus(getattr(value, "value", value))
     except ValueError:
         raise PluginError(
-            f"{where}: answered a sample of status {value!r}, expected one of {', '.join(SampleStatus)}."
+            f"{where}: returned a sample of status {value!r}, expected one of {', '.join(SampleStatus)}."
         ) from None

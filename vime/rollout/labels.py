@@ -1,6 +1,6 @@
-"""What a label must be for a reward that compares the answer with it.
+"""What a label must be for a reward that compares the completion with it.
 
-A list or NaN as label compares with nothing: every answer would score 0 for ever, and nothing would say why.
+A list or NaN equals nothing: every completion would score 0, and no message would say why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numbers
 
 
 def label_fault(label: object) -> str:
-    """Why `label` compares with no answer, as what it is and what is expected; empty when it does."""
+    """Return why `label` equals no answer: what it is and what is expected; empty when it can be used."""
     if isinstance(label, str):
         return "" if label.strip() else f"the label is {label!r}, expected the text of the right answer"
     if isinstance(label, numbers.Number) and not isinstance(label, complex):

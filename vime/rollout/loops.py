@@ -1,6 +1,6 @@
 """Event loops in named threads, for synchronous callers: one for generation, one for reward functions.
 
-Two loops, because a reward function is a stranger's code: when it blocks its loop, generation and every deadline go on.
+Two loops, because a reward function is the user's code: when it blocks its loop, generation and every deadline go on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoopThread:
     def run(
         self, coroutine: Coroutine[object, object, Result], *, name: str, timeout_s: float, advice: str = ""
     ) -> Result:
-        """Run to the end and answer its result; WaitTimeoutError (after cancelling it) when `timeout_s` is over."""
+        """Run to the end and return the result; WaitTimeoutError (after cancelling it) when `timeout_s` is over."""
         future = self.submit(coroutine)
         try:
             with waiting(name, deadline_s=timeout_s):
@@ -51,13 +51,13 @@ class LoopThread:
 
 @lru_cache(maxsize=1)
 def rollout_loop() -> LoopThread:
-    """The loop of generation; made at first use, lives as long as the process."""
+    """Return the loop of generation; made at first use, lives as long as the process."""
     return LoopThread("vime-rollout-loop")
 
 
 @lru_cache(maxsize=1)
 def reward_loop() -> LoopThread:
-    """The loop of custom reward functions."""
+    """Return the loop of custom reward functions."""
     return LoopThread("vime-reward-loop")
 
 

@@ -1,8 +1,8 @@
-"""Child process that judges mathematical equality: `python -m vime.rollout.math_worker`.
+"""Child process that decides mathematical equality: `python -m vime.rollout.math_worker`.
 
-A process of its own, because math-verify guards itself with signal.alarm (main thread only) and because a pathological
-expression must be killable. Reads one JSON object a line ({"gold", "answer"}), answers one a line ({"score"}); ends
-when its standard input closes, so it never outlives its parent.
+It is a process of its own, because math-verify limits its time with signal.alarm (main thread only) and because a
+pathological expression must be killable. It reads one JSON object a line ({"gold", "answer"}) and writes one a line
+({"score"}). It ends when its standard input closes, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ PARSE_SECONDS = 5
 
 
 def judge(gold: str, answer: str) -> float:
-    """1.0 when the last expression of `answer` equals `gold`; an answer without one, or too hard to judge, is 0.0."""
+    """Return 1.0 when the last expression of `answer` equals `gold`. No expression, or one too hard to decide, is
+    0.0."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())

@@ -12,19 +12,19 @@ from vime.config.parse import Args
 from vime.data.groups import SampleFacts
 from vime.types import Sample, SampleStatus
 
-TASK_KEY = "reasoning_gym"  # of what `reasoning_gym_tasks` writes
+TASK_KEY = "reasoning_gym"  # written by `reasoning_gym_tasks`
 MAX_SOURCES, OTHER = 16, "other"
-"""Sources with metrics of their own; the rarer ones of a round count together."""
+"""How many sources have metrics of their own; the rarer ones of a round count together."""
 SHORTEST = 16
-"""Answers below so many tokens are in one bucket of length; each further bucket is twice as wide."""
+"""Completions with fewer tokens share one length bucket; each further bucket is twice as wide."""
 
 
 def sample_metrics(args: Args, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """`completion_metrics` of samples that are at hand."""
-    return completion_metrics([answer_of(args, sample) for sample in samples], prefix)
+    """Return `completion_metrics` of samples."""
+    return completion_metrics([sample_facts(args, sample) for sample in samples], prefix)
 
 
-def answer_of(args: Args, sample: Sample) -> SampleFacts:
+def sample_facts(args: Args, sample: Sample) -> SampleFacts:
     return SampleFacts(
         reward=sample.scalar_reward(args.reward_key),
         response_length=sample.response_length,
@@ -37,13 +37,13 @@ def answer_of(args: Args, sample: Sample) -> SampleFacts:
     )
 
 
-def completion_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Reward, length (tokens) and truncation, and more by entry of the reward, source and length; empty for no
-    answers."""
-    if not answers:
+def completion_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
+    """Return reward, length (tokens) and truncation, and more by reward entry, source and length; empty without
+    completions."""
+    if not completions:
         return {}
-    rewards = [answer.reward for answer in answers]
-    lengths = sorted(answer.response_length for answer in answers)
+    rewards = [completion.reward for completion in completions]
+    lengths = sorted(completion.response_length for completion in completions)
     return {
         f"{prefix}/reward_mean": statistics.fmean(rewards),
         f"{prefix}/reward_std": statistics.pstdev(rewards),
@@ -51,17 +51,17 @@ def completion_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str,
         f"{prefix}/response_len_p50": float(percentile(lengths, 0.50)),
         f"{prefix}/response_len_p95": float(percentile(lengths, 0.95)),
         f"{prefix}/response_len_max": float(lengths[-1]),
-        f"{prefix}/truncated_ratio": sum(answer.is_truncated for answer in answers) / len(answers),
-        f"{prefix}/num_samples": float(len(answers)),
+        f"{prefix}/truncated_ratio": sum(completion.is_truncated for completion in completions) / len(completions),
+        f"{prefix}/num_samples": float(len(completions)),
         f"{prefix}/num_tokens": float(sum(lengths)),
-        **entry_metrics(answers, prefix),
-        **source_metrics(answers, prefix),
-        **length_metrics(answers, prefix),
+        **entry_metrics(completions, prefix),
+        **source_metrics(completions, prefix),
+        **length_metrics(completions, prefix),
     }
 
 
 def reward_entries(sample: Sample) -> dict[str, float] | None:
-    """The finite numbers of a dict reward, by the names that metrics have; None for another reward."""
+    """Return the finite numbers of a dict reward, by their names in metrics; None for another reward."""
     if not isinstance(sample.reward, Mapping):
         return None
     return {
@@ -71,11 +71,11 @@ def reward_entries(sample: Sample) -> dict[str, float] | None:
     }
 
 
-def entry_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Mean and deviation of each entry of dict rewards, over the answers that have it."""
+def entry_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
+    """Return mean and deviation of each entry of dict rewards, over the completions that have it."""
     entries: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, value in (answer.entries or {}).items():
+    for completion in completions:
+        for name, value in (completion.entries or {}).items():
             entries.setdefault(name, []).append(value)
     found: dict[str, float] = {}
     for name, values in entries.items():
@@ -84,56 +84,58 @@ def entry_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, floa
     return found
 
 
-def source_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Reward, length and share of the answers of each data source; empty when none names one."""
-    if not any(answer.source for answer in answers):
+def source_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
+    """Return reward, length and share of the completions of each data source; empty when none names one."""
+    if not any(completion.source for completion in completions):
         return {}
-    counts = Counter(answer.source or OTHER for answer in answers)
+    counts = Counter(completion.source or OTHER for completion in completions)
     frequent = {name for name, _ in counts.most_common(MAX_SOURCES)}
     members: dict[str, list[SampleFacts]] = {}
-    for answer in answers:
-        members.setdefault(answer.source if answer.source in frequent else OTHER, []).append(answer)
+    for completion in completions:
+        members.setdefault(completion.source if completion.source in frequent else OTHER, []).append(completion)
     found: dict[str, float] = {}
     for name, of_source in sorted(members.items()):
-        found[f"{prefix}/by_source/{name}/reward_mean"] = statistics.fmean(answer.reward for answer in of_source)
-        found[f"{prefix}/by_source/{name}/response_len_mean"] = statistics.fmean(
-            answer.response_length for answer in of_source
+        found[f"{prefix}/by_source/{name}/reward_mean"] = statistics.fmean(
+            completion.reward for completion in of_source
         )
-        found[f"{prefix}/by_source/{name}/share"] = len(of_source) / len(answers)
+        found[f"{prefix}/by_source/{name}/response_len_mean"] = statistics.fmean(
+            completion.response_length for completion in of_source
+        )
+        found[f"{prefix}/by_source/{name}/share"] = len(of_source) / len(completions)
     return found
 
 
-def length_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Reward of short and of long answers: by buckets of tokens, each twice as wide as the one before."""
+def length_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
+    """Return the reward by length: buckets of tokens, each twice as wide as the one before."""
     members: dict[int, list[float]] = {}
-    for answer in answers:
-        members.setdefault(_bucket(answer.response_length), []).append(answer.reward)
+    for completion in completions:
+        members.setdefault(_bucket(completion.response_length), []).append(completion.reward)
     found: dict[str, float] = {}
     for low, values in sorted(members.items()):
         name = f"{low}_{max(2 * low, SHORTEST) - 1}"
         found[f"{prefix}/by_length/{name}/reward_mean"] = statistics.fmean(values)
-        found[f"{prefix}/by_length/{name}/share"] = len(values) / len(answers)
+        found[f"{prefix}/by_length/{name}/share"] = len(values) / len(completions)
     return found
 
 
 def pass_metrics(args: Args, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """pass@k of an evaluation, for k = 1, 2, 4, ... and the number of answers: the chance that of k answers to a
-    prompt, drawn from its n without repetition, one is right. 1 - C(n - c, k) / C(n, k) with c right ones (Chen et al.,
-    arXiv 2107.03374), mean over the prompts. Right: a reward of at least --pass-reward."""
+    """Return pass@k of an evaluation for k = 1, 2, 4, ... up to the number of completions: the chance that at least one
+    of k completions, drawn without repetition from the n of a prompt, is right. It is 1 - C(n - c, k) / C(n, k) with c
+    right ones (Chen et al., arXiv 2107.03374), averaged over the prompts. Right: a reward of at least --pass-reward."""
     rights: dict[int, list[bool]] = {}
     for sample in samples:
         is_right = sample.scalar_reward(args.reward_key) >= args.pass_reward
         rights.setdefault(sample.group_index, []).append(is_right)
-    most = min((len(answers) for answers in rights.values()), default=0)
+    most = min((len(completions) for completions in rights.values()), default=0)
     sizes = sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
     return {
-        f"{prefix}/pass@{size}": statistics.fmean(_pass_at(size, answers) for answers in rights.values())
+        f"{prefix}/pass@{size}": statistics.fmean(_pass_at(size, completions) for completions in rights.values())
         for size in sizes
     }
 
 
 def source_of(sample: Sample, key: str) -> str:
-    """The data source that the metadata names, or the reasoning-gym task; empty when there is none."""
+    """Return the data source that the metadata names, or the reasoning-gym task; empty when there is none."""
     named = sample.metadata.get(key)
     if named is None and isinstance(task := sample.metadata.get(TASK_KEY), Mapping):
         named = task.get("task")
@@ -141,34 +143,34 @@ def source_of(sample: Sample, key: str) -> str:
 
 
 def metric_name(value: object) -> str:
-    """`openai/gsm8k` -> `openai_gsm8k`: a part of a metric's name, which `/` would divide."""
+    """Return the value as a part of a metric's name, which `/` would split: `openai/gsm8k` -> `openai_gsm8k`."""
     return re.sub(r"[^\w.-]+", "_", str(value))[:64] or "_"
 
 
 def _bucket(length: int) -> int:
-    """The smallest length of the bucket: 0, 16, 32, 64, ..."""
+    """Return the smallest length of the bucket: 0, 16, 32, 64, ..."""
     return 0 if length < SHORTEST else 1 << (length.bit_length() - 1)
 
 
-def _pass_at(size: int, answers: Iterable[bool]) -> float:
-    marks = list(answers)
+def _pass_at(size: int, completions: Iterable[bool]) -> float:
+    marks = list(completions)
     wrong = len(marks) - sum(marks)
     return 1.0 - math.comb(wrong, size) / math.comb(len(marks), size)
 
 
-def version_metrics(answers: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Oldest and newest policy version among the response tokens."""
-    known = [answer for answer in answers if answer.newest_version >= 0]
+def version_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
+    """Return the oldest and newest policy version among the response tokens."""
+    known = [completion for completion in completions if completion.newest_version >= 0]
     if not known:
         return {}
     return {
-        f"{prefix}/version_oldest": float(min(answer.oldest_version for answer in known)),
-        f"{prefix}/version_newest": float(max(answer.newest_version for answer in known)),
+        f"{prefix}/version_oldest": float(min(completion.oldest_version for completion in known)),
+        f"{prefix}/version_newest": float(max(completion.newest_version for completion in known)),
     }
 
 
 def drop_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
-    """Dropped groups, in all and by reason."""
+    """Return the number of dropped groups, in all and by reason."""
     total = {"rollout/dropped_groups": float(sum(dropped.values()))}
     return total | {f"rollout/dropped_{reason}": float(count) for reason, count in sorted(dropped.items())}
 

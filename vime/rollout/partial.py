@@ -1,8 +1,8 @@
-"""Answers in several parts: which tokens of an earlier attempt are gone on from, and which of them may be trained.
+"""Completions made in several parts: which tokens of an earlier attempt are continued, and which may be trained.
 
-A group that was cut keeps each answer's tokens, log-probabilities and versions. When it is taken up again its finished
-answers stay, the others go on behind their last token, and an answer that no round could train any more begins anew:
-after a version v that all engines serve, a token older than v - max staleness will never be within the bound.
+An aborted group keeps each completion's tokens, log-probabilities and versions. When it is resumed its finished
+completions stay, the others continue after their last token, and a completion that no round could train any more begins
+again: after a version v that all engines serve, a token older than v - max staleness will never be within the bound.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vime.types import Sample, SampleStatus, Version
 FINISHED = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 OPEN = frozenset({SampleStatus.PENDING, SampleStatus.ABORTED})
 MIXED = "mixed_versions"
-"""Why --mixed-version-policy reject refused a group."""
+"""Reason of a group that --mixed-version-policy reject dropped."""
 
 
 @dataclass(slots=True)
 class PartialStats:
-    """What became of answers in several parts."""
+    """Counts of completions made in several parts."""
 
-    partial_groups: int = 0  # cut, and kept for later
+    partial_groups: int = 0  # aborted, and kept for later
     partial_tokens: int = 0  # response tokens in them
     resumed_groups: int = 0
     resumed_tokens: int = 0  # response tokens that were not sampled again
-    discarded_tokens: int = 0  # response tokens that were, because they had become too old
+    discarded_tokens: int = 0  # response tokens sampled again because they had become too old
     masked_tokens: int = 0  # taken out of the loss by --mixed-version-policy mask
 
     def add(self, other: PartialStats) -> None:
@@ -46,7 +46,7 @@ class PartialStats:
 
 
 def is_unfinished(samples: Sequence[Sample]) -> bool:
-    """Whether an answer, or a reward, of the group is missing and may still come."""
+    """Return whether a completion, or a reward, of the group is missing and may still come."""
     if any(sample.status is SampleStatus.FAILED for sample in samples):
         return False
     return any(sample.status in OPEN or sample.reward is None for sample in samples)
@@ -57,20 +57,20 @@ def num_response_tokens(samples: Sequence[Sample]) -> int:
 
 
 def oldest_allowed(args: Args, version: Version) -> Version:
-    """Oldest version that a token may have when weights of `version` train on it."""
+    """Return the oldest version that a token may have when weights of `version` train on it."""
     if args.debug_rollout_only:  # nothing is trained, and the weights never move
         return 0
     return max(0, version - int(args.transferqueue_max_staleness))
 
 
 def may_mix(args: Args) -> bool:
-    """Whether an answer may go on with newer weights where older ones were stopped."""
+    """Return whether newer weights may continue a completion that older ones began."""
     policy = args.mixed_version_policy
     return bool(policy == "mask" or (policy != "reject" and args.transferqueue_max_staleness > 0))
 
 
 def without_completion(sample: Sample) -> Sample:
-    """The prompt alone, for a data source that cannot say what group number n is."""
+    """Return the prompt alone, for a data source that cannot return a group by its number."""
     return Sample(
         group_index=sample.group_index,
         index=sample.index,
@@ -87,10 +87,10 @@ def without_completion(sample: Sample) -> Sample:
 def resume(
     args: Args, kept: Sequence[Sample], fresh: Sequence[Sample], stats: PartialStats, *, oldest: Version
 ) -> list[Sample]:
-    """The group to go on with: of each answer what is `kept`, or in its place the `fresh` one.
+    """Return the group to continue: each completion as `kept`, or replaced by the `fresh` one.
 
-    `oldest`: see `oldest_allowed`. A generate function that answers several samples to one prompt is asked anew as a
-    whole when one of them is too old, because a prompt is its unit.
+    `oldest`: see `oldest_allowed`. When a generate function returns several samples for one prompt and one of them is
+    too old, the whole prompt is generated again.
     """
     usable = [_is_usable(args, sample, oldest) for sample in kept]
     if [sample.index for sample in kept] == [sample.index for sample in fresh]:
@@ -107,10 +107,10 @@ def resume(
 
 
 def settle_versions(args: Args, samples: Sequence[Sample], stats: PartialStats, *, oldest: Version) -> str | None:
-    """What --mixed-version-policy does with a finished group; answers why it is refused, None when it is not.
+    """Apply --mixed-version-policy to a finished group; return why it is refused, or None.
 
-    `mask`: a token leaves the loss when it is older than its answer's newest one, or older than `oldest`. It stays in
-    the context, and its reward in the group's mean.
+    `mask`: a token leaves the loss when it is older than the newest token of its completion, or older than `oldest`. It
+    stays in the context, and its reward stays in the group's mean.
     """
     if args.mixed_version_policy == "reject":
         return MIXED if any(len(trainable_versions(sample)) > 1 for sample in samples) else None
@@ -121,13 +121,13 @@ def settle_versions(args: Args, samples: Sequence[Sample], stats: PartialStats, 
 
 
 def trainable_versions(sample: Sample) -> set[Version]:
-    """The versions that sampled the tokens of the loss."""
+    """Return the versions that sampled the tokens of the loss."""
     spans = sample.token_policy_versions
     return {span.version for span in spans if any(sample.loss_mask[span.start : span.end])}
 
 
 def _is_usable(args: Args, sample: Sample, oldest: Version) -> bool:
-    """Whether going on with it gives tokens to train on."""
+    """Return whether continuing it gives tokens to train on."""
     versions = trainable_versions(sample)
     if sample.response_length == 0 or not versions:
         return sample.response_length > 0
@@ -137,7 +137,7 @@ def _is_usable(args: Args, sample: Sample, oldest: Version) -> bool:
 
 
 def _mask_before(sample: Sample, version: Version) -> int:
-    """Take the tokens that older weights sampled out of the loss; answers how many were in it."""
+    """Take the tokens that older weights sampled out of the loss; return how many of them were in it."""
     num_masked = 0
     for span in sample.token_policy_versions:
         if span.version < version:

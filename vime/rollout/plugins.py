@@ -1,4 +1,4 @@
-"""Every dotted-path flag, loaded and checked in one place, before anything is started.
+"""Loads and checks every dotted-path flag in one place, before any process starts.
 
 A plug-in is loaded once per process: a file is not executed again for each sample.
 """
@@ -30,7 +30,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "buffer_filter_path": ("args", "rollout_id", "buffer", "num_samples"),
     "custom_loss_path": LOSS_PARAMETERS,
 }
-"""Flag -> the parameters Vime calls the plug-in with, by position."""
+"""Flag -> the parameters that Vime passes to the plug-in, by position."""
 
 _ANSWERS_AT_ONCE = (
     *("rollout_function_path", "custom_reward_post_process_path", "dynamic_sampling_filter_path"),
@@ -49,7 +49,7 @@ def check_plugins(args: Args) -> None:
     if args.partial_rollout and generate is not None and not getattr(generate, "resumes", False):
         raise ConfigError(
             f"--partial-rollout with --custom-generate-function-path {args.custom_generate_function_path}: it does not "
-            "say that it can go on with a sample that has response tokens. When it can, set `resumes = True` on the "
+            "declare that it can continue a sample that has response tokens. When it can, set `resumes = True` on the "
             "function (docs/customization.md); else leave --partial-rollout out."
         )
     source = plugin(args, "data_source_path")
@@ -68,22 +68,22 @@ def check_plugins(args: Args) -> None:
 
 
 def _check_kind(found: Callable[..., object], name: str, path: str) -> None:
-    """Who is awaited is `async def`, who answers at once is not; a generator is neither."""
+    """Check that a plug-in that is awaited is `async def` and another one is not; a generator is refused."""
     flag = "--" + name.replace("_", "-")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise ConfigError(f"{flag} {path}: is a generator (it has `yield`). Return one answer instead.")
+        raise ConfigError(f"{flag} {path}: is a generator (it has `yield`). Return one value instead.")
     if name in _ANSWERS_AT_ONCE and inspect.iscoroutinefunction(found):
         raise ConfigError(f"{flag} {path}: is `async def`, but nobody would await it. Write `def`.")
 
 
 def plugin(args: Args, name: str) -> Callable[..., object] | None:
-    """The plug-in of flag `name` (as in SIGNATURES), or None when the flag is empty."""
+    """Return the plug-in of flag `name` (as in SIGNATURES), or None when the flag is empty."""
     path = getattr(args, name)
     return None if path is None else _load(path, name)
 
 
 def load_data_source(args: Args) -> DataSource:
-    """The data source of --data-source-path, standing on its data."""
+    """Return the data source of --data-source-path, with its data loaded."""
     kind = _load(args.data_source_path, "data_source_path")
     defined = vars(kind).get("__init__", kind) if isinstance(kind, type) else kind
     with calling_plugin(f"--data-source-path {args.data_source_path}", defined):
@@ -98,15 +98,15 @@ def load_data_source(args: Args) -> DataSource:
 
 
 def load_rollout_function(args: Args) -> RolloutFunction:
-    """The function of --rollout-function-path."""
+    """Return the function of --rollout-function-path."""
     return cast("RolloutFunction", _load(args.rollout_function_path, "rollout_function_path"))
 
 
 def generate_call(
     function: Callable[..., object], args: Args, sample: Sample, params: SamplingParams, *, evaluation: bool
 ) -> Callable[[], Awaitable[object]]:
-    """The call of a generate function: one written for slime gets sampling parameters under SGLang's names, and `args`
-    on which it may keep attributes of its own while it runs."""
+    """Return the call of a generate function. One written for slime gets sampling parameters under SGLang's names, and
+    an `args` on which it may set attributes of its own while it runs."""
     more = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     if is_of_slime(function):
         call = partial(function, CallArgs(args), sample, sglang_params(params), **more)
@@ -116,30 +116,30 @@ def generate_call(
 
 
 def is_of_slime(function: Callable[..., object]) -> bool:
-    """Whether a plug-in was written for slime: its file imports from there."""
+    """Return whether a plug-in was written for slime: its file imports from it."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:  # an object that can be called, or built in
+    except TypeError:  # an instance with __call__, or a built-in
         return False
     return file is not None and speaks_slime(file)
 
 
 def plugin_args(function: Callable[..., object], args: Args) -> Args | CallArgs:
-    """`args` as a plug-in reads it."""
+    """Return `args` in the form that the plug-in expects."""
     return CallArgs(args) if is_of_slime(function) else args
 
 
 def _refuse_dialect(path: str, flag: str) -> None:
-    """ConfigError for what a plug-in imports of slime, or asks of it, and Vime does not have."""
+    """Raise ConfigError for what a plug-in uses of slime that Vime does not have."""
     name = path.rpartition(":")[0] if ".py:" in path else path.rpartition(".")[0]
     file = Path(name).expanduser() if name.endswith(".py") else None
     if file is None:
-        with contextlib.suppress(ImportError, ValueError):  # said when it is imported
+        with contextlib.suppress(ImportError, ValueError):  # reported when it is imported
             spec = importlib.util.find_spec(name)
             file = Path(spec.origin) if spec is not None and spec.origin is not None else None
     faults = [] if file is None else dialect_faults(file)
     if faults:
-        raise ConfigError(f"{flag} {path}: written for slime, and asks for what is not here: {' '.join(faults)}")
+        raise ConfigError(f"{flag} {path}: written for slime, and uses what Vime does not have: {' '.join(faults)}")
 
 
 @lru_cache(maxsize=64)

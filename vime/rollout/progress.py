@@ -1,4 +1,4 @@
-"""How far the round in hand is: written by the rollout loop, read by whoever shows the screen, from any thread."""
+"""Progress of the current round: written by the rollout loop, read from any thread that shows it."""
 
 from __future__ import annotations
 

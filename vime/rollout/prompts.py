@@ -1,4 +1,4 @@
-"""Read prompts: records of jsonl, parquet or a saved data set -> tokenised prompts, faults said with file and line.
+"""Read prompts: records of jsonl, parquet or a saved data set -> tokenised prompts; faults name file and line.
 
 Both the training data source and the evaluation use it. Everything is read and checked at construction, so that a bad
 record in the last line is refused before the first prompt is sent.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe")
-"""Models whose directory is believed when it names a plain tokenizer. For qwen2 `AutoTokenizer` knows better."""
+"""Model types whose config names a plain tokenizer that is used as it is. For qwen2 `AutoTokenizer` decides."""
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -41,7 +41,7 @@ Record = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem, ready to be asked. `where` is for messages: file and line, or generator and number."""
+    """One problem, tokenised. `where` is for messages: file and line, or generator and number."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -51,15 +51,15 @@ class Prompt:
 
 
 def decode_response(directory: str, tokens: Sequence[int]) -> str:
-    """Text of response tokens as `Sample.response` has it, by the tokenizer of `load_tokenizer`."""
+    """Return the text of response tokens as `Sample.response` has it, by the tokenizer of `load_tokenizer`."""
     return str(load_tokenizer(directory).decode(list(tokens), skip_special_tokens=True))
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of --hf-checkpoint; one object per process and directory."""
+    """Return the tokenizer of --hf-checkpoint; one object per process and directory."""
     path = Path(directory).expanduser()
-    if not has_tokenizer(path):  # transformers would make one of no files at all, which knows no word
+    if not has_tokenizer(path):  # without files transformers would make a tokenizer with an empty vocabulary
         raise DataError(no_tokenizer(f"--hf-checkpoint {directory}"))
     load: Callable[[str], PreTrainedTokenizerBase]
     with without_collector():
@@ -81,9 +81,10 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 def is_plain_tokenizer(path: Path) -> bool:
-    """Whether `path` says that its tokenizer is tokenizer.json and nothing else, as transformers writes it since 5.0.
+    """Return whether `path` declares that its tokenizer is tokenizer.json and nothing else (transformers 5.0 and
+    later).
 
-    `AutoTokenizer` takes the same class then, but its import takes 2 CPU s more: it brings the code of generation.
+    `AutoTokenizer` takes the same class then, but its import takes 2 CPU s more: it imports the code of generation.
     """
     try:
         settings, model = (json.loads((path / name).read_text()) for name in ("tokenizer_config.json", "config.json"))
@@ -97,18 +98,18 @@ def is_plain_tokenizer(path: Path) -> bool:
 
 
 def context_limit(args: Args) -> int:
-    """Longest prompt + answer, tokens: --rollout-max-context-len, else the model's positions."""
+    """Return the longest prompt + completion, tokens: --rollout-max-context-len, else the model's positions."""
     return args.rollout_max_context_len or read_model_shape(args.hf_checkpoint).max_position_embeddings
 
 
 class Prompts(list[Prompt]):
-    """Those of a file that can be asked."""
+    """The prompts of a file that can be used."""
 
     num_too_long = 0
 
 
 def read_prompts(args: Args, path: str, *, flag: str) -> Prompts:
-    """Every record of `path` (given by `flag`; `path@[a:b]` takes a slice), tokenised and checked."""
+    """Return every record of `path` (given by `flag`; `path@[a:b]` takes a slice), tokenised and checked."""
     file, part = split_slice(path, flag)
     records = list(read_records(file, flag))[part]
     if not records:
@@ -125,7 +126,7 @@ def no_records(path: str, flag: str) -> DataError:
 
 
 def split_slice(path: str, flag: str) -> tuple[Path, slice]:
-    """`data.jsonl@[10:20]` -> the file and the slice; without a suffix the whole file."""
+    """Split `data.jsonl@[10:20]` into the file and the slice; without a suffix it is the whole file."""
     match = _SLICE.match(path)
     if match is None:
         if "@[" in path:
@@ -136,8 +137,8 @@ def split_slice(path: str, flag: str) -> tuple[Path, slice]:
 
 
 def check_lengths(args: Args, prompts: list[Prompt]) -> Prompts:
-    """Leave out prompts over --rollout-max-prompt-len, or without room for a single answer token; with
-    --refuse-long-prompts, and when none is left, they are refused."""
+    """Leave out prompts over --rollout-max-prompt-len, or without space for a single response token. They are an error
+    with --refuse-long-prompts, or when no prompt is left."""
     context, limit = context_limit(args), args.rollout_max_prompt_len
     kept, faults = Prompts(), []
     for prompt in prompts:
@@ -149,7 +150,7 @@ def check_lengths(args: Args, prompts: list[Prompt]) -> Prompts:
         elif length + (TURNS not in prompt.metadata) > context:
             faults.append(
                 f"{prompt.where}: the prompt has {length} tokens and the context is {context} "
-                "(--rollout-max-context-len or the model's limit): no room for an answer."
+                "(--rollout-max-context-len or the model's limit): no space for a completion."
             )
         else:
             kept.append(prompt)
@@ -164,7 +165,7 @@ def check_lengths(args: Args, prompts: list[Prompt]) -> Prompts:
 
 
 def read_records(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
-    """(line number from 1, record); blank lines of a jsonl file are passed over."""
+    """Yield (line number from 1, record); blank lines of a jsonl file are skipped."""
     parts = prompt_files(str(file))
     if not parts:
         raise DataError(f"{flag} {file}: no such file. {EXPECTED_PROMPTS}")
@@ -177,7 +178,7 @@ def read_records(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
 
 
 def files_of_directory(directory: Path, flag: str) -> list[Path]:
-    """The files of a data set that `datasets` saved (`save_to_disk`, in the order that it wrote down), or else all
+    """Return the files of a data set that `datasets` saved (`save_to_disk`, in the order of its own list), or else all
     parquet or jsonl files, by name. DataError names the splits when there are several."""
     splits = [str(name) for name in _listed(directory / "dataset_dict.json", "splits", flag)]
     if splits:
@@ -195,7 +196,7 @@ def files_of_directory(directory: Path, flag: str) -> list[Path]:
 
 
 def _listed(path: Path, key: str, flag: str) -> list[object]:
-    """What the JSON file lists under `key`; empty when there is no such file or key."""
+    """Return the list under `key` of the JSON file; empty when there is no such file or key."""
     if not path.is_file():
         return []
     try:
@@ -209,7 +210,7 @@ def _read_file(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
         yield from _read_table(file, flag)
         return
     try:
-        with file.open(encoding="utf-8-sig") as lines:  # some editors write a mark of three bytes in front
+        with file.open(encoding="utf-8-sig") as lines:  # some editors write a byte order mark first
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield number, _parse_line(file, number, line)
@@ -224,7 +225,7 @@ def _parse_line(file: Path, number: int, line: str) -> Record:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         shown = line.strip()[:80]
-        way_out = "One JSON array over many lines is none: write each of its objects on a line." if shown == "[" else ""
+        way_out = "An array over many lines is not read: write each of its objects on a line." if shown == "[" else ""
         raise DataError(
             f"{file}:{number}: not JSON: {error}; got {shown!r}. Expected one JSON object a line. {way_out}".strip()
         ) from error
@@ -254,7 +255,7 @@ def _read_table(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """What the key flags find in a record, of the kind that is expected; not tokenised yet."""
+    """The values that the key flags name in a record, checked for their type; not tokenised yet."""
 
     content: str | list[dict[str, object]]
     tools: list[dict[str, object]] | None
@@ -263,7 +264,7 @@ class Fields:
 
 
 def read_fields(args: Args, record: Record, where: str) -> Fields:
-    """Everything about a record that can be checked without the tokenizer. DataError says what is wrong with it."""
+    """Check everything about a record that needs no tokenizer. DataError says what is wrong with it."""
     content = _value(record, args.input_key, "--input-key", where)
     _check_content(args, content, where)
     metadata = record.get(args.metadata_key)
@@ -280,11 +281,11 @@ def read_fields(args: Args, record: Record, where: str) -> Fields:
     own = own_grader(args.config.reward, metadata or {})
     if (own or args.rm_type) in COMPARE_WITH_LABEL and (own or args.label_key) and (fault := label_fault(label)):
         grader = f"rm_type {own} of its metadata" if own else f"--rm-type {args.rm_type}"
-        raise DataError(f"{where}: {fault}: {grader} compares the answer with it. Fix the record or --label-key.")
+        raise DataError(f"{where}: {fault}: {grader} compares the completion with it. Fix the record or --label-key.")
     tools = _value(record, args.tool_key, "--tool-key", where) if args.tool_key else None
     return Fields(
         content=cast("str | list[dict[str, object]]", content),
-        tools=cast("list[dict[str, object]] | None", tools),  # the chat template says what is wrong with them
+        tools=cast("list[dict[str, object]] | None", tools),  # the chat template reports what is wrong with them
         label=label,
         metadata=named | dict(metadata or {}),
     )
@@ -301,14 +302,14 @@ def _value(record: Record, key: str, flag: str, where: str) -> object:
 
 
 def _is_imitated(args: Args, content: object) -> bool:
-    """Whether the record is a conversation whose answers are in it (--loss-type sft_loss without --label-key)."""
+    """Return whether the record is a conversation that holds the text to imitate (sft_loss without --label-key)."""
     return args.loss_type == "sft_loss" and args.label_key is None and is_conversation(content)
 
 
 def _check_content(args: Args, content: object, where: str) -> None:
-    """Text, or with --apply-chat-template messages too."""
+    """Check that it is text, or messages if --apply-chat-template is given."""
     if _is_imitated(args, content):
-        return  # read_conversation looks at its messages
+        return  # read_conversation checks its messages
     if isinstance(content, str):
         if not content:
             raise DataError(f"{where}: the prompt is empty text. Expected a question; remove the record or fill it.")
@@ -330,12 +331,12 @@ def _check_content(args: Args, content: object, where: str) -> None:
 
 
 class _RecordReader:
-    """Record -> Prompt, by the key flags and the chat template."""
+    """Turns a record into a Prompt, by the key flags and the chat template."""
 
     def __init__(self, args: Args, file: Path) -> None:
         self._args, self._file = args, file
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
-        self._num_ids = read_model_shape(args.hf_checkpoint).vocab_size  # 0: unsaid
+        self._num_ids = read_model_shape(args.hf_checkpoint).vocab_size  # 0: not given
         self._template_arguments: dict[str, object] = json.loads(args.apply_chat_template_kwargs or "{}")
         if args.apply_chat_template and not self._tokenizer.chat_template:
             raise DataError(
@@ -350,7 +351,7 @@ class _RecordReader:
         text, token_ids = self._render(fields, where)
         if self._num_ids and token_ids and (largest := max(token_ids)) >= self._num_ids:
             raise DataError(
-                f"{where}: the tokenizer makes the id {largest} of the prompt, but the embedding of --hf-checkpoint "
+                f"{where}: the prompt has token id {largest}, but the embedding of --hf-checkpoint "
                 f"has {self._num_ids} rows (vocab_size). Take the tokenizer of this model."
             )
         return Prompt(
@@ -362,7 +363,8 @@ class _RecordReader:
         )
 
     def _conversation(self, fields: Fields, where: str) -> Prompt:
-        """Every turn of the assistant is to be imitated (--loss-type sft_loss without --label-key)."""
+        """Return a prompt of which every turn of the assistant is imitated (--loss-type sft_loss without
+        --label-key)."""
         assert not isinstance(fields.content, str)
         made = read_conversation(self._tokenizer, fields.content, fields.tools, self._template_arguments, where=where)
         turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
@@ -375,7 +377,7 @@ class _RecordReader:
         )
 
     def _render(self, fields: Fields, where: str) -> tuple[str, list[int]]:
-        """Prompt text and its tokens. Special tokens come from the template, or else from the tokenizer."""
+        """Return prompt text and its tokens. Special tokens come from the template, or else from the tokenizer."""
         content = fields.content
         if not self._args.apply_chat_template and isinstance(content, str):
             return content, self._tokenizer(content)["input_ids"]

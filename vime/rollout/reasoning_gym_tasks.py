@@ -1,7 +1,7 @@
 """reasoning-gym as a data source and its verifiers as a reward (optional extra `reasoning-gym`).
 
-A problem is named by (task, seed, size, number) and generated again when it is scored, so that a sample's metadata
-stays small and JSON-ready whatever the generator puts into its own.
+A problem is identified by (task, seed, size, number) and generated again when it is scored, so that a sample's metadata
+stays small and JSON-ready, whatever the generator puts into its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Factory(Protocol):
 
 
 class Package(Protocol):
-    """What is used of the module."""
+    """The parts of the module that are used here."""
 
     factory: Factory
 
@@ -47,7 +47,7 @@ class Package(Protocol):
 
 
 def task_names(args: Args) -> list[str]:
-    """The generators of --reasoning-gym, each checked against the installed package."""
+    """Return the generators of --reasoning-gym, each checked against the installed package."""
     known = _package().factory.DATASETS
     names = [name.strip() for name in (args.reasoning_gym or "").split(",") if name.strip()]
     for name in names:
@@ -60,7 +60,7 @@ def task_names(args: Args) -> list[str]:
 
 
 def make_prompts(args: Args) -> list[Prompt]:
-    """`reasoning_gym_size` problems of each task, tasks taken in turn so that an unshuffled run mixes them."""
+    """Return `reasoning_gym_size` problems of each task; tasks alternate so that an unshuffled run mixes them."""
     names, size, seed = task_names(args), args.reasoning_gym_size, args.rollout_seed
     tokenizer, template_arguments = (
         load_tokenizer(args.hf_checkpoint),
@@ -89,12 +89,13 @@ def make_prompts(args: Args) -> list[Prompt]:
 
 @lru_cache(maxsize=128)
 def dataset(name: str, seed: int, size: int) -> Dataset:
-    """The generator; item i is a pure function of (name, seed, i)."""
+    """Return the generator; item i is a pure function of (name, seed, i)."""
     return _package().create_dataset(name, seed=seed, size=size)
 
 
 def score(sample: Sample) -> float:
-    """The task's own verdict on the answer: text after the last `</think>`, inside `<answer>` when that is there."""
+    """Return the task's own score of the completion: of the text after the last `</think>`, inside `<answer>` if
+    present."""
     identity = sample.metadata.get(METADATA_KEY)
     if not isinstance(identity, dict):
         raise RewardError(

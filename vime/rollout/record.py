@@ -1,4 +1,4 @@
-"""Recorded rollouts: one sample a line, written whole or not at all, read back bit for bit.
+"""Recorded rollouts: one sample a line, written completely or not at all, read back bit for bit.
 
 JSON keeps Python floats exactly (shortest repr), so a replayed round trains like the recorded one.
 """
@@ -15,8 +15,8 @@ from vime.types import DataError, Sample
 
 
 def save_rollout(path: Path, groups: list[list[Sample]], *, partition_id: str, producer_ids: Sequence[str]) -> None:
-    """Write groups in order, to be replayed. `producer_ids`: who generated each group. `row` has the RFC's names of
-    what a row carries; only people and scripts read it."""
+    """Write groups in order, to be replayed. `producer_ids`: the worker that generated each group. `row` holds a row's
+    values under the RFC's names; only people and scripts read it."""
     records = [
         (sample, {"position": position, "row": _row_record(sample, partition_id, producer), "sample": sample.to_dict()})
         for position, (group, producer) in enumerate(zip(groups, producer_ids, strict=True))
@@ -37,12 +37,12 @@ def _row_record(sample: Sample, partition_id: str, producer_id: str) -> dict[str
 
 
 def save_samples(path: Path, samples: list[Sample]) -> None:
-    """Write the answers of an evaluation, to be read by people and reports: each line is one `Sample.to_dict`."""
+    """Write the completions of an evaluation for people and reports: each line is one `Sample.to_dict`."""
     _write_lines(path, [(sample, sample.to_dict()) for sample in samples])
 
 
 def load_rollout(path: Path) -> list[list[Sample]]:
-    """The groups of a recorded round, in order."""
+    """Return the groups of a recorded round, in order."""
     if not path.is_file():
         raise DataError(
             f"--load-debug-rollout-data {path}: no such file. Record rounds with --save-debug-rollout-data, and check "
@@ -65,7 +65,7 @@ def load_rollout(path: Path) -> list[list[Sample]]:
 
 
 def _write_lines(path: Path, records: list[tuple[Sample, dict[str, object]]]) -> None:
-    """Readers never see a half-written file."""
+    """Write so that readers never see a half-written file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""Who asks an engine next when all slots are taken: the group that training needs first.
+"""The order of requests when all slots are taken: the group that training needs first.
 
-With prefetched rounds the prompts of the next one are asked while the last answers of this one are decoded. First come,
-first served would let them hold up the round that the trainers wait for.
+With prefetched rounds the prompts of the next round are sent while the last completions of this one are decoded. First
+come, first served would let them delay the round that the trainers wait for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PRIORITY: ContextVar[int] = ContextVar("vime_request_priority", default=-1)
 
 
 def set_request_priority(group_index: int) -> None:
-    """What the calling task asks from now on, through any plug-in, is for this group. Evaluation asks first."""
+    """Mark the calling task's requests from now on, through any plug-in, as this group's. Evaluation goes first."""
     _PRIORITY.set(group_index)
 
 
@@ -25,7 +25,7 @@ class Slots:
     def __init__(self, count: int) -> None:
         self._free = count
         self._arrivals = itertools.count()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # by turn, then by arrival
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # by priority, then by arrival
 
     async def acquire(self) -> None:
         if self._free:  # then nobody waits
@@ -37,7 +37,7 @@ class Slots:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self.release()  # it was handed over in the moment of the cancellation
+                self.release()  # the slot was handed over at the moment of the cancellation
             raise
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Rewards: built-in ones by --rm-type or by the record, strangers' by --custom-rm-path, each call with a deadline.
+"""Rewards: built-in ones by --rm-type or by the record, the user's by --custom-rm-path, each call with a deadline.
 
 `async_rm` scores one sample, `batched_async_rm` a list. Whatever a reward function does (raise, answer NaN or a wrong
 type, never return, block its thread) becomes a RewardError that names the function and the sample.
@@ -38,7 +38,7 @@ REMOTE_ATTEMPTS = 3
 
 
 async def async_rm(args: Args, sample: Sample) -> Reward:
-    """The reward of one sample."""
+    """Return the reward of one sample."""
     custom = plugin(args, "custom_rm_path")
     if custom is not None:
         value = await _call(custom, args, sample, where=f"{args.custom_rm_path}, sample {sample.index}")
@@ -58,7 +58,7 @@ async def async_rm(args: Args, sample: Sample) -> Reward:
 
 
 async def batched_async_rm(args: Args, samples: list[Sample]) -> list[Reward]:
-    """The rewards of several samples, in order. With --group-rm one call sees them all."""
+    """Return the rewards of several samples, in order. With --group-rm one call gets them all."""
     if not args.group_rm:
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -85,7 +85,7 @@ set_scorers(Scorers(one=async_rm, several=batched_async_rm))
 
 
 def check_reward(args: Args, value: object, *, where: str) -> Reward:
-    """A finite number, or a dict of them that holds --reward-key; anything else is refused."""
+    """Return a finite number, or a dict of them that holds --reward-key; anything else is refused."""
     if isinstance(value, Mapping):
         if args.reward_key is None or args.reward_key not in value:
             raise RewardError(
@@ -98,7 +98,8 @@ def check_reward(args: Args, value: object, *, where: str) -> Reward:
 
 
 def _is_remark(entry: object) -> bool:
-    """Text beside the numbers, such as the answer that was found: nothing to train on or to measure."""
+    """Return whether the entry is text beside the numbers, such as the extracted answer: it is neither trained nor
+    measured."""
     return entry is None or isinstance(entry, str)
 
 
@@ -107,7 +108,7 @@ def _number(value: object, where: str) -> float:
         raise RewardError(
             f"{where}: got {type(value).__name__} {value!r:.200}, expected a number or a dict of numbers."
         )
-    if not abs(value) <= LARGEST_REWARD:  # type: ignore[operator]  # numbers.Real says too little
+    if not abs(value) <= LARGEST_REWARD:  # type: ignore[operator]  # numbers.Real declares no comparison
         raise RewardError(
             f"{where}: got {value!r:.60}, expected a finite number of at most {LARGEST_REWARD:.2g}. Guard the division "
             "or the logarithm, or scale it."
@@ -116,10 +117,10 @@ def _number(value: object, where: str) -> float:
 
 
 async def _call(function: Callable[..., object], args: Args, asked: Sample | list[Sample], *, where: str) -> object:
-    """Run a stranger's function away from the rollout loop, with --rm-timeout-secs as deadline.
+    """Run a user's function outside the rollout loop, with --rm-timeout-secs as deadline.
 
-    A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can hold up generation, and a
-    call that never returns is left behind in its daemon thread.
+    A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can block generation, and a
+    call that never returns stays in its daemon thread.
     """
     own_args = plugin_args(function, args)
     is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -137,8 +138,8 @@ async def _call(function: Callable[..., object], args: Args, asked: Sample | lis
                     return await asyncio.wrap_future(_in_thread(calling, partial(function, own_args, asked)))
     except TimeoutError as error:
         raise RewardError(
-            f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise the flag; "
-            "blocking calls belong in a plain function, not in `async def`."
+            f"{where}: did not return within {args.rm_timeout_secs:g} s (--rm-timeout-secs). Make it faster or raise "
+            "the flag; blocking calls belong in a plain function, not in `async def`."
         ) from error
 
 
@@ -180,7 +181,8 @@ def _threads() -> asyncio.Semaphore:
 
 
 async def close_rewards() -> None:
-    """End what the rewards of the running event loop keep, math workers and connections; a later call starts anew."""
+    """Close what the rewards of the running event loop keep, math workers and connections; a later call starts them
+    again."""
     loop = asyncio.get_running_loop()
     if judge := _JUDGES.get(loop):
         await judge.close()
@@ -189,24 +191,24 @@ async def close_rewards() -> None:
 
 
 def answer_text(sample: Sample) -> str:
-    """What the policy answered: the text after its last `</think>`."""
+    """Return the policy's final answer: the text after its last `</think>`."""
     return sample.response.rpartition("</think>")[2].strip()
 
 
 async def exact_match(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
-    """1.0 when the answer ended by itself (not cut at the length limit) and its text equals the label."""
+    """Return 1.0 when the completion ended by itself (not cut at the length limit) and its text equals the label."""
     is_complete = sample.status is SampleStatus.COMPLETED
     return float(is_complete and answer_text(sample) == _label(sample).strip())
 
 
 async def math_equal(args: Args, sample: Sample) -> float:
-    """1.0 when math-verify finds the answer's last expression (`\\boxed{}` first) equal to the label."""
+    """Return 1.0 when math-verify finds the answer's last expression (`\\boxed{}` first) equal to the label."""
     judge = _JUDGES.setdefault(asyncio.get_running_loop(), MathJudge())
     return await judge.score(_label(sample), answer_text(sample), timeout_s=args.rm_timeout_secs)
 
 
 async def deepscaler(args: Args, sample: Sample) -> float:
-    """1.0 when the last box behind the reasoning equals the label; 0.0 for an answer without `</think>` (or
+    """Return 1.0 when the last box after the reasoning equals the label; 0.0 for a completion without `</think>` (or
     `###Response`) or without a box, as in DeepScaleR."""
     text = rm_text.after_thinking(sample.response)
     found = None if text is None else rm_text.boxed(text)
@@ -222,22 +224,22 @@ async def deepscaler(args: Args, sample: Sample) -> float:
 
 
 async def dapo(args: Args, sample: Sample) -> dict[str, float | str]:  # noqa: ARG001 - the signature of a reward
-    """{score: 1 or -1, acc: 1 or 0} by the answer's last `Answer: ...` line; --reward-key says which."""
+    """Return {score: 1 or -1, acc: 1 or 0} by the completion's last `Answer: ...` line; --reward-key chooses one."""
     return rm_text.dapo_score(sample.response, _label(sample))
 
 
 async def f1(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
-    """Share of words that answer and label have in common."""
+    """Return the F1 of the words that completion and label have in common."""
     return rm_text.token_f1(answer_text(sample), _label(sample))[0]
 
 
 async def gpqa(args: Args, sample: Sample) -> float:  # noqa: ARG001 - the signature of a reward
-    """1.0 when the answer chooses the right letter."""
+    """Return 1.0 when the completion chooses the right letter."""
     return rm_text.choice_score(sample.response, sample.label, sample.metadata)
 
 
 async def remote_rm(args: Args, sample: Sample) -> object:
-    """POST the sample to --rm-url; its JSON answer is the reward, or an object with the key "reward"."""
+    """POST the sample to --rm-url; the JSON response is the reward, or an object with the key "reward"."""
     body = {
         "index": sample.index,
         "group_index": sample.group_index,
@@ -268,14 +270,15 @@ async def remote_rm(args: Args, sample: Sample) -> object:
                         return told["reward"] if isinstance(told, dict) and "reward" in told else told
                     trouble = response.described()
     except TimeoutError as error:
-        raise RewardError(f"{where}: no answer in {args.rm_timeout_secs:g} s (--rm-timeout-secs). {trouble}") from error
+        late = f"no response within {args.rm_timeout_secs:g} s (--rm-timeout-secs)"
+        raise RewardError(f"{where}: {late}. {trouble}") from error
     except ValueError as error:
-        raise RewardError(f"{where}: the answer is not JSON: {error}. Expected a number or an object.") from error
+        raise RewardError(f"{where}: the response is not JSON: {error}. Expected a number or an object.") from error
     raise RewardError(f"{where}: {REMOTE_ATTEMPTS} attempts failed, the last: {trouble}. Is the service up?")
 
 
 async def reasoning_gym(args: Args, sample: Sample) -> object:
-    """The verdict of the generator that made the prompt."""
+    """Return the score by the generator that made the prompt."""
     return await _call(_score_reasoning_gym, args, sample, where=f"--rm-type reasoning_gym, sample {sample.index}")
 
 
@@ -287,7 +290,7 @@ def _label(sample: Sample) -> str:
     if sample.label is None:
         raise RewardError(f"sample {sample.index}: has no label to compare with. Name the record's key in --label-key.")
     if fault := label_fault(sample.label):
-        raise RewardError(f"sample {sample.index}: {fault}. No answer would ever be right; correct the data.")
+        raise RewardError(f"sample {sample.index}: {fault}. No completion would ever be right; correct the data.")
     return str(sample.label)
 
 

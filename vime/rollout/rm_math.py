@@ -1,4 +1,4 @@
-"""The `math` reward: a few math_worker processes, each killed and replaced when it does not answer in time."""
+"""The `math` reward: a few math_worker processes, each killed and replaced when it does not respond in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 NUM_WORKERS = 2
-START_SECONDS = 120.0  # imports sympy: about 2 s on a quiet machine
+START_SECONDS = 120.0  # imports sympy: about 2 s on an idle computer
 KILL_SECONDS = 10.0
 
 
@@ -22,14 +22,14 @@ class MathJudge:
     """A pool of workers. Belongs to one event loop; workers start at first use."""
 
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
-        # Last in, first out: a worker that runs already is preferred to one that must start.
+        # # Last in, first out: a worker that already runs is preferred to one that must start.
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         self._num_workers, self._num_waiting = num_workers, 0
         for _ in range(num_workers):
             self._idle.put_nowait(None)
 
     async def score(self, gold: str, answer: str, *, timeout_s: float) -> float:
-        """1.0 or 0.0. An answer that cannot be judged in `timeout_s` counts as wrong: it is the policy's doing."""
+        """Return 1.0 or 0.0. An answer that takes longer than `timeout_s` counts as wrong: the policy wrote it."""
         worker = await self._free_worker(timeout_s)
         asked: asyncio.subprocess.Process | None = None
         is_late = True
@@ -42,12 +42,12 @@ class MathJudge:
             return verdict or 0.0
         finally:
             if asked is not None and is_late:
-                _kill(asked)  # its late verdict would be taken for the next question's
+                _kill(asked)  # its late result would be taken for that of the next question
             self._idle.put_nowait(None if is_late else asked)
 
     async def _free_worker(self, timeout_s: float) -> asyncio.subprocess.Process | None:
-        """A worker, or None for one that is to be started. Waits for: those that asked before, each of whom has a
-        worker for at most its start and `timeout_s`. Unblocked by: `score`'s end."""
+        """Return a worker, or None for one that must be started. Waits for: earlier callers, each of which has a worker
+        for at most its start and `timeout_s`. Unblocked by: `score`'s end."""
         turns = 1 + self._num_waiting // self._num_workers
         deadline_s = turns * (START_SECONDS + timeout_s)
         self._num_waiting += 1
@@ -62,7 +62,7 @@ class MathJudge:
             self._num_waiting -= 1
 
     async def close(self) -> None:
-        """End the workers that are idle; one that is busy is ended by its caller's cancellation."""
+        """End the idle workers; a busy one is ended when its caller is cancelled."""
         for worker in [self._idle.get_nowait() for _ in range(self._idle.qsize())]:
             if worker is not None:
                 _kill(worker)
@@ -72,7 +72,8 @@ class MathJudge:
 
 
 async def _start() -> asyncio.subprocess.Process:
-    """A worker that has judged a known pair, so that a broken installation is an error and not a row of zeros."""
+    """Return a worker that has scored a known pair, so that a broken installation is an error and not a row of
+    zeros."""
     worker = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -92,7 +93,7 @@ async def _start() -> asyncio.subprocess.Process:
 
 
 async def _ask(worker: asyncio.subprocess.Process, gold: str, answer: str, timeout_s: float) -> float | None:
-    """The worker's verdict; None when it is late."""
+    """Return the worker's score; None when it is late."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:

@@ -1,7 +1,7 @@
-"""Rewards by comparing text: the graders that data sets of the field come with, as plain functions.
+"""Rewards by comparing text: the graders that the field's data sets come with, as plain functions.
 
-`boxed` and `marked_answer` find what an answer claims; `dapo_score`, `token_f1` and `choice_score` compare it with a
-label. None of them evaluates an expression: that is math-verify's part (`rm_math.py`).
+`boxed` and `marked_answer` find the answer in a completion; `dapo_score`, `token_f1` and `choice_score` compare it with
+a label. None of them evaluates an expression: math-verify does that (`rm_math.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 DAPO_TAIL = 300
-"""Characters at the end of an answer in which DAPO looks for it (Yu et al. 2025, appendix)."""
+"""DAPO looks for the answer in this many last characters (Yu et al. 2025, appendix)."""
 INVALID = "[INVALID]"
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _UNITS = re.compile(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}")
@@ -27,7 +27,7 @@ _CHOICES = (
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last whole `\boxed{...}` of `text` holds; None without one. Braces inside are counted."""
+    r"""Return the content of the last complete `\boxed{...}` of `text`; None without one. Braces inside are counted."""
     for start in [match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)][::-1]:
         depth = 1
         for end in range(start, len(text)):
@@ -38,16 +38,16 @@ def boxed(text: str) -> str | None:
 
 
 def after_thinking(response: str) -> str | None:
-    """The part behind the last `</think>`, or behind the first `###Response`; None when there is neither."""
+    """Return the part after the last `</think>`, or after the first `###Response`; None when there is neither."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     return response.partition("###Response")[2] if "###Response" in response else None
 
 
 def dapo_score(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, float | str]:
-    """1 or -1: whether the last line `Answer: ...`, or with `strict_box_verify` the last box, is the label.
+    """Return 1 or -1: whether the last line `Answer: ...`, or with `strict_box_verify` the last box, is the label.
 
-    As in DAPO the two are compared as text after spelling is made alike; `pred` is what was found.
+    As in DAPO the two are compared as text after both are normalised; `pred` is what was found.
     """
     tail = solution_str[-DAPO_TAIL:]
     found = boxed(solution_str) if strict_box_verify else (_ANSWER_LINE.findall(tail) or [None])[-1]
@@ -57,7 +57,7 @@ def dapo_score(solution_str: str, ground_truth: object, strict_box_verify: bool 
 
 
 def token_f1(prediction: str, ground_truth: str) -> tuple[float, float, float]:
-    """(F1, precision, recall) over words, without case, punctuation and articles (SQuAD, Rajpurkar et al. 2016).
+    """Return (F1, precision, recall) over words, without case, punctuation and articles (SQuAD, Rajpurkar et al. 2016).
 
     An answer that is yes, no or noanswer is right as a whole or not at all.
     """
@@ -73,7 +73,7 @@ def token_f1(prediction: str, ground_truth: str) -> tuple[float, float, float]:
 
 
 def choice_score(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
-    """1.0 when the letter that the answer chooses is the right one of a multiple-choice problem.
+    """Return 1.0 when the completion chooses the right letter of a multiple-choice problem.
 
     The right letter is metadata's "correct_letter", or the label: a letter, its number from 0, or the text of one of
     metadata's "choices".
@@ -90,7 +90,7 @@ def choice_score(response: str, label: object, metadata: Mapping[str, object] | 
 
 
 def _listed(value: object) -> list[object]:
-    """What metadata lists, or names by letters; empty when it says nothing."""
+    """Return what metadata lists, or names by letters; empty when it has neither."""
     return list(value.values() if isinstance(value, Mapping) else cast("Iterable[object]", value or ()))
 
 
@@ -118,7 +118,7 @@ def _words(text: str) -> list[str]:
 
 
 def _plain_math(text: str) -> str:
-    """One spelling for the ways in which an answer is written: `$\\frac12$` and `\\frac{1}{2}`, `1,000` and `1000`."""
+    """Normalise the ways in which an answer is written: `$\\frac12$` and `\\frac{1}{2}`, `1,000` and `1000`."""
     text = text.strip().rstrip(".").rpartition("=")[2]
     inside = boxed(text)
     text = _UNITS.sub(r"\1", inside if inside is not None else text)

@@ -1,7 +1,7 @@
-"""The experts that generation sent each token to, from the engine's answers to the column that training replays.
+"""The experts that generation used for each token, from the engine's response to the column that training replays.
 
-T: tokens of a sample (prompt + response). The engine computes T - 1 of them: the last one it only samples. What is not
-known is NOT_RECORDED, and the trainer's own router decides there.
+T: tokens of a sample (prompt + response). The engine computes T - 1 of them: it only samples the last one. Unknown
+entries are NOT_RECORDED, and the trainer's own router decides there.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Args
-from vime.rollout.exchanges import Answer
+from vime.rollout.exchanges import Completion
 from vime.types import NOT_RECORDED, HandoffError, RoutedExperts, Sample
 
 
-def join_routed_experts(parts: Sequence[Answer], before: RoutedExperts | None = None) -> NDArray[np.integer] | None:
-    """[T - 1, layers, top_k] of an answer in several parts, each continuing the one before it, the first of them what
-    `before` holds.
+def join_routed_experts(parts: Sequence[Completion], before: RoutedExperts | None = None) -> NDArray[np.integer] | None:
+    """Return [T - 1, layers, top_k] of a completion in several parts, each continuing the one before it; `before` holds
+    the first part.
 
-    A later part computes the earlier tokens again, perhaps with newer weights. Their log-probabilities are those of the
-    part that sampled them, so its experts are kept, and of the later part what is new.
+    A later part computes the earlier tokens again, perhaps with newer weights. The log-probabilities are those of the
+    part that sampled the token, so the experts are that part's too; a later part adds only the new tokens.
     """
     joined: NDArray[np.integer] | None = None if before is None else np.asarray(before)
     for part in parts:
@@ -40,7 +40,8 @@ def join_routed_experts(parts: Sequence[Answer], before: RoutedExperts | None = 
 
 
 def routed_experts_column(args: Args, sample: Sample, where: str) -> NDArray[np.int16]:
-    """[T, layers x top_k] of a sample, NOT_RECORDED after what it holds; HandoffError when it cannot be replayed."""
+    """Return [T, layers x top_k] of a sample, NOT_RECORDED where it holds none; HandoffError when it cannot be
+    replayed."""
     shape = _shape(args.hf_checkpoint)
     expected = f"expert numbers below {shape.num_experts} (or all {NOT_RECORDED}: not recorded) of shape [tokens, "
     expected += f"{shape.num_layers} layers, {shape.num_experts_per_token}], at most {len(sample.tokens)} tokens"
@@ -68,7 +69,7 @@ def routed_experts_column(args: Args, sample: Sample, where: str) -> NDArray[np.
 
 
 def _is_routing(experts: NDArray[np.integer], count: int) -> bool:
-    """Each token of each layer has different experts, or no record at all."""
+    """Return whether each token has different experts in each layer, or no record at all."""
     ordered = np.sort(experts.astype(np.int32), axis=-1)
     is_absent = (ordered == NOT_RECORDED).all(axis=-1)
     is_chosen = (ordered[..., 0] >= 0) & (ordered[..., -1] < count) & (np.diff(ordered, axis=-1) > 0).all(axis=-1)

@@ -1,7 +1,7 @@
-"""Keeps the answers of each round for `vime samples`, beside the run: the RolloutManager hands a round over when it is
-generated, a thread writes it while the round trains. Nothing of it passes through the driver.
+"""Keeps the samples of each round for `vime samples`, beside the run. The RolloutManager hands a round over when it is
+generated; a thread writes it while the round trains. Nothing of it passes through the driver.
 
-Groups that are dropped are noted where that happens, on the rollout loop, and written with the round in hand.
+Dropped groups are noted where they are dropped, on the rollout loop, and written with the current round.
 """
 
 from __future__ import annotations
@@ -19,44 +19,45 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 MAX_DROPPED = 64
-"""Dropped groups of a round whose answers are held until it is written; of the others the numbers and reasons are."""
+"""Dropped groups of a round whose completions are held until it is written; of the others only numbers and reasons."""
 WRITE_S = 60.0
-"""A disk that takes longer to take a round costs the answers of that round, not the run."""
+"""When the disk takes longer for a round, the samples of that round are lost, but the run continues."""
 
 
 class SampleRecorder:
-    """Waits for: the write of the round before, when the next one is handed over. Any thread."""
+    """Writes one round at a time. Waits for: the write of the round before, when the next is handed over. Any
+    thread."""
 
     def __init__(self) -> None:
         self._store: SampleStore | None = None
-        self._lock = threading.Lock()  # of `_dropped`
+        self._lock = threading.Lock()  # protects `_dropped`
         self._dropped: list[DroppedGroup] = []
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        self._round_id = -1  # the newest that was handed over
+        self._round_id = -1  # the newest round that was handed over
         self._has_warned = False
         self._is_collecting = False
 
     def open(self, run_dir: Path, *, max_bytes: int) -> None:
-        """Keep samples from now on; with 0 bytes none. A second call takes the first one's place."""
+        """Keep samples from now on; with 0 bytes none. A second call replaces the first one."""
         self.close()
         if max_bytes > 0:
             self._store = SampleStore(run_dir, max_bytes)
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vime-samples")
 
     def collect(self) -> None:
-        """Note what is dropped for somebody who will ask: of a process whose samples another one writes."""
+        """Note dropped groups for `take_dropped`: used in a process whose samples another process writes."""
         self.close()
         self._is_collecting = True
 
     def take_dropped(self) -> list[DroppedGroup]:
-        """What was noted since the last call."""
+        """Return what was noted since the last call."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
         return dropped
 
     def note_dropped(self, group_index: int, reason: str, samples: Sequence[Sample]) -> None:
-        """A finished group does not train."""
+        """Note a finished group that is not trained."""
         if self._store is None and not self._is_collecting:
             return
         with self._lock:
@@ -64,7 +65,7 @@ class SampleRecorder:
             self._dropped.append(DroppedGroup(group_index=group_index, reason=reason, samples=held))
 
     def write_round(self, round_id: int, groups: Sequence[RoundGroup]) -> None:
-        """Hand a round over. Its samples must not be changed any more."""
+        """Hand a round over to be written. Its samples must not be changed after that."""
         if self._store is None or self._thread is None:
             return
         self._round_id = round_id
@@ -74,7 +75,7 @@ class SampleRecorder:
             self._writing = self._thread.submit(self._write, self._store, round_id, list(groups), dropped)
 
     def close(self) -> None:
-        """Write what is left: groups that were dropped for a round that never became whole."""
+        """Write what is left: groups that were dropped for a round that never became complete."""
         if self._store is None or self._thread is None:
             return
         if self._dropped:
@@ -84,7 +85,7 @@ class SampleRecorder:
         self._store, self._thread, self._writing, self._round_id = None, None, None, -1
 
     def _is_written(self) -> bool:
-        """Wait for the round before."""
+        """Wait for the write of the round before; return whether it ended in time."""
         if self._writing is None:
             return True
         with waiting("the samples of the round before to be written", deadline_s=WRITE_S):
@@ -98,7 +99,7 @@ class SampleRecorder:
     def _write(self, store: SampleStore, round_id: int, groups: list[RoundGroup], dropped: list[DroppedGroup]) -> None:
         try:
             store.write(round_id, groups, dropped)
-        except Exception as error:  # boundary: what is kept for looking at does not end a run
+        except Exception as error:  # boundary: samples that people look at do not end a run
             self._warn(f"round {round_id}: {type(error).__name__} {error}")
 
     def _warn(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The seed of a request in --reference-mode: of the answer it is for, and of nothing that time decides."""
+"""The seed of a request in --reference-mode: it depends on the completion, and on nothing that time decides."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from vime.types import PluginError, Sample
 
 
 def request_seed(rollout_seed: int, sample: Sample, *, num_tokens: int, copy: int = 0) -> int:
-    """The same for the same answer in every run, mode and process; 32 bits, all that torch's CPU generator keeps.
+    """Return a seed that is the same for the same completion in every run, mode and process; 32 bits, which is all that
+    torch's CPU generator keeps.
 
-    `num_tokens`: response tokens there are already: the turns of a conversation draw apart. `copy`: how many samples of
-    this identity were asked for before it in one call: a plug-in's copies draw apart. Not of the version: a group that
-    is asked again draws the same from the same weights.
+    `num_tokens`: response tokens that already exist, so that the turns of a conversation differ. `copy`: how many
+    samples of this identity one call has asked for before, so that a plug-in's copies differ. The version is not part
+    of it: a group that is generated again draws the same from the same weights.
     """
     if sample.group_index < 0 or sample.index < 0:
         raise PluginError(

@@ -1,12 +1,13 @@
-"""A rollout function without an engine: the answers are the labels of the data, to be imitated (--loss-type sft_loss).
+"""A rollout function without an engine: the completions are the labels of the data, to be imitated (--loss-type
+sft_loss).
 
     --loss-type sft_loss --rollout-function-path vime.rollout.sft_rollout.generate_rollout --debug-train-only \\
         --label-key answer --n-samples-per-prompt 1
 
 Without --label-key a record's prompt is a list of chat messages, and every turn of the assistant is imitated.
 
-Everything behind it is the common loop: plan, carrier, trainer, checkpoints. `--debug-train-only` leaves the engines
-out; without it they run, so that evaluation can generate.
+Everything after it is the common loop: plan, queue, trainer, checkpoints. `--debug-train-only` leaves the engines out;
+without it they run, so that evaluation can generate.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from vime.types import DataError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sam
 def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The next `--rollout-batch-size` groups, each answered by its label."""
+    """Return the next `--rollout-batch-size` groups, each completed by its label."""
     if evaluation:
         return vllm_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [sample for group in groups for sample in group]
     for sample in samples:
-        answer_with_label(args, sample, version=rollout_id)
+        complete_with_label(args, sample, version=rollout_id)
     lengths = [sample.response_length for sample in samples]
     return RolloutFnTrainOutput(
         samples=groups,
@@ -36,11 +37,11 @@ def generate_rollout(
     )
 
 
-def answer_with_label(args: Args, sample: Sample, *, version: int) -> None:
-    """Grow the sample by the turns of its conversation, or by its label's tokens and the tokenizer's end of sequence.
+def complete_with_label(args: Args, sample: Sample, *, version: int) -> None:
+    """Extend the sample by the turns of its conversation, or by its label's tokens and the tokenizer's end of sequence.
 
-    No policy sampled them: their log-probabilities are written as 0, and the version is the round's own, so that they
-    are never stale.
+    No policy sampled these tokens: their log-probabilities are written as 0, and the version is the round's own, so
+    that they are never stale.
     """
     if TURNS in sample.metadata:
         for ids, is_trained in turns_of(sample.metadata):
@@ -63,7 +64,7 @@ def answer_with_label(args: Args, sample: Sample, *, version: int) -> None:
     length, limit = len(sample.tokens) + len(tokens), context_limit(args)
     if length > limit:
         raise DataError(
-            f"sample {sample.index}: prompt and answer have {length} tokens and the context is {limit} "
+            f"sample {sample.index}: prompt and completion have {length} tokens and the context is {limit} "
             "(--rollout-max-context-len or the model's limit). Shorten the record or remove it."
         )
     sample.append_response_tokens(tokens, [0.0] * len(tokens), versions=[VersionSpan(version, 0, len(tokens))])

@@ -1,8 +1,8 @@
 """The names that plug-ins written for slime import, provided by Vime: all aliases are in this file.
 
-`install` makes `slime.utils.types` and the other names of `_modules` importable, in front of a slime that may be
-installed: its `Sample` is another class. `dialect_faults` says before anything is imported what a plug-in uses that is
-not here, with the line. Requests in SGLang's format (`post`) go to Vime's engines.
+`install` makes `slime.utils.types` and the other names of `_modules` importable, before a slime that may be installed:
+its `Sample` is another class. `dialect_faults` reports, before anything is imported, what a plug-in uses that Vime does
+not have, with the line. Requests in SGLang's format (`post`) go to Vime's engines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vime.protocols import SamplingParams, import_object
 from vime.rollout import rm_text
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import EngineClient
-from vime.rollout.exchanges import Answer, Record, current_record
+from vime.rollout.exchanges import Completion, Record, current_record
 from vime.rollout.filter_hub import check_reward_nonzero_std
 from vime.rollout.generation import engine_client, generate, train_sampling_params
 from vime.rollout.prompts import context_limit, load_tokenizer
@@ -49,7 +49,7 @@ RENAMED_ARGS = {
     "sglang_router_policy": "vllm_router_policy",
     "sglang_server_concurrency": "vllm_server_concurrency",
 }
-"""Flags that plug-ins read under slime's name."""
+"""Flags that plug-ins read under slime's names."""
 TO_VLLM = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")},
     **{name: name for name in ("repetition_penalty", "frequency_penalty", "presence_penalty", "seed")},
@@ -58,9 +58,9 @@ TO_VLLM = {
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
 }
-"""Sampling parameters of SGLang and what vLLM calls them."""
+"""Sampling parameters of SGLang and their names in vLLM."""
 OF_TEXT = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
-"""Those that decide about the text of an answer alone."""
+"""Those that only change the text of a completion."""
 POST_ATTEMPTS, POST_TIMEOUT_S = 5, 300.0
 UNSUPPORTED_WORDS = {
     "keep_when_insufficient": "a group that the filter rejects is never kept: remove keep_when_insufficient.",
@@ -74,7 +74,7 @@ def install() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes the modules of `_modules`; any other name below `slime` is not there."""
+    """Finds and makes the modules of `_modules`; any other name below `slime` does not exist."""
 
     def find_spec(
         self,
@@ -99,7 +99,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class GenerateState:
-    """What slime's generate functions ask for their tokenizer and limits; one that lives as long as the call."""
+    """The object from which slime's generate functions take tokenizer and limits; one lives as long as the call."""
 
     def __init__(self, args: Args) -> None:
         self.args, self.processor, self.aborted = args, None, False
@@ -109,7 +109,7 @@ class GenerateState:
 
 
 class CallArgs:
-    """The frozen configuration, with attributes that a plug-in sets for itself: they live as long as one call."""
+    """The frozen configuration, with attributes that a plug-in sets for itself; they live as long as one call."""
 
     def __init__(self, args: Args) -> None:
         self.__dict__["_args"] = args
@@ -121,7 +121,7 @@ class CallArgs:
 
 
 def sglang_params(params: Mapping[str, object]) -> dict[str, object]:
-    """Vime's sampling parameters under SGLang's names, as slime hands them to a generate function."""
+    """Return Vime's sampling parameters under SGLang's names, as slime passes them to a generate function."""
     named = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in params.items()}
     of_text = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
     return {"top_k": -1, "stop": None, "stop_token_ids": None, **named, **of_text}
@@ -133,9 +133,9 @@ async def post(
     max_retries: int = POST_ATTEMPTS,
     headers: Mapping[str, str] | None = None,
 ) -> object:
-    """Ask Vime's engines when `url` is the router's /generate, else whoever is there; the answer is read as JSON.
+    """Ask Vime's engines when `url` is the router's /generate, else the server at `url`; the response is read as JSON.
 
-    A request that cannot be asked is a plain error, so that the plug-in's line is in the message."""
+    A request that cannot be sent is a plain error, so that the message contains the plug-in's line."""
     record = current_record()
     if record is not None and url.rstrip("/") == _model_url(record.args):
         return await _ask_engines(record, payload)
@@ -154,11 +154,11 @@ async def post(
                 trouble = response.described()
     finally:
         await session.close()
-    raise RuntimeError(f"post to {url}: no response, the last trouble: {trouble}. Is the service up?")
+    raise RuntimeError(f"post to {url}: no response, the last error: {trouble}. Is the service up?")
 
 
 async def _ask_engines(record: Record, payload: Mapping[str, object]) -> dict[str, object]:
-    """One answer in SGLang's format. Requests that a weight update aborted are asked anew."""
+    """Return one completion in SGLang's format. Requests that a weight update aborted are sent again."""
     args, session = record.args, record.sample.session_id
     tokenizer = load_tokenizer(args.hf_checkpoint)
     prompt = _prompt_ids(tokenizer, payload, record.sample)
@@ -166,33 +166,35 @@ async def _ask_engines(record: Record, payload: Mapping[str, object]) -> dict[st
     asked: dict[str, object] = dict(given) if isinstance(given, Mapping) else {}
     params = _vllm_params(asked)
     params["max_tokens"] = min(params["max_tokens"], context_limit(args) - len(prompt))
-    answer = Answer(token_ids=(), log_probs=(), versions=(), finish_reason="length")
+    completion = Completion(token_ids=(), log_probs=(), versions=(), finish_reason="length")
     if params["max_tokens"] > 0:
-        answer = await _answered(engine_client(args), prompt, params, session)
-    text = tokenizer.decode(list(answer.token_ids), skip_special_tokens=bool(asked.get("skip_special_tokens", True)))
-    said = [[logp, token, None] for logp, token in zip(answer.log_probs, answer.token_ids, strict=True)]
+        completion = await _completed(engine_client(args), prompt, params, session)
+    text = tokenizer.decode(
+        list(completion.token_ids), skip_special_tokens=bool(asked.get("skip_special_tokens", True))
+    )
+    said = [[logp, token, None] for logp, token in zip(completion.log_probs, completion.token_ids, strict=True)]
     meta = {
-        "finish_reason": {"type": answer.finish_reason},
+        "finish_reason": {"type": completion.finish_reason},
         "output_token_logprobs": said,
         "prompt_tokens": len(prompt),
         "completion_tokens": len(said),
         "cached_tokens": 0,
-        "weight_version": str(answer.versions[-1].version) if answer.versions else "0",
+        "weight_version": str(completion.versions[-1].version) if completion.versions else "0",
     }
-    return {"text": str(text), "output_ids": list(answer.token_ids), "meta_info": meta}
+    return {"text": str(text), "output_ids": list(completion.token_ids), "meta_info": meta}
 
 
-async def _answered(client: EngineClient, prompt: list[int], params: SamplingParams, session_id: str) -> Answer:
+async def _completed(client: EngineClient, prompt: list[int], params: SamplingParams, session_id: str) -> Completion:
     while True:
-        answer: Answer
-        (answer,) = await client.generate(prompt, params, session_id=session_id)
-        if answer.finish_reason != "abort" or is_aborting():
-            return answer
+        completion: Completion
+        (completion,) = await client.generate(prompt, params, session_id=session_id)
+        if completion.finish_reason != "abort" or is_aborting():
+            return completion
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, payload: Mapping[str, object], sample: Sample) -> list[int]:
-    """`input_ids` as they are. Of `text` the sample's own tokens when they spell it: encoding it again may cut it into
-    others, and the answer would stand behind tokens that the sample does not have."""
+    """Return `input_ids` as they are. For `text` return the sample's own tokens when they decode to it: encoding it
+    again may give other tokens, and the completion would follow tokens that the sample does not have."""
     ids = payload.get("input_ids")
     if ids is not None:
         return [int(each) for each in cast("Iterable[int]", ids.tolist() if hasattr(ids, "tolist") else ids)]
@@ -208,7 +210,7 @@ def _vllm_params(asked: Mapping[str, object]) -> SamplingParams:
     unknown = sorted(name for name in asked if name not in TO_VLLM and name not in OF_TEXT)
     if unknown:
         raise ValueError(
-            f"a request with the sampling parameters {', '.join(unknown)}, which Vime's engines are not asked with. "
+            f"a request with the sampling parameters {', '.join(unknown)}, which Vime does not send to its engines. "
             f"Expected some of {', '.join(sorted(TO_VLLM))}."
         )
     if "max_new_tokens" not in asked and "max_tokens" not in asked:
@@ -217,11 +219,11 @@ def _vllm_params(asked: Mapping[str, object]) -> SamplingParams:
     top_k = params.get("top_k")
     if isinstance(top_k, int | float) and top_k < 1:
         del params["top_k"]
-    return cast("SamplingParams", {"temperature": 1.0, **params})  # the engine says what is wrong with a value
+    return cast("SamplingParams", {"temperature": 1.0, **params})  # the engine reports what is wrong with a value
 
 
 class Scorers(NamedTuple):
-    """How the run scores a sample, and several."""
+    """The functions with which the run scores one sample, and several."""
 
     one: Callable[[Args, Sample], Awaitable[Reward]]
     several: Callable[[Args, list[Sample]], Awaitable[list[Reward]]]
@@ -231,8 +233,8 @@ _scorers: list[Scorers] = []  # at most one
 
 
 def set_scorers(scorers: Scorers) -> None:
-    """`rm_hub` calls it when it is loaded. It loads plug-ins itself, so this file, which plug-ins are loaded with,
-    cannot import it."""
+    """Set the functions. `rm_hub` calls it when it is imported: it imports plug-ins itself, and plug-ins import this
+    file, so this file cannot import `rm_hub`."""
     _scorers[:] = [scorers]
 
 
@@ -261,7 +263,7 @@ def _gpqa(response: str, label: object, metadata: Mapping[str, object] | None = 
 
 
 class _SingletonMeta(type):
-    """One object of each class in a process."""
+    """Makes one object of each class in a process."""
 
     _made: dict[type, object] = {}  # noqa: RUF012 - shared on purpose
 
@@ -286,7 +288,7 @@ def _model_url(args: Args, _name: str = "", endpoint: str = "/generate") -> str:
 
 @lru_cache(maxsize=1)
 def _modules() -> dict[str, dict[str, object]]:
-    """Module -> what it holds."""
+    """Return module -> its names."""
     filter_types: dict[str, object] = {"DynamicFilterOutput": DynamicFilterOutput}
     return {
         PACKAGE: {},
@@ -326,7 +328,7 @@ def _modules() -> dict[str, dict[str, object]]:
 
 @lru_cache(maxsize=64)
 def speaks_slime(file: str) -> bool:
-    """Whether the source of a plug-in imports anything of slime."""
+    """Return whether the source of a plug-in imports anything of slime."""
     names = [name for node in ast.walk(_parse(Path(file))) for name in _imported(node)]
     return any(name.split(".")[0] == PACKAGE for name in names)
 
@@ -338,7 +340,7 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def dialect_faults(file: Path) -> list[str]:
-    """What this source uses of slime that is not here: `file.py:12: ... instead`, one line each."""
+    """Return what this source uses of slime that Vime does not have: `file.py:12: ... instead`, one line each."""
     tree = _parse(file)
     faults: list[str] = []
     if not speaks_slime(str(file)):
@@ -358,7 +360,7 @@ def dialect_faults(file: Path) -> list[str]:
 
 
 def _parse(file: Path) -> ast.Module:
-    """An empty module for what is no Python: who imports it says why."""
+    """Parse the file; an empty module for what is no Python: importing it then reports why."""
     try:
         return ast.parse(file.read_text())
     except (OSError, SyntaxError, ValueError):
@@ -366,8 +368,8 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """(line, module, name) of everything that is imported from slime when the file is; no name for `import slime.x`.
-    What stands in a `try` that catches its failure, or is for type checkers alone, may be missing."""
+    """Yield (line, module, name) of everything that is imported from slime when the file is; no name for `import
+    slime.x`. Imports in a `try` that catches their failure, or for type checkers only, may be missing."""
     optional = {id(node) for block in ast.walk(tree) if _may_fail(block) for node in ast.walk(block)}
     for node in ast.walk(tree):
         is_optional = id(node) in optional

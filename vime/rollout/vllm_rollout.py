@@ -1,12 +1,13 @@
 """The default rollout function: one round of scored groups, or one evaluation.
 
-A round asks for `over_sampling_batch_size` groups at a time, keeps what the dynamic filter keeps, and stops when
-`rollout_batch_size` groups are kept. Surplus requests are aborted (closing the connection aborts them in the engine);
-their prompts, and those of surplus groups that had finished, go back to the data source as fresh prompts, because an
-answer kept for a later round would be of an older version. With --partial-rollout they go back as they are, each answer
-with its tokens and their versions, and are gone on with first in the next round (`partial.py` says which of them).
+A round asks for `over_sampling_batch_size` groups at a time, keeps those that pass the dynamic filter, and stops when
+`rollout_batch_size` groups are kept. Surplus requests are aborted (closing the connection aborts them in the engine).
+Their prompts, and those of surplus groups that had finished, go back to the data source as fresh prompts, because a
+completion kept for a later round would be of an older version. With --partial-rollout they go back as they are, each
+completion with its tokens and their versions, and are continued first in the next round (`partial.py` decides which of
+them).
 
-Who finishes first decides what is kept. Under --reference-mode it does not matter: groups are looked at in the order in
+The groups that finish first are kept. Under --reference-mode time does not matter: groups are looked at in the order in
 which they were asked for, and a slow one is waited for.
 """
 
@@ -27,7 +28,7 @@ from vime.rollout.generation import close_clients
 from vime.rollout.group_worker import Assignment, GroupWorker
 from vime.rollout.groups import mark_samples, unusable_reason
 from vime.rollout.loops import rollout_loop
-from vime.rollout.metrics import answer_of, completion_metrics, drop_metrics, version_metrics
+from vime.rollout.metrics import completion_metrics, drop_metrics, sample_facts, version_metrics
 from vime.rollout.partial import (
     is_unfinished,
     num_response_tokens,
@@ -53,7 +54,8 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
-"""How much later than the round's own deadline the waiting thread gives up: only when a plug-in blocks the loop."""
+"""How much later than the round's own deadline the waiting thread gives up: happens only when a plug-in blocks the
+loop."""
 
 CLOSE_S = 10.0
 BUFFER_FILTER = "buffer_filter"
@@ -62,7 +64,7 @@ BUFFER_FILTER = "buffer_filter"
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
+    """Run one round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
     work: Coroutine[Any, Any, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
         evaluate_all(args, rollout_id) if evaluation else RoundWorker(args, rollout_id, data_source).round()
     )
@@ -75,7 +77,7 @@ def generate_rollout(
 
 
 def generation_progress() -> str:
-    """One line about the work in hand; empty before the first round. Any thread."""
+    """Return one line about the work in progress; empty before the first round. Any thread."""
     return "" if BOARD.latest is None else str(BOARD.latest)
 
 
@@ -86,10 +88,10 @@ def close_generation() -> None:
 
 
 class RoundWorker(GroupWorker):
-    """The worker of modes off and buffer: prompts of the data source until one round is whole. Used once.
+    """The worker of modes off and buffer: takes prompts from the data source until one round is complete. Used once.
 
-    `kept` has the groups of the round when `round` returns. Under --reference-mode groups are judged in the order in
-    which they were asked for: what is kept, and when more are asked for, must not depend on time.
+    `kept` has the groups of the round when `round` returns. Under --reference-mode the worker decides about groups in
+    the order in which they were asked for: what is kept, and when more are asked for, must not depend on time.
     """
 
     def __init__(self, args: Any, rollout_id: int, source: DataSource) -> None:
@@ -99,9 +101,10 @@ class RoundWorker(GroupWorker):
         self.kept: list[list[Sample]] = []
         self._surplus: list[list[Sample]] = []  # groups that go back to the data source
         self._num_finished_surplus, self._num_asked = 0, 0
-        self._unjudged: dict[Task, Assignment] = {}  # in the order in which they were asked for
-        self._judged = asyncio.Condition()
-        self._generated: set[Task] = set()  # of `_unjudged`
+        self._pending: dict[Task, Assignment] = {}  # in the order in which they were asked for
+        self._asked: list[Assignment] = []  # the last of `_pending`, until `take` gives them out
+        self._decided = asyncio.Condition()
+        self._generated: set[Task] = set()  # of `_pending`
         self._oldest = oldest_allowed(args, rollout_id)
         self._started = time.monotonic()
 
@@ -110,7 +113,7 @@ class RoundWorker(GroupWorker):
         return len(self.kept) == self._wanted
 
     async def round(self) -> RolloutFnTrainOutput:
-        """Waits for: generation and rewards, --rollout-timeout-secs in all, then WaitTimeoutError."""
+        """Run the round. Waits for: generation and rewards, --rollout-timeout-secs in all, then WaitTimeoutError."""
         args = self._args
         try:
             with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=args.rollout_timeout_secs):
@@ -118,11 +121,11 @@ class RoundWorker(GroupWorker):
                     await self.run()
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._unjudged)} in "
+                f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._pending)} in "
                 f"flight, dropped {dict(self.stats.dropped)}",
                 args.rollout_timeout_secs,
                 "vLLM engines and reward function",
-                "Raise --rollout-timeout-secs, shorten answers, or relax the filter.",
+                "Raise --rollout-timeout-secs, shorten completions, or relax the filter.",
             ) from error
         if self._surplus:
             self._source.add_samples(sorted(self._surplus, key=lambda group: group[0].group_index))
@@ -131,17 +134,36 @@ class RoundWorker(GroupWorker):
         return RolloutFnTrainOutput(samples=self.kept, metrics=self._metrics())
 
     async def take(self) -> list[Assignment]:
-        """Waits for: a group that is judged. Nothing once the round is whole."""
-        while not self.is_whole:
-            self._post_progress()
-            if len(self.kept) + len(self._unjudged) < self._wanted:
-                return self._ask()
-            async with self._judged:
-                await self._judged.wait()
+        """Waits for: a group to be kept or dropped. Returns nothing once the round is complete."""
+        if not self._num_asked:
+            self._ask()
         self._post_progress()
-        return []
+        async with self._decided:
+            await self._decided.wait_for(lambda: self.is_whole or self._asked)
+        asked, self._asked = self._asked, []
+        return asked
 
-    def _ask(self) -> list[Assignment]:
+    def _ask(self) -> None:
+        """Ask for prompts until as many groups as are missing are under way. A source that has none for the moment is
+        asked again when the next group is judged."""
+        while len(self.kept) + len(self._pending) < self._wanted:
+            groups = self._drawn()
+            if not groups and self._pending:
+                return
+            if not groups:
+                raise DataError(
+                    f"round {self._rollout_id}: the data source is exhausted with {len(self.kept)} of {self._wanted} "
+                    f"groups kept, dropped {dict(self.stats.dropped)}. Give more prompts or relax the filter."
+                )
+            for group in groups:
+                if not group:
+                    raise DataError(f"round {self._rollout_id}: the data source returned an empty group.")
+                task = Task(partition="", group=group[0].group_index, attempt=self._num_asked)
+                self._num_asked += 1
+                self._pending[task] = Assignment(task=task, prompts=group, serving=self._rollout_id)
+                self._asked.append(self._pending[task])
+
+    def _drawn(self) -> list[list[Sample]]:
         wanted = self._args.over_sampling_batch_size or self._wanted
         with calling_plugin(f"--data-source-path {self._args.data_source_path}", self._source.get_samples):
             groups = self._source.get_samples(wanted)
@@ -149,23 +171,10 @@ class RoundWorker(GroupWorker):
             for left_out in self._source.take_dropped():
                 self.stats.dropped[BUFFER_FILTER] += 1
                 RECORDER.note_dropped(left_out[0].group_index, BUFFER_FILTER, left_out)
-        if not groups and not self._unjudged:
-            raise DataError(
-                f"round {self._rollout_id}: the data source is exhausted with {len(self.kept)} of {self._wanted} "
-                f"groups kept, dropped {dict(self.stats.dropped)}. Give more prompts or relax the filter."
-            )
-        assignments = []
-        for group in groups:
-            if not group:
-                raise DataError(f"round {self._rollout_id}: the data source answered an empty group.")
-            task = Task(partition="", group=group[0].group_index, attempt=self._num_asked)
-            self._num_asked += 1
-            self._unjudged[task] = Assignment(task=task, prompts=group, serving=self._rollout_id)
-            assignments.append(self._unjudged[task])
-        return assignments
+        return groups
 
     async def resume(self, assignment: Assignment) -> list[Sample]:
-        """What to go on with of a group that was cut; a copy of its prompts, which may have to go back."""
+        """Return an aborted group as it is to be continued; a copy of its prompts, which may have to go back."""
         args, group = self._args, copy.deepcopy(assignment.prompts)
         if num_response_tokens(group):
             group_at = getattr(self._source, "group_at", None)
@@ -178,26 +187,28 @@ class RoundWorker(GroupWorker):
         return group
 
     async def finish(self, assignment: Assignment, samples: list[Sample]) -> None:
-        """Judge the group, in reference mode after those before it; a whole round gives it back instead."""
+        """Decide about the group, in reference mode after those before it; give it back if the round is complete."""
         self._generated.add(assignment.task)
-        async with self._judged:
+        async with self._decided:
             if self._args.reference_mode:
-                await self._judged.wait_for(lambda: self.is_whole or next(iter(self._unjudged)) == assignment.task)
+                await self._decided.wait_for(lambda: self.is_whole or next(iter(self._pending)) == assignment.task)
             for sample in samples:
                 sample.rollout_id = self._rollout_id
             if self.is_whole:
                 await self.give_back(assignment, samples, "surplus")
             else:
                 await super().finish(assignment, samples)
-            del self._unjudged[assignment.task]
-            self._judged.notify_all()
+            del self._pending[assignment.task]
+            self._ask()  # before another group is judged: a filter and a data source may share state
+            self._post_progress()
+            self._decided.notify_all()
 
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:  # noqa: ARG002
         self.kept.append(samples)
 
     async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
-        """To the data source: as it is with --partial-rollout, else as prompts. What a generate function left
-        unfinished is dropped then: it would be so again."""
+        """Give it to the data source: as it is with --partial-rollout, otherwise as prompts. Without the flag a group
+        that a generate function left unfinished is dropped: it would be unfinished again."""
         args = self._args
         if not self.is_whole and not args.partial_rollout:
             await self.drop(assignment, samples, unusable_reason(samples) or reason)
@@ -217,7 +228,7 @@ class RoundWorker(GroupWorker):
         return self._oldest
 
     async def end(self) -> None:
-        """The round is whole: what is under way goes back, with --partial-rollout with its tokens."""
+        """The round is complete: give back what is in progress, with --partial-rollout with its tokens."""
         if self._args.partial_rollout:
             await self._abort_scope.end(list(self._running.values()))
         left = list(self._running.values())
@@ -225,11 +236,11 @@ class RoundWorker(GroupWorker):
             work.cancel()
         if left:
             await asyncio.wait(left)
-        self._num_finished_surplus += len(self._generated & self._unjudged.keys())
-        self._surplus += [assignment.prompts for assignment in self._unjudged.values()]
+        self._num_finished_surplus += len(self._generated & self._pending.keys())
+        self._surplus += [assignment.prompts for assignment in self._pending.values()]
 
     def _metrics(self) -> dict[str, float]:
-        kept = [answer_of(self._args, sample) for group in self.kept for sample in group]
+        kept = [sample_facts(self._args, sample) for group in self.kept for sample in group]
         everyone = self.stats.rewards
         return {
             **completion_metrics(kept, "rollout"),
@@ -239,7 +250,7 @@ class RoundWorker(GroupWorker):
             "rollout/num_groups": float(len(self.kept)),
             "rollout/surplus_groups": float(self._num_finished_surplus),
             "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
-            "rollout/removed_samples": float(sum(answer.is_removed for answer in kept)),
+            "rollout/removed_samples": float(sum(completion.is_removed for completion in kept)),
             **(self.stats.partial.metrics() if self._args.partial_rollout else {}),
         }
 
@@ -249,7 +260,7 @@ class RoundWorker(GroupWorker):
                 name=f"round {self._rollout_id}",
                 kept_groups=len(self.kept),
                 wanted_groups=self._wanted,
-                in_flight_groups=len(self._unjudged),
+                in_flight_groups=len(self._pending),
                 dropped_groups=sum(self.stats.dropped.values()),
                 response_tokens=self.stats.response_tokens,
                 elapsed_s=time.monotonic() - self._started,

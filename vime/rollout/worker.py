@@ -1,12 +1,12 @@
-"""A rollout worker of mode `streaming`: prompt after prompt, from a slot of the ledger to a committed group.
+"""A rollout worker of mode `streaming`: it takes prompts from the ledger and commits finished groups.
 
-It generates, scores, filters, stores and commits beside the trainer, also while weights move, and is bounded by the
-ledger's slots alone: a slot comes free when a group is dropped, or when the engines confirmed the weights of the round
-that trained it. What ends with an error (a reward that raises, an engine that is gone) ends the worker; whoever waits
-for a round raises it.
+It generates, scores, filters, stores and commits while the trainer works, also during weight updates. Only the ledger's
+slots limit it: a slot becomes free when a group is dropped, or when the engines have confirmed the weights of the round
+that trained it. An error (a reward that raises, a lost engine) ends the worker; the process that waits for a round
+raises it.
 
-With --partial-rollout a group that is aborted, or under way when the worker stops, goes into the spool as it is; the
-ledger issues it before any new prompt, also after a restart, and it is gone on with behind its last tokens.
+With --partial-rollout a group that is aborted, or in progress when the worker stops, is stored in the spool as it is.
+The ledger issues it before any new prompt, also after a restart, and generation continues after its last tokens.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ logger = logging.getLogger(__name__)
 STOP_S = 10.0
 SHARE_S = 1.0
 NEWS_S = 30.0
-"""How long one wait for news of the ledger lasts; then it is asked again, with nothing lost in between."""
+"""How long one wait for a change of the ledger lasts; then it is repeated. No change is missed in between."""
 
 
 class PromptsByNumber(Protocol):
-    """A data source that knows every group by its number, so that a restart can answer a prompt again."""
+    """A data source that returns any group by its number, so that a prompt can be generated again after a restart."""
 
     def group_at(self, group_index: int) -> list[Sample]: ...
 
 
 class RolloutWorker(GroupWorker):
-    """Consumes prompts that the ledger issues, each in a task of its own; waits for slots, engines, rewards and room;
-    unblocked by the ledger's news. `GroupWriter` stores what is finished."""
+    """Consumes prompts that the ledger issues, each in a task of its own; waits for slots, engines, rewards and queue
+    capacity; unblocked by changes of the ledger. `GroupWriter` stores finished groups."""
 
     def __init__(
         self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore, name: str | None = None
@@ -75,22 +75,22 @@ class RolloutWorker(GroupWorker):
         self._has_capacity = any(bound is not None for bound in bounds)
         self._future: Future[None] | None = None
         self._num_slots = (args.transferqueue_max_staleness + 1) * args.rollout_batch_size
-        self._most = self._num_slots  # prompts under way here
-        self._ended = asyncio.Event()  # a prompt that was under way
-        self.waits_for = ""  # of the loop that takes prompts; empty when it does not wait
+        self._max_running = self._num_slots  # prompts in progress here
+        self._ended = asyncio.Event()  # set when a prompt that was in progress has ended
+        self.waits_for = ""  # what the loop that takes prompts waits for; empty when it does not wait
 
     def start(self) -> None:
-        """Begin. The engines must have confirmed the weights: the first prompts are sent at once."""
+        """Start. The engines must have confirmed the weights: the first prompts are sent at once."""
         self._future = rollout_loop().submit(self.run())
 
     def share(self, num_workers: int) -> None:
-        """So many workers take prompts: none takes more than its share of the slots. Any thread."""
-        self._most = -(-self._num_slots // num_workers)
+        """Set the number of workers that take prompts: each takes at most its share of the slots. Any thread."""
+        self._max_running = -(-self._num_slots // num_workers)
 
     def stop(self) -> None:
-        """End at once; prompts in flight stay the ledger's and are issued again. Calling it again does nothing.
+        """End at once. Prompts in progress stay in the ledger and are issued again. Calling it again does nothing.
 
-        With --partial-rollout their tokens are kept first, as far as the engines still answer.
+        With --partial-rollout their tokens are stored first, as far as the engines still respond.
         """
         loop = rollout_loop()
         if self._future is not None:
@@ -104,7 +104,7 @@ class RolloutWorker(GroupWorker):
         self._writer.close()
 
     def raise_if_failed(self) -> None:
-        """Raise what ended the worker."""
+        """Raise the error that ended the worker, if it has ended."""
         if self._future is not None and self._future.done():
             try:
                 self._future.result()
@@ -113,7 +113,7 @@ class RolloutWorker(GroupWorker):
             raise HandoffError("the rollout worker ended although rounds are left to train.")
 
     def take_stats(self) -> WorkerStats:
-        """What happened since the last call. Any thread."""
+        """Return the counts since the last call. Any thread."""
         taken, self.stats = self.stats, WorkerStats()
         return taken
 
@@ -121,19 +121,19 @@ class RolloutWorker(GroupWorker):
         return producer == self.name
 
     def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
-        """The answers of finished groups, whoever generated them."""
+        """Return the completions of finished groups, whichever worker generated them."""
         return [self._store.samples(group.task, group.checksum) for group in groups]
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
-        """Put into the queue again what an earlier life of the run stored."""
+        """Put into the queue again what this run stored before it was restarted."""
         self._store.restore(groups)
 
     def release(self, tasks: Sequence[Task]) -> None:
-        """Nobody asks for the samples of these groups any more."""
+        """Free these groups' samples: they will not be asked for again."""
         self._store.release(tasks)
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
-        """Drop from the spool what no restart can need; the bytes freed."""
+        """Delete from the spool what no restart can need; return the bytes freed."""
         return self._store.compact(needed)
 
     @property
@@ -152,13 +152,14 @@ class RolloutWorker(GroupWorker):
 
     async def take(self) -> list[Assignment]:
         """Waits for: slots, and for this worker's share of them. Unblocked by: a group that ends, or the driver, which
-        releases those of a round. Nothing when the worker stops: what it gives back is for others."""
+        releases the slots of a round. Returns nothing when the worker stops: what it gives back is for other
+        workers."""
         seen = -1
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while not self._abort_scope.is_set:
-                wanted = min(self._args.over_sampling_batch_size, self._most - len(self._running))
+                wanted = min(self._args.over_sampling_batch_size, self._max_running - len(self._running))
                 if wanted < 1:
-                    await self._wait_for_an_end()
+                    await self._wait_until_one_ends()
                     continue
                 grant: PromptGrant = await self._ledger.call_async(
                     PromptLedger.issue, self.name, wanted, request=uuid.uuid4().hex
@@ -174,15 +175,16 @@ class RolloutWorker(GroupWorker):
         prompts = self._source.group_at(issued.task.group)
         return Assignment(task=issued.task, prompts=prompts, serving=serving, partial=issued.partial)
 
-    async def _wait_for_an_end(self) -> None:
-        """Of a prompt that is under way here; or for a larger share, which is looked at now and then."""
+    async def _wait_until_one_ends(self) -> None:
+        """Wait until a prompt in progress here ends; or SHARE_S, because the worker's share may have grown."""
         self._ended.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHARE_S):
                 await self._ended.wait()
 
     async def watch(self) -> None:
-        """Keep what this worker works on; give up what the ledger gave to others. Waits for: the clock."""
+        """Renew the leases of this worker's groups; cancel those that the ledger gave to another worker. Waits for: the
+        clock."""
         while True:
             await asyncio.sleep(self._args.transferqueue_lease_timeout_secs / 3)
             trusted = await self._ledger.call_async(PromptLedger.heartbeat, self.name)
@@ -191,7 +193,7 @@ class RolloutWorker(GroupWorker):
                     work.cancel(f"group {task} was given to another attempt")
 
     async def produce(self, assignment: Assignment) -> None:
-        """One prompt to its end: committed, dropped, or given back. A group that comes too late is thrown away."""
+        """Run one prompt until it is committed, dropped or given back. A group that finishes too late is deleted."""
         task = assignment.task
         try:
             with self._writer.expecting(task):
@@ -203,7 +205,7 @@ class RolloutWorker(GroupWorker):
             await self._writer.run(self._store.forget_attempt, task)
 
     async def resume(self, assignment: Assignment) -> list[Sample]:
-        """The group as an earlier attempt left it in the spool, or its prompts."""
+        """Return the group as an earlier attempt left it in the spool, or its prompts."""
         args, fresh = self._args, assignment.prompts
         if assignment.partial is None or not args.partial_rollout:
             return fresh
@@ -223,7 +225,7 @@ class RolloutWorker(GroupWorker):
         await self._ledger.call_async(PromptLedger.drop, assignment.task, reason)
 
     async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
-        """The group goes to those that are issued first, with --partial-rollout with what it has."""
+        """Put the group among those that are issued first; with --partial-rollout with the tokens that it has."""
         stats, checksum, task = self.stats, None, assignment.task
         may_keep = self._args.partial_rollout and reason != MIXED
         num_tokens = num_response_tokens(samples) if may_keep else 0
@@ -237,7 +239,7 @@ class RolloutWorker(GroupWorker):
             await self._ledger.call_async(PromptLedger.retry, task, reason, partial=checksum)
 
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
-        """Store and commit it."""
+        """Store and commit the group."""
         task, stats = assignment.task, self.stats
         for sample in samples:
             sample.attempt = task.attempt
@@ -246,37 +248,37 @@ class RolloutWorker(GroupWorker):
         num_tokens = sum(len(sample.tokens) for sample in samples)
         if self._has_capacity:
             with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
-                await self._wait_for_room(task, num_tokens, len(group.record))
+                await self._wait_for_capacity(task, num_tokens, len(group.record))
         failpoint(Point.SPOOL)
         payload = payload_of(group, samples)
         with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
             stats.put_times_s.append(await self._writer.put(task, group, payload))
         stats.committed_groups += 1
 
-    async def _wait_for_room(self, task: Task, num_tokens: int, num_bytes: int) -> None:
-        """Waits for: room under --transferqueue-max-groups, -tokens, -bytes. Unblocked by: a trained round."""
+    async def _wait_for_capacity(self, task: Task, num_tokens: int, num_bytes: int) -> None:
+        """Waits for: capacity under --transferqueue-max-groups, -tokens, -bytes. Unblocked by: a trained round."""
         limit_s = self._args.rollout_timeout_secs
         ends, seen = time.monotonic() + limit_s, -1
         while True:
-            answer: Admission = await self._ledger.call_async(
+            admission: Admission = await self._ledger.call_async(
                 PromptLedger.admit, task, num_tokens=num_tokens, num_bytes=num_bytes
             )
-            if answer.granted:
+            if admission.granted:
                 return
             left = ends - time.monotonic()
             if left <= 0:
-                raise WaitTimeoutError(f"group {task}: {answer.waits_for}", limit_s, "trainer", "Raise the bound.")
+                raise WaitTimeoutError(f"group {task}: {admission.waits_for}", limit_s, "trainer", "Raise the bound.")
             seen = await self._ledger.wait_for_news_async(seen, min(left, NEWS_S))
 
 
 def payload_of(group: EncodedGroup, samples: Sequence[Sample]) -> Payload:
-    """What the ledger keeps of a group; its checksum is the writer's. The content is hashed from the samples, not from
-    the bytes that were made of them."""
+    """Return what the ledger keeps of a group; the writer sets the checksum. The content hash is made from the samples,
+    not from the bytes that they were packed into."""
     rows = group.facts.rows
     is_trained = rows["num_trainable"] > 0
     if (rows["newest_version"] < 0).any():
         raise HandoffError(
-            f"group {group.facts.group_index}: no token carries a policy version. A generate function grows answers "
+            f"group {group.facts.group_index}: no token carries a policy version. A generate function extends samples "
             "with Sample.append_response_tokens(..., versions=...)."
         )
     return Payload(
@@ -292,7 +294,7 @@ def payload_of(group: EncodedGroup, samples: Sequence[Sample]) -> Payload:
 
 
 def worker_name(number: int) -> str:
-    """Of worker `number` in this process; no other life of the run has it."""
+    """Return a name of worker `number` in this process that no other start of the run has."""
     return f"rollout-worker-{number}.{os.getpid()}.{uuid.uuid4().hex[:6]}"
 
 

@@ -185,7 +185,7 @@ class TestFailures:
     def test_a_lasting_fault_ends_after_eight_attempts_and_shows_the_last_answer(self, ask):
         with (
             ScriptedEngine(lambda _: Failure(503, "no worker")) as engine,
-            pytest.raises(EngineError, match=r"no answer after 8 attempts, the last: HTTP 503: no worker"),
+            pytest.raises(EngineError, match=r"no response after 8 attempts, the last: HTTP 503: no worker"),
         ):
             ask(engine, [prompt()])
         assert len(engine.requests) == 8
@@ -201,13 +201,13 @@ class TestFailures:
     def test_nobody_listening_is_an_engine_error(self, ask):
         with ScriptedEngine(lambda _: Hang()) as engine:
             pass  # closed: the port is free again
-        with pytest.raises(EngineError, match="no answer after 8 attempts, the last: ConnectionRefusedError"):
+        with pytest.raises(EngineError, match="no response after 8 attempts, the last: ConnectionRefusedError"):
             ask(engine, [prompt()])
 
     def test_an_engine_that_never_answers_meets_the_deadline(self, ask):
         with (
             ScriptedEngine(lambda _: Hang()) as engine,
-            pytest.raises(WaitTimeoutError, match=r"waited 0\.3 s for 1 answers to a prompt of 2 tokens"),
+            pytest.raises(WaitTimeoutError, match=r"waited 0\.3 s for 1 completions of a prompt of 2 tokens"),
         ):
             ask(engine, [prompt()], "--generate-timeout-secs", 0.3)
 
@@ -285,7 +285,7 @@ class TestHalt:
         async def run():
             client = EngineClient(f"http://127.0.0.1:{engine.port}", max_in_flight=1, timeout_s=20)
             halt = AbortScope()
-            halt.govern()
+            halt.activate()
             task = asyncio.create_task(work(client))
             await asyncio.to_thread(engine.num_held.acquire)
             await halt.end([task])

@@ -180,7 +180,7 @@ def plugin_file(tmp_path):
     ("text", "message"),
     [
         ("def keep(args, samples): raise KeyError('x')", r"raised KeyError: 'x' \(at .*It was given a group of 2"),
-        ("def keep(args, samples): return 1", "answered int, expected bool"),
+        ("def keep(args, samples): return 1", "returned int, expected bool"),
     ],
 )
 def test_a_faulty_filter_ends_the_round_and_is_named(play, plugin_file, text, message):
@@ -193,12 +193,12 @@ def test_a_faulty_filter_ends_the_round_and_is_named(play, plugin_file, text, me
     [
         ("async def custom(args, sample, **kwargs): return math.nan", r"custom, sample \d: got nan, expected a finite"),
         ("async def custom(args, sample): 1 / 0", r"custom, sample \d: raised ZeroDivisionError"),
-        ("def custom(args, sample): time.sleep(60)", r"custom, sample \d: no answer in 0.2 s"),
+        ("def custom(args, sample): time.sleep(60)", r"custom, sample \d: did not return within 0.2 s"),
         ("async def custom(args, sample): return 'good'", r"custom, sample \d: got str 'good'"),
     ],
 )
 def test_a_faulty_reward_function_ends_the_round_and_is_named(play, plugin_file, text, message):
-    limit_s = 0.2 if "no answer" in message else 60
+    limit_s = 0.2 if "did not return" in message else 60
     with ScriptedEngine(echo_first_sample) as engine, pytest.raises(RewardError, match=message):
         play(engine, "--custom-rm-path", f"{plugin_file(text)}:custom", "--rm-timeout-secs", limit_s)
 
@@ -220,8 +220,8 @@ def test_a_custom_generate_function_may_fan_out_and_set_rewards(play, plugin_fil
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return None", "answered NoneType, expected a Sample"),
-        ("return []", "answered an empty list"),
+        ("return None", "returned NoneType, expected a Sample"),
+        ("return []", "returned an empty list"),
         ("return sample", "status is still pending"),
         ("raise ValueError('no')", "raised ValueError: no"),
     ],

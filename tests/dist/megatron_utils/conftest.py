@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.algorithm_cases import algorithm_cases
 from tests.helpers.megatron_cases import KINDS
 from tests.helpers.megatron_models import make_model
-from tests.helpers.megatron_worker import Answers, answers_of
-from tests.helpers.ppo_cases import ppo_cases
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +28,3 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where cases write checkpoints and models."""
     return tmp_path_factory.mktemp("megatron-work")
-
-
-@pytest.fixture(scope="session")
-def algorithms(models: Path, work: Path) -> Answers:
-    """Of the algorithms' cases, with and without a critic."""
-    return answers_of([*algorithm_cases(models), *ppo_cases(models, work)], directory=work / "launch-algorithms")

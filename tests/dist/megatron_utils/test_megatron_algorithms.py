@@ -9,14 +9,22 @@ import pytest
 import torch
 
 from tests.helpers import reference_algorithms, reference_policy
-from tests.helpers.algorithm_cases import LAYOUTS, ROUND, stale_plan, stale_rows
-from tests.helpers.megatron_worker import Answers
+from tests.helpers.algorithm_cases import LAYOUTS, ROUND, algorithm_cases, is_for_the_night, stale_plan, stale_rows
+from tests.helpers.megatron_worker import Answers, answers_of
+from tests.helpers.nightly import is_night
 from tests.helpers.reference_algorithms import RECIPES
 from tests.helpers.reference_ppo import Critic
 
 RELATIVE = 1e-5  # loss and gradient norm, fp32
 ABSOLUTE = 1e-6  # sums of terms near 1 that cancel
 WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
+
+
+@pytest.fixture(scope="module")
+def algorithms(models: Path, work: Path, request: pytest.FixtureRequest) -> Answers:
+    return answers_of(
+        algorithm_cases(models, is_night=is_night(request, Path(__file__))), directory=work / "launch-algorithms"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -44,8 +52,15 @@ def test_a_round_equals_plain_torch(algorithms: Answers, models: Path, recipe: s
             torch.testing.assert_close(tensor, state[name], rtol=0, atol=WEIGHT, msg=name)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=[pytest.mark.nightly] * is_for_the_night(recipe, layout))
+        for recipe in RECIPES
+        for layout in LAYOUTS
+        if layout != "single"
+    ],
+)
 def test_a_layout_or_packing_changes_no_metric_and_no_weight(algorithms: Answers, recipe: str, layout: str) -> None:
     [single] = algorithms(f"{recipe}-single")
     ranks = algorithms(f"{recipe}-{layout}")

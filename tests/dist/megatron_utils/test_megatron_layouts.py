@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tests.helpers import reference_policy as reference
 from tests.helpers.megatron_cases import (
     CHUNK_LAYOUTS,
+    FOR_THE_NIGHT,
     LAYOUTS,
     MOE_LAYOUTS,
     ONEDNN_LAYOUTS,
@@ -21,6 +23,7 @@ from tests.helpers.megatron_cases import (
 )
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import Answers, answers_of
+from tests.helpers.nightly import is_night
 
 RELATIVE = 1e-5  # loss and gradient norm, fp32
 ABSOLUTE = 1e-6  # losses and differences are sums of terms near 1 that cancel
@@ -28,8 +31,10 @@ WEIGHT = 2e-6  # absolute; one step moves a weight by up to 1e-3
 
 
 @pytest.fixture(scope="module")
-def answers(models: Path, work: Path) -> Answers:
-    return answers_of(layout_cases(models), directory=work / "launch-layouts")
+def answers(models: Path, work: Path, request: pytest.FixtureRequest) -> Answers:
+    return answers_of(
+        layout_cases(models, is_night=is_night(request, Path(__file__))), directory=work / "launch-layouts"
+    )
 
 
 def assert_trained_alike(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -52,7 +57,11 @@ SINGLE = {
 }
 
 
-@pytest.mark.parametrize("case", SINGLE)
+def by_night(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(case, marks=[pytest.mark.nightly] * (case in FOR_THE_NIGHT)) for case in cases]
+
+
+@pytest.mark.parametrize("case", by_night(SINGLE))
 def test_layout_gives_the_loss_norm_and_weights_of_one_process(answers: Answers, case: str) -> None:
     [single] = answers(SINGLE[case])
     ranks = answers(case)
@@ -62,10 +71,10 @@ def test_layout_gives_the_loss_norm_and_weights_of_one_process(answers: Answers,
         assert rank["hash"] == ranks[0]["hash"]
 
 
-@pytest.mark.parametrize("layout", [*TIED_LAYOUTS, *TIED_MOE_LAYOUTS])
-def test_tied_embedding_on_two_stages_trains_like_one_process(answers: Answers, layout: str) -> None:
-    [single] = answers("grpo-moe-tied-single" if layout in TIED_MOE_LAYOUTS else "grpo-tied-single")
-    for rank in answers(f"grpo-{layout}"):
+@pytest.mark.parametrize("case", by_night(f"grpo-{layout}" for layout in [*TIED_LAYOUTS, *TIED_MOE_LAYOUTS]))
+def test_tied_embedding_on_two_stages_trains_like_one_process(answers: Answers, case: str) -> None:
+    [single] = answers("grpo-moe-tied-single" if "moe" in case else "grpo-tied-single")
+    for rank in answers(case):
         assert_trained_alike(rank, single)
 
 

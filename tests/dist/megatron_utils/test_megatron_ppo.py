@@ -10,15 +10,20 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.megatron_models import make_rows
-from tests.helpers.megatron_worker import Answers
-from tests.helpers.ppo_cases import LAYOUTS, WARM_UP
+from tests.helpers.megatron_worker import Answers, answers_of
+from tests.helpers.ppo_cases import LAYOUTS, WARM_UP, ppo_cases
 from tests.helpers.reference_ppo import Critic
 
 RELATIVE, ABSOLUTE, WEIGHT = 1e-5, 1e-6, 2e-6  # as in test_megatron_algorithms.py
 
 
-def test_values_are_those_of_the_models_reward_head_and_zero_without_one(algorithms: Answers, models: Path) -> None:
-    [single], [headless] = algorithms("critic-single"), algorithms("critic-moe-single")
+@pytest.fixture(scope="module")
+def critics(models: Path, work: Path) -> Answers:
+    return answers_of(ppo_cases(models, work), directory=work / "launch-critics")
+
+
+def test_values_are_those_of_the_models_reward_head_and_zero_without_one(critics: Answers, models: Path) -> None:
+    [single], [headless] = critics("critic-single"), critics("critic-moe-single")
     with torch.no_grad():
         expected_R = Critic(models / "critic")(make_rows()[0])
     torch.testing.assert_close(single["values"][0], expected_R, rtol=0, atol=2e-6)
@@ -31,8 +36,8 @@ def test_values_are_those_of_the_models_reward_head_and_zero_without_one(algorit
 @pytest.mark.parametrize(
     ("one", "other"), [("single", name) for name in LAYOUTS if name != "bf16"] + [("moe-single", "moe-ep2")]
 )
-def test_two_rounds_with_a_critic_are_the_same_in_another_layout(algorithms: Answers, one: str, other: str) -> None:
-    [single], ranks = algorithms(f"critic-{one}"), algorithms(f"critic-{other}")
+def test_two_rounds_with_a_critic_are_the_same_in_another_layout(critics: Answers, one: str, other: str) -> None:
+    [single], ranks = critics(f"critic-{one}"), critics(f"critic-{other}")
     assert len(ranks) == 2
     for rank in ranks:
         for expected, metrics in zip(single["metrics"], rank["metrics"], strict=True):
@@ -42,15 +47,15 @@ def test_two_rounds_with_a_critic_are_the_same_in_another_layout(algorithms: Ans
             torch.testing.assert_close(rank["critic"][name], tensor, rtol=0, atol=WEIGHT, msg=name)
 
 
-def test_a_bfloat16_critic_answers_in_float32_and_learns_the_same_way(algorithms: Answers) -> None:
-    [single], [rough] = algorithms("critic-single"), algorithms("critic-bf16")
+def test_a_bfloat16_critic_answers_in_float32_and_learns_the_same_way(critics: Answers) -> None:
+    [single], [rough] = critics("critic-single"), critics("critic-bf16")
     assert rough["values"][0].dtype == torch.float32
     for expected, metrics in zip(single["metrics"], rough["metrics"], strict=True):
         assert metrics["train/value_loss"] == pytest.approx(expected["train/value_loss"], rel=0.1)
 
 
-def test_the_policy_stays_while_the_critic_warms_up_alone(algorithms: Answers) -> None:
-    [alone] = algorithms("critic-alone")
+def test_the_policy_stays_while_the_critic_warms_up_alone(critics: Answers) -> None:
+    [alone] = critics("critic-alone")
     assert len(set(alone["hashes"][: WARM_UP + 1])) == 1
     assert alone["hashes"][WARM_UP + 1] != alone["hashes"][WARM_UP]
     losses = [metrics["train/value_loss"] for metrics in alone["metrics"]]
@@ -60,8 +65,8 @@ def test_the_policy_stays_while_the_critic_warms_up_alone(algorithms: Answers) -
         assert metrics["train/num_samples"] == 8
 
 
-def test_the_rate_of_the_policy_waits_for_its_own_first_step(algorithms: Answers) -> None:
-    [alone] = algorithms("critic-alone")
+def test_the_rate_of_the_policy_waits_for_its_own_first_step(critics: Answers) -> None:
+    [alone] = critics("critic-alone")
     # 8 steps of the run, linear decay to 0; the last step of each round, 2 steps a round.
     # Critic: peak 2e-3, warm-up 2 steps, so step 1 has 1/2 of the peak, and step s >= 2 has (8 - s) / 6
     rates = [metrics["train/critic_lr"] for metrics in alone["metrics"]]
@@ -70,17 +75,17 @@ def test_the_rate_of_the_policy_waits_for_its_own_first_step(algorithms: Answers
     assert alone["metrics"][WARM_UP]["train/lr"] == pytest.approx(1e-3)
 
 
-def test_a_critic_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(algorithms: Answers) -> None:
-    for rank in algorithms("critic-resume-dp2-distributed"):  # both models written in the background
+def test_a_critic_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(critics: Answers) -> None:
+    for rank in critics("critic-resume-dp2-distributed"):  # both models written in the background
         assert rank["resumed"]["metrics"] == rank["never_stopped"]["metrics"]
         assert rank["resumed"]["hash"] == rank["never_stopped"]["hash"]
         for name, tensor in rank["never_stopped"]["critic"].items():
             assert torch.equal(rank["resumed"]["critic"][name], tensor), name
 
 
-def test_a_critics_checkpoint_loads_in_another_layout(algorithms: Answers, models: Path) -> None:
+def test_a_critics_checkpoint_loads_in_another_layout(critics: Answers, models: Path) -> None:
     before = load_file(models / "critic" / "model.safetensors")
-    for rank in algorithms("critic-resume-tp2-as-pp2"):
+    for rank in critics("critic-resume-tp2-as-pp2"):
         resumed, expected = rank["resumed"], rank["never_stopped"]
         assert resumed["metrics"] == pytest.approx(expected["metrics"], rel=RELATIVE, abs=ABSOLUTE)
         for name, tensor in expected["critic"].items():
@@ -88,8 +93,8 @@ def test_a_critics_checkpoint_loads_in_another_layout(algorithms: Answers, model
             assert not torch.equal(tensor, before[name]), name
 
 
-def test_a_checkpoint_without_a_critic_is_refused(algorithms: Answers) -> None:
-    [rank] = algorithms("critic-missing")
+def test_a_checkpoint_without_a_critic_is_refused(critics: Answers) -> None:
+    [rank] = critics("critic-missing")
     kind, message = rank["error"]
     assert kind == "CheckpointError"
     assert "holds no critic" in message

@@ -10,6 +10,7 @@ from tests.helpers.early_cases import early_cases
 from tests.helpers.engine_contract import contract_cases
 from tests.helpers.megatron_models import make_model
 from tests.helpers.megatron_worker import Answers, answers_of
+from tests.helpers.nightly import is_night
 from tests.helpers.role_cases import role_cases
 
 
@@ -24,7 +25,9 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def contract(small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def contract(small_models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Answers:
     work = tmp_path_factory.mktemp("contract-work")
-    cases = [*contract_cases(small_models, work), *role_cases(small_models), *early_cases(small_models)]
+    night = is_night(request, Path(__file__).parent)
+    cases = [*contract_cases(small_models, work), *role_cases(small_models, is_night=night)]
+    cases += early_cases(small_models, is_night=night)
     return answers_of(cases, directory=work / "launch")

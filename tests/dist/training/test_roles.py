@@ -13,13 +13,19 @@ import torch
 from tests.helpers import reference_algorithms, reference_policy
 from tests.helpers.engine_contract import SETTINGS
 from tests.helpers.megatron_models import make_plan, make_rows
-from tests.helpers.role_cases import ALGORITHM
+from tests.helpers.role_cases import ALGORITHM, is_for_the_night
 
 Answers = Callable[[str], list[Any]]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("variant", ["split", "naps"])
+@pytest.mark.parametrize(
+    ("setting", "variant"),
+    [
+        pytest.param(setting, variant, marks=[pytest.mark.nightly] * is_for_the_night(setting, variant))
+        for setting in SETTINGS
+        for variant in ("split", "naps")
+    ],
+)
 @pytest.mark.parametrize(("algorithm", "telling"), [("distilled", "train/kl_loss"), ("ppo", "train/value_loss")])
 def test_split_roles_and_sleep_between_rounds_change_no_bit(
     contract: Answers, setting: str, variant: str, algorithm: str, telling: str

@@ -38,7 +38,10 @@ def test_imitation_lowers_its_loss_without_starting_an_engine(tiny_task: TinyTas
             *("--advantage-estimator", "ppo", "--kl-coef", "0.05", "--gamma", "0.99", "--lambd", "0.95", "--use-opd"),
             *("--critic-lr", "3e-3", "--save-interval", "4"),
         ],
-        ["--advantage-estimator", "gspo", "--off-policy-correction", "mis", "--get-mismatch-metrics"],
+        pytest.param(
+            ["--advantage-estimator", "gspo", "--off-policy-correction", "mis", "--get-mismatch-metrics"],
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["ppo-distilled", "gspo-mis"],
 )

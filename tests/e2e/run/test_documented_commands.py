@@ -52,7 +52,6 @@ class Clone:
         # `.venv/bin/python` and `vime` of a clone are those of its own code.
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(directory)}
         self.environment["PATH"] = f"{directory / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
-        self.environment["MYPY_CACHE_DIR"] = str(ROOT / ".mypy_cache")  # 20 s of CPU less, for the same answer
         self.environment.pop("VIME_VENV", None)
         self._log = directory.parent / "output.txt"
 
@@ -126,9 +125,12 @@ def test_the_tools_of_a_clone(clone: Clone) -> None:
     some = "--ignore-glob='tests/unit/[!o]*' --ignore-glob='*/test_[!c]*.py'"
     tests = clone.run(f"{documented('./scripts/test.sh', './scripts/test.sh tests/unit -k curve')} {some}")
     assert re.search(r"[1-9]\d* passed", tests.splitlines()[-1])
-    clone.run(documented("python tests/helpers/shape_check.py vime"))
     clone.run(documented("python scripts/make_flags_doc.py"))
-    clone.run(documented(".venv/bin/ruff check . && .venv/bin/ruff format . && .venv/bin/mypy"))
+    clone.run(documented(".venv/bin/ruff check --fix . && .venv/bin/ruff format ."))
+    said = clone.run(
+        f"{documented('./scripts/lint.sh')} vime/utils"
+    )  # all of it is what this session runs beside itself
+    assert said.splitlines()[-1] == "lint: passed"
     assert clone.run("git status --porcelain") == ""  # none of them left or changed a file that git sees
 
 
@@ -156,18 +158,21 @@ def test_the_quick_start_takes_a_filter(clone: Clone) -> None:
     assert Finished(0, "", clone.directory / "runs/filter").metrics()[0]["rollout/reward_mean"] > 0
 
 
-def test_the_model_of_the_tool_page_learns_to_call(clone: Clone) -> None:
-    """It begins by guessing in most answers. After ten of the page's 30 rounds it calls in nearly all."""
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(15, marks=pytest.mark.nightly)])
+def test_the_model_of_the_tool_page_learns_to_call(clone: Clone, num_rounds: int) -> None:
+    """It begins by guessing in most answers. After ten of the page's 30 rounds it calls in nearly all. That what is
+    trained is learned on vLLM is also `test_the_quick_start_learns`'s."""
     command = documented(
         "./scripts/quickstart.sh --custom-generate-function-path examples/tools/sorter.py:generate_with_sorter "
         "--run-dir runs/tools"
     )
-    clone.run(f"{command} --num-rollout 15")
+    clone.run(f"{command} --num-rollout {num_rounds}")
     metrics = Finished(0, "", clone.directory / "runs/tools").metrics()
     rewards = [line["rollout/reward_mean"] for _, line in sorted(metrics.items())]
-    assert len(rewards) == 15
-    assert sum(rewards[-5:]) / 5 >= 0.80
-    assert sum(rewards[:3]) / 3 < 0.7
+    assert len(rewards) == num_rounds
+    assert 0 < sum(rewards[:3]) / 3 < 0.7
+    if num_rounds >= 15:
+        assert sum(rewards[-5:]) / 5 >= 0.80
     assert "<think>" in clone.run(documented("vime samples runs/tools --best"))
     clone.run(documented("vime report runs/tools"))
 

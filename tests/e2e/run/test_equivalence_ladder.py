@@ -19,9 +19,11 @@ MODES = {
     # two engines: which of them answers a prompt is the router's choice and must not matter
     "buffer": ["--transferqueue-mode", "buffer", "--rollout-num-engines", "2"],
     "streaming": ["--transferqueue-mode", "streaming"],
+    # before the kill too; in the usual session four workers go on with what none began
     "four workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "4"],
 }
-GOES_ON_WITH = {"streaming": ["--num-rollout-workers", "2"]}
+NIGHTLY = ("four workers",)
+GOES_ON_WITH = {"buffer": ["--rollout-num-engines", "1"], "streaming": ["--num-rollout-workers", "4"]}
 """Flags of the life after the kill alone: who generates may change."""
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""
 
@@ -99,7 +101,9 @@ def test_stopped_after_two_rounds_and_resumed(never_stopped: Finished, flags: li
     assert resumed.metrics()[3]["train/loss"] == never_stopped.metrics()[3]["train/loss"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.nightly] * (mode in NIGHTLY)) for mode in MODES]
+)
 def test_another_mode_killed_in_the_middle_and_resumed(
     never_stopped: Finished, flags: list[str], tmp_path: Path, mode: str
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_field_that_nobody_writes_ends_the_run_by_name_at_the_first_group(
 ) -> None:
     """Any name is a field that a plug-in may write, so nobody knows before it has been called."""
     finished = train(
-        [*tiny_task.flags(), "--num-rollout", "1", "--transfer-queue-extra-data-fields", "value_targets"],
+        [*tiny_task.flags(), "--num-rollout", "1", *SCRIPTED, "--transfer-queue-extra-data-fields", "value_targets"],
         tmp_path / "run",
     )
     assert finished.code == 3
@@ -58,7 +58,7 @@ def test_a_field_that_nobody_writes_ends_the_run_by_name_at_the_first_group(
 
 def test_a_field_that_is_carried_anyway_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = ("--transfer-queue-extra-data-fields", "loss_masks")
-    refused(tiny_task, tmp_path / "run", *flags, code=2, says=["loss_masks", "always carried"])
+    refused(tiny_task, tmp_path / "run", *flags, code=2, says=["loss_masks", "always stored"])
 
 
 def test_an_unknown_engine_flag_is_refused_before_start(tiny_task: TinyTask, tmp_path: Path) -> None:
@@ -72,13 +72,15 @@ def test_a_line_that_is_not_json_is_named_and_nothing_is_left(tiny_task: TinyTas
     assert not (tmp_path / "run").exists()
 
 
-def test_a_failed_start_leaves_a_run_directory_that_the_next_one_takes(tiny_task: TinyTask, tmp_path: Path) -> None:
-    """The reward fails in the first round: nothing was generated that could be trained."""
+def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """The next run takes the directory: it failed in the first round, nothing was generated that could be trained."""
     plugin = tmp_path / "broken.py"
     plugin.write_text("async def rm(args, sample, **kwargs):\n    raise KeyError('no such rubric')\n")
     flags = [*tiny_task.flags(), "--num-rollout", "1", *SCRIPTED]
     failed = train([*flags, "--custom-rm-path", f"{plugin}:rm"], tmp_path / "run")
     assert failed.code == 3, failed.output
+    for part in ("no such rubric", "broken.py"):
+        assert part in failed.output, failed.output
     again = train(flags, tmp_path / "run")
     assert again.code == 0, again.output
     assert (tmp_path / "run" / "earlier-starts" / "1" / "logs").is_dir()
@@ -92,13 +94,6 @@ def test_ctrl_c_in_start_up_ends_it_and_promises_no_save(tiny_task: TinyTask, tm
     assert finished.code == 130, finished.output
     assert "there is nothing to save" in finished.output
     assert "saving the state" not in finished.output
-
-
-def test_a_reward_that_raises_ends_the_run_naming_it(tiny_task: TinyTask, tmp_path: Path) -> None:
-    plugin = tmp_path / "broken.py"
-    plugin.write_text("async def rm(args, sample, **kwargs):\n    raise KeyError('no such rubric')\n")
-    flags = ["--custom-rm-path", f"{plugin}:rm", *SCRIPTED]
-    refused(tiny_task, tmp_path / "run", *flags, code=3, says=["no such rubric", "broken.py"])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def paths(tmp_path: Path) -> dict[str, Path]:
     return {"model": model, "data": data, "eval": data, "out": tmp_path / "out", "plugin": plugin}
 
 
-@pytest.mark.parametrize("name", ["qwen3-4B", "retool-qwen3-4B"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3-4B", marks=pytest.mark.nightly), "retool-qwen3-4B"])
 def test_a_script_of_slime_begins_with_a_tiny_model(name: str, paths: dict[str, Path], tmp_path: Path) -> None:
     script = SCRIPTS[name]
     words = shrunk(script.as_told(script.edited(paths)), paths["model"])

@@ -1,5 +1,6 @@
 """The whole machine through train.py, as a user starts it: real Ray, vLLM, megatron-core and TransferQueue."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture(scope="module")
 def recorded(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Rollouts of four rounds, sampled by a real engine; also shows --debug-rollout-only."""
+    """Rollouts of four rounds by a scripted engine: who sampled them is no matter of those who train on them. Also
+    shows --debug-rollout-only."""
     directory = tmp_path_factory.mktemp("recorded")
     path = f"{directory}/rollout_{{rollout_id}}.jsonl"
     flags = [*tiny_task.flags(), "--num-rollout", "4", "--debug-rollout-only", "--save-debug-rollout-data", path]
-    finished = train(flags, directory / "run")
+    finished = train([*flags, *SCRIPTED], directory / "run")
     assert finished.code == 0, finished.output
     assert sorted(entry.name for entry in directory.glob("rollout_*")) == [f"rollout_{i}.jsonl" for i in range(4)]
     return path
@@ -109,6 +111,7 @@ def replayed(tiny_task: TinyTask, recorded: str, run_dir: Path, num_rollout: int
     flags = [*tiny_task.flags(), "--debug-train-only", "--load-debug-rollout-data", recorded]
     flags += ["--num-rollout", str(num_rollout), "--max-staleness", "4", "--save-interval", "2"]
     flags += ["--lr-decay-style", "linear", "--lr-warmup-iters", "1", "--lr-decay-iters", "4"]
+    flags += ["--on-train-rollout-diff", "ignore"]  # no model sampled these tokens
     finished = train([*flags, *extra], run_dir)
     assert finished.code == 0, finished.output
     return finished
@@ -211,6 +214,7 @@ def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: 
         through in line and "from engine-0; engine-0" in line for line in verdicts
     ):
         verdicts.append(explain(tmp_path / "run").line)
+        time.sleep(0.2)  # the cores are the run's
     finished = training.finish()
     assert "driver waits" in verdicts[-1], verdicts[-3:]
     assert through in verdicts[-1], verdicts[-3:]

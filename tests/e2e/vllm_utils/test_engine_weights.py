@@ -27,7 +27,7 @@ from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import RouterProcess
 from vime.rollout.abort_scope import AbortScope
 from vime.rollout.engine_client import EngineClient, read_completions
-from vime.rollout.exchanges import Answer
+from vime.rollout.exchanges import Completion
 from vime.types import ConfigError, EngineAddress, EngineError, PublishError
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
@@ -157,7 +157,7 @@ def test_nothing_of_the_trainer_is_in_an_engine_process(vllm_engine, pusher):
     assert report == {"current_device_module": "torch.cuda", "trainer_imported": False, "megatron_imported": False}
 
 
-async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
+async def cut_short(router_url: str, engine_url: str) -> list[Completion]:
     """Two long answers, halted when the engine has sampled some of them."""
 
     def num_sampled() -> float:
@@ -166,7 +166,7 @@ async def cut_short(router_url: str, engine_url: str) -> list[Answer]:
 
     client = EngineClient(router_url, max_in_flight=1, timeout_s=280, key=KEYS.generate)
     halt, before = AbortScope(), num_sampled()
-    halt.govern()
+    halt.activate()
     asked = asyncio.create_task(client.generate([5, 6], {"max_tokens": LONG, "ignore_eos": True}, n=2))
     while num_sampled() < before + 20:
         await asyncio.sleep(0.01)

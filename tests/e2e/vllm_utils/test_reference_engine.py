@@ -19,7 +19,7 @@ from tests.helpers.engines import CONTEXT, KEYS, engine_config, started
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
 from vime.rollout.engine_client import EngineClient
-from vime.rollout.exchanges import Answer
+from vime.rollout.exchanges import Completion
 from vime.rollout.loops import rollout_loop
 from vime.rollout.seeds import request_seed
 from vime.types import Sample
@@ -39,7 +39,7 @@ def reference_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engin
 async def ask(client: EngineClient, prompt: int, sample: int) -> Bits:
     seed = request_seed(1, Sample(group_index=prompt, index=sample), num_tokens=0)
     params = {"temperature": 1.0, "max_tokens": 16, "seed": seed}
-    answer: Answer
+    answer: Completion
     (answer,) = await client.generate(PROMPTS[prompt], params)
     return tuple(answer.token_ids), tuple(answer.log_probs)
 

@@ -117,7 +117,7 @@ def test_answers_are_told_with_their_notes_where_there_are_any() -> None:
         status="truncated", truncated=True,
     )  # fmt: skip
     notes = GroupNotes(entries=[{"acc": 1.0}, None], sources=["a", ""])
-    first, second = facts(row(0, versions=(2, 3, 1)), truncated, removed=(True, False), notes=notes).answers()
+    first, second = facts(row(0, versions=(2, 3, 1)), truncated, removed=(True, False), notes=notes).completions()
     assert first == SampleFacts(
         reward=1.0, response_length=3, is_truncated=False, is_removed=True, entries={"acc": 1.0}, source="a",
         oldest_version=1, newest_version=3,
@@ -125,7 +125,7 @@ def test_answers_are_told_with_their_notes_where_there_are_any() -> None:
     assert second == SampleFacts(
         reward=2.0, response_length=1, is_truncated=True, oldest_version=4, newest_version=4
     )  # the reward that the function gave, not what the advantage is made of
-    [bare] = facts(row(0)).answers()
+    [bare] = facts(row(0)).completions()
     assert (bare.entries, bare.source) == (None, "")
 
 

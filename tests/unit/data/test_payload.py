@@ -18,7 +18,7 @@ from vime.data.payload import (
     join_record,
     join_samples,
     pack_rows,
-    pack_story,
+    pack_rest,
     record_size,
     samples_to_bytes,
     split_record,
@@ -128,7 +128,7 @@ def test_extra_fields_of_any_name_shape_and_type_come_back_as_they_were():
         "big": np.array([2**60 + 1, -1]),
         "third": np.array(1 / 3),
         "nothing": np.zeros((0, 4), np.int64),
-        "story": b'{"why": "\xc3\xa9"}',
+        "rest": b'{"why": "\xc3\xa9"}',
         "empty": b"",
     }
     rows = [with_extra(make_row(0), **fields), with_extra(make_row(1), **fields)]
@@ -143,7 +143,10 @@ def test_each_row_may_have_another_number_of_entries():
 
 
 def test_whole_numbers_beside_fractions_are_fractions_and_numbers_beside_bytes_are_their_json():
-    rows = [with_extra(make_row(0), x=np.array([1]), y=np.array([1, 2])), with_extra(make_row(1), x=np.array(0.5), y=b"?")]
+    rows = [
+        with_extra(make_row(0), x=np.array([1]), y=np.array([1, 2])),
+        with_extra(make_row(1), x=np.array(0.5), y=b"?"),
+    ]
     first, second = unpack_rows(pack_rows(rows))
     assert (first.extra["x"].tolist(), second.extra["x"].tolist()) == ([1.0], 0.5)
     assert (first.extra["y"], second.extra["y"]) == (b"[1, 2]", b"?")
@@ -211,18 +214,18 @@ def test_bytes_of_no_record_are_refused(data):
 
 @pytest.mark.parametrize("chunk", [b"", b"VIMG", b"nothing of a chunk of rows", b"VIMG" + b"\xff" * 40])
 def test_parts_of_a_record_that_are_no_chunks_are_refused(chunk):
-    record = join_record([chunk], pack_story([Sample(group_index=0)]))
+    record = join_record([chunk], pack_rest([Sample(group_index=0)]))
     for read in (record_size, bytes_to_samples):
         with pytest.raises(HandoffError):
             read(record)
 
 
 @pytest.mark.parametrize(
-    "story", [b"", b"VIMS", b"VIMS[]", b"VIMS[1]", b"VIMS{}", b"VIMS[{}]", b'VIMS[{"status": "no"}]', b"VIMX[]"]
+    "rest", [b"", b"VIMS", b"VIMS[]", b"VIMS[1]", b"VIMS{}", b"VIMS[{}]", b'VIMS[{"status": "no"}]', b"VIMX[]"]
 )
-def test_a_story_that_does_not_fit_its_rows_is_refused(story):
+def test_a_rest_that_does_not_fit_its_rows_is_refused(rest):
     with pytest.raises(HandoffError, match="not a group of samples"):
-        join_samples([make_row()], story)
+        join_samples([make_row()], rest)
 
 
 @pytest.mark.parametrize(
@@ -251,5 +254,5 @@ def test_groups_that_are_none_are_refused():
     for group in ([], [Sample(group_index=0), Sample(group_index=1)]):
         with pytest.raises(HandoffError, match="samples of one group"):
             samples_to_bytes(group)
-    with pytest.raises(HandoffError, match="no story"):  # nobody was to ask for the samples of this one
+    with pytest.raises(HandoffError, match="only rows"):  # nobody was to ask for the samples of this one
         bytes_to_samples(join_record([pack_rows([make_row()])], b""))

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
 from vime.rollout.convert import encoded_group, group_rows, mark_removed, set_custom_rewards
-from vime.rollout.metrics import answer_of
+from vime.rollout.metrics import sample_facts
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.types import DataError, HandoffError, PluginError, RewardError, Sample, SampleStatus, StaleError, VersionSpan
 
@@ -112,7 +112,7 @@ def test_an_answer_without_a_requested_field_is_refused_by_name(metadata):
 def test_a_field_that_no_json_holds_is_refused_by_name(value):
     group = [sample(0, 1.0), sample(1, 0.0)]
     group[0].metadata, group[1].metadata = {"topic": "a"}, {"topic": value}
-    with pytest.raises(HandoffError, match="sample 1 of group 0: field 'topic' cannot travel"):
+    with pytest.raises(HandoffError, match="sample 1 of group 0: field 'topic' cannot be stored"):
         trained_rows(with_fields("topic"), [group], 0)
 
 
@@ -121,7 +121,7 @@ def test_facts_and_notes_of_a_group_say_what_metrics_ask():
     group[0].metadata, group[1].remove_sample = {"data_source": "openai/gsm8k"}, True
     args = make_args("--reward-key", "acc", "--source-key", "data_source")
     encoded = encoded_group(args, group, producer_id="w")
-    assert list(encoded.facts.answers()) == [answer_of(args, one) for one in group]
+    assert list(encoded.facts.completions()) == [sample_facts(args, one) for one in group]
     assert list(encoded.facts.notes.sources) == ["openai_gsm8k", ""]
     assert encoded.facts.notes.producer == "w"
     bare = encoded_group(make_args(), [sample(0, 1.0)]).facts.notes
@@ -131,7 +131,7 @@ def test_facts_and_notes_of_a_group_say_what_metrics_ask():
 def test_a_group_is_stored_with_its_samples_only_where_somebody_may_ask_for_them():
     group = [sample(0, 1.0), sample(1, 0.0)]
     assert encoded_group(make_args(), group, with_samples=True).samples() == group
-    assert encoded_group(make_args(), group).story == b""
+    assert encoded_group(make_args(), group).rest == b""
 
 
 def test_a_row_carries_its_attempt_its_partition_and_who_generated_it():

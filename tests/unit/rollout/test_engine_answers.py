@@ -74,8 +74,8 @@ def test_numbers_are_those_of_python_s_own_reader_bit_for_bit(samples):
         (body(choice(0, [1], [-1.0])).replace(b"-1.0", b"NaN"), "JSON is malformed"),
         (body(choice(0, [1], [-1.0])).replace(b"-1.0", b"null"), "Expected `float`, got `null`"),
         (b"\xff\xfe" + body(), "JSON is malformed"),
-        (body(), "answered 0 samples, expected 1"),
-        (body(choice(0, [1], [-1.0]), choice(1, [1], [-1.0])), "answered 2 samples, expected 1"),
+        (body(), "returned 0 samples, expected 1"),
+        (body(choice(0, [1], [-1.0]), choice(1, [1], [-1.0])), "returned 2 samples, expected 1"),
     ],
 )
 def test_what_is_no_answer_is_refused_with_what_came(data, message):

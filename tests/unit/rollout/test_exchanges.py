@@ -64,7 +64,7 @@ def test_tokens_of_the_loss_that_nobody_said_there_are_refused(made, exchanges):
 
 
 def test_a_log_probability_that_the_engine_did_not_say_is_refused():
-    with pytest.raises(PluginError, match=r"holds -1\.5 for token 0 of the response, and the engine answered -1"):
+    with pytest.raises(PluginError, match=r"holds -1\.5 for token 0 of the response, and the engine returned -1"):
         completed(sample([7], [1], [-1.5]), FIRST)
     assert completed(sample([7], [1], [-1.0001]), FIRST).rollout_log_probs == [-1.0]  # rounded on its way
 

@@ -12,7 +12,7 @@ from vime.data.payload import bytes_to_samples, samples_to_bytes
 from vime.rollout import generation
 from vime.rollout.abort_scope import AbortScope, is_aborting
 from vime.rollout.engine_client import NOTHING
-from vime.rollout.exchanges import Answer
+from vime.rollout.exchanges import Completion
 from vime.rollout.partial import PartialStats, is_unfinished, oldest_allowed, resume, settle_versions
 from vime.types import Sample, SampleStatus, VersionSpan
 
@@ -49,7 +49,7 @@ class Engine:
         self.halt.is_set = halts
         tokens = tuple(token_at(position) for position in range(start, end))
         return [
-            Answer(
+            Completion(
                 token_ids=tokens,
                 log_probs=tuple(log_prob_at(position, version) for position in range(start, end)),
                 versions=[VersionSpan(version, 0, len(tokens))] if tokens else [],
@@ -65,7 +65,7 @@ def model_dir(tmp_path_factory):
 
 async def attempt(args, engine, samples):
     engine.halt = AbortScope()
-    engine.halt.govern()
+    engine.halt.activate()
     todo = [sample for sample in samples if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
     if todo:
         await generation.generate_group(args, todo, {"max_tokens": MOST, "temperature": 1.0})

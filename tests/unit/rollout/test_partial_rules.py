@@ -143,7 +143,7 @@ def test_a_halt_ends_the_tasks_it_governs_and_no_others():
             seen["work"] = is_aborting()
 
         async def governed():
-            halt.govern()
+            halt.activate()
             task = asyncio.create_task(work())
             await began.wait()
             await halt.end([task])

@@ -22,7 +22,7 @@ CASES = {
     "a wrong signature": ("\ndef rm(sample):\n    return 1\n", ["cannot be called as (args, sample)", ":2)"]),
     "a value": ("rm = 3\n", ["expected a function, got int 3"]),
     "another name": ("def reward(args, sample):\n    return 1\n", ["has no 'rm'", "it has reward"]),
-    "a generator": ("def rm(args, sample):\n    yield 1\n", ["generator", "Return one answer"]),
+    "a generator": ("def rm(args, sample):\n    yield 1\n", ["generator", "Return one value"]),
 }
 
 

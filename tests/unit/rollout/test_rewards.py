@@ -123,6 +123,7 @@ async def service():
         return f"http://127.0.0.1:{runner.addresses[0][1]}/score"
 
     yield start
+    await close_rewards()
     for runner in runners:
         await runner.cleanup()
 
@@ -158,6 +159,18 @@ class TestRemote:
             await async_rm(args, answer("w"))
         assert len(calls) == 3
 
+    async def test_samples_one_after_the_other_share_a_connection(self, service):
+        peers = []
+
+        async def handler(request):
+            peers.append(request.transport.get_extra_info("peername"))
+            return web.Response(text="0.5")
+
+        args = make_args("--rm-type", "remote_rm", "--rm-url", await service(handler))
+        assert [await async_rm(args, answer("w")) for _ in range(3)] == [0.5] * 3
+        assert len(peers) == 3
+        assert len(set(peers)) == 1
+
     async def test_the_flag_alone_says_how_long_an_answer_may_take(self, service, monkeypatch):
         """The library has a limit of its own, 300 s, for whoever names none."""
         monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
@@ -176,10 +189,10 @@ class TestRemote:
         async def silence(request):
             await asyncio.sleep(30)
 
-        with pytest.raises(RewardError, match="the answer is not JSON"):
+        with pytest.raises(RewardError, match="the response is not JSON"):
             await async_rm(make_args("--rm-type", "remote_rm", "--rm-url", await service(nonsense)), answer("w"))
         args = make_args("--rm-type", "remote_rm", "--rm-url", await service(silence), "--rm-timeout-secs", 0.2)
-        with pytest.raises(RewardError, match=r"sample 5.*(no answer in 0\.2 s|ReadTimeout)"):
+        with pytest.raises(RewardError, match=r"sample 5.*(no response within 0\.2 s|ReadTimeout)"):
             await async_rm(args, answer("w"))
 
 
@@ -204,12 +217,12 @@ def custom(tmp_path):
         ("async def custom(args, sample): return None", "got NoneType None, expected a number"),
         ("async def custom(args, sample): return [1.0]", r"got list \[1.0\], expected a number"),
         ("async def custom(args, sample): return {'a': 1.0}", r"got a dict with keys \['a'\], expected .*--reward-key"),
-        ("async def custom(args, sample): await asyncio.Event().wait()", "no answer in 0.3 s"),
-        ("def custom(args, sample): threading.Event().wait()", "no answer in 0.3 s"),
+        ("async def custom(args, sample): await asyncio.Event().wait()", "did not return within 0.3 s"),
+        ("def custom(args, sample): threading.Event().wait()", "did not return within 0.3 s"),
     ],
 )
 async def test_a_bad_reward_is_an_error_that_names_function_and_sample(custom, body, message):
-    args = custom(body, "--rm-timeout-secs", 0.3 if "no answer" in message else 60)
+    args = custom(body, "--rm-timeout-secs", 0.3 if "did not return" in message else 60)
     with pytest.raises(RewardError, match=rf"rewards\.py:custom, sample 5: {message}"):
         await async_rm(args, answer("w"))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from vime.rollout.engine_client import read_completions
-from vime.rollout.exchanges import Answer
+from vime.rollout.exchanges import Completion
 from vime.rollout.routed_experts import join_routed_experts, routed_experts_column
 from vime.types import HandoffError, Sample, VersionSpan
 
@@ -47,8 +47,8 @@ def sample(routed: Any, num_tokens: int = 5) -> Sample:
     return made
 
 
-def answer(num_tokens: int, routed: np.ndarray | None) -> Answer:
-    return Answer(
+def answer(num_tokens: int, routed: np.ndarray | None) -> Completion:
+    return Completion(
         token_ids=[9] * num_tokens,
         log_probs=[-1.0] * num_tokens,
         versions=[VersionSpan(0, 0, num_tokens)],

@@ -46,7 +46,7 @@ def test_only_the_router_s_health_check_needs_no_key():
 
 def test_an_engine_without_keys_in_its_environment_does_not_start(monkeypatch):
     monkeypatch.delenv("VIME_ENGINE_CONTROL_KEY", raising=False)
-    with pytest.raises(RuntimeError, match="would answer everyone"):
+    with pytest.raises(RuntimeError, match="would let everyone in"):
         EngineMiddleware(None)
 
 

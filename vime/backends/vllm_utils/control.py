@@ -55,6 +55,8 @@ class Fanout:
 
     def post_each(self, route: str, bodies: Sequence[object]) -> list[Response]:
         """Send to each engine its own body."""
+        if len(bodies) != len(self.addresses):
+            raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
         return self._on_each("POST", route, [json.dumps(body).encode() for body in bodies])
 
     def ask_all(self, route: str, bodies: Sequence[object], kind: type[Kind]) -> list[list[Kind]]:
@@ -70,9 +72,7 @@ class Fanout:
         """The responses to `bodies`, of which each engine gets as many, in the order of the engines."""
         if not bodies:
             return []
-        each, rest = divmod(len(bodies), len(self.addresses))
-        if rest:
-            raise ValueError(f"{route}: {len(bodies)} bodies for {len(self.addresses)} engines")
+        each = len(bodies) // len(self.addresses)
         calls = [(self.addresses[number // each], body) for number, body in enumerate(bodies)]
         return self._http.run(lambda session: self._all(session, method, route, calls), deadline_s=self._timeout_s)
 
@@ -86,8 +86,8 @@ class Fanout:
         ]
         try:
             finished, pending = await asyncio.wait(sent, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            is_over = not any(task.exception() for task in finished)
-            if pending and not is_over:
+            is_late = not any(task.exception() for task in finished)
+            if pending and not is_late:
                 more, pending = await asyncio.wait(pending, timeout=FAILURE_GRACE_S)
                 finished |= more
         finally:
@@ -96,7 +96,7 @@ class Fanout:
             await asyncio.gather(*sent, return_exceptions=True)
         errors = [error for task in sent if task in finished and (error := task.exception())]
         others = ", ".join(dict.fromkeys(task.get_name() for task in sent if task in pending))
-        if pending and is_over:
+        if pending and is_late:
             errors = [EngineLostError(f"{others} {route}: no response within {self._timeout_s:g} s")]
         elif pending:
             errors = [*errors, EngineError(f"no response yet from {others}")]
