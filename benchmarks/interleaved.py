@@ -49,7 +49,7 @@ def in_turns(sides: Sequence[Side], *, rounds: int, number: int, directory: Path
         while any(run.is_wanted for run in runs):
             for run in order:
                 if run.is_wanted:
-                    run.set_request_priority()
+                    run.take_turn()
             order.reverse()
     except BaseException:
         for run in runs:
@@ -106,7 +106,7 @@ class _Run:
         self._find_members()
         self._known_rounds, self._cpu_s = self._count_rounds(), self._sum_cpu()
 
-    def set_request_priority(self) -> None:
+    def take_turn(self) -> None:
         began = time.monotonic()
         ends = began + TURN_S
         self._signal(signal.SIGCONT)

@@ -273,8 +273,8 @@ def bare_ray(setting: Setting) -> Iterator[tuple[Any, Path]]:
 def ledger() -> None:
     """Calls through Ray: what the ledger's process and the caller's spend."""
     from vime.handoff.ledger import Ledger
-    from vime.handoff.ledger_prompts import PromptDesk
-    from vime.handoff.ledger_rounds import RoundDesk
+    from vime.handoff.prompt_ledger import PromptLedger
+    from vime.handoff.round_ledger import RoundLedger
     from vime.ray.ledger_actor import LedgerClient
     from vime.ray.stream import ledger_rules
 
@@ -282,12 +282,12 @@ def ledger() -> None:
         client = LedgerClient.start(directory, ledger_rules(config, 4), run_id="bench", deadline_s=60.0)
         pids = [client.pid(), os.getpid()]
         client.restore(None)
-        client.call(RoundDesk.release, 0)
+        client.call(RoundLedger.release, 0)
         both("ledger, a call (status)", spent(pids, lambda: client.call(Ledger.status), 300))
         payload, tasks, num_ready = payload_for(0), [], 0
 
         def issue(count: int) -> None:
-            grant = client.call(PromptDesk.issue, "bench", count, request=str(time.monotonic_ns()))
+            grant = client.call(PromptLedger.issue, "bench", count, request=str(time.monotonic_ns()))
             tasks.extend(prompt.task for prompt in grant.prompts)
 
         both("ledger, issue of 1", spent(pids, lambda: issue(1), 150))
@@ -306,7 +306,7 @@ def ledger() -> None:
             while tasks:
                 commit(min(32, len(tasks)))
             ask = {"version": 0, "holder": "bench", "count": count}
-            both(f"ledger, lease of {count}", spent(pids, lambda ask=ask: client.call(RoundDesk.lease, 0, **ask), 20))
+            both(f"ledger, lease of {count}", spent(pids, lambda ask=ask: client.call(RoundLedger.lease, 0, **ask), 20))
         release_round(client, 1024)
         ref = client._handle.wait_for_news.remote(-1, 60.0, {"round_of": 1024, "at_least": 4096})
         time.sleep(0.5)
@@ -316,11 +316,11 @@ def ledger() -> None:
 
 def release_round(client: Any, count: int) -> None:
     """Of a leased round of `count` groups: trained, and its slots free."""
-    from vime.handoff.ledger_rounds import RoundDesk
+    from vime.handoff.round_ledger import RoundLedger
 
-    answer = client.call(RoundDesk.lease, 0, version=0, holder="bench", count=count)
-    client.call(RoundDesk.trained, 0, answer.lease.fence)
-    client.call(RoundDesk.release, 1)
+    answer = client.call(RoundLedger.lease, 0, version=0, holder="bench", count=count)
+    client.call(RoundLedger.trained, 0, answer.lease.fence)
+    client.call(RoundLedger.release, 1)
 
 
 def both(name: str, costs: Sequence[float]) -> None:

@@ -253,7 +253,7 @@ class Half:
 
 @contextlib.contextmanager
 def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
-    """Start every part, as ray/assembly.py does, and stop every part. `is_begun`: prompts are answered."""
+    """Start every part, as ray/startup.py does, and stop every part. `is_begun`: generation runs."""
     import ray
 
     from vime.backends.vllm_utils.router import RouterProcess

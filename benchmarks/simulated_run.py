@@ -532,7 +532,7 @@ class Simulation:
     def _numbers(self, round_id: int) -> range:
         return range(round_id * self.run.groups, (round_id + 1) * self.run.groups)
 
-    # the driver and the ranks: vime/ray/rhythms.py
+    # the driver and the ranks: vime/ray/driver.py
 
     def _drive(self) -> Process:
         generated = Signal()

@@ -57,7 +57,7 @@ def test_the_newest_round_is_shown_with_everything(run: Path, capsys: pytest.Cap
     assert "round 7, group 14, kept for training" in text
     assert "round 7, group 16, dropped: zero_std" in text
     assert "[user] ask 14" in text
-    assert "answer 14: reward 0.25, 3 tokens, truncated, versions 3 to 4" in text
+    assert "completion 14: reward 0.25, 3 tokens, truncated, versions 3 to 4" in text
 
 
 @pytest.mark.parametrize(
