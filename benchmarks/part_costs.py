@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/part_costs.py [STATION ...]
 
 Stations: `worker` (prompt to stored group, with a ledger and a store in this process), `coordinator` (a round leased,
-planned, reported), `kept` (answers kept for `vime samples`), `rank` (rows to packed columns), `ledger` (calls through
-Ray, both sides), `queue` (TransferQueue's calls: client, controller, storage unit), `router` and `engines` (HTTP),
-`disk` (a spool's append), `idle` (every process while no prompt is under way). Nothing is fitted to a whole run: what
-simulate.py predicts of one is made of these figures alone. Intercepts and slopes are those of two sizes, medians of
-turns.
+planned, reported), `kept` (completions kept for `vime samples`), `rank` (rows to packed columns), `ledger` (calls
+through Ray, both sides), `queue` (TransferQueue's calls: client, controller, storage unit), `router` and `engines`
+(HTTP), `disk` (a spool's append), `idle` (every process while no prompt is under way). Nothing is fitted to a whole
+run: what simulate.py predicts of one is made of these figures alone. Intercepts and slopes are those of two sizes,
+medians of turns.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def coordinator_turn(groups: int) -> float:
 
 
 def payload_for(number: int) -> Any:
-    """What the ledger is told of a group of 16; facts do not grow with tokens."""
+    """Return the facts of a group of 16 for the ledger; they do not grow with tokens."""
     from vime.rollout.worker import payload_of
     from vime.types import Sample, VersionSpan
 
@@ -217,8 +217,8 @@ def kept() -> None:
             writes.append((SAMPLES * size, (time.process_time() - began) / 10))
     for who, points in (("worker", sends), ("coordinator", writes)):
         group_s, token_s = line(*points)
-        say(f"kept answers, {who}, a group of 16", group_s * 1e3, "ms")
-        say(f"kept answers, {who}, a token", token_s * 1e6, "us")
+        say(f"kept completions, {who}, a group of 16", group_s * 1e3, "ms")
+        say(f"kept completions, {who}, a token", token_s * 1e6, "us")
 
 
 def rank() -> None:
@@ -464,7 +464,7 @@ def vllm() -> None:
 
 
 def longer_model(directory: Path) -> Path:
-    """The quick start's model with room for LONG tokens; what it says does not matter."""
+    """Copy the quick start's model with a limit of LONG tokens; its output does not matter."""
     shutil.copytree(MODEL, directory / "model")
     path = directory / "model/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 8 * LONG}))
