@@ -20,8 +20,9 @@ import numpy as np
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
+from vime.observability.mismatch_record import EngineLogprobs
 from vime.ray.trainers import Trainers
-from vime.training.evidence import Agreement, EngineOpinion, of_rows
+from vime.training.evidence import MeasuredMismatch, of_rows
 from vime.types import PublishError, SamplingRule, Version, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,13 @@ FP32_BOUND = 1e-3  # of the largest difference
 BF16_BOUND = 0.1  # of the median, twice the largest mean of sound models; rounding moves single tokens by whole nats
 
 
-def rescore(fleet: FleetControl, rows: Sequence[TrainRow]) -> list[EngineOpinion]:
+def rescore(fleet: FleetControl, rows: Sequence[TrainRow]) -> list[EngineLogprobs]:
     """Return from every engine which weights it holds and the log-probabilities [R] of each row's response tokens,
     computed anew at temperature 1 over the whole vocabulary. EngineError when an engine cannot be reached."""
     reports = fleet.reports()
     scores = fleet.prompt_log_probs([row.tokens.tolist() for row in rows])
     return [
-        EngineOpinion(
+        EngineLogprobs(
             engine=report.engine,
             version=report.version,
             content_hash=report.content_hash,
@@ -47,7 +48,9 @@ def rescore(fleet: FleetControl, rows: Sequence[TrainRow]) -> list[EngineOpinion
     ]
 
 
-def compare_with_engines(fleet: FleetControl, trainers: Trainers, rows: Sequence[TrainRow]) -> dict[str, Agreement]:
+def compare_with_engines(
+    fleet: FleetControl, trainers: Trainers, rows: Sequence[TrainRow]
+) -> dict[str, MeasuredMismatch]:
     """Return by engine how far its new scores are from the trainer's at the trainable tokens of `rows`. Both score at
     the same time. EngineError when an engine cannot be reached."""
     with ThreadPoolExecutor(1, thread_name_prefix="rescore") as beside:
