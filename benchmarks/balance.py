@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/balance.py [--dp 8] [--rows 128] [--rounds 50]
 
-Rounds of long-tailed answers (log-normal, cut at 8,192 tokens) to prompts of 64 to 512 tokens, for the shape of
+Rounds of long-tailed completions (log-normal, cut at 8,192 tokens) to prompts of 64 to 512 tokens, for the shape of
 Qwen2.5-1.5B; planned as the RolloutManager does, in micro-batches of 16,384 tokens. Medians over rounds.
 """
 

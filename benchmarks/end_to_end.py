@@ -6,7 +6,8 @@
 The same model, prompts in the same order, reward, optimizer settings and number of samples on every side; fp32; GRPO,
 one step a round, mean over tokens, clip 0.2 / 0.28, AdamW, gradients clipped at 1. One OMP thread a process; Vime's
 runs have several processes, so their wall seconds use both cores; `torch-2threads` is plain torch with two. The sides
-take turns, a whole run each (so does who is first), so that a machine whose speed drifts slows all of them alike.
+take turns, a whole run each (which one is first alternates too), so that a machine whose speed drifts slows all of them
+alike.
 
 0.1M: examples/quickstart (its data: scripts/quickstart.sh), exact_match. 10M: a random Qwen3, the reward is the share
 of even tokens. 135M: SmolLM2 as scripts/run-smollm2-135m-cpu.sh prepares it, its first line equals the label.

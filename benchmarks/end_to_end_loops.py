@@ -1,9 +1,9 @@
 """The other sides of end_to_end.py, each a process: `end_to_end_loops.py SIDE TASK.json ROUNDS.jsonl`.
 
 torch: a loop as one would write it for speed with transformers and torch alone. Each prompt is read once for all its
-samples; keys and values lie in buffers of their final length; answers that have ended leave the batch. Training: rows
-sorted by length into micro-batches, padded on the right (so that no mask is needed), logits of the answers' places
-only, fused AdamW. In a round of one step the policy is its own old policy: no ratio, no clipping.
+samples; keys and values lie in buffers of their final length; completions that have ended leave the batch. Training:
+rows sorted by length into micro-batches, padded on the right (so that no mask is needed), logits of the completions'
+places only, fused AdamW. In a round of one step the policy is its own old policy: no ratio, no clipping.
 torch-onednn: the same, with the linear layers of Vime's trainer (backends/megatron_utils/cpu_linear.py), which choose.
 trl, trl-vllm: TRL's GRPOTrainer as it is, with its generation by transformers or by vLLM in the same process (without
 vLLM's packed weights, which TRL 1.16 cannot renew).
@@ -136,7 +136,7 @@ class BufferedLayer(DynamicLayer):
 
 @torch.no_grad()
 def generate(policy: Any, prompts: Sequence[list[int]], *, samples: int, length: int, end: int) -> list[list[int]]:
-    """`samples` answers of each prompt, at temperature 1, of at most `length` tokens, `end` included."""
+    """Sample `samples` completions of each prompt, at temperature 1, of at most `length` tokens, `end` included."""
     policy.eval()
     longest = max(map(len, prompts))
     layers = [BufferedLayer(longest + length) for _ in range(policy.config.num_hidden_layers)]
@@ -179,7 +179,7 @@ def generate(policy: Any, prompts: Sequence[list[int]], *, samples: int, length:
 
 
 def learn(policy: Any, optimizer: Any, rows: list[Row], advantages: Tensor, *, max_tokens: int) -> None:
-    """One step: the mean over all answer tokens of -advantage log p."""
+    """Take one step: the mean over all completion tokens of -advantage log p."""
     policy.train()
     count = sum(len(answer) for _, answer in rows)
     for batch in micro_batches(rows, max_tokens):

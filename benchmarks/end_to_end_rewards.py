@@ -4,8 +4,8 @@ from typing import Any
 
 
 def score(kind: str, *, tokens: list[int], text: str, label: str, has_ended: bool) -> float:
-    """Reward of one answer. `tokens` are those of the answer, its end of sequence included; `has_ended`: it was not
-    cut at the length limit."""
+    """Return the reward of one completion. `tokens` are those of the completion, its end of sequence included;
+    `has_ended`: it was not cut at the length limit."""
     if kind == "exact_match":
         return float(has_ended and text.rpartition("</think>")[2].strip() == label)
     if kind == "first_line":

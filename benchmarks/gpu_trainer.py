@@ -100,7 +100,7 @@ def measure(model: str, options: argparse.Namespace, *, bf16: bool) -> dict[str,
 
 
 def make_rows(tokens: int, vocab_size: int) -> list[Any]:
-    """Prompts of 1/8 and answers of 1/64 to 1/8 of the step, at least 16 rows; long answers are rare."""
+    """Make prompts of 1/8 and completions of 1/64 to 1/8 of the step, at least 16 rows; long completions are rare."""
     draw = random.Random(0)
     rows, left = [], tokens
     while left > 8:

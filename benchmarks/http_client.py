@@ -21,7 +21,7 @@ from vime.rollout.engine_client import ROUTE, EngineClient
 
 CONCURRENT = (16, 64, 128, 256)
 PROMPT, PARAMS = list(range(1, 200)), {"max_tokens": 100, "temperature": 1.0}
-TOKEN_S = 0.005  # an answer takes as long as all others: connections lie open together, as they do in a run
+TOKEN_S = 0.005  # all responses take equally long: connections are open together, as in a run
 DEADLINE_S = 60.0
 Ask = Callable[[], Awaitable[Any]]
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAG = "VIME_IDLE_FLAG"
 """A file that the reward makes when it begins to sleep, until it is gone."""
 CALM_S = 4.0
-"""After the reward's first sleep: until all answers are there."""
+"""After the reward's first sleep: until all completions are there."""
 DEADLINE_S = 400.0
 Found = dict[str, float]
 

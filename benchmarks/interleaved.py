@@ -23,7 +23,7 @@ from runs import RUN_DEADLINE_S, WARM_UP_ROUNDS, Side, of_turn, start
 TURN_S = 2.0
 LOOK_S = 0.01
 END_S = 120
-PATIENCE = {  # a stopped process answers no keepalive
+PATIENCE = {  # a stopped process responds to no keepalive
     "RAY_grpc_keepalive_timeout_ms": "3600000",
     "RAY_grpc_client_keepalive_timeout_ms": "3600000",
     "RAY_health_check_timeout_ms": "3600000",
@@ -49,7 +49,7 @@ def in_turns(sides: Sequence[Side], *, rounds: int, number: int, directory: Path
         while any(run.is_wanted for run in runs):
             for run in order:
                 if run.is_wanted:
-                    run.set_request_priority()
+                    run.take_turn()
             order.reverse()
     except BaseException:
         for run in runs:
@@ -66,7 +66,7 @@ def in_turns(sides: Sequence[Side], *, rounds: int, number: int, directory: Path
 
 
 def over(first: Sequence[Round], second: Sequence[Round]) -> str:
-    """Samples a second of `second` over those of `first`, whose rounds have the same answers, round by round."""
+    """Samples a second of `second` over those of `first`, whose rounds have the same completions, round by round."""
     pairs = [one.active_s / other.active_s for one, other in zip(first, second, strict=True)]
     error = statistics.stdev(pairs) / len(pairs) ** 0.5
     sums = sum(one.active_s for one in first) / sum(other.active_s for other in second)
@@ -106,7 +106,7 @@ class _Run:
         self._find_members()
         self._known_rounds, self._cpu_s = self._count_rounds(), self._sum_cpu()
 
-    def set_request_priority(self) -> None:
+    def take_turn(self) -> None:
         began = time.monotonic()
         ends = began + TURN_S
         self._signal(signal.SIGCONT)
@@ -125,7 +125,7 @@ class _Run:
         self._signal(signal.SIGCONT)
 
     def ask_to_stop(self) -> None:
-        """It hears of it when it goes on."""
+        """Ask it to stop; it sees this when it continues."""
         self._process.terminate()
 
     def end(self) -> None:

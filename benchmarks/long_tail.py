@@ -1,8 +1,8 @@
 """A long-tailed workload on a real engine: --custom-generate-function-path benchmarks/long_tail.py:generate.
 
-Each answer is what the policy says, scored as ever. The engine decodes on behind its end, to a log-normal length that
+Each completion is the policy's own, scored as usual. The engine decodes on after its end, to a log-normal length that
 VIME_LONG_TAIL bounds: the trainer computes over those tokens too, but their mask is 0, so that what is learned, and
-with it the reward, is that of the same task with short answers.
+with it the reward, is that of the same task with short completions.
 """
 
 import hashlib

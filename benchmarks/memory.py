@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/memory.py [--size 135M] [--rounds 3] [--save] [-- any train.py flag]
 
 The run is that of `end_to_end.py` (its side `vime`). Counted is PSS (a page that n processes share counts 1/n in each),
-so that a column may be added up. A phase is what the driver does: `start` until the first answers are asked for, then
-the spans of its schedule (docs/metrics.md). A cell is the largest sample of that process in that phase, MB; the row
-`all` is the largest sum, which is less than the sum of the column where the processes have their peaks one after the
-other. The second table is the sample with the largest sum: anonymous memory (heap, tensors), files (libraries, mapped
-weights), shared memory (Ray's object store, weights on their way). Ends with CPU seconds a round, to see what a change
-costs: of all rounds but the first.
+so that a column may be added up. A phase is what the driver does: `start` until the first completions are requested,
+then the spans of its schedule (docs/metrics.md). A cell is the largest sample of that process in that phase, MB; the
+row `all` is the largest sum, which is less than the sum of the column where the processes have their peaks one after
+the other. The second table is the sample with the largest sum: anonymous memory (heap, tensors), files (libraries,
+mapped weights), shared memory (Ray's object store, weights on their way). Ends with CPU seconds a round, to see what a
+change costs: of all rounds but the first.
 """
 
 import argparse

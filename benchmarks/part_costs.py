@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/part_costs.py [STATION ...]
 
 Stations: `worker` (prompt to stored group, with a ledger and a store in this process), `coordinator` (a round leased,
-planned, reported), `kept` (answers kept for `vime samples`), `rank` (rows to packed columns), `ledger` (calls through
-Ray, both sides), `queue` (TransferQueue's calls: client, controller, storage unit), `router` and `engines` (HTTP),
-`disk` (a spool's append), `idle` (every process while no prompt is under way). Nothing is fitted to a whole run: what
-simulate.py predicts of one is made of these figures alone. Intercepts and slopes are those of two sizes, medians of
-turns.
+planned, reported), `kept` (completions kept for `vime samples`), `rank` (rows to packed columns), `ledger` (calls
+through Ray, both sides), `queue` (TransferQueue's calls: client, controller, storage unit), `router` and `engines`
+(HTTP), `disk` (a spool's append), `idle` (every process while no prompt is under way). Nothing is fitted to a whole
+run: what simulate.py predicts of one is made of these figures alone. Intercepts and slopes are those of two sizes,
+medians of turns.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def coordinator_turn(groups: int) -> float:
 
 
 def payload_for(number: int) -> Any:
-    """What the ledger is told of a group of 16; facts do not grow with tokens."""
+    """Return the facts of a group of 16 for the ledger; they do not grow with tokens."""
     from vime.rollout.worker import payload_of
     from vime.types import Sample, VersionSpan
 
@@ -217,8 +217,8 @@ def kept() -> None:
             writes.append((SAMPLES * size, (time.process_time() - began) / 10))
     for who, points in (("worker", sends), ("coordinator", writes)):
         group_s, token_s = line(*points)
-        say(f"kept answers, {who}, a group of 16", group_s * 1e3, "ms")
-        say(f"kept answers, {who}, a token", token_s * 1e6, "us")
+        say(f"kept completions, {who}, a group of 16", group_s * 1e3, "ms")
+        say(f"kept completions, {who}, a token", token_s * 1e6, "us")
 
 
 def rank() -> None:
@@ -273,8 +273,8 @@ def bare_ray(setting: Setting) -> Iterator[tuple[Any, Path]]:
 def ledger() -> None:
     """Calls through Ray: what the ledger's process and the caller's spend."""
     from vime.handoff.ledger import Ledger
-    from vime.handoff.ledger_prompts import PromptDesk
-    from vime.handoff.ledger_rounds import RoundDesk
+    from vime.handoff.prompt_ledger import PromptLedger
+    from vime.handoff.round_ledger import RoundLedger
     from vime.ray.ledger_actor import LedgerActor, LedgerClient
     from vime.ray.stream import ledger_rules
 
@@ -282,12 +282,12 @@ def ledger() -> None:
         client = LedgerClient.start(directory, ledger_rules(config, 4), run_id="bench", deadline_s=60.0)
         pids = [client.pid(), os.getpid()]
         client.restore(None)
-        client.call(RoundDesk.release, 0)
+        client.call(RoundLedger.release, 0)
         both("ledger, a call (status)", spent(pids, lambda: client.call(Ledger.status), 300))
         payload, tasks, num_ready = payload_for(0), [], 0
 
         def issue(count: int) -> None:
-            grant = client.call(PromptDesk.issue, "bench", count, request=str(time.monotonic_ns()))
+            grant = client.call(PromptLedger.issue, "bench", count, request=str(time.monotonic_ns()))
             tasks.extend(prompt.task for prompt in grant.prompts)
 
         both("ledger, issue of 1", spent(pids, lambda: issue(1), 150))
@@ -306,7 +306,7 @@ def ledger() -> None:
             while tasks:
                 commit(min(32, len(tasks)))
             ask = {"version": 0, "holder": "bench", "count": count}
-            both(f"ledger, lease of {count}", spent(pids, lambda ask=ask: client.call(RoundDesk.lease, 0, **ask), 20))
+            both(f"ledger, lease of {count}", spent(pids, lambda ask=ask: client.call(RoundLedger.lease, 0, **ask), 20))
         release_round(client, 1024)
         ref = client._actor.ask_coroutine(LedgerActor.wait_for_news, -1, 60.0, {"round_of": 1024, "at_least": 4096})
         time.sleep(0.5)
@@ -316,11 +316,11 @@ def ledger() -> None:
 
 def release_round(client: Any, count: int) -> None:
     """Of a leased round of `count` groups: trained, and its slots free."""
-    from vime.handoff.ledger_rounds import RoundDesk
+    from vime.handoff.round_ledger import RoundLedger
 
-    answer = client.call(RoundDesk.lease, 0, version=0, holder="bench", count=count)
-    client.call(RoundDesk.trained, 0, answer.lease.fence)
-    client.call(RoundDesk.release, 1)
+    answer = client.call(RoundLedger.lease, 0, version=0, holder="bench", count=count)
+    client.call(RoundLedger.trained, 0, answer.lease.fence)
+    client.call(RoundLedger.release, 1)
 
 
 def both(name: str, costs: Sequence[float]) -> None:
@@ -464,7 +464,7 @@ def vllm() -> None:
 
 
 def longer_model(directory: Path) -> Path:
-    """The quick start's model with room for LONG tokens; what it says does not matter."""
+    """Copy the quick start's model with a limit of LONG tokens; its output does not matter."""
     shutil.copytree(MODEL, directory / "model")
     path = directory / "model/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 8 * LONG}))

@@ -1,4 +1,4 @@
-r"""What a weight update costs: HTTP calls, milliseconds that engines do not answer, CPU milliseconds by process.
+r"""What a weight update costs: HTTP calls, milliseconds in which engines do not generate, CPU milliseconds by process.
 
     .venv/bin/python benchmarks/publish.py [--updates 20] [--turns 5] [--engines 1] [--transport shm] \
         [--checkout DIR ...]

@@ -88,8 +88,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60, help="puts and gets of each size and side (default: 60)")
     repeats = parser.parse_args().repeats
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # listen on loopback, as a local run does
-    from vime.handoff.queue_client import QUEUE_ENVIRONMENT
     from vime.handoff.queue_keys import QueueKeys
+    from vime.handoff.queue_modules import QUEUE_ENVIRONMENT
 
     os.environ.update(QUEUE_ENVIRONMENT)
     keys, spawn, users, servers = QueueKeys.make(), multiprocessing.get_context("spawn"), {}, []

@@ -2,8 +2,8 @@
 process.
 
 Used by simulate.py. Ray, router, RolloutManager, rollout workers, ledger, TransferQueue and spool are those of a run.
-Scripted are the engines: one process serves all their ports, with answers that were made beforehand, so that two cores
-are left to what is measured. Source ranks read and pack their rows as trainer ranks do, and train nothing.
+The engines are scripted: one process serves all their ports, with responses that were made beforehand, so that two
+cores are left to what is measured. Source ranks read and pack their rows as trainer ranks do, and train nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NUM_RANKS = 2
 DEADLINE_S = 300.0
 VERSION_DIGITS = 6
 VOCABULARY = 90  # ids that the quick start's tokenizer knows for sure
-POOL = 48  # answers that the engines draw from
+POOL = 48  # responses that the engines draw from
 
 KINDS = {  # what `role` calls a process: its kind
     "Ray actor RolloutManager": "coordinator",
@@ -236,8 +236,9 @@ class Half:
         return sum(path.read_text().count('"commit_groups"') for path in (self.run_dir / "events").glob("*.jsonl")) // 2
 
     def round(self, number: int) -> Any:
-        """One round of the product's rhythm: leased, read by the ranks, trained, taken out of the queue, and its slots
-        released because the engines serve the next version. Answers the GeneratedRound and how many tokens it had."""
+        """One round of the product's schedule: leased, read by the ranks, trained, taken out of the queue, and its
+        slots released because the engines serve the next version. Answers the GeneratedRound and how many tokens it
+        had."""
         import ray
 
         from vime.ray.rollout_manager import RolloutManager
@@ -255,7 +256,7 @@ class Half:
 
 @contextlib.contextmanager
 def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
-    """Start every part, as ray/assembly.py does, and stop every part. `is_begun`: prompts are answered."""
+    """Start every part, as ray/startup.py does, and stop every part. `is_begun`: generation runs."""
     import ray
 
     from vime.backends.vllm_utils.router import RouterProcess

@@ -106,8 +106,8 @@ def cause(run: Run, result: Result) -> tuple[str, float]:
 
 
 def knees(run: Run, most: int, *, count: int = 2, fewest: int = 8) -> tuple[list[Result], list[Knee]]:
-    """Double the engines until the knee; then go on without its cause. Results are those up to the first; fewer knees
-    than `count` when there is none up to `most` engines."""
+    """Double the engines until the knee; then continue without its cause. Results are those up to the first; fewer
+    knees than `count` when there is none up to `most` engines."""
     without = frozenset[str]()
     tried: list[Result] = []
     found: list[Knee] = []

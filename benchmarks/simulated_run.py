@@ -42,7 +42,7 @@ COSTS = {
     "kept_send_group": Cost(0.51 * MS, "a group of 16 sent to be kept for `vime samples`", f"{HERE} kept"),
     "kept_send_token": Cost(0.067 * US, "the same, a token", f"{HERE} kept"),
     # a call through Ray that does nothing
-    "call": Cost(0.90 * MS, "a call through Ray, who answers it", f"{HERE} ledger"),
+    "call": Cost(0.90 * MS, "a call through Ray, at the called process", f"{HERE} ledger"),
     "call_caller": Cost(0.63 * MS, "the same, who asks", f"{HERE} ledger"),
     # ledger
     "issue": Cost(1.11 * MS, "ledger, issue of prompts, a call", f"{HERE} ledger"),
@@ -93,7 +93,7 @@ COSTS = {
     # ranks and driver
     "rank_row": Cost(0.064 * MS, "source rank, a row unpacked and packed", f"{HERE} rank"),
     "rank_token": Cost(0.018 * US, "the same, a token", f"{HERE} rank"),
-    "ticket_rank": Cost(0.59 * MS, "driver: a rank is told to train and answers", "an earlier machine, 2 busy cores"),
+    "ticket_rank": Cost(0.59 * MS, "driver: a rank's call to train", "an earlier machine, 2 busy cores"),
     "publish_call": Cost(0.16 * MS, "rank 0: one call to one engine of 400", f"{HERE} fleet"),
     # processes that have nothing to do, CPU s a second
     "idle_actor": Cost(6.0 * MS, "an actor of Ray, a second", f"{HERE} idle"),
@@ -103,7 +103,7 @@ COSTS = {
     "idle_router": Cost(0.04 * MS, "the router, an engine and a second", f"{HERE} idle"),
     "idle_engines": Cost(0.053 * MS, "the check's engines, an engine and a second", f"{HERE} idle"),
 }  # fmt: skip
-JSON_BYTES = 133  # of a token in vLLM's answer: part_costs.py vllm
+JSON_BYTES = 133  # of a token in vLLM's response: part_costs.py vllm
 ROW_BYTES = 9  # of a token in a chunk: id 4, log-probability 4, mask 1 (vime/data/payload.py)
 TEXT_BYTES = 4  # of a token in a spool's record beside that: its text, about
 CHUNK_BYTES = 256 << 10  # vime/data/payload.py
@@ -164,7 +164,7 @@ class Server:
         self.is_free_of_charge = False
 
     def end_of(self, now: float, cost: float) -> float:
-        """When work that arrives now is done. Arrivals must be told in the order of time."""
+        """When work that arrives now is done. Arrivals must come in the order of time."""
         if self.is_free_of_charge:
             return now
         begin = max(now, heapq.heappop(self._free))
@@ -229,7 +229,7 @@ class Clock:
 
 
 class Engine:
-    """Makes `tokens_s` tokens a second, shared equally by the groups that it answers."""
+    """Makes `tokens_s` tokens a second, shared equally by the groups that it generates."""
 
     def __init__(self, clock: Clock, tokens_s: float) -> None:
         self._clock, self._tokens_s = clock, tokens_s
@@ -532,7 +532,7 @@ class Simulation:
     def _numbers(self, round_id: int) -> range:
         return range(round_id * self.run.groups, (round_id + 1) * self.run.groups)
 
-    # the driver and the ranks: vime/ray/rhythms.py
+    # the driver and the ranks: vime/ray/driver.py
 
     def _drive(self) -> Process:
         generated = Signal()
@@ -585,7 +585,7 @@ class Simulation:
             self.clock.set(read)
 
     def _publish(self) -> Process:
-        """Every engine pauses with the first bucket's call and goes on after the last."""
+        """Every engine pauses with the first bucket's call and continues after the last."""
         run = self.run
         if run.is_scripted:
             return

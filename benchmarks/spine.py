@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(run_dir: Path, rounds: int, flags: list[str]) -> tuple[float, dict[str, int], dict[str, float]]:
-    """Run it; answers wall seconds, peak resident bytes by process, CPU seconds by process."""
+    """Run it. Returns wall seconds, peak resident bytes by process, CPU seconds by process."""
     command = ["bash", str(ROOT / "scripts/quickstart.sh"), "--num-rollout", str(rounds), "--run-dir", str(run_dir)]
     started = time.monotonic()
     peaks: dict[str, int] = {}

@@ -108,7 +108,7 @@ def bound(rounds: int, repeats: int, directory: Path) -> None:
     records = str(directory / "rollout_{rollout_id}.jsonl")
     alone = ["--debug-rollout-only", "--save-debug-rollout-data", records]
     train = ["--debug-train-only", "--load-debug-rollout-data", records]
-    sides, paces = [], {"slow engine": "40", "fast engine": "1000"}  # tokens a second of each answer
+    sides, paces = [], {"slow engine": "40", "fast engine": "1000"}  # tokens a second of each completion
     for engine, pace in paces.items():
         environment = {"VIME_SCRIPTED_TOKENS_PER_SECOND": pace}
         sides += [
@@ -211,7 +211,7 @@ def interleaved(sides: Sequence[Side], rounds: int, repeats: int, directory: Pat
 
 
 def early(rounds: int, repeats: int, directory: Path) -> None:
-    """Staleness 0 on a long tail: how much of the training passes while the last answers are decoded."""
+    """Staleness 0 on a long tail: how much of the training passes while the last completions are decoded."""
     samples = 32
     flags = [*task(rounds, response=384, context=512, samples=samples), *SCRIPTED, *STREAMING]
     environment = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "128"}

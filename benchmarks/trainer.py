@@ -6,7 +6,7 @@
 One random Qwen2, the same weights, tokens, advantages and AdamW on every side, fp32, one thread each, one optimizer
 step over one batch: forward, backward, clip, update. No old or reference log-probabilities are computed on any side (a
 round of one step needs none); every side reports the entropy except plain torch, which computes nothing but the loss.
-`variable`: long-tailed answer lengths; Vime packs them, the others pad. `equal`: all rows alike, nothing to pad.
+`variable`: long-tailed completion lengths; Vime packs them, the others pad. `equal`: all rows alike, nothing to pad.
 `--without-onednn`: large products of Vime's linear layers by torch's default library too, as the other sides have them.
 Only real tokens count as tokens. The loss and the gradient norm of the sides must agree, or the run ends with an error.
 """
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def variable_rows(count: int) -> list[Row]:
-    """Prompts of 32 to 128 tokens; answers log-normal around 120, cut at 768: most are short, few are long."""
+    """Make prompts of 32 to 128 tokens; completions log-normal around 120, cut at 768: most are short, few are long."""
     draw = random.Random(0)
     lengths = [(draw.randint(32, 128), min(768, max(8, int(draw.lognormvariate(4.8, 0.9))))) for _ in range(count)]
     return [make_row(draw, prompt, response, VOCAB_SIZE) for prompt, response in lengths]
@@ -111,7 +111,7 @@ def build_vime(model: str, batches: dict[str, list[Row]], with_onednn: bool = Tr
 
 
 def padded(rows: list[Row]) -> dict[str, Any]:
-    """Prompts padded on the left, answers on the right, as TRL lays a batch out."""
+    """Pad prompts on the left and completions on the right, as TRL lays out a batch."""
     import torch
 
     prompt = max(len(row["prompt"]) for row in rows)
@@ -128,7 +128,7 @@ def padded(rows: list[Row]) -> dict[str, Any]:
 
 
 def build_torch(model: str, batches: dict[str, list[Row]]) -> Step:
-    """transformers and torch alone, without waste where padding allows: logits of the answers only, fused AdamW."""
+    """transformers and torch alone, without waste where padding allows: logits of the completions only, fused AdamW."""
     import torch
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
@@ -169,7 +169,7 @@ def build_torch(model: str, batches: dict[str, list[Row]]) -> Step:
 
 def build_trl(model: str, batches: dict[str, list[Row]]) -> Step:
     """TRL's own training step: `GRPOTrainer.training_step` (its loss, its backward), its clipping and its optimizer, on
-    batches in the form that its generation answers. Gradient checkpointing, on by default there, is off."""
+    batches in the form that its generation returns. Gradient checkpointing, on by default there, is off."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer

@@ -4,7 +4,7 @@
 
 Stations: `read` (an engine's JSON to numbers, by tokens; also beside lists of --held million tokens), `worker` (an
 engine's JSON to a group's bytes and facts, by tokens; also beside held bytes), `coordinator` (leased facts to plan and
-ticket, by tokens of an answer), `rank` (chunks to packed columns, by tokens), `plan` (--balance-data for 512
+ticket, by tokens of a completion), `rank` (chunks to packed columns, by tokens), `plan` (--balance-data for 512
 data-parallel ranks, by rows), `stuck` (why-stuck, by ranks that wait for each other). "before" is what the code did
 until decision 0029, kept here; both sides take turns, medians of --repeats. Exit code 1 when a cost of today grows with
 an exponent above 1.1, the coordinator's with tokens at all, or a worker's with what is held.
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def read(options: argparse.Namespace) -> list[str]:
-    """us of CPU a token, of one answer with SAMPLES samples."""
+    """Return us of CPU per token, for one response with SAMPLES samples."""
     sizes = [256 << step for step in range(options.doublings + 1)]
     bodies = {size: answer_body(size) for size in sizes}
     held: list[list[int]] = []
@@ -103,7 +103,7 @@ def read(options: argparse.Namespace) -> list[str]:
 
 
 def worker(options: argparse.Namespace) -> list[str]:
-    """us of CPU a token, from an engine's answer to the bytes that are stored and the facts that are committed."""
+    """Return us of CPU per token, from an engine's response to the stored bytes and the committed facts."""
     sizes = [256 << step for step in range(options.doublings + 1)]
     bodies = {size: answer_body(size) for size in sizes}
     held: list[EncodedGroup] = []
@@ -139,7 +139,7 @@ def coordinator(options: argparse.Namespace) -> list[str]:
             leased.append((number, encode_facts(group.facts), len(group.chunks)))
         [now] = measured((lambda leased=leased: planned(leased),), options.repeats)
         found.append(now / (GROUPS * SAMPLES) * 1e6)
-        print(f"| answers of {size} tokens | {found[-1]:.1f} |")
+        print(f"| completions of {size} tokens | {found[-1]:.1f} |")
     faults = grown("coordinator (a sample, by its tokens)", sizes, found)
     if max(found) > LARGEST_SHARE_OF_HELD * min(found):
         faults.append(f"coordinator: {min(found):.1f} to {max(found):.1f} us a sample; it must not depend on tokens")
@@ -168,7 +168,7 @@ def rank(options: argparse.Namespace) -> list[str]:
 
 
 def generated(number: int, body: bytes | None, num_tokens: int = 0) -> EncodedGroup:
-    """Group `number` from an engine's answer to what is stored; without a body from numbers."""
+    """Make group `number` from an engine's response up to what is stored; without a body from numbers."""
     prompt = list(range(100))
     samples = []
     for at in range(SAMPLES):

@@ -1,9 +1,9 @@
 """The whole algorithm in one file: GRPO from prompt to published weights with Vime's own formulas, plan, tickets
-and version books, and without Ray, vLLM or megatron. Read this first; the big loop does the same with real parts.
+and version ledger, and without Ray, vLLM or megatron. Read this first; the big loop does the same with real parts.
 
     .venv/bin/python examples/minimal_loop.py
 
-Task: the prompt is a digit d, the answer is three digits, the reward is the share of answer digits that equal d. The
+Task: the prompt is a digit d, the completion is three digits, the reward is the share of its digits that equal d. The
 policy is a table of logits (a bigram model), the engine is a loop over torch.multinomial.
 """
 
@@ -59,8 +59,8 @@ class TableEngine:
 
 
 def reward(sample: Sample) -> float:
-    answer = sample.tokens[-RESPONSE_LENGTH:]
-    return sum(token == sample.label for token in answer) / RESPONSE_LENGTH
+    completion = sample.tokens[-RESPONSE_LENGTH:]
+    return sum(token == sample.label for token in completion) / RESPONSE_LENGTH
 
 
 def generate_round(engine: TableEngine, rollout_id: int, generator: torch.Generator) -> list[list[Sample]]:
@@ -120,7 +120,7 @@ def train_round(logits_VV: Tensor, optimizer: torch.optim.Optimizer, store: Payl
 
 
 def run(num_rounds: int, seed: int = 0) -> list[float]:
-    """Train; answers the mean reward of each round."""
+    """Train. Returns the mean reward of each round."""
     generator = torch.Generator().manual_seed(seed)
     logits_VV = torch.zeros(VOCAB, VOCAB, requires_grad=True)
     optimizer = torch.optim.Adam([logits_VV], lr=0.3)

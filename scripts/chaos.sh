@@ -4,7 +4,7 @@
 #   ./scripts/chaos.sh OUT --case trainer@trainer.optimizer:2         one
 #   ./scripts/chaos.sh OUT --random 200 --seed 1                      anything, any time
 # ROUNDS=4: enough for one case; ten in a run need the default. MODE=off|buffer|streaming: --transferqueue-mode.
-# SCRIPT=train_async.py: the overlapped schedule; with PARTIAL=1 what a stop cuts is gone on with.
+# SCRIPT=train_async.py: the overlapped schedule; with PARTIAL=1 completions that a stop cuts are continued.
 # WORKERS=2: rollout workers in processes of their own, which are killed too.
 # SECONDS_PER_LEASE=8: shorter than a stop (/stop) lasts.
 # ENGINE=vllm: the quick start's model on vLLM under --reference-mode, instead of a scripted engine.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Every check that reads the code without running it: ruff, its format, floors and sizes of the rooms, the page of flags,
-# mypy (strict). All of them run, also behind one that failed; the last line says which did. Exit code 1: one failed.
-#   ./scripts/lint.sh                       the whole repository; mypy takes a minute where it has no cache
-#   ./scripts/lint.sh vime/algo tests/unit  ruff and mypy of these paths; the other checks are of the whole
+# Every check that reads the code without running it: ruff, its format, package layers and file sizes, the flags page,
+# mypy (strict). All of them run, also after a failure; the last line lists the failures. Exit code 1: one failed.
+#   ./scripts/lint.sh                       the whole repository; mypy takes a minute without its cache
+#   ./scripts/lint.sh vime/algo tests/unit  ruff and mypy of these paths; the other checks cover everything
 # `./scripts/test.sh` without arguments, which is what .ci/run calls, runs this beside the tests and fails with it.
 set -euo pipefail
 cd "$(dirname "$0")/.."

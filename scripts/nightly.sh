@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks that take hours; ./scripts/test.sh has a representative of each. The end is a table of what passed and how
+# Runs the checks that take hours; ./scripts/test.sh has a small version of each. It ends with a table of what passed and how
 # long it took; exit code 1: something failed. The output of each part is in OUT/<part>.log.
 #   ./scripts/nightly.sh OUT                every part
 #   ./scripts/nightly.sh OUT tests inputs   some

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/install.sh smollm2 reasoning-gym
 export VIME_TEST_DEADLINE=${VIME_TEST_DEADLINE:-4800} OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-# For the test that opens report.html. Where npm is missing or does not answer, the test is skipped and says so.
+# For the test that opens report.html. Where npm is missing or does not respond, the test is skipped and says so.
 [ -x .browser/chromium ] || ! command -v npm >/dev/null || timeout 120 ./scripts/get_browser.sh || true
 WORKERS=(-n "${VIME_TEST_WORKERS:-$(($# == 0 ? 2 : 0))}" --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 if (($# == 0)); then

@@ -1,7 +1,7 @@
 """A custom data source: `--data-source-path examples/customization/data_source.py:AdditionSource`.
 
 Makes addition problems on the fly, endless and never repeated: no file, no epochs. A data source has five methods;
-`save` answers what `load` needs to continue after a restart, as JSON values.
+`save` returns what `load` needs to continue after a restart, as JSON values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A custom group filter: `--dynamic-sampling-filter-path examples/customization/filter.py:keep_mixed_groups`.
 
-Drops groups that teach nothing (all rewards equal) and groups where most answers ran into the length limit. The reason
-is counted as the metric `rollout/dropped_<reason>`.
+Drops groups that teach nothing (all rewards equal) and groups where most completions reached the length limit. The
+reason is counted as the metric `rollout/dropped_<reason>`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def keep_mixed_groups(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
 
 
 def leave_out_truncated(args: Any, groups: list[list[Sample]]) -> None:
-    """For --rollout-sample-filter-path: truncated answers count in the group's mean and not in the loss."""
+    """For --rollout-sample-filter-path: truncated completions count in the group's mean but not in the loss."""
     for group in groups:
         for sample in group:
             sample.remove_sample = sample.status is SampleStatus.TRUNCATED

@@ -1,7 +1,7 @@
 """A custom generate function: `--custom-generate-function-path examples/customization/generate.py:generate_with_hint`.
 
-Two turns. When the first answer is wrong, the words "try again" of an imagined environment are put into the context and
-the policy answers once more. The environment's tokens are in the context and not in the loss (`trainable=False`).
+Two turns. When the first answer is wrong, the words "try again" of an imagined environment are added to the context
+and the policy tries once more. The environment's tokens are in the context and not in the loss (`trainable=False`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ HINT = "?"
 
 
 async def generate_with_hint(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """First answer; after a wrong one the hint and a second answer. `sample.response` ends as the last answer."""
+    """Generate an answer; after a wrong one add the hint and generate another. `sample.response` ends with the last
+    one."""
     sample = await generate(args, sample, sampling_params)
     if sample.status is not SampleStatus.COMPLETED or sample.response == str(sample.label):
         return sample

@@ -1,6 +1,6 @@
 """A custom reward: `--custom-rm-path examples/customization/reward.py:reward --reward-key score`.
 
-Right answers score 1; a right answer that is also short scores up to 0.2 more. Answers a dict: `score` is trained on
+Right answers score 1; a right answer that is also short scores up to 0.2 more. Returns a dict: `score` is trained on
 (--reward-key), the other entries are recorded with the sample. `async def` for work that waits (HTTP); use a plain
 `def` for work that computes or blocks: Vime runs that in a thread. Either has --rm-timeout-secs.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from vime.types import Sample, SampleStatus
 
-FREE_TOKENS = 10  # answers up to this length get the whole bonus
+FREE_TOKENS = 10  # completions up to this length get the whole bonus
 BONUS = 0.2
 
 

@@ -12,7 +12,7 @@ from vime.types import Sample
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """1 for the right answer. Yours stands here."""
+    """1 for the right answer. Put your own function here."""
     return float(solution_str.strip() == ground_truth)
 
 

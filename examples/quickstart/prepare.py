@@ -26,7 +26,7 @@ RECIPE = 1  # raise when anything below changes what the seed produces
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with its answer and the sorted letters a thinking answer writes."""
+    """One prompt with its answer and the sorted letters that a thinking completion writes."""
 
     prompt: str
     answer: str

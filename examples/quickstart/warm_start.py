@@ -3,7 +3,7 @@
 The warm start is supervised training on demonstrations of the task (`prepare.py`), at first only such that think. At
 the end 30 % of them think, so that the model mostly guesses although it can think. How fast it gets there differs
 between processors: training is chaotic, and a last bit that is rounded otherwise ends in another model (the thinking
-share was 2 % on one machine and 61 % on another). Therefore the last phase goes on until the measured share lies in
+share was 2 % on one machine and 61 % on another). Therefore the last phase continues until the measured share lies in
 THINK_WINDOW, and the script refuses to write a model that does not come to lie there or cannot do the task by thinking.
 The quick start does not run this script: it begins with the model in `model/` on every machine.
 
@@ -36,8 +36,8 @@ PAD, BOS, EOS, THINK, END_THINK = range(5)
 TOKENS = ["<pad>", "<bos>", "<eos>", "<think>", "</think>", *LETTERS, *"0123456789", *" :=,.?+-*()#"]
 VOCAB = {token: number for number, token in enumerate(TOKENS)}
 VOCAB_SIZE = 64  # 53 used; a round number divides over tensor-parallel ranks
-THINK_WINDOW = (0.25, 0.35)  # share of answers that think, in which the last phase ends
-LEAST_SKILL = 0.85  # share of right answers among those that think
+THINK_WINDOW = (0.25, 0.35)  # share of completions with steps, in which the last phase ends
+LEAST_SKILL = 0.85  # share of right answers among completions with steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +219,11 @@ def refusal(measured: Measured) -> str | None:
     """Why a model is no start for the quick start; None when it is one."""
     low, high = THINK_WINDOW
     if not low <= measured.think_share <= high:
-        return f"it thinks in {measured.think_share:.0%} of its answers, expected {low:.0%} to {high:.0%}"
+        return f"it thinks in {measured.think_share:.0%} of its completions, expected {low:.0%} to {high:.0%}"
     if measured.accuracy_when_thinking < LEAST_SKILL:
-        return f"{measured.accuracy_when_thinking:.0%} of the answers that think are right, expected {LEAST_SKILL:.0%}"
+        return (
+            f"{measured.accuracy_when_thinking:.0%} of the completions that think are right, expected {LEAST_SKILL:.0%}"
+        )
     return None
 
 

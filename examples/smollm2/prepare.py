@@ -8,7 +8,7 @@ to fp32: 538 MB, about a minute. The data: three solved one-digit problems in fr
     7*1=7
     5*6=
 
-answered by at most four tokens up to the end of the line. Train with `--rollout-stop $'\\n' --rm-type exact_match`.
+solved by at most four tokens up to the end of the line. Train with `--rollout-stop $'\\n' --rm-type exact_match`.
 The space of problems is small (about 81 per operator), so evaluation problems are other draws, not unseen facts.
 
     python examples/smollm2/prepare.py --model-dir models/smollm2-135m --data-dir data/smollm2

@@ -1,7 +1,7 @@
 """A tool loop: `--custom-generate-function-path examples/tools/sorter.py:generate_with_sorter`.
 
 The model of the quick start writes `<think>`, the letters in order, `</think>`, and then its answer. Here `<think>` is
-the call of a tool: the answer stops there, the tool writes the letters in order, and the model goes on behind them. It
+the call of a tool: the completion stops there, the tool writes the letters in order, and the model continues. It
 still may guess without the tool; what it learns is to call it. docs/tools.md walks through this file.
 """
 
@@ -22,7 +22,7 @@ def sort_letters(prompt: str) -> str:
 
 
 async def generate_with_sorter(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One answer, with at most one call of the tool in it."""
+    """Generate one completion, with at most one call of the tool in it."""
     tokenizer = load_tokenizer(args.hf_checkpoint)
     [call] = tokenizer.encode(CALL, add_special_tokens=False)
     sample = await generate(args, sample, {**sampling_params, "stop_token_ids": [call]})

@@ -40,7 +40,9 @@ by_flags(
     "1 to 65535",
     "Change the flag",
 )
-by_flags("an answer as long as the context", "--rollout-max-response-len 64", "leaves no room for a prompt", "Lower it")
+by_flags(
+    "an answer as long as the context", "--rollout-max-response-len 64", "leaves no token for a prompt", "Lower it"
+)
 by_flags(
     "a context beyond the model's", "--rollout-max-context-len 4096", "beyond the model's 64 positions", "Lower it"
 )

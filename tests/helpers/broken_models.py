@@ -77,20 +77,30 @@ def _(world: World) -> None:
     (world.model / "model.safetensors").unlink()
 
 
-@case("weights cut short", "model.safetensors", "no whole safetensors file", "Expected weights", "copy the file again")
+@case(
+    "weights cut short",
+    "model.safetensors",
+    "not a complete safetensors file",
+    "Expected weights",
+    "copy the file again",
+)
 def _(world: World) -> None:
     file = world.model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
 
 
 @case(
-    "weights that are text", "model.safetensors", "no whole safetensors file", "Expected weights", "copy the file again"
+    "weights that are text",
+    "model.safetensors",
+    "not a complete safetensors file",
+    "Expected weights",
+    "copy the file again",
 )
 def _(world: World) -> None:
     (world.model / "model.safetensors").write_text("<html>404 not found</html>" * 40)
 
 
-@case("an empty weights file", "model.safetensors (0 bytes)", "no whole safetensors file", "copy the file again")
+@case("an empty weights file", "model.safetensors (0 bytes)", "not a complete safetensors file", "copy the file again")
 def _(world: World) -> None:
     (world.model / "model.safetensors").write_bytes(b"")
 
@@ -102,7 +112,7 @@ def _(world: World) -> None:
     )
 
 
-@case("a header changed", "model.safetensors", "no whole safetensors file", "copy the file again")
+@case("a header changed", "model.safetensors", "not a complete safetensors file", "copy the file again")
 def _(world: World) -> None:
     file = world.model / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -255,7 +265,9 @@ def _(world: World) -> Sequence[str]:
     return ["--ref-load", str(other), "--use-kl-loss", "--kl-loss-coef", "0.1"]
 
 
-@case("a reference cut short", "--ref-load", "no whole safetensors file", "Expected weights", "copy the file again")
+@case(
+    "a reference cut short", "--ref-load", "not a complete safetensors file", "Expected weights", "copy the file again"
+)
 def _(world: World) -> Sequence[str]:
     other = world.write_model(world.root / "reference")
     (other / "model.safetensors").write_bytes(b"12345678")

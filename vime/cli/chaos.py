@@ -1,10 +1,10 @@
 """`vime chaos OUT -- FLAGS OF TRAIN.PY`: kill every process of a run in every phase, and see whether anything was lost.
 
-First a run that nobody disturbs. Then for each case a run of its own: a failpoint (`utils/failpoints.py`) holds it in
-the phase, the target is killed, the failpoint lets go; a run that ended is started again with the same command line,
-which goes on from its newest checkpoint, until it is complete. Then nothing may be left of it, `vime audit` must be
-content, and every version that it published must have the weights of the run that nobody disturbed, bit for bit. So
-what is trained must not depend on time: use the scripted engine, or --reference-mode.
+First comes an undisturbed run. Then each case gets its own run: a failpoint (`utils/failpoints.py`) holds it in the
+phase, the target is killed, the failpoint lets go; a run that ended is started again with the same command line, which
+continues from its newest checkpoint, until it is complete. Then no process of it may be left, `vime audit` must find
+nothing, and every version that it published must have the weights of the undisturbed run, bit for bit. So what is
+trained must not depend on time: use the scripted engine, or --reference-mode.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
 OF_GROUPS = (Point.GENERATE, Point.REWARD, Point.SPOOL, Point.SPOOLED, Point.COMMIT, Point.COMMITTED)
-"""Passed by every group, the last three by every write of groups; the others once a round or more seldom."""
+"""Passed by every group, the last three by every write of groups; the others once a round or less often."""
 PASSES = dict.fromkeys(OF_GROUPS, 6) | {Point.STOP: 1}
-"""Which pass of a point is met; 2 for the others: not the first, so that there is something to lose."""
+"""Which pass of a point is used; 2 for the others: not the first, so that there is something to lose."""
 PHASES = tuple(point for point in Point if point is not Point.KEEP)
 """Points that a case can wait for. KEEP is passed when the parts are stopped, and the next case is armed after that."""
 OWN = tuple(f"{point.partition('.')[0]}@{point}:{PASSES.get(point, 2)}" for point in PHASES)
@@ -63,15 +63,15 @@ OF_WORKERS = tuple(
     f"worker@{point}:{PASSES.get(point, 2)}"
     for point in (Point.GENERATE, Point.COMMIT, Point.LEASED, Point.OPTIMIZER, Point.DURABLE, Point.STOP)
 )
-"""Beside the matrix when the flags have --num-rollout-workers."""
+"""Added to the matrix when the flags have --num-rollout-workers."""
 EVERY = tuple(f"{target}@{point}:{PASSES.get(point, 2)}" for point in PHASES for target in TARGETS)
 ANY = "any"
 AT_RANDOM = {ANY: 6, f"{ANY}+{ANY}": 2, f"{ANY}/{How.STOP_KILL}": 1, "move": 1}
-"""Of random faults: how often each of them comes, beside the others."""
+"""Weights of the random faults: how often each comes, relative to the others."""
 SAVE_INTERVALS = (1, 3, 5)
 """One of them for each run of random faults."""
 AT_WORK, WORK_S, START_S = 1 / 2, 4.0, 22.0
-"""Of random kills: the share that waits until rounds are trained, and up to how many seconds after that or the start.
+"""The share of random kills that wait until rounds are trained, and up to how many seconds after that or the start.
 A tiny model trains two to three rounds a second and starts in 20 s, so a run of 60 rounds takes ten kills."""
 
 
@@ -86,7 +86,7 @@ def add_parser(commands: Commands) -> None:
         description="Cases: TARGET[+TARGET]@POINT[:PASS][/stop|/stop-kill], for example trainer@trainer.optimizer:2. "
         f"Targets: {', '.join([*TARGETS, *FAULTS])}. Points: {', '.join(Point)}.",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory for all runs and the table; must be new")
+    parser.add_argument("out", type=Path, metavar="OUT", help="new directory for all runs and the table")
     parser.add_argument("--case", nargs="+", default=[], metavar="CASE", help="these instead of the matrix")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N faults at random times instead")
     parser.add_argument("--kills-per-run", type=int, default=10, help="one after the other (default: 10)")
@@ -128,7 +128,7 @@ def run_chaos(arguments: argparse.Namespace) -> None:
     if arguments.random:
         cases = list(random_cases(arguments.random, arguments.seed))
     intervals = random.Random(arguments.seed).choices(SAVE_INTERVALS if arguments.random else (1,), k=len(cases))
-    with _told_to_stop():
+    with _stop_signals():
         outcomes = _complete(plan, cases, intervals, arguments, say)
     failed = [number for number, outcome in enumerate(outcomes) if not outcome.is_good]
     kills = sum(outcome.num_kills for outcome in outcomes)
@@ -138,9 +138,9 @@ def run_chaos(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _told_to_stop() -> Iterator[None]:
-    """SIGTERM and a closed terminal unwind like Ctrl-C: the run under way is of another session and would live on.
-    What was ignored when the command began, as under `nohup`, still is."""
+def _stop_signals() -> Iterator[None]:
+    """Treat SIGTERM and a closed terminal like Ctrl-C: the current run belongs to another session and would continue.
+    Signals that were ignored when the command began, as under `nohup`, still are."""
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     former = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
@@ -157,7 +157,7 @@ def _complete(
     arguments: argparse.Namespace,
     say: Callable[[str], None],
 ) -> list[Outcome]:
-    """The undisturbed run, then each batch of cases; a table line and a line on the screen as each is done.
+    """Make the undisturbed run, then one run per batch of cases; each writes a line to the table and to the screen.
     `intervals`: --save-interval of each run."""
     expected = _undisturbed(plan, arguments.undisturbed, say)
     out, outcomes = plan.out, []
@@ -175,7 +175,7 @@ def _complete(
 
 
 def _undisturbed(plan: Plan, earlier: Path | None, say: Callable[[str], None]) -> Mapping[int, str]:
-    """Content hash by version of a run that nobody disturbs."""
+    """Return the content hash by version of an undisturbed run."""
     if earlier is not None:
         hashes = published(earlier)
         if not hashes:
@@ -210,7 +210,7 @@ def parse_case(text: str) -> Case:
 
 
 def random_cases(total: int, seed: int) -> Iterator[Case]:
-    """Faults of AT_RANDOM, half of them while rounds are trained, the others in the start before."""
+    """Draw faults of AT_RANDOM, half of them while rounds are trained, the others in the start before."""
     chance = random.Random(seed)
     for fault in chance.choices(list(AT_RANDOM), list(AT_RANDOM.values()), k=total):
         names, _, how = fault.partition("/")
@@ -226,7 +226,7 @@ def random_cases(total: int, seed: int) -> Iterator[Case]:
 
 
 def in_runs(cases: Sequence[Case], most: int) -> Iterator[list[Case]]:
-    """Up to `most` cases one after the other in each run; one at the end of a run is the last of its run."""
+    """Put up to `most` cases into each run, one after the other; a case at the end of a run is the last of it."""
     batch: list[Case] = []
     for case in sorted(cases, key=lambda case: case.point is Point.STOP):
         batch.append(case)
@@ -237,12 +237,12 @@ def in_runs(cases: Sequence[Case], most: int) -> Iterator[list[Case]]:
         yield batch
 
 
-COLUMNS = ("run", "killed", "how the run went on", "audit", "weights", "metrics", "left", "verdict")
+COLUMNS = ("run", "killed", "how the run continued", "audit", "weights", "metrics", "left", "verdict")
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 
 def table_lines(number: int, outcome: Outcome) -> Iterator[str]:
-    """One for each case; audit, weights and verdict are those of its run."""
+    """Yield a row for each case; audit, weights and verdict are those of its run."""
     verdict = "good" if outcome.is_good else "FAILED"
     for strike in outcome.strikes:
         cells = (
@@ -258,13 +258,13 @@ def table_lines(number: int, outcome: Outcome) -> Iterator[str]:
 
 
 def summary_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Each run, then how often each victim was hit in which way."""
-    yield "| run | saves every | hits | lives | exit codes | audit | weights | metrics | verdict |"
+    """Yield a row for each run, then how often each target was hit in which way."""
+    yield "| run | saves every | hits | starts | exit codes | audit | weights | metrics | verdict |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for number, outcome in enumerate(outcomes):
-        lives = (outcome.save_interval, outcome.num_kills, outcome.num_restarts + 1, outcome.codes)
+        starts = (outcome.save_interval, outcome.num_kills, outcome.num_restarts + 1, outcome.codes)
         ends = (outcome.audit, outcome.weights, outcome.metrics, "good" if outcome.is_good else "FAILED")
-        yield f"| {number:03d} | {' | '.join(map(str, (*lives, *ends)))} |"
+        yield f"| {number:03d} | {' | '.join(map(str, (*starts, *ends)))} |"
     yield ""
     yield f"| victim | {' | '.join(WAYS)} |"
     yield f"|---{'|---' * len(WAYS)}|"

@@ -1,5 +1,5 @@
-"""What a chaos run does to a run: signals to its processes, and faults that are no signal: a full disk, a torn spool, a
-directory that moves."""
+"""What `vime chaos` does to a run: signals to its processes, and other faults: a full disk, a torn spool, a directory
+that moves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def move(run_dir: Path) -> Path | None:
 
 
 class How(StrEnum):
-    """What is done to a victim."""
+    """What is done to a target."""
 
     KILL = "kill"
     STOP = "stop"  # SIGSTOP, and SIGCONT after STOPPED_S: longer than a lease, shorter than most deadlines
@@ -64,10 +64,10 @@ class How(StrEnum):
 
 STOPPED_S, HUNG_S = 20.0, 5.0
 BETWEEN_LIVES: Mapping[str, Callable[[Path], Path | None]] = {"spool": tear_spool, "move": move}
-"""Targets for which the driver is killed, and what is done to the run's directory before the next life. Answers where
-that goes on; None to do it after a later one."""
+"""Targets for which the driver is killed, and what is done to the run's directory before the next start. Returns where
+the run continues; None to do it before a later start."""
 FAULTS: Mapping[str, str] = {
-    "disk": "full for some seconds; a disk of its own is needed",
+    "disk": "full for some seconds; OUT needs a disk of its own",
     "spool": "the driver is killed and the spool loses its end",
     "move": "the driver is killed and the run's directory gets another name",
 }

@@ -1,4 +1,4 @@
-"""The processes of one chaos run: which of them is what, and nothing but them is ever killed."""
+"""The processes of one chaos run: what each of them is. Nothing else is ever killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 from vime.utils.processes import read_processes
 
 MARK = "VIME_CHAOS_RUN"
-"""In the environment of every process of a run, whoever started it."""
+"""In the environment of every process of a run, also of indirectly started ones."""
 POLL_S = 0.05
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "driver": (),  # the process that was started
@@ -34,8 +34,8 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 
 
 class Members:
-    """Every process with this run's mark but the caller itself, and every child of one that was ever seen: the titles
-    of Ray's agents cover their environment."""
+    """Return every process with this run's mark except the caller, and every child of one that was ever seen: the
+    titles of Ray's agents overwrite their environment."""
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
@@ -43,11 +43,11 @@ class Members:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a process a member, and all that it starts."""
+        """Return the environment that makes a process, and all that it starts, a member."""
         return {MARK: self._mark}
 
     def find(self, driver: int) -> dict[str, list[psutil.Process]]:
-        """The processes of each target, oldest first, of those that are there; `driver` is the driver's number."""
+        """Return the live processes of each target, oldest first; `driver` is the driver's pid."""
         found: dict[str, list[psutil.Process]] = {}
         for member in sorted(self.all(), key=lambda process: process.pid):
             command = _command(member)
@@ -58,7 +58,7 @@ class Members:
         return found
 
     def all(self) -> list[psutil.Process]:
-        """Not by `process_iter`: it leaves out once a process whose number another had before."""
+        """List pids without `process_iter`, which once leaves out a process whose pid was reused."""
         members = []
         for pid in sorted(read_processes()):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -69,14 +69,14 @@ class Members:
         return members
 
     def _is_member(self, process: psutil.Process) -> bool:
-        """Parents have lower numbers as a rule, so that they are looked at before their children."""
+        """Sort by pid: parents usually have lower pids, so they are looked at before their children."""
         if process.pid == os.getpid():
             return False
         is_marked = process in self._seen or process.environ().get(MARK) == self._mark
         return is_marked or process.parent() in self._seen
 
     def wait_until_gone(self, grace_s: float) -> list[str]:
-        """What is still there after `grace_s`."""
+        """Return what is still there after `grace_s`."""
         ends = time.monotonic() + grace_s
         while members := self.all():
             if time.monotonic() > ends:
@@ -91,7 +91,7 @@ class Members:
 
 
 def _is_guard(argument: str) -> bool:
-    """The parent of a server, which has the server's command line in its own."""
+    """Return the parent of a server, which has the server's command line in its own."""
     return argument.endswith("guard.py")
 
 

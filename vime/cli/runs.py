@@ -1,4 +1,4 @@
-"""`vime ls [DIR]` and `vime compare RUN RUN...`: several runs beside each other."""
+"""`vime ls [DIR]` and `vime compare RUN RUN...`: several runs side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vime.observability.summary import RunSummary, summarise
 from vime.types import ConfigError, VimeError
 
 LAST = 10
-"""Rounds that a run's last reward is the mean of."""
+"""A run's last reward is the mean of this many rounds."""
 PIPE_WIDTH = 200
 OWN = ("run_dir", "save", "wandb_group")
 """Flags that differ between runs by nature."""
@@ -51,7 +51,7 @@ def add_parsers(commands: Commands) -> None:
     )
     parser.set_defaults(run_command=run_ls)
     parser = commands.add_parser(
-        "compare", help="runs beside each other: a table, the flags that differ, overlaid curves in one HTML file"
+        "compare", help="runs side by side: a table, the flags that differ, overlaid curves in one HTML file"
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, two or more")
     parser.add_argument(
@@ -64,7 +64,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def run_ls(arguments: argparse.Namespace) -> None:
-    """One line a run, the newest first; DataError when there is none."""
+    """Print one line per run, the newest first; DataError when there is none."""
     directory: Path = arguments.directory
     if not directory.is_dir():
         raise ConfigError(
@@ -106,7 +106,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
 
 
 def _runs_in(directory: Path) -> Iterator[Path]:
-    """The directory itself, what is in it, and what is in that."""
+    """Yield the directory itself, its entries, and theirs."""
     for pattern in (".", "*", "*/*"):
         for path in sorted(directory.glob(pattern)) if pattern != "." else [directory]:
             if is_run_dir(path):
@@ -114,7 +114,7 @@ def _runs_in(directory: Path) -> Iterator[Path]:
 
 
 def _line_of(run: Path, directory: Path) -> tuple[str, ...]:
-    """What can be told; a run whose files are damaged has its line too."""
+    """Summarise what can be read; a run whose files are damaged has its line too."""
     name = str(run.relative_to(directory)) if run != directory else str(run)
     try:
         summary = summarise(run)
@@ -134,7 +134,7 @@ def _line_of(run: Path, directory: Path) -> tuple[str, ...]:
 
 
 def _of_all(summary: RunSummary, run: Path) -> str:
-    """`12/30`, where --num-rollout says of how many."""
+    """Return `12/30`, with the total of --num-rollout."""
     with contextlib.suppress(VimeError):
         wanted = config_value(read_config(run), "rollout", "num_rollout")
         return f"{summary.num_rounds}/{wanted}" if wanted else str(summary.num_rounds)
@@ -149,7 +149,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The directories' own names, with as much of the path before them as tells them apart."""
+    """Return the directories' names, with as much of their path as is needed to distinguish them."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -184,7 +184,7 @@ def _figures(runs: Sequence[SeenRun]) -> Iterator[tuple[str, ...]]:
 
 
 def _last(run: SeenRun, name: str, count: int) -> str:
-    """The mean of the last `count` values."""
+    """Return the mean of the last `count` values."""
     values = list(run.metrics.get(name, {}).values())[-count:]
     return f"{sum(values) / len(values):.4g}" if values else ""
 
@@ -198,7 +198,7 @@ def _best(run: SeenRun) -> str:
 
 
 def _differences(runs: Sequence[SeenRun]) -> Iterator[tuple[str, ...]]:
-    """Flags whose values are not equal in all runs; `-` where a run does not know the flag."""
+    """Return flags whose values differ between runs; `-` where a run does not know the flag."""
     for name in sorted({name for run in runs for name in run.config}):
         values = [_value(run.config[name]) if name in run.config else "-" for run in runs]
         if name not in OWN and len(set(values)) > 1:
@@ -212,7 +212,7 @@ def _value(value: object) -> str:
 
 
 def _console() -> Console:
-    """As wide as the terminal; a pipe has no width to keep to."""
+    """Make a console as wide as the terminal; a pipe has no width limit."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
@@ -236,7 +236,7 @@ def _page(
     differences: Sequence[Sequence[str]],
     patterns: Sequence[re.Pattern[str]],
 ) -> Page:
-    """A chart for each metric, a line for each run."""
+    """Make a chart for each metric, with a line for each run."""
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(title=" / ".join(run.name for run in runs), subtitle=f"page written {written}", badge=("compared", ""))
     columns = [run.name for run in runs]
@@ -251,7 +251,7 @@ def _page(
 
 
 def _titles(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Section -> metric -> title of its chart, as in a report; a chart of several metrics becomes one for each."""
+    """Map section -> metric -> title of its chart, as in a report; a chart of several metrics becomes one for each."""
     titles: dict[str, dict[str, str]] = {}
     for section, title, pattern, _ in CHARTS:
         matches = [match for name in names if (match := re.fullmatch(pattern, name))]
@@ -261,7 +261,7 @@ def _titles(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _lines(page: Page, runs: Sequence[SeenRun], name: str) -> Iterator[Line]:
-    """One for each run that has the metric, each run in its colour everywhere."""
+    """Make a line for each run that has the metric; a run has the same colour everywhere."""
     for number, run in enumerate(runs):
         if name in run.metrics:
             page.add_points(f"{number}|{name}", run.metrics[name])

@@ -1,4 +1,4 @@
-"""`vime samples RUN`: what the model was asked in a round, what it answered, and what that was worth."""
+"""`vime samples RUN`: the prompts of a round, the completions and their rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vime.observability.run_dir import check_run_dir, config_value, read_config
 from vime.observability.samples import KeptGroup, KeptSample, kept_rounds, read_fates, read_round
 from vime.types import DataError
 
-if TYPE_CHECKING:  # loaded when tokens are asked for
+if TYPE_CHECKING:  # loaded when tokens are shown
     from tokenizers import Tokenizer
 
 SHOWN = 4
@@ -29,27 +29,27 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """One answer with the group it is of."""
+    """One completion with its group."""
 
     group: KeptGroup
-    answer: KeptSample
+    completion: KeptSample
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "samples",
-        help="prompts and answers of a round, with rewards, versions, and why a group was dropped",
-        description="Answers are kept for every round up to --keep-samples-mib; beyond it rounds are left out evenly.",
+        help="prompts and completions of a round, with rewards, versions, and why a group was dropped",
+        description="Completions are kept for every round up to --keep-samples-mib; beyond that, rounds are removed.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     parser.add_argument("--round", type=int, metavar="N", help="of this round (default: the newest that was kept)")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--worst", action="store_true", help="lowest reward first")
     choice.add_argument("--best", action="store_true", help="highest reward first")
-    choice.add_argument("--group", type=int, metavar="G", help="all answers of one group, from any round")
+    choice.add_argument("--group", type=int, metavar="G", help="all completions of one group, from any round")
     parser.add_argument("--dropped", action="store_true", help="only groups that were dropped")
     parser.add_argument(
-        "-n", "--limit", type=int, default=SHOWN, metavar="N", help=f"answers to show (default: {SHOWN}; 0: all)"
+        "-n", "--limit", type=int, default=SHOWN, metavar="N", help=f"completions to show (default: {SHOWN}; 0: all)"
     )
     parser.add_argument("--tokens", action="store_true", help="each response token with its log-probability")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
@@ -57,7 +57,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_samples(arguments: argparse.Namespace) -> None:
-    """Print the answers; DataError says what was kept instead."""
+    """Print the completions; DataError says what was kept instead."""
     run: Path = arguments.run
     check_run_dir(run)
     if arguments.limit < 0:
@@ -74,29 +74,29 @@ def run_samples(arguments: argparse.Namespace) -> None:
     for line in _lines(picks[:limit], pieces):
         console.print(line)
     if limit is not None and len(picks) > limit:
-        console.print(Text(f"{limit} of {len(picks)} answers; --limit 0 shows all", style="dim"))
+        console.print(Text(f"{limit} of {len(picks)} completions; --limit 0 shows all", style="dim"))
 
 
 def _picks(run: Path, arguments: argparse.Namespace, key: str | None) -> list[Pick]:
     rounds = kept_rounds(run)
     if not rounds:
         raise DataError(
-            f"{run}: no answers are kept there. Expected {run}/samples; the run generated no round, has "
-            "--keep-samples-mib 0, or is of an older version. Answers of evaluations are in its directory eval."
+            f"{run}: no completions are kept there. Expected {run}/samples; the run generated no round, has "
+            "--keep-samples-mib 0, or is of an older version. Completions of evaluations are in its directory eval."
         )
     if arguments.group is not None:
         return _of_group(run, arguments.group, rounds if arguments.round is None else [arguments.round])
     chosen = rounds[-1] if arguments.round is None else arguments.round
     if chosen not in rounds:
         near = ", ".join(str(known) for known in sorted(sorted(rounds, key=lambda known: abs(known - chosen))[:4]))
-        raise DataError(f"{run}: no answers of round {chosen} are kept; the nearest rounds that are: {near}.")
+        raise DataError(f"{run}: no completions of round {chosen} are kept; the nearest rounds that are: {near}.")
     groups = [group for group in read_round(run, chosen) if group.reason is not None or not arguments.dropped]
-    picks = [Pick(group=group, answer=answer) for group in groups for answer in group.answers]
+    picks = [Pick(group=group, completion=completion) for group in groups for completion in group.answers]
     if arguments.dropped and not picks:
         raise DataError(f"{run}: no group of round {chosen} was dropped.")
     if arguments.worst or arguments.best:
-        picks = [pick for pick in picks if pick.answer.score(key) is not None]
-        picks.sort(key=lambda pick: _order(pick.answer.score(key)), reverse=arguments.best)
+        picks = [pick for pick in picks if pick.completion.score(key) is not None]
+        picks.sort(key=lambda pick: _order(pick.completion.score(key)), reverse=arguments.best)
     return picks
 
 
@@ -105,13 +105,13 @@ def _order(score: float | None) -> float:
 
 
 def _of_group(run: Path, number: int, rounds: Iterable[int]) -> list[Pick]:
-    """Every attempt at a group that was kept."""
+    """Return every attempt at a kept group."""
     found = [
-        Pick(group=group, answer=answer)
+        Pick(group=group, completion=completion)
         for round_id in rounds
         for group in read_round(run, round_id)
         if group.group_index == number
-        for answer in group.answers
+        for completion in group.answers
     ]
     if found:
         return found
@@ -120,8 +120,8 @@ def _of_group(run: Path, number: int, rounds: Iterable[int]) -> list[Pick]:
         if reason is not None or number in fate.kept:
             what = "was kept for training" if reason is None else f"was dropped: {reason}"
             raise DataError(
-                f"{run}: group {number} of round {fate.round_id} {what}. Its answers are not kept: --keep-samples-mib "
-                "bounds them."
+                f"{run}: group {number} of round {fate.round_id} {what}. Its completions are not kept: "
+                "--keep-samples-mib bounds them."
             )
     raise DataError(f"{run}: no finished group {number} is known. `vime samples {run}` shows some that are.")
 
@@ -129,23 +129,23 @@ def _of_group(run: Path, number: int, rounds: Iterable[int]) -> list[Pick]:
 def _lines(picks: Sequence[Pick], pieces: _Pieces | None) -> Iterator[Text]:
     shown: KeptGroup | None = None
     for pick in picks:
-        group, answer = pick.group, pick.answer
+        group, completion = pick.group, pick.completion
         if shown is not group:
             shown = group
             yield from _heading(group)
         facts = [
-            f"reward {_plain(reward_text(answer.reward))}",
-            f"{len(answer.tokens)} tokens",
-            answer.status,
-            version_text(answer),
+            f"reward {_plain(reward_text(completion.reward))}",
+            f"{len(completion.tokens)} tokens",
+            completion.status,
+            version_text(completion),
         ]
-        facts += ["left out of the loss"] if answer.is_removed else []
-        yield Text(f"  answer {answer.index}: {', '.join(facts)}", style="bold")
-        if answer.prompt != group.prompt:
-            yield Text(_indented(f"prompt: {_plain(answer_text(answer.prompt))}"))
-        yield Text(_indented(_plain(answer.response)) or "    (empty)")
+        facts += ["left out of the loss"] if completion.is_removed else []
+        yield Text(f"  completion {completion.index}: {', '.join(facts)}", style="bold")
+        if completion.prompt != group.prompt:
+            yield Text(_indented(f"prompt: {_plain(answer_text(completion.prompt))}"))
+        yield Text(_indented(_plain(completion.response)) or "    (empty)")
         if pieces is not None:
-            yield from _token_lines(answer, pieces)
+            yield from _token_lines(completion, pieces)
         yield Text()
 
 
@@ -160,18 +160,20 @@ def _heading(group: KeptGroup) -> Iterator[Text]:
         yield Text(_indented(f"metadata: {json.dumps(group.metadata, default=str)}", "  "), style="dim")
 
 
-def _token_lines(answer: KeptSample, pieces: _Pieces) -> Iterator[Text]:
-    """Eight characters of position and id, the token as text, its log-probability, its version; `-` where the policy
-    did not choose the token."""
-    version_at = {place: span[0] for span in answer.versions for place in range(span[1], span[2])}
-    for place, token in enumerate(answer.tokens):
-        is_trained = bool(answer.loss_mask[place]) if place < len(answer.loss_mask) else True
-        value = f"{answer.log_probs[place]:9.4f}" if place < len(answer.log_probs) and is_trained else "        -"
+def _token_lines(completion: KeptSample, pieces: _Pieces) -> Iterator[Text]:
+    """Yield per token position, id, text, log-probability and version; `-` where the policy did not choose the
+    token."""
+    version_at = {place: span[0] for span in completion.versions for place in range(span[1], span[2])}
+    for place, token in enumerate(completion.tokens):
+        is_trained = bool(completion.loss_mask[place]) if place < len(completion.loss_mask) else True
+        value = (
+            f"{completion.log_probs[place]:9.4f}" if place < len(completion.log_probs) and is_trained else "        -"
+        )
         yield Text(f"    {place:>5} {token:>7} {value}  v{version_at.get(place, '?')}  {pieces.text(token)}")
 
 
 class _Pieces:
-    """Tokens as text, by the tokenizer of the run's model, where it is still there."""
+    """Turns tokens into text by the tokenizer of the run's model, where it is still there."""
 
     def __init__(self, run: Path) -> None:
         self._tokenizer: Tokenizer | None = None
@@ -189,25 +191,25 @@ class _Pieces:
 
 
 def _record(pick: Pick) -> dict[str, object]:
-    group, answer = pick.group, pick.answer
+    group, completion = pick.group, pick.completion
     return {
         "round": group.round_id,
         "group": group.group_index,
         "dropped": group.reason,
         "label": group.label,
         "metadata": group.metadata,
-        **dataclasses.asdict(answer),
+        **dataclasses.asdict(completion),
     }
 
 
 def _plain(value: object) -> str:
-    """Text without control characters, but with its lines."""
+    """Return the text without control characters except line ends."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return "".join(char if char in "\n\t" or _is_shown(char) else "?" for char in text)
 
 
 def _is_shown(char: str) -> bool:
-    """Python calls no space but the common one printable; Zs are those of all scripts."""
+    """Whether it can be printed. Python calls only the ASCII space printable; Zs has the spaces of all scripts."""
     return char.isprintable() or unicodedata.category(char) == "Zs"
 
 

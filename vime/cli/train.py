@@ -15,22 +15,22 @@ COMMANDS = {
 
 
 def add_parsers(commands: Commands) -> None:
-    """List both in the help of `vime`. `run_train` gets their command lines unread: the flags have a parser of their
-    own."""
+    """List both in the help of `vime`. `run_train` gets their command lines unparsed, because the flags have their own
+    parser."""
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False).set_defaults(run_command=_unreachable)
 
 
 def run_train(command: str, flags: Sequence[str] | None = None) -> int:
-    """Train; answers the exit code of the run. `flags`: None for those of this process."""
+    """Train. Returns the exit code of the run. `flags`: None for those of this process."""
     try:
-        # brings Ray, which a look at a run does without, and a second in which somebody may press Ctrl-C
+        # imports Ray, which other commands do not need; it takes a second, in which the user may press Ctrl-C
         from vime.ray.driver import train, train_async
         from vime.ray.launch import main
 
         is_async, called = command == "train-async", None if flags is None else f"vime {command}"
         return main(train_async if is_async else train, is_async=is_async, argv=flags, called=called)
-    except KeyboardInterrupt:  # a run that was started takes it itself
+    except KeyboardInterrupt:  # a started run handles it itself
         sys.stderr.write("\nstopped: nothing was started.\n")
         return 130
 

@@ -27,7 +27,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_why_stuck(arguments: argparse.Namespace) -> int:
-    """Answers the exit code: 0 when nothing is stuck, 1 when something is, or when the run died or failed."""
+    """Return the exit code: 0 when nothing is stuck, 1 when something is, or when the run died or failed."""
     check_run_dir(arguments.run)
     verdict = explain(arguments.run.resolve())
     console = Console(highlight=False, soft_wrap=True)

@@ -38,8 +38,8 @@ FP32_THRESHOLD, BF16_THRESHOLD = 1e-4, 6e-2  # of --train-rollout-diff-threshold
 
 
 def resolve(given: Config, problems: Problems | None = None) -> Config:
-    """Derived defaults, absolute paths. Contradictions that make a default impossible are added to `problems`, and
-    something is put in its place so that the rest can be looked at; without `problems` they are raised."""
+    """Fill in derived defaults and absolute paths. Contradictions that make a default impossible are added to
+    `problems`, with a placeholder so that the rest can be checked; without `problems` they are raised."""
     found = Problems() if problems is None else problems
     config = absolute_paths(given)
     resolved = _derive(config, found)
@@ -92,8 +92,8 @@ def _derive(config: Config, found: Problems) -> Config:
 
 
 def _resolve_precision(config: Config, *, on_cuda: bool) -> dict[str, bool]:
-    """On GPUs bf16 and a sharded optimizer, as slime and verl have it: in fp32 neither the models nor the attention
-    kernels of a GPU would fit. What cannot have an effect is off."""
+    """On GPUs choose bf16 and a sharded optimizer, like slime and verl: in fp32 the models would not fit, and GPU
+    attention kernels do not exist. What cannot have an effect is off."""
     parallel, is_megatron = config.parallel, config.cluster.train_backend == "megatron"
     sharded = parallel.use_distributed_optimizer
     return {
@@ -104,7 +104,7 @@ def _resolve_precision(config: Config, *, on_cuda: bool) -> dict[str, bool]:
 
 
 def differences(given: Config, config: Config) -> list[str]:
-    """What a run does otherwise than its flags, read as those of slime or megatron, would say."""
+    """Return notes on what differs from the meaning of the same flags in slime or megatron."""
     was, now = given.parallel, config.parallel
     lines = []
     if config.cluster.device == "cuda" and was.bf16 is None:
@@ -116,7 +116,7 @@ def differences(given: Config, config: Config) -> list[str]:
     if config.algo.use_kl_loss and config.algo.kl_loss_coef == 0:
         lines.append(
             "--use-kl-loss with --kl-loss-coef 0 only measures train/kl_loss, and costs a pass of the reference model "
-            "a round. Remove --use-kl-loss if you do not look at it."
+            "per round. Remove --use-kl-loss if you do not need it."
         )
     return lines
 
@@ -143,7 +143,8 @@ def _resolve_mode(config: Config) -> str:
 
 
 def _resolve_columns(config: Config) -> tuple[str, ...]:
-    """The optional columns asked for, and those that --use-opd without a teacher of its own and routing replay read."""
+    """Return the optional columns asked for, and those that routing replay and --use-opd without --opd-teacher-load
+    read."""
     names, algo = config.queue.transfer_queue_extra_data_fields, config.algo
     read = {
         TEACHER_COLUMN: algo.use_opd and not needs_teacher(algo),
@@ -175,7 +176,7 @@ def _resolve_agreement(config: Config) -> dict[str, float | str]:
         )
     if action != "ignore" and config.algo.loss_type == "sft_loss":
         raise ConfigError(
-            "--train-rollout-diff-threshold and --on-train-rollout-diff: answers of --loss-type sft_loss carry no "
+            "--train-rollout-diff-threshold and --on-train-rollout-diff: completions of --loss-type sft_loss carry no "
             "log-probabilities of an engine. Remove the flag."
         )
     if threshold is None:
@@ -212,7 +213,7 @@ def _resolve_batch(global_batch: int | None, num_steps: int | None, samples: int
 
 
 def check(config: Config, problems: Problems | None = None) -> None:
-    """Every refusal that needs no process. Called once, after `resolve`. All are made, whatever the first one says."""
+    """Make every check that needs no process. Called once, after `resolve`. All are made, also after a refusal."""
     found = Problems() if problems is None else problems
     for one in _CHECKS:
         with found.gathering():
@@ -269,7 +270,7 @@ def _check_model(config: Config) -> ModelShape:
 
 
 def _check_processes(config: Config) -> None:
-    """Roles that nobody plays, and sleep where nothing else uses the device."""
+    """Refuse separate roles that the run has no model for, and offloading where nothing else uses the device."""
     cluster, debug = config.cluster, config.debug
     algo = config.algo
     is_played = {"reference": needs_reference(algo), "critic": needs_critic(algo), "teacher": needs_teacher(algo)}
@@ -292,7 +293,7 @@ def _check_processes(config: Config) -> None:
             raise ConfigError(f"{flag} with --debug-rollout-only has no effect: no trainer starts. Remove one.")
     if cluster.offload_train and debug.debug_train_only:
         raise ConfigError(
-            "--offload-train with --debug-train-only has no effect: no engine starts, so the trainer never rests. "
+            "--offload-train with --debug-train-only has no effect: no engine starts, so the trainer never waits. "
             "Remove one of the two."
         )
 
@@ -312,7 +313,7 @@ def _check_routing_replay(config: Config, shape: ModelShape) -> None:
     )
     if config.cluster.device == "cpu" and not is_told_by_plugin:
         raise ConfigError(
-            "--use-rollout-routing-replay with --device cpu: vLLM on the CPU does not tell which experts it chose "
+            "--use-rollout-routing-replay with --device cpu: vLLM on the CPU does not report which experts it chose "
             "(that needs its model runner V2, which needs Triton). Remove the flag, or give a "
             "--custom-generate-function-path that sets sample.rollout_routed_experts."
         )
@@ -325,13 +326,13 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
     if not context:
         raise ConfigError(
             f"--rollout-max-context-len is not given, and config.json of model_type {shape.model_type} does not say "
-            "how many positions the model has. Add --rollout-max-context-len TOKENS, prompt and answer together."
+            "how many positions the model has. Add --rollout-max-context-len TOKENS, prompt and completion together."
         )
     if positions and context > positions:
         raise ConfigError(f"--rollout-max-context-len {context} is beyond the model's {positions} positions. Lower it.")
     if rollout.rollout_max_response_len >= context:
         raise ConfigError(
-            f"--rollout-max-response-len {rollout.rollout_max_response_len} leaves no room for a prompt in a context "
+            f"--rollout-max-response-len {rollout.rollout_max_response_len} leaves no token for a prompt in a context "
             f"of {context} tokens. Lower it, or raise --rollout-max-context-len."
         )
     if (rollout.over_sampling_batch_size or 0) < rollout.rollout_batch_size:
@@ -366,7 +367,7 @@ def _check_rounds(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """The decay must be longer than the warm-up, as far as the number of steps is known before the prompts are read."""
+    """Check that the decay is longer than the warm-up, if the number of steps is known before the prompts are read."""
     optimizer, critic = config.optimizer, config.critic
     for flag, warmup, skipped in (
         ("--lr-warmup-iters", optimizer.lr_warmup_iters, critic.num_critic_only_steps),
@@ -412,7 +413,7 @@ def _check_eval(config: Config) -> None:
 
 
 def _check_idle(config: Config) -> None:
-    """Flags that contradict what another one says, or that nothing reads yet. `readers.py` has the rest."""
+    """Refuse flags that contradict another one, or that nothing reads yet. `readers.py` has the rest."""
     cluster = config.cluster
     engines, size = cluster.rollout_num_engines or 1, cluster.rollout_num_gpus_per_engine
     if cluster.rollout_num_gpus not in (None, engines * size):
@@ -443,7 +444,7 @@ def _check_debug(config: Config) -> None:
     if debug.debug_train_only and needs_engine and not debug.load_debug_rollout_data:
         raise ConfigError(
             "--debug-train-only needs --load-debug-rollout-data PATH_{rollout_id}.jsonl, or a --rollout-function-path "
-            "that asks no engine."
+            "that uses no engine."
         )
     if debug.debug_engine_module and (config.cluster.device != "cpu" or debug.debug_train_only):
         why = "no engine starts" if debug.debug_train_only else "it is for --device cpu"
@@ -470,7 +471,7 @@ def _check_debug(config: Config) -> None:
 
 
 def _check_templates(config: Config) -> None:
-    """Paths that get one file or directory per round must say where the round goes."""
+    """Check that paths with one file or directory per round say where the round's number goes."""
     for flag, value in (
         ("--save-hf", config.model.save_hf),
         ("--save-debug-rollout-data", config.debug.save_debug_rollout_data),
@@ -482,8 +483,7 @@ def _check_templates(config: Config) -> None:
             _ = (value or "").format(rollout_id=0)
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"{flag} {value}: {{rollout_id}} is the only field there is, got another ({error}). Write "
-                "other braces twice."
+                f"{flag} {value}: {{rollout_id}} is the only field, got another ({error}). Write other braces twice."
             ) from error
     if config.model.save_hf and not config.model.save_interval:
         raise ConfigError("--save-hf exports with checkpoints and needs --save-interval ROUNDS. Add it.")

@@ -1,4 +1,4 @@
-"""Sections about the machine: processes, devices, parallel layout, model and checkpoints."""
+"""Sections about the cluster: processes, devices, parallel layout, model and checkpoints."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ClusterConfig:
     )
     max_restarts: int = flag(
         3,
-        "how often in a row, without a round trained in between, a run starts its parts again when one of them died or "
-        "hung, from what was saved; 0: such a run ends",
+        "how often in a row, without a round trained in between, a run restarts its parts from the newest checkpoint "
+        "when one of them died or hung; 0: such a run ends",
         minimum=0,
     )
     start_timeout_secs: float = flag(
@@ -81,7 +81,7 @@ class ParallelConfig:
         None, "model chunks of one stage (interleaved pipeline; needs PP > 1)", minimum=2
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of one chunk: the other way to say --virtual-pipeline-model-parallel-size", minimum=1
+        None, "layers of one chunk: another way to give --virtual-pipeline-model-parallel-size", minimum=1
     )
     context_parallel_size: int = flag(1, "ranks that share each sequence (CP)", minimum=1)
     expert_model_parallel_size: int = flag(1, "ranks over which the experts of a MoE layer are spread (EP)", minimum=1)
@@ -93,7 +93,7 @@ class ParallelConfig:
         None,
         "shard optimizer state over the data-parallel ranks; empty: on with --device cuda and --train-backend megatron",
     )
-    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward pass goes on")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = flag(
         False,
         "gather updated parameters during the next forward pass (needs --use-distributed-optimizer and "
@@ -116,18 +116,19 @@ class ParallelConfig:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that work on the same rows: TP x PP x CP. The data-parallel size is the world divided by this. Experts
-        are spread over these ranks and, when there are not enough, over several replicas."""
+        """Return the number of ranks that work on the same rows: TP x PP x CP. The data-parallel size is the world
+        divided by this. Experts are spread over these ranks and, when there are not enough, over several replicas."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def sequence_multiple(self) -> int:
-        """To what each sequence is padded: under context parallelism each rank computes two chunks of it."""
+        """Return the multiple to which each sequence is padded: with context parallelism a rank computes two chunks of
+        it."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """To what a micro-batch is padded: sequence parallelism cuts it over the tensor-parallel ranks too."""
+        """Return the multiple to which a micro-batch is padded: sequence parallelism also cuts it over the TP ranks."""
         return self.sequence_multiple * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
@@ -162,8 +163,8 @@ class ModelConfig:
     )
     async_save: bool = flag(
         False,
-        "copy the state to host memory and write the checkpoint while training goes on; it is visible when every rank "
-        "has written. Needs memory for one more copy of model and optimizer",
+        "copy the state to host memory and write the checkpoint while training continues; it is visible when every "
+        "rank has written. Needs memory for one more copy of model and optimizer",
     )
     keep_checkpoints: int | None = flag(
         None,

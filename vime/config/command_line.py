@@ -14,8 +14,8 @@ from vime.config.readers import check_given
 
 
 def parse_command_line(argv: Sequence[str] | None = None, *, program: str = "train.py") -> Config:
-    """Parse, check and fill in derived defaults. All that is wrong is one ConfigError; what is taken otherwise than it
-    was written is said on stderr. `program` is the name that --help shows."""
+    """Parse, check and fill in derived defaults. All problems are one ConfigError; flags that are read differently from
+    how they were written are reported on stderr. `program` is the name that --help shows."""
     problems, of_flags = Problems(), Problems()
     given, reading = collect(sys.argv[1:] if argv is None else argv, of_flags, program=program)
     os.environ.update(reading.environment)
@@ -24,7 +24,7 @@ def parse_command_line(argv: Sequence[str] | None = None, *, program: str = "tra
     config = resolve(given, problems)
     check(config, problems)
     check_given(given, config, problems)
-    # without its flag a default may be wrong too: that follows from the first, and would only distract
+    # a default may also be wrong when its flag was refused: a consequence that would only distract
     of_flags.add(*problems.not_about(reading.refused_flags))
     of_flags.raise_all()
     for line in [*reading.notes, *differences(given, config)]:

@@ -30,7 +30,7 @@ HELP = (
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The files that --config names, and the command line without them."""
+    """Return the files that --config names, and the command line without them."""
     files: list[Path] = []
     rest: list[str] = []
     arguments = iter(argv)
@@ -47,7 +47,7 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def read_config_file(path: Path, sections: dict[str, type]) -> list[str]:
-    """The command line that a file stands for."""
+    """Return the command line that a file stands for."""
     file = path / "config.json" if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def read_config_file(path: Path, sections: dict[str, type]) -> list[str]:
 
 
 def _flattened(record: Mapping[str, object], path: Path) -> Iterator[tuple[str, object]]:
-    """Flags of all tables: tables only group. A flag stands once."""
+    """Yield the flags of all tables, which only group them. A flag may be there once."""
     seen: set[str] = set()
     entries = [(key, value) for key, value in record.items() if not isinstance(value, dict)]
     for table in (value for value in record.values() if isinstance(value, dict)):
@@ -78,7 +78,7 @@ def _flattened(record: Mapping[str, object], path: Path) -> Iterator[tuple[str, 
         if isinstance(value, dict):
             raise ConfigError(f"{FLAG} {path}: the table {key!r} lies in a table. Expected flags there.")
         if name in seen:
-            raise ConfigError(f"{FLAG} {path}: {key!r} stands there twice. Keep one of the two.")
+            raise ConfigError(f"{FLAG} {path}: {key!r} is there twice. Keep one of the two.")
         seen.add(name)
         yield name, value
 
@@ -100,7 +100,7 @@ def _words(flag: str, value: object, path: Path) -> list[str]:
 
 
 def _of_run(record: object, path: Path, sections: dict[str, type]) -> Iterator[str]:
-    """What was said for a run: every value that is neither the default nor derived from others."""
+    """Return what was given for a run: every value that is neither the default nor derived from others."""
     if not isinstance(record, dict) or not all(isinstance(record.get(name), dict) for name in sections):
         raise ConfigError(
             f"{FLAG} {path}: is not the configuration of a run of this version. Expected the config.json of a run "
@@ -126,7 +126,7 @@ def _words_of_knob(flag: str, value: object, path: Path) -> list[str]:
         return [flag]  # also of a switch that is called --no-...
     if value is None or value == ():
         raise ConfigError(
-            f"{FLAG} {path}: {flag[2:]} is empty there, which no flag says. Give it a value, or remove it."
+            f"{FLAG} {path}: {flag[2:]} is empty there, which no flag can be. Give it a value, or remove it."
         )
     return _words(flag, list(value) if isinstance(value, tuple) else value, path)
 

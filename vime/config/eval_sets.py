@@ -1,6 +1,6 @@
 """--eval-prompt-data and --eval-config: which sets are evaluated, each with the configuration that holds for it.
 
-    [defaults]                      # for every set below; the command line's flags for what is in neither
+    [defaults]                      # for every set below; the command line's flags give the rest
     max_response_len = 16384
     [[datasets]]
     name = "aime"
@@ -42,17 +42,17 @@ REWARDS = ("rm_type", "custom_rm_path")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """One set; `config` is the run's with what the set says otherwise."""
+    """One set; `config` is the run's with the changes of the set."""
 
     name: str
     path: str
-    flag: str  # that named it
+    flag: str  # the flag that named it
     config: Config
-    rm_type: str | None = None  # that the set itself names
+    rm_type: str | None = None  # named by the set itself
 
 
 def eval_sets(config: Config) -> list[EvalSet]:
-    """Every set, in the order in which they are evaluated. ConfigError for a file that cannot be used."""
+    """Return every set in the order of evaluation. ConfigError for a file that cannot be used."""
     pairs = config.eval.eval_prompt_data
     sets = [
         EvalSet(name=name, path=path, flag="--eval-prompt-data", config=config)
@@ -113,7 +113,7 @@ def _read(file: Path, where: str) -> Mapping[str, object]:
 
 
 def _changes(merged: Mapping[str, object], where: str) -> dict[str, object]:
-    """Knobs that the set changes; a reward of its own takes the run's away."""
+    """Return the knobs that the set changes; a reward of its own replaces the run's."""
     changes: dict[str, object] = {}
     for key, value in merged.items():
         if key in ("name", "path") or value is None:

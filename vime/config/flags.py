@@ -22,11 +22,11 @@ from vime.types import ConfigError
 Section = TypeVar("Section")
 Value = TypeVar("Value")
 Knob = dataclasses.Field[object]
-"""A knob as its section has it; `metadata` is what `flag` was told."""
+"""A knob as its section has it; `metadata` holds the arguments of `flag`."""
 
 
 BOUNDS = ("clip", "delta", "threshold")
-"""What a flag is called that bounds something: an infinite bound is none, which may be meant."""
+"""Name endings of flags that are bounds: inf is allowed there and means no bound."""
 
 
 class PathKind(Enum):
@@ -77,7 +77,7 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
         shown = "none" if spec.default is None else spec.default if spec.default != () else "none"
         text = f"{spec.metadata['help']} (default: {shown})".replace("%", "%%")
         if kind is bool and options[0].startswith("--no-"):
-            # argparse's switch would take --no-save-optim for the opposite of --save-optim, and answer False
+            # argparse's switch would take --no-save-optim for the opposite of --save-optim, and return False
             group.add_argument(*options, dest=spec.name, default=spec.default, help=text, action="store_true")
         elif kind is bool:
             group.add_argument(
@@ -113,7 +113,7 @@ def read_section(section: type[Section], parsed: argparse.Namespace, problems: P
 
 
 def check_value(section: type, name: str, value: object) -> object:
-    """`value`, which a file gives to the knob `name`; ConfigError unless the flag could say it."""
+    """Return `value`, which a file gives to the knob `name`; ConfigError unless the flag accepts it."""
     (kind, spec), *_ = ((kind, spec) for kind, spec in knobs(section) if spec.name == name)
     is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
     if type(value) is not kind and not is_number:
@@ -126,7 +126,7 @@ def check_value(section: type, name: str, value: object) -> object:
 
 
 def knobs(section: type) -> Iterator[tuple[type, Knob]]:
-    """(scalar type, field) of each knob of a section, in order."""
+    """Yield (scalar type, field) of each knob of a section, in order."""
     hints = typing.get_type_hints(section)
     for spec in dataclasses.fields(section):
         if "cli" in spec.metadata:

@@ -23,7 +23,7 @@ SPELLINGS = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
 }
-"""What model families call a field in config.json."""
+"""Names of a field in config.json, by model family."""
 REQUIRED = ("num_layers", "hidden_size")
 EXPECTED = ("num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings")
 """Some families leave these to their class in transformers (Gemma 3) or have none (ALiBi has no last position)."""
@@ -63,19 +63,20 @@ def read_record(directory: str, *, flag: str = "--hf-checkpoint") -> dict[str, o
 
 
 def text_entries(record: dict[str, object]) -> dict[str, object]:
-    """With those of the text part of a model that also sees."""
+    """Return the record merged with that of the text part of a model with vision."""
     text = record.get("text_config")
     return record | text if isinstance(text, dict) else record
 
 
 def read_model_shape(directory: str, *, flag: str = "--hf-checkpoint") -> ModelShape:
-    """Of DIRECTORY/config.json; ConfigError when it is missing or not a causal language model's."""
+    """Read the shape from DIRECTORY/config.json; ConfigError when it is missing or not a causal language model's."""
     return shape_of(read_record(directory, flag=flag), f"{flag} {directory}")
 
 
 def shape_of(record: dict[str, object], where: str) -> ModelShape:
-    """What is unsaid is assumed as a cost model may: one head as wide as the hidden state, an MLP of four times that.
-    `where`: flag and directory, for the ConfigError of a record that is not a causal language model's."""
+    """Build the shape. Missing values are assumed, which is enough for a cost model: one head as wide as the hidden
+    state, an MLP of four times that. `where`: flag and directory, for the ConfigError of a record that is not a causal
+    language model's."""
     try:
         said = _numbers(text_entries(record))
         hidden, heads = said["hidden_size"], said.get("num_attention_heads", 1)
@@ -109,7 +110,8 @@ def _unreadable(where: str, error: Exception) -> ConfigError:
 
 
 def _numbers(record: Mapping[str, object]) -> dict[str, int]:
-    """Field -> what the config says by any of its names; null and 0 say nothing, of a number per layer the largest."""
+    """Map each field to its value under any of its names; null and 0 count as missing; of a list per layer the
+    largest."""
     found = {field: next(filter(None, map(record.get, names)), None) for field, names in SPELLINGS.items()}
     return {field: _whole(value) for field, value in found.items() if value is not None}
 
@@ -122,8 +124,8 @@ def _whole(value: object) -> int:
 
 
 def num_tokenizer_ids(directory: str) -> int | None:
-    """Highest token id of DIRECTORY/tokenizer.json + 1; None when it cannot be told. An embedding is often padded
-    beyond it."""
+    """Return the highest token id of DIRECTORY/tokenizer.json + 1; None when it is not known. An embedding is often
+    padded beyond it."""
     try:
         record = json.loads((Path(directory).expanduser() / "tokenizer.json").read_text())
         vocabulary = record["model"]["vocab"]  # {token: id}, or a list by id

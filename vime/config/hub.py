@@ -1,8 +1,8 @@
-"""Models and data sets by their names on the Hugging Face hub, where it answers. All else sees local files.
+"""Fetch models and data sets by their names on the Hugging Face hub. The rest of Vime sees local files.
 
 A value is taken for a name when it looks like `owner/name`, nothing of that path exists, and its first part is no local
-directory (then it is a slip of the pen). Of a data set, `owner/name:split` names a split (train when left out), and a
-slice may follow: `openai/gsm8k:test@[0:64]`.
+directory (then it is probably a typing mistake). Of a data set, `owner/name:split` names a split (train when left out),
+and a slice may follow: `openai/gsm8k:test@[0:64]`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _FORMATS = (".parquet", ".jsonl")
 
 
 def with_local_copies(config: Config) -> Config:
-    """The configuration with each name replaced by the path of its local copy; what is not there yet is fetched."""
+    """Return the configuration with each name replaced by the path of its local copy, fetched if it is not there
+    yet."""
     changes: dict[str, object] = {}
     for knob in MODEL_KNOBS:
         value = getattr(config.flat, knob)
@@ -44,7 +45,7 @@ def with_local_copies(config: Config) -> Config:
 
 
 def hub_name(value: str) -> tuple[str, str] | None:
-    """(`owner/name`, split or "") of what can only be a name; None for anything else."""
+    """Return (`owner/name`, split or "") of what can only be a name; None for anything else."""
     match = _NAME.fullmatch(value)
     if match is None or os.path.lexists(value) or Path(value).parent.is_dir():
         return None
@@ -52,7 +53,7 @@ def hub_name(value: str) -> tuple[str, str] | None:
 
 
 def fetch_model(name: str, *, flag: str) -> str:
-    """Directory of the model's local copy: configuration, safetensors, tokenizer."""
+    """Return the directory of the model's local copy: configuration, safetensors, tokenizer."""
     from huggingface_hub import snapshot_download  # 0.3 s that a local path does not cost
 
     _say(f"{flag} {name}: looking on the hub")
@@ -65,7 +66,7 @@ def fetch_model(name: str, *, flag: str) -> str:
 
 
 def fetch_data(name: str, split: str, *, flag: str) -> str:
-    """Path or pattern of the files of one split."""
+    """Return the path or pattern of the files of one split."""
     from huggingface_hub import HfApi, snapshot_download
 
     _say(f"{flag} {name}: looking on the hub")
@@ -136,7 +137,7 @@ def _endpoint() -> str | None:
 
 
 def _refusal(flag: str, name: str, error: Exception, command: str) -> ConfigError:
-    """What can be done, by whether the hub answered."""
+    """Say what can be done, by whether the hub responded."""
     kind, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", None)
     if kind == "GatedRepoError":
         said = "its owner wants a form filled in first. Do that on its page, log in with `hf auth login`"
@@ -144,7 +145,7 @@ def _refusal(flag: str, name: str, error: Exception, command: str) -> ConfigErro
         said = f"the hub has nothing of this name, or does not show it to you ({status}). Check the name, or log in"
     else:
         first = str(error).strip().splitlines() or [kind]
-        said = f"the hub does not answer here ({first[0][:200]}). Fetch it where it does: {command}"
+        said = f"the hub does not respond here ({first[0][:200]}). Fetch it where it responds: {command}"
     return ConfigError(f"{flag} {name}: there is no such path, and {said}, and give the directory: {flag} DIR.")
 
 

@@ -13,7 +13,7 @@ from vime.config.problems import Problems
 from vime.types import ConfigError
 
 FSDP_KNOBS = ("bf16", "recompute_granularity", "use_distributed_optimizer")
-"""The knobs of `ParallelConfig` that --train-backend fsdp reads; the last is always so there."""
+"""The knobs of `ParallelConfig` that --train-backend fsdp reads; the last is always on there."""
 
 
 def virtual_pipeline_size(parallel: ParallelConfig, num_layers: int) -> int | None:
@@ -37,7 +37,7 @@ def virtual_pipeline_size(parallel: ParallelConfig, num_layers: int) -> int | No
 
 
 def check_layout(config: Config, shape: ModelShape) -> None:
-    """Every refusal about the layout. Called after the empty knobs were derived."""
+    """Check the layout. Called after the empty knobs were derived."""
     parallel, batch = config.parallel, config.batch
     world = config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
     problems = Problems()
@@ -63,7 +63,7 @@ def check_layout(config: Config, shape: ModelShape) -> None:
 
 
 def _check_fsdp(parallel: ParallelConfig) -> None:
-    """FSDP cuts parameters, gradients and optimizer state over all ranks, and nothing else."""
+    """Refuse layout flags with fsdp, which only cuts parameters, gradients and optimizer state over all ranks."""
     idle = idle_under_fsdp(parallel)
     if idle:
         raise ConfigError(
@@ -78,7 +78,7 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
 
 
 def idle_under_fsdp(parallel: ParallelConfig) -> list[str]:
-    """The flags, with their values, that say something and that --train-backend fsdp does not read."""
+    """Return the flags that were given and that --train-backend fsdp does not read, with their values."""
     defaults, idle = ParallelConfig(), []
     for _, spec in knobs(ParallelConfig):
         got, default = operator.attrgetter(spec.name)(parallel), operator.attrgetter(spec.name)(defaults)
@@ -115,7 +115,8 @@ def _check_ranks(parallel: ParallelConfig, shape: ModelShape, world: int) -> Non
 
 
 def check_model_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Megatron can cut this model so: the policy when a run begins, and every model again when it is built."""
+    """Check that Megatron can cut this model so: the policy before a run begins, and every model again when it is
+    built."""
     problems = Problems()
     for one in (_check_divisors, _check_experts):
         with problems.gathering():

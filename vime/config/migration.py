@@ -1,7 +1,7 @@
 """What becomes of flags of slime, megatron-core and SGLang that Vime does not have. Data only; translate.py reads it.
 
 Names and meanings are facts of those projects (slime/utils/arguments.py and slime's launch scripts of August 2026,
-megatron-core 0.1x). A flag that is in no table is unknown, and is told so without a guess.
+megatron-core 0.1x). A flag that is in no table is refused as unknown, without a guess.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class FromModel:
-    """The model's config.json says it. `keys`: where, the first that is there; a dot goes into an object.
+    """The model's config.json gives the value. `keys`: where, the first that is there; a dot goes into an object.
 
     `means`: the entries that a switch stands for; empty: the value behind the flag is compared with the entry.
     """
@@ -24,7 +24,7 @@ class FromModel:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """So it is here, whatever is given. `values`: what may be said (empty: anything, () after a switch too)."""
+    """The flag is always on here. `values`: accepted values (empty: anything, () after a switch too)."""
 
     why: str
     values: tuple[str | Number, ...] = ()
@@ -32,7 +32,7 @@ class Always:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """`to` are the flags that say it here, `{}` standing for the value or `{}...` for several.
+    """`to` are the flags that mean the same here, `{}` standing for the value or `{}...` for several.
 
     `note`: where the meaning differs."""
 
@@ -41,13 +41,13 @@ class Renamed:
 
     @property
     def num_values(self) -> int | None:
-        """How many stand behind it; None: one or more."""
+        """Return how many values follow the flag; None: one or more."""
         return None if "{}..." in self.to else int("{}" in self.to)
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Not here. `instead`: what to do."""
+    """Not available here. `instead`: what to do."""
 
     instead: str
 
@@ -101,19 +101,19 @@ FROM_MODEL: dict[str, FromModel] = {
     "--mscale": FromModel(("rope_scaling.mscale",)),
     "--mscale-all-dim": FromModel(("rope_scaling.mscale_all_dim",)),
 }
-"""Read from the model, so that nobody has to say it twice; a value that contradicts it is refused. Without `keys` there
+"""Read from the model; a value that contradicts it is refused. Without `keys` there
 is no single entry to compare with: the layers are those of `model_type`."""
 
 _FP32 = "reductions, gradients and softmax are in fp32"
 _LAYERS = "layers are those of the model's config.json"
 _KERNELS = "the trainer takes the kernels that it has; they change no result"
-_POLLS = "nothing polls: whoever waits is told"
-_ALL_RANKS = "the run goes on or ends as one"
+_POLLS = "nothing polls: waiting processes are notified"
+_ALL_RANKS = "the run continues or ends as a whole"
 
 ALWAYS: dict[str, Always] = {
     "--attention-softmax-in-fp32": Always(_FP32),
     "--accumulate-allreduce-grads-in-fp32": Always(_FP32),
-    "--no-check-for-nan-in-loss-and-grad": Always("a step with a gradient that is not finite is left out and said"),
+    "--no-check-for-nan-in-loss-and-grad": Always("a step with a gradient that is not finite is left out and reported"),
     "--moe-router-dtype": Always(_FP32, ("fp32",)),
     "--attention-dropout": Always("there is no dropout", (0.0,)),
     "--hidden-dropout": Always("there is no dropout", (0.0,)),
@@ -138,12 +138,12 @@ ALWAYS: dict[str, Always] = {
     "--moe-router-bias-update-rate": Always("the router's biases do not move by themselves", (0.0,)),
     "--disable-compute-advantages-and-returns": Always("--loss-type sft_loss computes no advantages"),
     "--use-fault-tolerance": Always("a part that dies is started again (--max-restarts)"),
-    "--rollout-health-check-first-wait": Always("an engine is watched from its first answer on"),
+    "--rollout-health-check-first-wait": Always("an engine is watched from its first response on"),
     "--ci-test": Always(_ALL_RANKS),
     "--no-offload-rollout": Always("nothing is offloaded unless it is asked for"),
-    "--rollout-skip-special-tokens": Always("the text of an answer has no special tokens; its tokens keep them"),
+    "--rollout-skip-special-tokens": Always("the text of a completion has no special tokens; its tokens keep them"),
     "--log-passrate": Always("pass@k of an evaluation follows from its samples"),
-    "--log-multi-turn": Always("what is measured of answers is measured of each"),
+    "--log-multi-turn": Always("every metric is per completion"),
     "--data-pad-size-multiplier": Always("packs are padded to what the layout needs"),
     "--log-probs-chunk-size": Always("log-probabilities are computed in chunks that fit"),
     "--loss-mask-type": Always("masks follow the tokenizer's own chat template"),
@@ -168,10 +168,10 @@ RENAMED: dict[str, Renamed] = {
         (), "passes without a gradient take micro-batches of --max-tokens-per-gpu; here it is left out"
     ),
 }
-"""Taken as the flags on the right, with one line that says so."""
+"""Read as the flags on the right, with one line that says so."""
 
 TO_ENVIRONMENT = {"--wandb-team": "WANDB_ENTITY", "--wandb-host": "WANDB_BASE_URL"}
-"""Taken as settings of wandb, which are variables of the environment and of no configuration."""
+"""Read as settings of wandb, which are environment variables and not part of the configuration."""
 SECRETS = {"--wandb-key": "WANDB_API_KEY"}
 """The same for what must not be seen: `ray/relaunch.py` takes it off the command line of the process too."""
 
@@ -316,8 +316,8 @@ MISSING: dict[str, Missing] = {
 }
 
 FULLY_ASYNC = (
-    "groups that flow as they finish are --transferqueue-mode streaming --max-staleness 1 under train_async.py. Say "
-    "those and leave this flag out."
+    "groups that are trained as they finish are --transferqueue-mode streaming --max-staleness 1 under train_async.py. "
+    "Say those and leave this flag out."
 )
 VALUES: dict[str, dict[str, str | Missing]] = {
     "--rollout-function-path": {
@@ -341,11 +341,11 @@ VALUES: dict[str, dict[str, str | Missing]] = {
         "boxed_dapo": Missing(
             "dapo looks for a line `Answer:`, which no box holds. Say --rm-type boxed_math or boxed_exact_match."
         ),
-        "boxed_remote_rm": Missing("the service gets the whole answer. Say --rm-type remote_rm."),
+        "boxed_remote_rm": Missing("the service gets the whole completion. Say --rm-type remote_rm."),
     },
     "--rollout-backend": {"sglang": Missing("Only vllm generates. Remove the flag.")},
 }
-"""Values of flags that both have, and what they are called here."""
+"""Values of flags that both have, and their names here."""
 
 DIFFERENT: dict[str, tuple[str, str]] = {
     "--n-samples-per-prompt": ("", "8 when it is not given; slime's is 1"),
@@ -355,10 +355,11 @@ DIFFERENT: dict[str, tuple[str, str]] = {
     "--kl-loss-type": ("--use-kl-loss", "low_var_kl when it is not given; slime's is k1, whose expected gradient is 0"),
     "--opsm-delta": ("--use-opsm", "0.01 when it is not given; slime's is 1e-4"),
 }
-"""Flags of both whose defaults differ: (the flag that makes it matter, what is told to who came with other flags)."""
+"""Flags of both whose defaults differ: (the flag that makes it matter, the note for a user who comes with flags of
+slime or megatron)."""
 SAME_NAME: dict[tuple[str, str], str] = {
     ("--rm-type", "math"): "math-verify judges the last expression, boxed or not; slime's wants a box.",
     ("--rm-type", "dapo"): "equal text after one spelling, as in DAPO; no expression is evaluated.",
-    ("--rm-type", "gpqa"): "the letter that the answer names last by `answer`, `option`, `choice`, a box or `(B)`.",
+    ("--rm-type", "gpqa"): "the letter that the completion names last by `answer`, `option`, `choice`, a box or `(B)`.",
 }
 """Values of both whose meaning differs."""

@@ -1,4 +1,4 @@
-"""What the files of a Hugging Face directory say by their headers alone: the tokenizer, the tensors, what else it is.
+"""Check a Hugging Face directory by the headers of its files: the tokenizer, the tensors, and what else it may be.
 
 A gigabyte of weights has a header of some kilobytes, so all of this is known before any process starts, and without
 torch or transformers.
@@ -38,7 +38,8 @@ class TensorHeader:
 
 
 def read_headers(directory: str, *, flag: str) -> dict[str, TensorHeader]:
-    """Every tensor of DIRECTORY/*.safetensors by name, or ConfigError for a file that is missing, cut short or none."""
+    """Return every tensor of DIRECTORY/*.safetensors by name; ConfigError for a file that is missing, cut short or
+    invalid."""
     from safetensors import SafetensorError, safe_open
 
     path, where = Path(directory).expanduser(), f"{flag} {directory}"
@@ -54,14 +55,14 @@ def read_headers(directory: str, *, flag: str) -> dict[str, TensorHeader]:
         except (OSError, SafetensorError) as error:
             size = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
             raise ConfigError(
-                f"{where}: {name} ({size}) is no whole safetensors file: {error}. Expected weights as transformers "
-                "writes them; copy the file again from where it came from, and compare the sizes."
+                f"{where}: {name} ({size}) is not a complete safetensors file: {error}. Expected weights as "
+                "transformers writes them; copy the file again from where it came from, and compare the sizes."
             ) from error
     return found
 
 
 def _weight_files(path: Path, where: str) -> list[str]:
-    """The files that hold the weights: those of the index, else all."""
+    """Return the files that hold the weights: those of the index, else all."""
     index = path / INDEX
     if not index.is_file():
         return sorted(file.name for file in path.glob("*.safetensors"))
@@ -98,7 +99,7 @@ def check_tensors(
     may_miss: Iterable[str] = (),
     may_have: Iterable[str] = (),
 ) -> None:
-    """Exactly the tensors that config.json describes, with its shapes, in floating point."""
+    """Check that there are exactly the tensors that config.json describes, with its shapes, in floating point."""
     redundant = {*may_have, *(name for name in found if name.endswith("rotary_emb.inv_freq"))}
     missing = expected.keys() - set(may_miss) - found.keys()
     surplus = found.keys() - expected.keys() - redundant
@@ -130,7 +131,7 @@ def check_dtypes(found: Mapping[str, TensorHeader], *, where: str) -> None:
 
 
 def check_tokenizer(directory: str, *, vocab_size: int, flag: str = "--hf-checkpoint") -> None:
-    """There is a tokenizer, it can be read, it has tokens, and the model has a row for each of them.
+    """Check that there is a readable tokenizer with tokens, and that the model has a row for each of them.
 
     `vocab_size`: rows of the embedding; 0 when config.json does not say.
     """
@@ -141,7 +142,7 @@ def check_tokenizer(directory: str, *, vocab_size: int, flag: str = "--hf-checkp
         _check_json(path / name, where)
     file = path / "tokenizer.json"
     if not file.is_file():
-        return  # transformers makes one of other files, which takes seconds: the RolloutManager says what it finds
+        return  # transformers makes one from other files, which takes seconds: the RolloutManager reports problems
     from tokenizers import Tokenizer
 
     try:
@@ -199,7 +200,7 @@ OF_MEGATRON = ("*.distcp", "common.pt", ".metadata", "mp_rank_*", "metadata.json
 
 
 def what_is_there(directory: str) -> str:
-    """What a directory is that is no Hugging Face model with safetensors, and what to do with it; else empty."""
+    """Say what a directory is that is not a Hugging Face model with safetensors, and what to do with it; else empty."""
     path = Path(directory).expanduser()
     if path.is_file():
         return "This is a file, not a directory. "

@@ -54,7 +54,7 @@ class Config:
         return Args(self)
 
     def replace(self, **changes: object) -> Config:
-        """A copy with knobs changed by flag name, for example `replace(run_dir="...")`."""
+        """Return a copy with knobs changed by flag name, for example `replace(run_dir="...")`."""
         sections: dict[str, dict[str, object]] = {}
         for name, value in changes.items():
             sections.setdefault(section_of(name), {})[name] = value
@@ -89,7 +89,7 @@ _READABLE = _HOME | {
     for name, member in vars(kind).items()
     if isinstance(member, property)
 }
-"""What `Args` answers: the flags and what a section makes of several of them."""
+"""What `Args` returns: the flags and what a section derives from several of them."""
 
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Args(_Flags):
     def __init__(self, config: Config) -> None:
         object.__setattr__(self, "config", config)
 
-    if not TYPE_CHECKING:  # to the type checker the flags are attributes: a name that is none is an error
+    if not TYPE_CHECKING:  # to the type checker the flags are attributes: an unknown name is an error
 
         def __getattr__(self, name: str) -> object:
             if name.startswith("__") or name == "config":
@@ -170,13 +170,13 @@ def parse(argv: Sequence[str], *, program: str = "train.py") -> Config:
 
 
 def parse_readable(argv: Sequence[str]) -> tuple[Config, set[str]]:
-    """What can be read of a command line, and which flags of it could not: those have their defaults."""
+    """What could be read of a command line, and the flags that could not: those have their defaults."""
     config, reading = collect(argv, Problems(), program="")
     return config, reading.refused_flags
 
 
 def collect(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
-    """What could be read; a flag with a problem has its default, and the problem is added to `problems`."""
+    """Return what could be read; a flag with a problem has its default, and the problem is added to `problems`."""
     files, own = config_file.split_config_files(argv)
     argv = [*(word for path in files for word in _read_file(path)), *own]
     parser = build_parser(program)
@@ -190,7 +190,7 @@ def collect(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[C
 
 
 def _read_file(path: Path) -> list[str]:
-    """The command line that --config names; what is wrong with it alone is said with its name."""
+    """Return the command line that --config names; problems of it alone are reported with its name."""
     words = config_file.read_config_file(path, SECTIONS)
     try:
         parse(words)

@@ -10,7 +10,7 @@ from vime.config.parse import SECTIONS, Config
 
 
 def absolute_paths(config: Config) -> Config:
-    """Every flag that names a file or directory, relative to where the run was started."""
+    """Resolve every flag that names a file or directory, relative to where the run was started."""
     changes: dict[str, object] = {}
     for section, kind in SECTIONS.items():
         for _, spec in knobs(kind):
@@ -27,7 +27,8 @@ EXPECTED_PROMPTS = (
 
 
 def prompt_files(value: str) -> list[Path]:
-    """What a path of prompts names, without its slice: a file, the files of a pattern in order, or a directory."""
+    """Return what a path of prompts names, without its slice: a file, the files of a pattern in order, or a
+    directory."""
     path = Path(value).expanduser()
     if path.exists():
         return [path]
@@ -35,7 +36,7 @@ def prompt_files(value: str) -> list[Path]:
 
 
 def path_flags(config: Config) -> dict[str, object]:
-    """Knob -> value of every path that was given: what each node of a cluster must see."""
+    """Map each knob to the paths that were given, which each node of a cluster must see."""
     return {
         spec.name: value
         for section, kind in SECTIONS.items()

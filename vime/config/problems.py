@@ -14,36 +14,37 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Problems:
-    """What is wrong so far. `raise_all` raises one ConfigError: the problem itself, or a numbered list of several."""
+    """The problems found so far. `raise_all` raises one ConfigError: the problem itself, or a numbered list of
+    several."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
 
     def add(self, *messages: str) -> None:
-        """Each problem once: several checks may stumble over the same flag."""
+        """Add each problem once: several checks may refuse the same flag."""
         self._found.extend(message for message in messages if message not in self._found)
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
-        """What is raised inside is kept for later, and the block is left there."""
+        """Keep an error raised inside for later; the block ends there."""
         try:
             yield
         except ConfigError as error:
             self.add(*single_problems(error))
 
     def attempt(self, function: Callable[[*Arguments], Result], *arguments: *Arguments, otherwise: Result) -> Result:
-        """What `function` answers, or `otherwise` when it refuses: what comes after it is still looked at."""
+        """Return the result of `function`, or `otherwise` when it refuses, so that later checks still run."""
         with self.gathering():
             return function(*arguments)
         return otherwise
 
     def not_about(self, flags: Collection[str]) -> list[str]:
-        """Those that name none of `flags`."""
+        """Return the problems that name none of `flags`."""
         words = [(message, set(re.findall(r"--[a-z0-9-]+", message))) for message in self._found]
         return [message for message, named in words if not named & set(flags)]
 
     def raise_all(self) -> None:
-        """ConfigError when there is something wrong."""
+        """Raise ConfigError when there is a problem."""
         if len(self._found) == 1:
             raise ConfigError(self._found[0])
         if self._found:
@@ -54,7 +55,7 @@ class Problems:
 
 
 class SeveralProblems(ConfigError):
-    """Several refusals in one message, each numbered on its own line."""
+    """Join several refusals into one message, each numbered on its own line."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(problems)
@@ -66,5 +67,5 @@ class SeveralProblems(ConfigError):
 
 
 def single_problems(error: ConfigError) -> tuple[str, ...]:
-    """The problems that `error` names."""
+    """Return the problems that `error` names."""
     return error.problems if isinstance(error, SeveralProblems) else (str(error),)

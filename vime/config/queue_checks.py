@@ -1,4 +1,4 @@
-"""What mode `streaming` fills in and refuses, before any process starts."""
+"""Defaults and refusals of mode `streaming`, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ROUNDS = "vime.rollout.vllm_rollout.generate_rollout"
 
 
 def default_round_order(queue: QueueConfig) -> str:
-    """In the order of the prompts, unless the group that a round waits for could wait for room itself."""
+    """Choose the order of the prompts, unless the group that a round waits for could itself wait for capacity."""
     return "commit" if queue.transferqueue_max_staleness > 0 and _bounds(queue) else "index"
 
 
 def _bounds(queue: QueueConfig) -> list[str]:
-    """The bounds of what may wait to be trained that are given, as flags."""
+    """Return the given bounds of what may wait to be trained, as flags."""
     given = {
         "--transferqueue-max-groups": queue.transferqueue_max_groups,
         "--transferqueue-max-tokens": queue.transferqueue_max_tokens,
@@ -27,7 +27,7 @@ def _bounds(queue: QueueConfig) -> list[str]:
 
 
 def check_queue(config: Config) -> None:
-    """Flags that contradict the mode, and bounds under which a run would wait for ever."""
+    """Refuse flags that contradict the mode, and bounds under which a run would wait for ever."""
     rollout, queue, mode = config.rollout, config.queue, config.queue.transferqueue_mode
     if mode == STREAMING and rollout.rollout_function_path != ROUNDS:
         raise ConfigError(
@@ -50,7 +50,7 @@ def check_queue(config: Config) -> None:
 
 
 def _check_partial(config: Config) -> None:
-    """--partial-rollout and --mixed-version-policy: what contradicts itself, and what could never be trained."""
+    """Refuse --partial-rollout and --mixed-version-policy where they contradict, or nothing could ever be trained."""
     rollout, queue = config.rollout, config.queue
     policy, mask = queue.mixed_version_policy, "--mask-offpolicy-in-partial-rollout"
     if rollout.mask_offpolicy_in_partial_rollout and policy != "mask":
@@ -59,56 +59,56 @@ def _check_partial(config: Config) -> None:
         return
     if policy == "reject":
         raise ConfigError(
-            "--partial-rollout with --mixed-version-policy reject: an answer that newer weights go on with would be "
+            "--partial-rollout with --mixed-version-policy reject: a completion that newer weights continue would be "
             "refused when it is finished. Use correct or mask, or leave --partial-rollout out."
         )
     if queue.transferqueue_mode == STREAMING and not queue.transferqueue_durable:
         raise ConfigError(
-            "--partial-rollout with --no-transferqueue-durable: the tokens of an aborted answer are kept in the spool. "
-            "Keep one of the two."
+            "--partial-rollout with --no-transferqueue-durable: the tokens of an aborted completion are kept in the "
+            "spool. Keep one of the two."
         )
     if queue.transferqueue_mode != STREAMING and policy == "correct" and queue.transferqueue_max_staleness == 0:
         raise ConfigError(
             "--partial-rollout with --transferqueue-max-staleness 0: the next round may not train tokens of this one's "
-            f"weights, so every answer would begin anew. Add {mask}, which keeps them as context, or raise the bound "
-            "to 1."
+            f"weights, so every completion would begin anew. Add {mask}, which keeps them as context, or raise the "
+            "bound to 1."
         )
 
 
 def _check_order(queue: QueueConfig) -> None:
-    """--transferqueue-round-order: orders that mean nothing, or in which a round could wait for ever."""
+    """Refuse values of --transferqueue-round-order that mean nothing, or with which a round could wait for ever."""
     order, staleness = queue.transferqueue_round_order, queue.transferqueue_max_staleness
     if order == "commit" and staleness == 0:
         raise ConfigError(
-            "--transferqueue-round-order commit with --transferqueue-max-staleness 0: every group under way belongs to "
+            "--transferqueue-round-order commit with --transferqueue-max-staleness 0: every group in flight belongs to "
             "the round, so none can be first. Leave it out, or raise the bound."
         )
     if order == "index" and staleness > 0 and _bounds(queue):
         raise ConfigError(
             f"--transferqueue-round-order index with {', '.join(_bounds(queue))}: the group that a round waits for "
-            "could wait for room that groups behind it hold. Use commit, or leave the bound out."
+            "could wait for capacity that groups behind it hold. Use commit, or leave the bound out."
         )
 
 
 def _check_debug(debug: DebugConfig) -> None:
     if debug.debug_rollout_only:
         raise ConfigError(
-            f"--debug-rollout-only with --transferqueue-mode {STREAMING}: rounds that nobody trains would never give "
-            "their slots back. Use mode off."
+            f"--debug-rollout-only with --transferqueue-mode {STREAMING}: rounds that are not trained would never "
+            "free their slots. Use mode off."
         )
 
 
 def _check_early(config: Config) -> None:
-    """--train-early-groups begins a step whose rows are not all known: what looks at all of them, or does not stand
-    still meanwhile, is refused."""
+    """Refuse what --train-early-groups cannot do: it begins a step before all of its rows are known, so nothing may
+    need all of them or change meanwhile."""
     early, steps = config.queue.train_early_groups, config.batch.num_steps_per_rollout or 1
     reasons = {
-        f"--num-steps-per-rollout {steps}": (steps > 1, "the first step would move the weights under the others"),
+        f"--num-steps-per-rollout {steps}": (steps > 1, "the first step would change the weights before the others"),
         f"--num-ppo-epochs {config.algo.num_ppo_epochs}": (
             config.algo.num_ppo_epochs > 1,
             "a further pass needs the rows of all groups again",
         ),
-        "--normalize-advantages": (config.algo.normalize_advantages, "it looks at every token of the step"),
+        "--normalize-advantages": (config.algo.normalize_advantages, "it needs every token of the step"),
         "--advantage-estimator ppo": (config.algo.advantage_estimator == "ppo", "its critic learns from whole rounds"),
         "--rollout-sample-filter-path": (
             config.rollout.rollout_sample_filter_path is not None,

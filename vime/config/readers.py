@@ -1,7 +1,7 @@
-"""Which flag is read under which condition. A flag that was given and that nothing would read is refused.
+"""Which flag is read under which condition. A given flag that nothing would read is refused.
 
-"Given" means that the command line says something else than the default. Not counted: the debug modes, which run half
-of a machine that the same command line describes whole; plug-ins, which see every flag; and what depends on the size
+"Given" means that the command line differs from the default. Not counted: the debug modes, which run half of what
+the same command line describes; plug-ins, which see every flag; and what depends on the size
 of the run alone (`--balance-data` on one rank, the clips `--eps-clip` and `--value-clip` in rounds of one step), so
 that one script serves every size. Flags of the algorithm that only
 some estimators or corrections read are in `algo_checks.py`.
@@ -20,7 +20,7 @@ from vime.config.problems import Problems
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`knobs` are read when `holds`; `says` is how the user brings that about."""
+    """`knobs` are read when `holds`; `says` tells the user how to make it hold."""
 
     knobs: tuple[str, ...]
     holds: Callable[[Config], bool]
@@ -45,7 +45,7 @@ def _may_cut_completions(config: Config) -> bool:
 
 
 def _may_ask_service(config: Config) -> bool:
-    """--eval-config, and without --rm-type the records, name rewards of their own."""
+    """Whether --eval-config, or without --rm-type the records, may name rewards."""
     return config.reward.rm_type in ("remote_rm", None) or config.eval.eval_config is not None
 
 
@@ -56,7 +56,7 @@ def _has_buffer(config: Config) -> bool:
 
 
 def _may_mix_versions(config: Config) -> bool:
-    """Whether weights may move in the middle of an answer, or between two parts of it."""
+    """Whether weights may change in the middle of a completion, or between two parts of it."""
     if config.queue.transferqueue_mode == "streaming":
         return config.queue.transferqueue_max_staleness > 0
     return config.rollout.partial_rollout
@@ -77,7 +77,7 @@ READ_WHEN = (
     Condition(
         ("kl_loss_type",),
         lambda config: config.algo.use_kl_loss,
-        "with --use-kl-loss (--kl-coef always takes k1: in the reward the others exert next to no gradient)",
+        "with --use-kl-loss (--kl-coef always takes k1: in the reward the others give almost no gradient)",
     ),
     Condition(
         ("input_key", "label_key", "metadata_key", "tool_key"),
@@ -124,7 +124,7 @@ READ_WHEN = (
     Condition(
         ("max_dropped_in_a_row", "on_reward_error"),
         _uses_engines_to_train,
-        "with a --rollout-function-path that generates answers and scores them",
+        "with a --rollout-function-path that generates completions and scores them",
     ),
     Condition(("rm_url",), _may_ask_service, "with --rm-type remote_rm, or where records or sets name their rewards"),
     Condition(

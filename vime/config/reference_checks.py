@@ -1,4 +1,4 @@
-"""--reference-mode promises equal bits: what would move one is refused, and each refusal says how it would."""
+"""--reference-mode promises equal bits: what could change one is refused, and each refusal says why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vime.types import ConfigError
 
 
 def check_reference_mode(config: Config) -> None:
-    """Refuse what lets time, or a kernel nobody compared, decide. `config` is resolved."""
+    """Refuse what depends on time, or on a kernel that was not compared. `config` is resolved."""
     if not config.debug.reference_mode:
         return
     staleness, pause = config.queue.transferqueue_max_staleness, config.weights.pause_mode
@@ -24,11 +24,11 @@ def check_reference_mode(config: Config) -> None:
         )
     if config.rollout.partial_rollout:
         raise ConfigError(
-            "--reference-mode with --partial-rollout: where an answer is cut depends on who is faster, and it goes on "
-            "under another seed. Leave one of the two out."
+            "--reference-mode with --partial-rollout: where a completion is cut depends on who is faster, and it "
+            "continues with another seed. Leave one of the two out."
         )
     if pause != "wait":
         raise ConfigError(
-            f"--reference-mode with --pause-mode {pause}: an answer would be cut where the update happens to meet it. "
-            "Use wait."
+            f"--reference-mode with --pause-mode {pause}: a completion would be cut wherever the update happens to "
+            "come. Use wait."
         )

@@ -18,7 +18,7 @@ class DataConfig:
         path=PathKind.FILE,
     )
     input_key: str = flag("input", "record key of the prompt")
-    label_key: str | None = flag(None, "record key of the answer the reward compares with")
+    label_key: str | None = flag(None, "record key of the label that the reward compares with")
     metadata_key: str = flag("metadata", "record key of a dict handed to plug-ins")
     source_key: str = flag(
         "data_source",
@@ -42,7 +42,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """Rollout: how many prompts, how answers are sampled."""
+    """Rollout: how many prompts, how completions are sampled."""
 
     rollout_function_path: str = flag(
         "vime.rollout.vllm_rollout.generate_rollout",
@@ -60,8 +60,8 @@ class RolloutConfig:
     )
     partial_rollout: bool = flag(
         False,
-        "answers that are aborted keep tokens, log-probabilities and versions, and are gone on with before any new "
-        "prompt: surplus groups of a round; mode streaming: groups under way when the run stops, from disk",
+        "aborted completions keep tokens, log-probabilities and versions, and are continued before any new prompt: "
+        "surplus groups of a round; mode streaming: groups in flight when the run stops, from disk",
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, "with --partial-rollout: tokens of older weights leave the loss; the same as --mixed-version-policy mask"
@@ -73,13 +73,13 @@ class RolloutConfig:
     )
     buffer_filter_path: str | None = flag(
         None,
-        "def choose(args, rollout_id, buffer, num_samples) -> groups: takes out of the groups that wait, in place; "
+        "def choose(args, rollout_id, buffer, num_samples) -> groups: takes groups out of the waiting ones, in place; "
         "empty: the oldest first",
         path=PathKind.PLUGIN,
     )
     max_dropped_in_a_row: int | None = flag(
         None,
-        "end the run when so many groups were dropped one after the other and none was kept; empty: 10 x "
+        "end the run when this many groups in a row were dropped and none was kept; empty: 10 x "
         "--rollout-batch-size, at least 64",
         minimum=1,
     )
@@ -87,17 +87,17 @@ class RolloutConfig:
         None, "longest prompt, tokens; a longer one is left out, and counted at start", minimum=1
     )
     refuse_long_prompts: bool = flag(
-        False, "a prompt over --rollout-max-prompt-len, or without room for an answer, ends the start"
+        False, "a prompt over --rollout-max-prompt-len, or one that leaves no token for a completion, ends the start"
     )
     rollout_max_response_len: int = flag(1024, "longest answer, tokens", minimum=1)
     rollout_max_context_len: int | None = flag(
-        None, "longest prompt + answer, tokens; empty: the model's limit", minimum=2
+        None, "longest prompt + completion, tokens; empty: the model's limit", minimum=2
     )
     rollout_temperature: float = flag(1.0, "sampling temperature", minimum=0)
     rollout_top_p: float = flag(1.0, "nucleus sampling mass", minimum=0, maximum=1)
     rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all", minimum=-1)
-    rollout_stop: tuple[str, ...] = flag((), "strings that end an answer", nargs="+")
-    rollout_stop_token_ids: tuple[int, ...] = flag((), "token ids that end an answer", nargs="+")
+    rollout_stop: tuple[str, ...] = flag((), "strings that end a completion", nargs="+")
+    rollout_stop_token_ids: tuple[int, ...] = flag((), "token ids that end a completion", nargs="+")
     custom_generate_function_path: str | None = flag(
         None, "async def generate(args, sample, sampling_params)", path=PathKind.PLUGIN
     )
@@ -110,7 +110,7 @@ class RolloutConfig:
 
 
 BOXED = "boxed_"
-"""In front of a grader's name: it judges the last box of the answer alone."""
+"""Prefix of a grader's name: the grader judges only the last box of the completion."""
 RM_TYPES = (
     *("exact_match", "math", "remote_rm", "reasoning_gym", "deepscaler", "dapo", "f1", "gpqa"),
     *(BOXED + name for name in ("exact_match", "math", "f1", "gpqa")),
@@ -119,12 +119,12 @@ RM_TYPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """Reward: who scores an answer."""
+    """Reward: what scores a completion."""
 
     rm_type: str | None = flag(
         None,
-        "built-in reward (docs/customization.md), unless a record's metadata says `rm_type`; dapo answers a dict, of "
-        "which --reward-key score is trained on; boxed_<name> judges the last \\boxed{} alone",
+        "built-in reward (docs/customization.md), unless a record's metadata names an `rm_type`; dapo returns a dict, "
+        "of which --reward-key score is trained on; boxed_<name> judges the last \\boxed{} alone",
         choices=RM_TYPES,
     )
     rm_url: str | None = flag(None, "address that --rm-type remote_rm posts samples to")
@@ -141,8 +141,8 @@ class RewardConfig:
     rm_timeout_secs: float = flag(60.0, "deadline of one reward call, seconds", minimum=0.01)
     on_reward_error: str = flag(
         "stop",
-        "a reward that raises, answers no number or is late ends the run (stop), or its group is left out and counted "
-        "as rollout/dropped_reward_error (drop); no answer ever gets a reward that nobody gave",
+        "a reward that raises, returns no number or is late ends the run (stop), or its group is left out and counted "
+        "as rollout/dropped_reward_error (drop); no reward is ever made up",
         choices=("stop", "drop"),
     )
     max_reward_error_share: float = flag(
@@ -163,16 +163,16 @@ class EvalConfig:
     )
     eval_config: str | None = flag(
         None,
-        "YAML or TOML file of evaluation sets, each with keys, reward, number of answers and sampling of its own "
+        "YAML or TOML file of evaluation sets, each with keys, reward, number of completions and sampling of its own "
         "(docs/customization.md)",
         path=PathKind.FILE,
     )
-    n_samples_per_eval_prompt: int = flag(1, "answers per evaluation prompt", minimum=1)
+    n_samples_per_eval_prompt: int = flag(1, "completions per evaluation prompt", minimum=1)
     eval_temperature: float | None = flag(None, "empty: --rollout-temperature", minimum=0)
     eval_top_p: float | None = flag(None, "empty: --rollout-top-p", minimum=0, maximum=1)
     eval_top_k: int | None = flag(None, "empty: --rollout-top-k", minimum=-1)
     pass_reward: float = flag(
-        1.0, "pass@k: an evaluation's answer is right when its reward is at least this (of a dict, --reward-key)"
+        1.0, "pass@k: a completion of an evaluation is right when its reward is at least this (of a dict, --reward-key)"
     )
     eval_max_response_len: int | None = flag(None, "tokens; empty: --rollout-max-response-len", minimum=1)
     skip_eval_before_train: bool = flag(False, "no evaluation of the initial weights")
@@ -206,5 +206,7 @@ class EngineConfig:
     )
     engine_health_interval_secs: float = flag(5.0, "seconds between engine health checks", minimum=0.5)
     engine_health_timeout_secs: float = flag(
-        60.0, "an engine that lives and leaves a health check unanswered for so long hangs: the run ends", minimum=0.5
+        60.0,
+        "a live engine that does not respond to a health check for this long counts as hanging: the run ends",
+        minimum=0.5,
     )

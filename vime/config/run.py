@@ -14,14 +14,15 @@ class TrackingConfig:
     run_dir: str | None = flag(None, "directory of this run; empty: runs/<date>-<time>", path=PathKind.FILE)
     keep_samples_mib: int = flag(
         256,
-        "answers of every round are kept in RUN_DIR/samples for `vime samples`, up to so many MiB; beyond it rounds "
-        "are removed evenly over the run, of a round over a sixteenth of it groups are left out; 0: keep none",
+        "completions of every round are kept in RUN_DIR/samples for `vime samples`, up to this many MiB; beyond it "
+        "rounds are removed evenly over the run, and of a round over a sixteenth of it groups are left out; 0: keep "
+        "none",
         minimum=0,
     )
     log_interval: int = flag(
         10,
-        "on a terminal: rounds from one line that stays to the next; a pipe and "
-        "RUN_DIR/logs/progress.log get every one",
+        "on a terminal: rounds between two permanent lines; a pipe and "
+        "RUN_DIR/logs/progress.log get a line for every round",
         minimum=1,
     )
     use_wandb: bool = flag(False, "log metrics to Weights & Biases (works offline with --wandb-mode offline)")
@@ -43,7 +44,7 @@ class AgreementConfig:
     )
     on_train_rollout_diff: str | None = flag(
         None,
-        "above it: record the rows, say so and go on (warn) or end the run before the weights move (stop); ignore: "
+        "above it: record the rows, warn and continue (warn) or end the run before the weights move (stop); ignore: "
         "measure only (empty: warn, and ignore for sft_loss, recorded rounds and --debug-engine-module)",
         choices=("warn", "stop", "ignore"),
     )
@@ -51,13 +52,13 @@ class AgreementConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    """Debugging: run half of the machine, record and replay rollouts, another engine."""
+    """Debugging: run one half alone, record and replay rollouts, another engine."""
 
     reference_mode: bool = flag(
         False,
-        "the same bits from every mode and after every restart (docs/reference-mode.md): a seed for each answer, one "
-        "sequence at a time per engine, one thread a process; slow. What a plug-in draws by chance, and a seed that it "
-        "sends to the engine itself, is the plug-in's to keep fixed: it cannot be checked",
+        "the same bits from every mode and after every restart (docs/reference-mode.md): a seed for each completion, "
+        "one sequence at a time per engine, one thread per process; slow. A plug-in must keep its own random draws, "
+        "and seeds that it sends to the engine itself, fixed: Vime cannot check them",
     )
     debug_rollout_only: bool = flag(False, "generate and score, do not start the trainer")
     debug_train_only: bool = flag(
@@ -72,5 +73,5 @@ class DebugConfig:
     debug_engine_module: str | None = flag(
         None,
         "Python module that is started as the engine in vLLM's place, on the CPU: "
-        "vime.backends.vllm_utils.scripted_server has no model and answers at once; empty: vLLM",
+        "vime.backends.vllm_utils.scripted_server has no model and responds at once; empty: vLLM",
     )

@@ -10,12 +10,12 @@ from vime.types import ConfigError
 
 
 def steps_of_round(config: Config) -> int:
-    """Optimizer steps that one model takes in a round: --num-steps-per-rollout, --num-ppo-epochs times."""
+    """Return the optimizer steps that one model takes in a round: --num-steps-per-rollout, --num-ppo-epochs times."""
     return (config.batch.num_steps_per_rollout or 1) * config.algo.num_ppo_epochs
 
 
 def decay_steps(settings: OptimizerConfig, total_steps: int) -> int:
-    """The step at which a decaying rate has reached --min-lr; contradictions are refused."""
+    """Return the step at which a decaying rate has reached --min-lr; contradictions are refused."""
     steps = settings.lr_decay_iters or max(total_steps, 1)
     if settings.lr_decay_style == "constant":
         return steps

@@ -1,4 +1,4 @@
-"""Sections about learning and about carrying: algorithm, batches, queue, weights."""
+"""Sections about learning and about transport: algorithm, batches, queue, weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class AlgoConfig:
 
     loss_type: str = flag(
         "policy_loss",
-        "policy_loss: by the advantages; sft_loss: cross entropy of the answers; custom_loss: --custom-loss-path",
+        "policy_loss: by the advantages; sft_loss: cross entropy of the completions; custom_loss: --custom-loss-path",
         choices=("policy_loss", "sft_loss", "custom_loss"),
     )
     custom_loss_path: str | None = flag(
-        None, "function (args, logp_T, entropy_T, columns) that answers the loss of every token", path=PathKind.PLUGIN
+        None, "function (args, logp_T, entropy_T, columns) that returns the loss of every token", path=PathKind.PLUGIN
     )
     advantage_estimator: str = flag(
         "grpo",
@@ -45,8 +45,9 @@ class AlgoConfig:
     )
     eps_clip: float | None = flag(
         None,
-        "lower clip of the probability ratio: 1 - this; empty: 0.2, but 3e-4 for gspo, whose ratio of a whole answer "
-        "never moves by 0.2 (Zheng et al. 2025, section 5.1), and 1, no lower bound, for cispo (MiniMax-M1 2025)",
+        "lower clip of the probability ratio: 1 - this; empty: 0.2, but 3e-4 for gspo, whose ratio of a whole "
+        "completion never moves by 0.2 (Zheng et al. 2025, section 5.1), and 1, no lower bound, for cispo (MiniMax-M1 "
+        "2025)",
         minimum=0,
     )
     eps_clip_high: float | None = flag(
@@ -67,7 +68,7 @@ class AlgoConfig:
     kl_loss_type: str = flag(
         "low_var_kl",
         "KL estimator of the loss term; k1 needs --use-unbiased-kl. In token rewards (--kl-coef) it is always k1: the "
-        "others exert next to no gradient there",
+        "others give almost no gradient there",
         choices=("k1", "k2", "k3", "low_var_kl"),
     )
     use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
@@ -89,7 +90,7 @@ class AlgoConfig:
     use_rollout_routing_replay: bool = flag(
         False,
         "a model with experts: in training each token goes to the experts that generation sent it to; engines on the "
-        "CPU cannot tell, there a plug-in sets sample.rollout_routed_experts",
+        "CPU cannot report them, there a plug-in sets sample.rollout_routed_experts",
     )
     off_policy_correction: str | None = flag(
         None,
@@ -99,7 +100,7 @@ class AlgoConfig:
     tis_clip: float | None = flag(
         None,
         "upper bound of that weight; empty: 2 (tis, mis), 5 for icepop (Ling team 2025) and decoupled (AReaL), 1.001 "
-        "for --mis-level geometric: a mean over the answer, which stays near 1 (verl: 1.0002 to 1.001)",
+        "for --mis-level geometric: a mean over the completion, which stays near 1 (verl: 1.0002 to 1.001)",
         minimum=1,
     )
     tis_clip_low: float | None = flag(
@@ -112,10 +113,10 @@ class AlgoConfig:
     mis_level: str = flag("sequence", "what mis weighs", choices=("token", "sequence", "geometric"))
     mis_mode: str = flag("mask", "what mis does out of bounds: cut the weight, or drop", choices=("truncate", "mask"))
     use_rollout_logprobs: bool = flag(False, "the engine's log-probabilities as the old policy of the ratio")
-    use_opsm: bool = flag(False, "leave out answers of negative advantage that drifted from the engine's policy")
+    use_opsm: bool = flag(False, "leave out completions of negative advantage that drifted from the engine's policy")
     opsm_delta: float = flag(
         0.01,
-        "drift allowed by --use-opsm, nats a token, mean of the answer. Not slime's 1e-4: the drift is from the "
+        "drift allowed by --use-opsm, nats a token, mean of the completion. Not slime's 1e-4: the drift is from the "
         "engine's own log-probabilities, and rounding in bf16 alone moves a mean over 500 tokens by 1e-3",
         minimum=0,
     )
@@ -123,7 +124,8 @@ class AlgoConfig:
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """--eps-clip and --eps-clip-high, or where they are empty what the paper or the field takes (decision 0020)."""
+        """Return --eps-clip and --eps-clip-high, or where they are empty the values of the paper or the field (decision
+        0020)."""
         plain = PLAIN_CLIP, PLAIN_CLIP
         low, high = {"gspo": (3e-4, 4e-4), "cispo": (1.0, PLAIN_CLIP)}.get(self.advantage_estimator, plain)
         if self.eps_clip is not None:
@@ -132,7 +134,8 @@ class AlgoConfig:
 
     @property
     def weight_range(self) -> tuple[float, float]:
-        """--tis-clip-low and --tis-clip, or where they are empty what the paper or the field takes (decision 0020)."""
+        """Return --tis-clip-low and --tis-clip, or where they are empty the values of the paper or the field (decision
+        0020)."""
         is_geometric = self.off_policy_correction == "mis" and self.mis_level == "geometric"
         high = self.tis_clip
         if high is None:
@@ -150,15 +153,16 @@ class CriticConfig:
 
     critic_load: str | None = flag(
         None,
-        "HF directory the critic begins as, with a value head (score.weight) or without; empty: --hf-checkpoint",
+        "HF directory of the critic's initial weights, with a value head (score.weight) or without; empty: "
+        "--hf-checkpoint",
         path=PathKind.FILE,
     )
     critic_lr: float | None = flag(None, "peak learning rate of the critic; empty: --lr", minimum=0)
     critic_lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up of the critic from 0", minimum=0)
     num_critic_only_steps: int = flag(
         0,
-        "rounds at the beginning in which only the critic learns: the policy answers and does not move, nor does the "
-        "schedule of its learning rate",
+        "rounds at the beginning in which only the critic learns: the policy generates but its weights and the "
+        "schedule of its learning rate do not move",
         minimum=0,
     )
     value_clip: float = flag(
@@ -205,7 +209,7 @@ class QueueConfig:
     )
     num_rollout_workers: int = flag(
         1,
-        "streaming: processes that generate, score, filter and store groups; 1: the RolloutManager itself does",
+        "streaming: processes that generate, score, filter and store groups; 1: the RolloutManager does it itself",
         minimum=1,
     )
     transferqueue_partition: str = flag("train", "namespace of training partitions")
@@ -216,24 +220,25 @@ class QueueConfig:
     stale_policy: str = flag(
         "drop",
         "streaming: a group that is too old when its round begins, or that --mixed-version-policy rejects, is dropped, "
-        "or its prompt is answered again",
+        "or its prompt is generated again",
         choices=("drop", "retry"),
     )
     transferqueue_round_order: str | None = flag(
         None,
-        "streaming: a round takes index: the lowest group numbers that are open, and waits for the slowest of them, so "
-        "that no group gets too old; commit: what is ready first, and what misses its rounds falls under "
+        "streaming: a round takes index: the lowest open group numbers, and waits for the slowest of them, so "
+        "that no group gets too old; commit: what is ready first, and what misses its rounds is treated by "
         "--stale-policy (empty: index; commit with a staleness above 0 and one of the --transferqueue-max-* bounds)",
         choices=("index", "commit"),
     )
     mixed_version_policy: str | None = flag(
         None,
-        "an answer sampled by several versions: correct: its tokens are trained, under --off-policy-correction; mask: "
-        "only those of its newest version are; reject: its group is not trained, see --stale-policy (empty: correct)",
+        "a completion sampled by several versions: correct: its tokens are trained, under --off-policy-correction; "
+        "mask: only those of its newest version are; reject: its group is not trained, see --stale-policy (empty: "
+        "correct)",
         choices=("correct", "mask", "reject"),
     )
     transferqueue_durable: bool = flag(
-        True, "streaming: keep finished groups on disk until a checkpoint carries them, for a restart"
+        True, "streaming: keep finished groups on disk until a checkpoint contains them, for a restart"
     )
     transferqueue_fsync: str = flag(
         "commit",
@@ -242,13 +247,13 @@ class QueueConfig:
     )
     transferqueue_lease_timeout_secs: float = flag(
         600.0,
-        "streaming: prompts and rounds whose holder is silent for so long go to others, seconds",
+        "streaming: prompts and rounds whose holder is silent for this long go to others, seconds",
         minimum=1,
     )
     train_early_groups: int = flag(
         0,
-        "streaming: trainers begin the optimizer step of a round with so many finished groups at a time, "
-        "while the others are being answered; 0: when all are finished",
+        "streaming: trainers begin the optimizer step of a round with this many finished groups at a time, "
+        "while the others are generated; 0: when all are finished",
         minimum=0,
     )
     transferqueue_max_groups: int | None = flag(

@@ -1,4 +1,4 @@
-"""Reads argv flag by flag: what another trainer calls a flag is translated, and all that is wrong is said at once.
+"""Reads argv flag by flag: flags of other trainers are translated, and all problems are reported at once.
 
 `read` is what `parse` calls. A flag of Vime is parsed alone, so that one bad value does not hide the next; any other is
 looked up in `migration.py`; what is in no table is unknown.
@@ -39,7 +39,7 @@ from vime.types import ConfigError
 PASSTHROUGH = ("--vllm-", "--router-")
 DASHES = ("--", "\u2013", "\u2014")
 NEARLY_THE_SAME = 0.9
-"""Share of equal letters above which an unknown flag is taken for a slip of the pen: `--rollout-batchsize`."""
+"""Share of equal letters above which an unknown flag is taken for a typing mistake: `--rollout-batchsize`."""
 TOLERANCE = 1e-9
 WANDB_PAGES = "https://wandb.ai"
 """Slime's default for --wandb-host, which wandb no longer takes for the address of a server."""
@@ -49,7 +49,7 @@ _OF_VERL = re.compile(r"\+?[a-z_]+(\.[a-z_0-9]+)+=")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One flag with the values behind it; `flag` is empty for words in front of the first one."""
+    """One flag with the values after it; `flag` is empty for words before the first flag."""
 
     flag: str
     values: tuple[str, ...] = ()
@@ -59,13 +59,14 @@ class Item:
 
     @property
     def words(self) -> list[str]:
-        """As a parser reads it. `--flag=value` keeps a value that begins with a dash in one piece."""
+        """Return the words as a parser reads them. `--flag=value` keeps a value that begins with a dash in one
+        piece."""
         return [self.flag, *self.values]
 
 
 @dataclass(slots=True)
 class Reading:
-    """What a command line says in Vime's own flags, and what is to be told about it."""
+    """A command line in Vime's own flags, and the notes about it."""
 
     namespace: argparse.Namespace
     passthrough: dict[str, list[str]] = field(default_factory=lambda: {prefix: [] for prefix in PASSTHROUGH})
@@ -75,7 +76,7 @@ class Reading:
 
 
 def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
-    """Every flag of `argv`, parsed; what is wrong is added to `problems`."""
+    """Parse every flag of `argv`; problems are added to `problems`."""
     actions = parser._actions  # noqa: SLF001 - argparse has no public list of its flags
     options = {option: action.nargs != 0 for action in actions for option in action.option_strings}
     items = _split(argv, options)
@@ -91,8 +92,8 @@ def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problem
 
 
 def _split(argv: Sequence[str], known: Collection[str] = ()) -> list[Item]:
-    """A word begins a flag with two hyphens; with the dash that an editor makes of them, or with one hyphen where two
-    would be a flag, it is meant as one."""
+    """Whether a word is meant as a flag: it begins with two hyphens, with the dash that an editor makes of them, or
+    with one hyphen where two would make a flag."""
     items: list[Item] = []
     for word in argv:
         if word.startswith(DASHES) or "-" + word in known:
@@ -108,7 +109,7 @@ def _split(argv: Sequence[str], known: Collection[str] = ()) -> list[Item]:
 def _take(
     item: Item, parser: argparse.ArgumentParser, options: dict[str, bool], reading: Reading, problems: Problems
 ) -> None:
-    """Parse one flag of Vime, or hand one of vLLM or the router on. `options`: whether a value may stand behind it."""
+    """Parse one flag of Vime, or pass on one of vLLM or the router. `options`: whether a value may follow it."""
     if item.flag in options:
         try:
             is_joined = len(item.values) == 1 and options[item.flag]
@@ -121,7 +122,7 @@ def _take(
         if unread and all(_OF_VERL.match(word) for word in unread):
             problems.add(_of_verl(unread))
         elif unread:
-            problems.add(f"{item}: {' '.join(unread)} is too much behind {item.flag}. See train.py --help.")
+            problems.add(f"{item}: {' '.join(unread)} is too much after {item.flag}. See train.py --help.")
         return
     prefix = next((prefix for prefix in PASSTHROUGH if item.flag.startswith(prefix)), None)
     if prefix is not None:
@@ -135,7 +136,7 @@ def _take(
 
 
 def _of_verl(words: Sequence[str]) -> str:
-    return f"{' '.join(words)}: settings of verl. docs/migrating.md says which flags say the same."
+    return f"{' '.join(words)}: settings of verl. docs/migrating.md says which flags mean the same."
 
 
 def _nearest(flag: str, options: set[str]) -> str:
@@ -160,7 +161,7 @@ class _Translator:
         self.environment: dict[str, str] = {}
 
     def own(self, item: Item) -> list[Item]:
-        """What `item` is in Vime's flags; nothing when there is nothing left of it to parse."""
+        """Return `item` in Vime's flags; nothing when nothing of it is left to parse."""
         engine = _engine_flag(item.flag)
         if item.flag in self._options:
             return self._own_values(item)
@@ -189,7 +190,7 @@ class _Translator:
         return []
 
     def notes(self) -> list[str]:
-        """One line a kind, for whoever starts a run."""
+        """Return the notes for the user, one line per kind."""
         lines = list(self._taken)
         if self._equal:
             lines.append(f"{', '.join(self._equal)}: as config.json of the model says; Vime reads it there.")
@@ -200,7 +201,7 @@ class _Translator:
         return lines
 
     def _differences(self) -> list[str]:
-        """Of flags that are called the same and do not mean or default to the same."""
+        """Add notes about flags of the same name with another meaning or default."""
         defaults = [
             f"{flag}: {text}."
             for flag, (reader, text) in DIFFERENT.items()
@@ -246,7 +247,7 @@ class _Translator:
     def _to_environment(self, item: Item, variable: str) -> None:
         """Without the value in any message."""
         if len(item.values) != 1:
-            self._problems.add(f"{item.flag}: expected one value behind it.")
+            self._problems.add(f"{item.flag}: expected one value after it.")
             return
         if item.flag == "--wandb-host" and item.values[0].rstrip("/") == WANDB_PAGES:
             self._taken.append(f"{item}: those are wandb's pages; its own server is the default. Left out.")
@@ -261,7 +262,7 @@ class _Translator:
         is_said = any(_is_same(word, value) for word in item.values[:1] for value in always.values)
         if always.values and (len(item.values) != 1 or not is_said):
             says = " or ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in always.values)
-            self._problems.add(f"{item}: {always.why}, so only {says} can be said. Remove it.")
+            self._problems.add(f"{item}: {always.why}, so only {says} is accepted. Remove it.")
         else:
             self._always[always.why].append(str(item) if always.values else item.flag)
 
@@ -270,7 +271,7 @@ class _Translator:
         if found is None:
             self._uncompared.append(item.flag)
         elif where.means and item.values:
-            self._problems.add(f"{item}: expected no value behind {item.flag}.")
+            self._problems.add(f"{item}: expected no value after {item.flag}.")
         elif found in where.means or (not where.means and any(_is_same(word, found) for word in item.values[:1])):
             self._equal.append(item.flag)
         else:
@@ -278,7 +279,7 @@ class _Translator:
 
     def _contradicts(self, item: Item, keys: tuple[str, ...], found: object) -> None:
         self._problems.add(
-            f"{item}: config.json of --hf-checkpoint says {keys[0]} is {json.dumps(found)}, and that is what is "
+            f"{item}: config.json of --hf-checkpoint says {keys[0]} is {json.dumps(found)}, and that is "
             "trained. Remove the flag, or name the model that you mean."
         )
 
@@ -295,7 +296,7 @@ _VLLM_HELP = "listed by `python -m vllm.entrypoints.launchers.api_server.entry -
 
 
 def _read_config(given: Item | None) -> dict[str, object]:
-    """config.json of --hf-checkpoint; empty when it cannot be read, which is said by who needs it."""
+    """Return config.json of --hf-checkpoint; empty when it cannot be read, which other checks report."""
     if given is None or len(given.values) != 1:
         return {}
     try:
@@ -313,7 +314,7 @@ def _entry(record: dict[str, object], key: str) -> object:
 
 
 def _is_same(text: str, expected: object) -> bool:
-    """Whether a word of the command line says `expected`: 1e6 and 1000000 are the same number."""
+    """Whether a word of the command line equals `expected`: 1e6 and 1000000 are the same number."""
     if isinstance(expected, str | int | float):
         with contextlib.suppress(ValueError):
             return abs(float(text) - float(expected)) <= TOLERANCE * max(1.0, abs(float(expected)))

@@ -1,4 +1,4 @@
-"""What a run says of itself in its metrics and events, for the audit to compare with what others say."""
+"""What a run says about itself in its metrics and events, for the audit to compare with other records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vime.types import Version
 
 
 def read_claims(run: Path) -> RunClaims:
-    """Of a run directory, in which metrics or events may be missing."""
+    """Read the claims of a run directory, in which metrics or events may be missing."""
     receipts, hashes = defaultdict[int, set[str]](set), defaultdict[Version, set[str]](set)
     for event in read_events(run, "driver", with_spans=False) if (run / "events").is_dir() else []:
         if event.kind == EventKind.ROUND_TRAINED and "receipt" in event.fields:

@@ -1,4 +1,4 @@
-"""The curves of a run, as a PNG and in the terminal. One round of few groups swings: curves are 3-round means."""
+"""The curves of a run, as a PNG and in the terminal. Rounds of few groups vary much, so curves are 3-round means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASCII = str.maketrans("┤╭╮╰╯─│", "|..''-|")
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Mean of each value and the up to `window - 1` before it. [0, 1, 2, 3] -> [0, 0.5, 1, 2]."""
+    """Return the mean of each value and the up to `window - 1` before it. [0, 1, 2, 3] -> [0, 0.5, 1, 2]."""
     return [sum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)]
 
 
@@ -52,7 +52,7 @@ def _draw(axes: Axes, by_round: Mapping[int, float], label: str, colour: str) ->
 
 
 def terminal_curve(values: Sequence[float], width: int = 60, height: int = 10, *, is_ascii: bool = False) -> str:
-    """`values` as a line of characters with a scale on the left; at most `width` columns and `height` rows.
+    """Draw `values` as a line of characters with a scale on the left; at most `width` columns and `height` rows.
 
     More values than columns: a column shows the mean of its share. Values that are not finite leave a gap.
     """
@@ -74,7 +74,7 @@ def terminal_curve(values: Sequence[float], width: int = 60, height: int = 10, *
 
 
 def _columns(values: Sequence[float], limit: int) -> list[float]:
-    """One number per column: values repeated to about the full width, or averaged when there are too many."""
+    """Return one number per column: values repeated to about the full width, or averaged when there are too many."""
     if not values:
         return []
     if len(values) <= limit:

@@ -1,11 +1,11 @@
 """Why do trainer and engine give the same tokens different log-probabilities? Each known cause is tested, not guessed.
 
-The test of a cause is a prediction: under it, the engine's recorded log-probabilities would have been these; how much
-of the difference is gone then? `before` and `after` are means of |recorded - predicted| over the same tokens, nats.
-Two causes cannot be predicted, so the run has asked the engine: a fresh score of the same tokens differs (weights), or
-an answer that reads the prefix cache differs from one that does not (stale cache).
+Each cause predicts which log-probabilities the engine would have recorded; its test is how much of the difference
+that prediction removes. `before` and `after` are means of |recorded - predicted| over the same tokens, nats.
+Two causes cannot be predicted, so the run has called the engine: a new score of the same tokens differs (weights), or a
+score that reads the prefix cache differs from one that does not (stale cache).
 
-Everything comes from the record of the round (`mismatch_record.py`): no trainer, engine or tokenizer is asked.
+Everything comes from the record of the round (`mismatch_record.py`): no trainer, engine or tokenizer is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cause(StrEnum):
     TOKENISATION = "tokenisation"
     WEIGHTS = "weights of another version"
     OFF_BY_ONE = "off-by-one"
-    NUMERICS = "numerics"  # the engine computes otherwise with the very same bytes
+    NUMERICS = "numerics"  # the engine computes differently with the same bytes
     UNKNOWN = "unknown"
 
 
@@ -45,13 +45,13 @@ ADVICE = {
     Cause.TEMPERATURE: "Sample at --rollout-temperature: look for another one in the generate plug-in.",
     Cause.TRUNCATION: "Sample from the whole vocabulary: remove top_p, top_k and min_p from the generate plug-in.",
     Cause.PREFIX_CACHE: "Weights must reach the engines through Vime's publish, which clears the cache; look for "
-    "whoever loads weights past it, and restart the engines.",
+    "code that loads weights in another way, and restart the engines.",
     Cause.TOKENISATION: "Keep the engine's token ids from turn to turn; never encode decoded text again.",
-    Cause.WEIGHTS: "Restart with --load: every engine then gets the trainer's weights. Find who else writes to them.",
-    Cause.OFF_BY_ONE: "Align log-probabilities with their tokens: grow answers by Sample.append_response_tokens only.",
+    Cause.WEIGHTS: "Restart with --load: every engine then gets the trainer's weights. Find what else writes to them.",
+    Cause.OFF_BY_ONE: "Align log-probabilities with their tokens: use Sample.append_response_tokens only.",
     Cause.NUMERICS: "Compare precisions and kernels of both sides (--bf16, --attention-backend, --vllm-quantization), "
     "then raise --train-rollout-diff-threshold or add --off-policy-correction tis.",
-    Cause.UNKNOWN: "Look at the recorded rows, and at whatever writes rollout_log_probs or tokens in a plug-in.",
+    Cause.UNKNOWN: "Look at the recorded rows, and at plug-ins that write rollout_log_probs or tokens.",
 }
 
 
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The likely cause with its evidence, and what every other test said."""
+    """The likely cause with its evidence, and the results of all other tests."""
 
     cause: Cause
     summary: str
@@ -77,7 +77,7 @@ class Diagnosis:
 
     @property
     def advice(self) -> str:
-        """What to do next."""
+        """Return what to do next."""
         return ADVICE[self.cause]
 
     def to_dict(self) -> dict[str, object]:
@@ -91,8 +91,8 @@ class Diagnosis:
 
 
 def diagnose(record: MismatchRecord) -> Diagnosis:
-    """Test every cause. The engine's fresh score comes first: when it differs from the trainer's, nothing that happened
-    while sampling matters. Then the prediction that leaves least; then the cache; then what the sample's text says."""
+    """Test every cause. The engine's new score comes first: when it differs from the trainer's, sampling is not the
+    cause. Then the prediction that leaves least; then the cache; then the sample's text."""
     findings = [test(record) for test in (_weights, _off_by_one, _temperature, _truncation, _tokenisation, _cache)]
     weights, *predicted, cache = findings
     shown = sorted((f for f in predicted if f.is_shown), key=lambda f: math.inf if f.after is None else f.after)
@@ -119,7 +119,7 @@ def _explains(after: float, before: float) -> bool:
 
 
 def _weights(record: MismatchRecord) -> Finding:
-    """A fresh score of the same tokens rests on nothing but tokens and weights."""
+    """Test the weights: a new score of the same tokens depends on nothing but tokens and weights."""
     before = record.before
 
     def finding(evidence: str, *, cause: Cause = Cause.WEIGHTS, after: float | None = None, shown: bool) -> Finding:
@@ -149,7 +149,7 @@ def _weights(record: MismatchRecord) -> Finding:
 
 
 def _off_by_one(record: MismatchRecord) -> Finding:
-    """The recorded log-probability of token t is the trainer's of token t + 1, or t - 1."""
+    """Test whether the recorded log-probability of token t is the trainer's of token t + 1, or t - 1."""
     best = Finding(
         cause=Cause.OFF_BY_ONE,
         before=record.before,
@@ -177,7 +177,7 @@ def _off_by_one(record: MismatchRecord) -> Finding:
 
 
 def _temperature(record: MismatchRecord) -> Finding:
-    """The temperature at which the trainer comes closest to what was recorded: the run has looked for it."""
+    """Test the temperature at which the trainer comes closest to what was recorded, which the run has searched for."""
     before, declared = record.before, record.rule.temperature
     left = {
         scored.rule.temperature: record.left(scored.log_probs)
@@ -195,7 +195,8 @@ def _temperature(record: MismatchRecord) -> Finding:
 
 
 def _truncation(record: MismatchRecord) -> Finding:
-    """Renormalising over a kept set makes kept tokens likelier; the trainer's logits, cut alike, must reproduce it."""
+    """Test truncation: it makes the kept tokens likelier, and the trainer's logits, cut in the same way, must reproduce
+    it."""
     before = record.before
 
     def finding(evidence: str, after: float | None = None, *, shown: bool = False) -> Finding:
@@ -213,13 +214,14 @@ def _truncation(record: MismatchRecord) -> Finding:
     }
     if not left:
         return finding("the trainer was not asked with a part of the vocabulary")
-    best = min(reversed(left), key=lambda name: left[name])  # of equals the rounded one, which is written last
+    best = min(reversed(left), key=lambda name: left[name])  # among equals the rounded one, which is written last
     text = f"with {best} the difference goes from {before:.2g} to {left[best]:.2g}"
     return finding(text, left[best], shown=_explains(left[best], before) and _has_enough(record))
 
 
 def _tokenisation(record: MismatchRecord) -> Finding:
-    """Other tokens, that the sample's text or a round trip through the tokenizer gives, explain what was recorded."""
+    """Test whether other tokens, from the sample's text or a round trip through the tokenizer, explain what was
+    recorded."""
 
     def finding(evidence: str, before: float, after: float | None = None, *, shown: bool = False) -> Finding:
         return Finding(cause=Cause.TOKENISATION, before=before, after=after, evidence=evidence, is_shown=shown)
@@ -251,14 +253,14 @@ def _tokenisation(record: MismatchRecord) -> Finding:
 
 
 def _cache(record: MismatchRecord) -> Finding:
-    """The engine answers otherwise when it may read its prefix cache than when it may not."""
+    """Test whether the engine's scores differ with and without its prefix cache."""
     before = record.before
     if not record.cache_gaps:
-        text, is_shown = "no engine could be asked to answer with and without its cache", False
+        text, is_shown = "no engine could score with and without its cache", False
     else:
         name, gap = max(record.cache_gaps.items(), key=lambda item: item[1])
         is_shown = gap > max(record.threshold, 0.1 * before)
-        text = f"{name} answers the same prefix {gap:.2g} apart with and without its prefix cache"
+        text = f"{name} scores the same prefix {gap:.2g} apart with and without its prefix cache"
         if is_shown:
             text += "; without it, it agrees with the trainer"
     return Finding(cause=Cause.PREFIX_CACHE, before=before, after=None, evidence=text, is_shown=is_shown)

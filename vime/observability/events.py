@@ -2,7 +2,7 @@
 
 An event is one line, handed to the kernel in one write before `emit` returns: it survives kill -9 of its process (not
 a power cut; the ledger is the truth about groups, events are for the reader). `EventKind` is the whole vocabulary,
-docs/metrics.md names the spans; `vime report` makes a Chrome trace of them (trace.py).
+docs/metrics.md has the spans; `vime report` makes a Chrome trace of them (trace.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPAN = b'"kind": "span_'  # as `emit` writes it
 
 
 class EventKind(StrEnum):
-    """Every kind of event, with the fields that its writer gives besides time and process."""
+    """Every kind of event, with its fields besides time and process."""
 
     RUN_STARTED = "run_started"
     RUN_FINISHED = "run_finished"
@@ -60,7 +60,7 @@ _LOOKED_UP: Mapping[str, Mapping[str, type]] = {
     EventKind.SPAN_STARTED: {"name": str},
     EventKind.SPAN_ENDED: {"name": str},
 }
-"""Fields that readers take for granted. A line where a damaged disk changed a name is JSON still, and no event."""
+"""Fields that readers rely on. A line where a damaged disk changed a name is still JSON, but not an event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class EventLog:
 
     def emit(self, kind: str, *, ago_s: float = 0.0, **fields: object) -> None:
         """Append one event. `kind` is an EventKind; fields are JSON values (others are written as text). On a full disk
-        it is lost, with a warning: what must not be lost says so itself (spool, ledger, checkpoint)."""
+        it is lost, with a warning: what must not be lost reports that itself (spool, ledger, checkpoint)."""
         self._write(kind, fields, ago_s=ago_s)
 
     def _write(self, kind: str, fields: Mapping[str, object], *, ago_s: float = 0.0) -> None:
@@ -119,8 +119,8 @@ class EventLog:
 
     @contextlib.contextmanager
     def span(self, name: str, **fields: object) -> Iterator[None]:
-        """A stretch of work: `span_started`, then `span_ended` with its duration, also when the work raises. Meanwhile
-        `vime why-stuck` shows it."""
+        """Log a piece of work: `span_started`, then `span_ended` with its duration, also when the work raises.
+        Meanwhile `vime why-stuck` shows it."""
         self._write(EventKind.SPAN_STARTED, {"name": name, **fields})
         start, failure = time.monotonic(), None
         try:
@@ -142,8 +142,8 @@ class EventLog:
 
 
 def open_events(run_dir: Path, process: str) -> EventLog:
-    """The log of this process, where `span` writes from now on. Called once per process; a second call takes its
-    place."""
+    """Open the log of this process, where `span` writes from now on. Called once per process; a second call replaces
+    the first."""
     global _log
     _log = EventLog(run_dir, process)
     return _log
@@ -151,12 +151,12 @@ def open_events(run_dir: Path, process: str) -> EventLog:
 
 def span(name: str, **fields: object) -> AbstractContextManager[object]:
     """`EventLog.span` in the log of this process. Where none was opened (a test, an example) only the registry of waits
-    is told."""
+    is updated."""
     return _doing(name, fields) if _log is None else _log.span(name, **fields)
 
 
 def note_span(name: str, duration_s: float, *, ago_s: float = 0.0) -> None:
-    """A span that another process has measured; it ended `ago_s` ago."""
+    """Log a span that another process has measured; it ended `ago_s` ago."""
     if _log is not None:
         _log.emit(EventKind.SPAN_STARTED, ago_s=ago_s + duration_s, name=name)
         _log.emit(EventKind.SPAN_ENDED, ago_s=ago_s, name=name, duration_s=duration_s, error=None)
@@ -166,7 +166,7 @@ _log: EventLog | None = None
 
 
 def _doing(name: str, fields: Mapping[str, object]) -> AbstractContextManager[object]:
-    """Numbers of single groups are left out: many are at one station, and `vime why-stuck` shows it once."""
+    """Leave out numbers of single groups: many are in the same step, and `vime why-stuck` shows it once."""
     shown = ", ".join(f"{key} {value}" for key, value in fields.items() if key not in ("group", "attempt"))
     return doing(f"{name} ({shown})" if shown else name)
 
@@ -174,8 +174,9 @@ def _doing(name: str, fields: Mapping[str, object]) -> AbstractContextManager[ob
 def read_events(
     run_dir: Path, process: str = "*", *, newest_bytes: int | None = None, with_spans: bool = True
 ) -> list[Event]:
-    """All events of `process` (default: of all), oldest first; or those in the `newest_bytes` of each file. A line that
-    a crash tore is left out and named in a warning. Most lines are spans: without them a long run is read quickly."""
+    """Return all events of `process` (default: of all), oldest first; or those in the `newest_bytes` of each file. A
+    line that a crash tore is left out and named in a warning. Most lines are spans: without them a long run is read
+    quickly."""
     directory = Path(run_dir) / "events"
     if not directory.is_dir():
         raise DataError(f"{run_dir}: has no events directory. Expected the run directory of a Vime run.")
@@ -185,7 +186,7 @@ def read_events(
 
 
 def outcome(events: Iterable[Event]) -> str:
-    """How the run ended: "finished", "failed: why", or "not finished"."""
+    """Return how the run ended: "finished", "failed: why", or "not finished"."""
     found = "not finished"
     for event in events:
         if event.kind == EventKind.RUN_STARTED:
@@ -217,7 +218,7 @@ def _read_file(path: Path, newest_bytes: int | None, with_spans: bool) -> Iterat
 
 
 def _read_line(line: bytes) -> Event:
-    """Raises ValueError, KeyError or TypeError for what no writer of ours has written."""
+    """Parse a line. ValueError, KeyError or TypeError for what no writer of ours has written."""
     record = json.loads(line)
     kind = str(record["kind"])
     for name, expected in _LOOKED_UP.get(kind, {}).items():
@@ -233,7 +234,7 @@ def _read_line(line: bytes) -> Event:
 
 
 def _end_torn_line(file: int) -> None:
-    """A process that died inside a write left no newline: end its line, so that ours starts on a new one."""
+    """End the line of a process that died inside a write, so that ours starts on a new one."""
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")

@@ -1,8 +1,8 @@
 """RUN_DIR/report.html: one page about one run, for a browser without a network.
 
-Curves, time by phase, what became of every group, answers, warnings, configuration, machine. Written at the end of each
-run, also of one that failed, and by `vime report RUN`, also for a live or a dead one. Whatever a run directory lacks is
-left out of the page.
+Curves, time by phase, the fate of every group, completions, warnings, configuration, machine. Written at the end of
+each run, also of one that failed, and by `vime report RUN`, also for a live or a dead one. Whatever a run directory
+lacks is left out of the page.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ BADGES = {"finished": "good", "interrupted": "warn", "running": ""}
 MAX_WARNINGS, LOG_BYTES = 200, 4 << 20
 Rounds = Mapping[int, Mapping[str, float]]
 QueueFates = Mapping[str, Mapping[int | None, Sequence[int]]]
-"""What the ledger of mode streaming knows besides: state or reason -> round, None where there is none -> groups."""
+"""Additional facts of the ledger of mode streaming: state or reason -> round, None where there is none -> groups."""
 
 CHARTS: tuple[tuple[str, str, str, str], ...] = (
     # section, title, metrics (the group is the line's name), note
     ("Learning", "Reward", r"rollout/(reward_mean|reward_mean_before_filter)", ""),
     ("Learning", "Reward by entry", r"rollout/reward/(.+)/mean", ""),
     ("Learning", "Evaluation: reward", r"eval/([^/]+)/reward_mean", ""),
-    ("Learning", "Evaluation: pass@k", r"eval/(.+/pass@\d+)", "of k answers, one is right"),
+    ("Learning", "Evaluation: pass@k", r"eval/(.+/pass@\d+)", "of k completions, one is right"),
     ("Learning", "Answer length, tokens", r"rollout/response_len_(mean|p50|p95|max)", ""),
-    ("Learning", "Share of answers cut at the length limit", r"rollout/(truncated_ratio)", ""),
+    ("Learning", "Share of completions cut at the length limit", r"rollout/(truncated_ratio)", ""),
     ("Learning", "Reward by data source", r"rollout/by_source/(.+)/reward_mean", ""),
-    ("Learning", "Reward by answer length, tokens", r"rollout/by_length/(.+)/reward_mean", ""),
-    ("Learning", "Share of answers by length, tokens", r"rollout/by_length/(.+)/share", ""),
+    ("Learning", "Reward by completion length, tokens", r"rollout/by_length/(.+)/reward_mean", ""),
+    ("Learning", "Share of completions by length, tokens", r"rollout/by_length/(.+)/share", ""),
     ("Learning", "Evaluation: reward by entry", r"eval/(.+/reward/.+)/mean", ""),
     ("Optimizer", "Loss", r"train/(loss|value_loss)", ""),
     ("Optimizer", "KL, nats", r"train/(ppo_kl|kl_loss|mismatch_kl|mismatch_k3_kl)", "ppo_kl: old policy to new one"),
     ("Optimizer", "Entropy, nats", r"train/(entropy)", ""),
     ("Optimizer", "Gradient norm, before the clip", r"train/(grad_norm|critic_grad_norm)", ""),
-    ("Optimizer", "Share of tokens that the clip decided", r"train/((?:pg|tis|value)_clipfrac|opsm_maskfrac)", ""),
+    ("Optimizer", "Share of tokens that were clipped", r"train/((?:pg|tis|value)_clipfrac|opsm_maskfrac)", ""),
     ("Optimizer", "Learning rate", r"train/(lr|critic_lr)", ""),
     ("Optimizer", "Critic", r"train/(value_mean|return_mean|explained_variance)", ""),
     ("Freshness", "Staleness, versions", r"transferqueue/sample_staleness/(mean|max)", "by a sample's oldest token"),
@@ -71,7 +71,7 @@ EXACT = frozenset({"Learning rate"})
 UNTRAINED = {
     "rollout/surplus_groups": "surplus: the round was full",
     "rollout/aborted_groups": "aborted: the round was full",
-    "rollout/partial_groups": "cut, gone on with later",
+    "rollout/partial_groups": "cut, continued later",
     "transferqueue/stale_dropped_groups": "too old when the round was leased",
     "transferqueue/late_groups": "late: another attempt had taken its place",
 }
@@ -80,8 +80,8 @@ _WARNING = re.compile(r"^(?P<date>[\d-]{10} [\d:]{8}),\d+ (?P<level>WARNING|ERRO
 
 
 def write_report(run_dir: Path, queue_fates: Callable[[Path], QueueFates] | None = None) -> Path | None:
-    """Write the page; answers its path, or None when it could not be made, which is logged: a run does not fail for
-    it."""
+    """Write the page. Returns its path, or None when it could not be made, which is logged: a run does not fail because
+    of it."""
     try:
         return build_report(Path(run_dir), queue_fates).write(Path(run_dir) / REPORT_FILE)
     except Exception as error:  # boundary: a page about a run must not change how the run ends
@@ -135,7 +135,7 @@ def flat_config(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def config_blocks(config: Mapping[str, object]) -> list[Block]:
-    """What differs from the defaults, and everything."""
+    """Show what differs from the defaults, and everything."""
     defaults = {spec.name: spec.default for kind in SECTIONS.values() for _, spec in knobs(kind)}
     flat = flat_config(config)
     rows = [(name, _shown(value)) for name, value in sorted(flat.items())]
@@ -164,7 +164,7 @@ def _charts(page: Page, section: str) -> Iterator[Block]:
 
 
 def _natural(match: re.Match[str]) -> list[tuple[int, str]]:
-    """`128_255` after `16_31`; the mean first."""
+    """Sort `128_255` after `16_31`, and the mean first."""
     if match[1] in ("mean", "reward_mean"):
         return [(-1, "")]
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", match[1]) if part]
@@ -184,7 +184,7 @@ def _subtitle(run_dir: Path, config: Mapping[str, object]) -> str:
 
 
 def run_state(run_dir: Path, ended: str) -> str:
-    """In a word or two; `ended` is what `events.outcome` says. A run that was killed says nothing itself."""
+    """Return the state in a word or two; `ended` is the result of `events.outcome`. A killed run logs no end."""
     if ended == "finished":
         return ended
     if ended.startswith("failed"):
@@ -216,7 +216,8 @@ def _tiles(summary: RunSummary, rounds: Rounds, fates: Mapping[int, RoundFates])
 
 
 def _warnings(run_dir: Path, summary: RunSummary, events: Sequence[Event], rounds: Rounds) -> list[Block]:
-    """Why it failed, restarts, disagreements, numbers that are none, and what the logs warn of, most frequent first."""
+    """List why it failed, restarts, disagreements, metrics that are NaN, and warnings of the logs, most frequent
+    first."""
     blocks: list[Block] = []
     if summary.outcome.startswith("failed"):
         blocks.append({"kind": "text", "text": summary.outcome, "style": "problem"})
@@ -242,7 +243,7 @@ def _warnings(run_dir: Path, summary: RunSummary, events: Sequence[Event], round
 
 
 def _logged(run_dir: Path) -> list[tuple[object, ...]]:
-    """Warnings and errors of every log; those that differ in numbers alone are one."""
+    """Collect warnings and errors of every log; those that differ only in numbers are one."""
     counts: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], tuple[str, str]] = {}
     outdated: Counter[str] = Counter()  # of libraries about themselves: nothing that a user of this run can change
@@ -271,7 +272,7 @@ def _logged(run_dir: Path) -> list[tuple[object, ...]]:
 
 
 def _outdated_package(text: str) -> str:
-    """The installed library that warns of its own deprecation; empty for any other warning, and for those of Vime."""
+    """Return the library that warns of its own deprecation; empty for any other warning, and for those of Vime."""
     match = _OF_LIBRARY.match(text)
     if match is None or match["package"] == "vime":
         return ""
@@ -280,7 +281,7 @@ def _outdated_package(text: str) -> str:
 
 
 def _time_blocks(page: Page, summary: RunSummary, rounds: Rounds) -> list[Block]:
-    """Seconds of the driver by phase: round by round, and in all."""
+    """Show seconds of the driver by phase: round by round, and in all."""
     if not summary.phase_s:
         return []
     phases = sorted(summary.phase_s, key=lambda phase: -summary.phase_s[phase])
@@ -305,7 +306,7 @@ def _time_blocks(page: Page, summary: RunSummary, rounds: Rounds) -> list[Block]
 def _group_blocks(
     run_dir: Path, page: Page, rounds: Rounds, queue_fates: Callable[[Path], QueueFates] | None
 ) -> tuple[list[Block], str]:
-    """Counts by fate and round; each dropped group with its reason; and the fate of a number that is asked for."""
+    """Show counts by fate and round, each dropped group with its reason, and the fate of a chosen group."""
     fates = read_fates(run_dir)
     of_queue = _of_queue(run_dir, fates, queue_fates)
     counts = _counts(fates, rounds)
@@ -331,7 +332,9 @@ def _group_blocks(
     ]
     if lost := list(_dropped(fates)):
         blocks.append(table_block(("round", "group", "reason"), lost, closed=f"All {len(lost):,} dropped groups"))
-    note = "A group is one prompt with its answers. Groups that a full round did not take are asked again later."
+    note = (
+        "A group is one prompt with its completions. Groups that a full round did not take are generated again later."
+    )
     return blocks, note
 
 
@@ -367,7 +370,7 @@ def _dropped(fates: Mapping[int, RoundFates]) -> Iterator[tuple[int, int, str]]:
 def _of_queue(
     run_dir: Path, fates: Mapping[int, RoundFates], queue_fates: Callable[[Path], QueueFates] | None
 ) -> QueueFates:
-    """What the ledger knows of groups that no finished round knows."""
+    """Return facts of the ledger about groups that are in no finished round."""
     if queue_fates is None:
         return {}
     try:

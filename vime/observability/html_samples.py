@@ -1,4 +1,4 @@
-"""The answers of a run on its page: rounds spread over the run, of each the best, the worst and a dropped group."""
+"""Completions of a run on its page: rounds spread over the run, of each the best, the worst and a dropped group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ROUNDS, MAX_ANSWERS, MAX_CHARS = 8, 4, 3000
 
 
 def answers_blocks(run_dir: Path, reward_key: str | None) -> list[Block]:
-    """At most MAX_ROUNDS rounds of four groups of MAX_ANSWERS answers: 0.4 MB of text at the most."""
+    """Add at most MAX_ROUNDS rounds of four groups of MAX_ANSWERS completions: 0.4 MB of text at the most."""
     rounds = kept_rounds(run_dir)
     count = min(MAX_ROUNDS, len(rounds))
     chosen = sorted({rounds[place * (len(rounds) - 1) // max(1, count - 1)] for place in range(count)})
@@ -29,7 +29,7 @@ def answers_blocks(run_dir: Path, reward_key: str | None) -> list[Block]:
 
 
 def eval_blocks(summary: RunSummary) -> list[Block]:
-    """Prompts that the first and the last evaluation answered."""
+    """Add prompts of both the first and the last evaluation."""
     rows = [
         (_cut(pair.prompt), _cut(pair.label), _mark(pair.is_before_right) + _cut(pair.before),
          _mark(pair.is_after_right) + _cut(pair.after))
@@ -40,7 +40,7 @@ def eval_blocks(summary: RunSummary) -> list[Block]:
 
 
 def answer_text(value: object) -> str:
-    """A prompt as text; of a conversation each turn with its role."""
+    """Return a prompt as text; of a conversation each turn with its role."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
@@ -56,7 +56,7 @@ def reward_text(reward: object) -> str:
 
 
 def version_text(answer: KeptSample) -> str:
-    """The weights that sampled the answer."""
+    """Return the versions of the weights that sampled the completion."""
     versions = sorted({version for version, _, _ in answer.versions})
     if not versions:
         return "no version"
@@ -64,7 +64,7 @@ def version_text(answer: KeptSample) -> str:
 
 
 def _picked(groups: Sequence[KeptGroup], key: str | None) -> list[tuple[KeptGroup, str]]:
-    """Best, middle and worst of those that train, and the first that was dropped."""
+    """Choose the best, middle and worst of the groups that train, and the first dropped one."""
     scored = sorted(
         (group for group in groups if group.reason is None), key=lambda group: _mean(group, key), reverse=True
     )
@@ -93,7 +93,9 @@ def _group(group: KeptGroup, why: str, key: str | None) -> dict[str, object]:
         "label": "" if group.label is None else _cut(answer_text(group.label), 300),
         "prompt": _cut(answer_text(group.prompt)),
         "answers": [_answer(answer, key) for answer in shown],
-        "more": f"{len(shown)} of {len(ordered)} answers: the best and the worst" if len(shown) < len(ordered) else "",
+        "more": f"{len(shown)} of {len(ordered)} completions: the best and the worst"
+        if len(shown) < len(ordered)
+        else "",
     }
 
 
@@ -109,7 +111,7 @@ def _answer(answer: KeptSample, key: str | None) -> dict[str, object]:
 
 
 def _cut(text: str, limit: int = MAX_CHARS) -> str:
-    """The beginning and the end of a long text: the end has the answer."""
+    """Return the beginning and the end of a long text: the answer is at the end."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n[... {len(text) - limit:,} characters ...]\n{text[-limit // 2 :]}"

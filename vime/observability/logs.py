@@ -1,5 +1,5 @@
-"""What a process lets be seen: all it says goes to RUN_DIR/logs/<process>.log, warnings also to the screen, and what it
-waits for to RUN_DIR/waits."""
+"""The output of a process: its log goes to RUN_DIR/logs/<process>.log, warnings also to the screen, and its waits to
+RUN_DIR/waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOISY = (
 
 
 class _LogHandler(logging.FileHandler):
-    """A disk that is full costs one line on the screen; what the run does about it is said by who needs the disk."""
+    """Prints only one line when the disk is full; the code that needs the disk reports what the run does about it."""
 
     _has_failed = False
 
@@ -38,7 +38,7 @@ class _LogHandler(logging.FileHandler):
 
 
 class _ScreenHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever sys.stderr is at that moment, so that a progress bar can keep its own lines."""
+    """Writes to the current sys.stderr, so that a progress bar can keep its own lines."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -49,8 +49,8 @@ class _ScreenHandler(logging.StreamHandler[TextIO]):
 
 
 def setup_logging(run_dir: Path, process: str, *, level: int = logging.INFO) -> Path:
-    """Route the log of this process and keep its waits on disk; answers the log file. Called once per process, a second
-    call takes its place."""
+    """Route the log of this process and keep its waits on disk. Returns the log file. Called once per process; a second
+    call replaces the first."""
     path = Path(run_dir) / "logs" / f"{process}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = _LogHandler(path)

@@ -1,4 +1,4 @@
-"""What a run ran on: RUN_DIR/machine.json, written when it starts, shown by its report. `vime doctor` judges the same
+"""The machine of a run: RUN_DIR/machine.json, written at its start, shown by its report. `vime doctor` checks the same
 facts."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_machine_facts(run_dir: Path) -> None:
 
 
 def processor_name() -> str:
-    """As the kernel names it."""
+    """Return the processor as the kernel names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -57,7 +57,7 @@ def processor_name() -> str:
 
 
 def gpu_names() -> list[str]:
-    """Of NVIDIA's driver, each with its memory; empty without the driver. Does not touch a GPU."""
+    """Return NVIDIA's GPUs with their memory; empty without the driver. Does not touch a GPU."""
     if not NVIDIA.exists():
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

@@ -2,7 +2,7 @@
 
 Owned by the driver; `step` is the rollout id. A resumed run writes its first rounds again: `read_metrics` lets the
 later line win, and the mark that `Tracker` leaves on start makes it forget rounds that the resumed run trains anew, in
-metrics.jsonl and in TensorBoard. wandb goes on in the same run, whose later points of a step are the valid ones.
+metrics.jsonl and in TensorBoard. wandb continues the same run, where the later points of a step are the valid ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 VERSION = "weights/version"
-"""The metric that every round has, and nothing but a round's own line."""
+"""The metric that each round's own line has, and no other line."""
 WANDB_DEADLINE_S = 60
 WANDB_FINISH_S = 300
 WANDB_ID_FILE = "wandb_id"
@@ -73,7 +73,7 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Metrics by round, rounds ascending. Lines of one round are joined; a torn last line is left out."""
+    """Return metrics by round, rounds ascending. Lines of one round are joined; a torn last line is left out."""
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise DataError(f"{run_dir}: has no {METRICS_FILE}. Expected the run directory of a Vime run.")
@@ -93,7 +93,7 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def series(rounds: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
-    """One metric by round, of the rounds that have it."""
+    """Return one metric by round, for the rounds that have it."""
     return {step: metrics[name] for step, metrics in rounds.items() if name in metrics}
 
 
@@ -123,7 +123,7 @@ class _TensorBoard:
     """TensorBoard's own writer: torch.utils.tensorboard would load torch into the driver."""
 
     def __init__(self, run_dir: Path, start_round: int) -> None:
-        """On a resumed run the steps from `start_round` on are taken back: TensorBoard purges what it read of them."""
+        """Drop the steps from `start_round` on in a resumed run: TensorBoard purges what it read of them."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -146,7 +146,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Rounds go in as the metric `step`: wandb's own step must never go back, and evaluations arrive out of order."""
+    """Logs rounds under the metric `step`: wandb's own step must never go back, and evaluations arrive out of order."""
 
     def __init__(self, tracking: TrackingConfig, run_dir: Path, config_dict: Mapping[str, object]) -> None:
         import wandb
@@ -187,7 +187,7 @@ class _Wandb:
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """One wandb run for one run directory: a run that is resumed there goes on in it."""
+    """Return the wandb run of a run directory: a run that is resumed there continues it."""
     path = run_dir / WANDB_ID_FILE
     if not path.is_file():
         path.write_text(secrets.token_hex(4) + "\n")

@@ -1,8 +1,8 @@
 """What a run records of a logprob mismatch: RUN_DIR/mismatch/round_<id><stage>.json, read by `vime diagnose`.
 
 The driver writes it when the mean difference is above --train-rollout-diff-threshold (`ray/mismatch_probes.py`): the
-worst rows with both sides' log-probabilities, and what only living engines and trainers can answer about them. Numbers
-only: `observability/diagnosis.py` makes a cause of them.
+worst rows with both sides' log-probabilities, and what only live engines and trainers can compute about them. Only
+numbers: `observability/diagnosis.py` finds the cause.
 
 All log-probabilities are in nats. R: the response tokens that are kept of a row, at most MAX_TOKENS.
 """
@@ -25,9 +25,9 @@ from vime.types import ConfigError, SamplingRule, Version
 SCHEMA = 1
 DIRECTORY = "mismatch"
 MAX_TOKENS = 4096
-"""Of a row's response, and of its prompt. With four rows a record has at most some 4 MB."""
+"""Limit for a row's response, and for its prompt. With four rows a record has at most about 4 MB."""
 MAX_RECORDS = 32
-"""Of a run: the first one and the newest."""
+"""Records kept of a run: the first one and the newest."""
 _FILE = re.compile(r"round_(\d+)(|_generated|_published)\.json")
 
 Scores = Sequence[Sequence[float]]
@@ -72,7 +72,7 @@ class RecordedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLogprobs:
-    """What one engine says when it is asked again: no cache, temperature 1, the whole vocabulary."""
+    """New scores of one engine: no cache, temperature 1, the whole vocabulary."""
 
     engine: str
     version: Version | None
@@ -82,7 +82,7 @@ class EngineLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoredLogprobs:
-    """What the trainer says under another rule than the run's."""
+    """The trainer's scores under another rule than the run's."""
 
     rule: SamplingRule
     log_probs: Scores
@@ -90,7 +90,7 @@ class RescoredLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetokenizedLogprobs:
-    """What the trainer says of row number `row` with other tokens that it may have been sampled with."""
+    """The trainer's scores of row number `row` with other tokens that it may have been sampled with."""
 
     row: int
     says: str  # where these tokens come from
@@ -128,7 +128,7 @@ class MismatchRecord:
         return [row.trainer for row in self.rows]
 
     def under(self, rule: SamplingRule) -> Scores | None:
-        """The trainer's log-probabilities by `rule`; None where they were not asked for."""
+        """Return the trainer's log-probabilities by `rule`; None where they were not computed."""
         if rule == self.rule:
             return self.trainer
         return next((scored.log_probs for scored in self.rescored if scored.rule == rule), None)
@@ -153,7 +153,8 @@ class MismatchRecord:
 
     @property
     def share_less_likely(self) -> float:
-        """Of the compared tokens, those recorded as less likely than the trainer says, which no truncation does."""
+        """Return the share of compared tokens recorded as less likely than the trainer says, which no truncation
+        does."""
         return float((self.excess(self.trainer) > max(self.threshold, 0.05 * self.before)).mean())
 
 

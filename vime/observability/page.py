@@ -1,7 +1,7 @@
 """One HTML file that needs nothing else: data, the drawing library and the page's own script are inside, compressed.
 
-A page is sections of blocks, described in Python and drawn by page.html: curves, tables, answers. No text of a run is
-ever taken for HTML. The browser unpacks both parts by itself (`DecompressionStream`, in every browser since 2023).
+A page is sections of blocks, described in Python and drawn by page.html: curves, tables, completions. No text of a run
+is ever read as HTML. The browser unpacks both parts by itself (`DecompressionStream`, in every browser since 2023).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 MAX_POINTS = 1000
-"""Of a curve: longer ones are means of equal stretches of rounds."""
+"""Points of a curve: longer curves are means of equal intervals of rounds."""
 MAX_BYTES = 10_000_000
 
 Block = dict[str, object]
@@ -50,7 +50,7 @@ class Page:
     _places: dict[tuple[float, ...], int] = field(default_factory=dict)
 
     def add_points(self, key: str, points: Points) -> None:
-        """Points by round; what is not finite is a gap."""
+        """Add points by round; values that are not finite are gaps."""
         xs, ys = thinned_points(points)
         place = self._places.setdefault(tuple(xs), len(self._xs))
         if place == len(self._xs):
@@ -63,13 +63,13 @@ class Page:
         return list(self._series)
 
     def add_section(self, title: str, blocks: Iterable[Block], note: str = "") -> None:
-        """Nothing is added where there are no blocks."""
+        """Add a section, unless it has no blocks."""
         shown = list(blocks)
         if shown:
             self.sections.append({"title": title, "note": note, "blocks": shown})
 
     def write(self, path: Path) -> Path:
-        """Write the file, whole or not at all; answers its path."""
+        """Write the file, whole or not at all. Returns its path."""
         record = {
             "title": self.title,
             "subtitle": self.subtitle,
@@ -95,7 +95,7 @@ class Page:
 def chart_block(
     title: str, lines: Sequence[Line], *, kind: str = "line", x: str = "round", note: str = "", is_log: bool = False
 ) -> Block:
-    """A chart of points that the page has; `kind`: line, exact (a line that is never smoothed) or stack."""
+    """Return a chart of points that the page has; `kind`: line, exact (a line that is never smoothed) or stack."""
     series = [
         {"key": line.key, "name": line.name} | ({} if line.colour is None else {"colour": line.colour})
         for line in lines
@@ -110,8 +110,8 @@ def table_block(columns: Sequence[str], rows: Sequence[Sequence[object]], *, clo
 
 
 def thinned_points(points: Points) -> tuple[list[float], list[float | None]]:
-    """Rounds and values with five digits, at most MAX_POINTS: of more, means of equal stretches. What is not finite is
-    a gap, and left out of a mean."""
+    """Return rounds and values with five digits, at most MAX_POINTS: of more, means of equal intervals. Values that are
+    not finite are gaps, and left out of a mean."""
     items = sorted(points.items())
     size = max(1, -(-len(items) // MAX_POINTS))
     xs: list[float] = []
@@ -136,5 +136,5 @@ def _packed(data: bytes) -> str:
 
 @cache
 def _library() -> str:
-    """Plotly's script, which its Python package carries: 4.8 MB, 2 MB as it stands in the page."""
+    """Return Plotly's script from its Python package: 4.8 MB, 2 MB compressed in the page."""
     return _packed((importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes())

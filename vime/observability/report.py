@@ -1,4 +1,4 @@
-"""The end screen: reward curve, answers before and after, totals, and where everything is."""
+"""The end screen: reward curve, completions before and after, totals, and where everything is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def show_report(summary: RunSummary, console: Console) -> None:
 
 
 def _written(write: Callable[[Path], Path], run_dir: Path, then: str = "") -> str:
-    """Where the file is; the run may be somebody else's, or its disk full."""
+    """Return where the file is, or why not: the run may belong to another user, or its disk be full."""
     try:
         return f"{write(run_dir)}{then}"
     except OSError as error:
@@ -58,7 +58,7 @@ def duration(seconds: float) -> str:
 
 
 def plain(text: str, *, limit: int = ANSWER_CHARS, is_ascii: bool = False) -> str:
-    """Text of a model made safe for a terminal: one line, no control characters, at most `limit` characters."""
+    """Make the text of a model safe for a terminal: one line, no control characters, at most `limit` characters."""
     shown = "".join("\\n" if char == "\n" else char if unicodedata.category(char)[0] != "C" else "?" for char in text)
     if is_ascii:
         shown = shown.encode("ascii", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""The directory of one run: what lies where, and that only one live run writes into it.
+"""The directory of one run: its layout, and the lock that lets only one live run write into it.
 
     RUN_DIR/config.json command.sh run.lock events/ logs/ waits/ eval/ samples/ mismatch/ checkpoints/ metrics.jsonl
 
@@ -46,7 +46,7 @@ class RunDir:
 
         Refused with ConfigError: a path that another live run holds; an earlier run's directory unless `resume`
         (--load), because its metrics and events would be mixed with this run's; a path that cannot be written. What a
-        start left that failed before anything was trained is set aside, in earlier-starts/.
+        start left that failed before anything was trained is moved to earlier-starts/.
         """
         root = Path(path).expanduser().resolve() if path else _fresh_path()
         try:
@@ -75,7 +75,7 @@ class RunDir:
         return cls(root, lock)
 
     def close(self) -> None:
-        """Give the claim back; the files stay."""
+        """Release the claim; the files stay."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -94,7 +94,8 @@ def is_run_dir(path: Path) -> bool:
 
 
 def traces_of_training(root: Path) -> str:
-    """What shows that a run has generated, evaluated, trained or saved here; empty when its start failed before."""
+    """Return the files that show that a run has generated, evaluated, trained or saved here; empty after a failed
+    start."""
     for name, mark in (
         ("metrics.jsonl", "{"),
         ("receipts.jsonl", '"groups":'),
@@ -112,12 +113,12 @@ def traces_of_training(root: Path) -> str:
 
 
 def _set_aside(root: Path) -> None:
-    """Move what a failed start left, its logs too, to earlier-starts/1, 2, ...: nobody loses what it may have said."""
+    """Move what a failed start left, also its logs, to earlier-starts/1, 2, ..., so that nothing is lost."""
     number = 1 + sum(1 for _ in (root / EARLIER).glob("*"))
     aside = root / EARLIER / str(number)
     aside.mkdir(parents=True)
     for entry in root.iterdir():
-        if entry.name in OF_A_START or entry.name.startswith("ledger."):  # what else is there is not ours
+        if entry.name in OF_A_START or entry.name.startswith("ledger."):  # other files are not ours
             entry.rename(aside / entry.name)
 
 
@@ -146,7 +147,7 @@ def is_alive(run: Path) -> bool:
 
 
 def read_config(run: Path) -> dict[str, object]:
-    """What the run was started with, by section. DataError when its config.json is damaged."""
+    """Return the configuration of the run by section. DataError when its config.json is damaged."""
     path = run / "config.json"
     try:
         record = json.loads(path.read_text())
@@ -158,7 +159,7 @@ def read_config(run: Path) -> dict[str, object]:
 
 
 def config_value(config: Mapping[str, object], section: str, knob: str, otherwise: object = None) -> object:
-    """What a run was started with, of what `read_config` answers; `otherwise` where its Vime did not know the knob."""
+    """Return a knob from the result of `read_config`; `otherwise` where the run's version of Vime did not have it."""
     part = config.get(section)
     return part.get(knob, otherwise) if isinstance(part, Mapping) else otherwise
 
@@ -174,8 +175,8 @@ def _fresh_path() -> Path:
 
 
 def claim(root: Path, flag: str) -> int:
-    """Lock run.lock in `root`, which is made when missing, without waiting; answers the descriptor that holds the lock.
-    ConfigError names the run that holds it. The lock of a process that is gone, however it ended, is free."""
+    """Lock run.lock in `root`, which is made when missing, without waiting. Returns the descriptor of the lock.
+    ConfigError names the run that holds it. A lock is free when its process has ended, in whatever way."""
     root.mkdir(parents=True, exist_ok=True)
     lock = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -190,15 +191,15 @@ def claim(root: Path, flag: str) -> int:
 
 
 def sign(lock: int, run_dir: Path) -> None:
-    """Write into a lock who holds it."""
+    """Write the holder into a lock."""
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename}, run directory {run_dir}\n".encode(), 0)
 
 
 @contextlib.contextmanager
 def claimed_checkpoints(save: str | None) -> Iterator[Callable[[Path], None]]:
-    """Hold the directory that this run saves into, `--save` or RUN_DIR/checkpoints, so that no second run sweeps what
-    it is writing. The run calls what this answers with its directory, once there is one."""
+    """Hold the directory that this run saves into, `--save` or RUN_DIR/checkpoints, so that no second run deletes what
+    it is writing. The run calls the returned function with its directory when there is one."""
     with contextlib.ExitStack() as stack:
 
         def hold(directory: Path, flag: str) -> int:
@@ -217,6 +218,6 @@ def claimed_checkpoints(save: str | None) -> Iterator[Callable[[Path], None]]:
 
 
 def _write_command(path: Path, argv: Sequence[str]) -> None:
-    """A script that gives this command again, from the same working directory."""
+    """Write a script that runs this command again, from the same working directory."""
     path.write_text(f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n")
     path.chmod(0o755)

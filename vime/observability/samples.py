@@ -1,11 +1,13 @@
-"""The answers of every round, kept to be looked at: RUN_DIR/samples, read by `vime samples` and the report.
+"""Completions of every round, kept for the reader: RUN_DIR/samples, read by `vime samples` and the report.
 
-    round_000012.jsonl.gz    a head line, then one line for each group with its answers, tokens and log-probabilities
-    groups.jsonl             one line a round: which groups were kept for training and which dropped, and why
+    round_000012.jsonl.gz    a head line, then one line for each group with its completions, tokens and
+    log-probabilities groups.jsonl             one line a round: which groups were kept for training and which dropped,
+    and why
 
 The directory has a bound (--keep-samples-mib). Beyond it rounds are removed one by one: the one whose neighbours are
-closest together, of several the oldest, never the first or the newest. So what is left lies evenly over the run. Of a
-round over a sixteenth of the bound, every n-th group is written. groups.jsonl is never thinned: some six bytes a group.
+closest together, of several the oldest, never the first or the newest. So the rest is spread evenly over the run. Of a
+round over a sixteenth of the bound, every n-th group is written. groups.jsonl is never thinned: about six bytes a
+group.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 DIRECTORY, FATES_FILE = "samples", "groups.jsonl"
 SHARE_OF_A_ROUND = 16
 MAX_CHARS = 2000
-"""Of a label or metadata: they may hold whole test suites."""
+"""Limit of a label or metadata: they may hold whole test suites."""
 BYTES_A_TOKEN = 12  # before compression: id and log-probability, four bytes each, in base64, and some of the text
 _ROUND_FILE = re.compile(r"round_(\d+)\.jsonl\.gz")
 
@@ -48,8 +50,7 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundGroup:
-    """A group that trains. Its samples may lie elsewhere: `read` answers them, and only those are read that are
-    written."""
+    """A group that trains. Its samples may lie elsewhere: `read` returns them, and only the written ones are read."""
 
     group_index: int
     num_tokens: int
@@ -57,14 +58,14 @@ class RoundGroup:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> RoundGroup:
-        """Of samples that are at hand."""
+        """Make a group of samples that are in memory."""
         num_tokens = sum(len(sample.tokens) for sample in samples)
         return cls(group_index=samples[0].group_index, num_tokens=num_tokens, read=lambda: samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSample:
-    """One answer as it was read back. `versions`: (version, start, end) over the response tokens."""
+    """One completion as it was read back. `versions`: (version, start, end) over the response tokens."""
 
     index: int
     prompt: object  # text, or the turns of a conversation
@@ -79,7 +80,7 @@ class KeptSample:
     loss_mask: tuple[int, ...]
 
     def score(self, key: str | None = None) -> float | None:
-        """The reward as one number: entry `key` of a dict, or its first; None where there is none."""
+        """Return the reward as one number: entry `key` of a dict, or its first; None where there is none."""
         reward = self.reward
         if isinstance(reward, Mapping):
             reward = reward[key] if key is not None and key in reward else next(iter(reward.values()), None)
@@ -88,7 +89,7 @@ class KeptSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptGroup:
-    """One prompt with its answers. `reason`: why it was dropped; None for a group that was kept for training."""
+    """One prompt with its completions. `reason`: why it was dropped; None for a group that was kept for training."""
 
     round_id: int
     group_index: int
@@ -109,7 +110,7 @@ class RoundFates:
 
 
 class _SampleRecord(TypedDict):
-    """An answer in a round's file; `tokens`, `log_probs` and `mask` are packed."""
+    """A completion in a round's file; `tokens`, `log_probs` and `mask` are packed."""
 
     index: int
     response: str
@@ -147,7 +148,7 @@ class SampleStore:
         }  # by round, ascending
 
     def write(self, round_id: int, groups: Sequence[RoundGroup], dropped: Sequence[DroppedGroup]) -> None:
-        """Keep a round; what an earlier life of the run wrote of this round and later ones is removed."""
+        """Keep a round; what an earlier start of this run wrote of this round and later ones is removed."""
         for later in [known for known in self._sizes if known >= round_id]:
             self._remove(later)
         entries: list[tuple[RoundGroup, str | None]] = [(group, None) for group in groups]
@@ -185,18 +186,18 @@ class SampleStore:
 
 
 def thinned(rounds: Sequence[int]) -> int:
-    """Which round is to go: [0, 1, 2, 3] -> 1, [0, 2, 3, 4] -> 3. Neither the first nor the last."""
+    """Choose the round to remove: [0, 1, 2, 3] -> 1, [0, 2, 3, 4] -> 3. Neither the first nor the last."""
     gaps = [(rounds[place + 1] - rounds[place - 1], rounds[place]) for place in range(1, len(rounds) - 1)]
     return min(gaps)[1]
 
 
 def kept_rounds(run_dir: Path) -> list[int]:
-    """The rounds whose answers are there."""
+    """Return the rounds whose completions are there."""
     return list(_round_files(run_dir))
 
 
 def read_round(run_dir: Path, round_id: int) -> Iterator[KeptGroup]:
-    """The groups of one round; a damaged end is left out and said."""
+    """Return the groups of one round; a damaged end is left out and logged."""
     path = _round_files(run_dir).get(round_id)
     if path is None:
         return
@@ -205,14 +206,14 @@ def read_round(run_dir: Path, round_id: int) -> Iterator[KeptGroup]:
             next(lines, None)  # the head
             for line in lines:
                 yield _group_of(round_id, json.loads(line))
-    except FileNotFoundError:  # thinned by a run that is alive
+    except FileNotFoundError:  # removed by a live run
         return
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         logger.warning("%s: the rest is left out, the file is damaged: %s", path, error)
 
 
 def read_fates(run_dir: Path) -> dict[int, RoundFates]:
-    """By round, ascending. A resumed run writes rounds again: the later line counts, and takes back those after it."""
+    """Read by round, ascending. A resumed run writes rounds again: the later line counts, and cancels later rounds."""
     path = Path(run_dir) / DIRECTORY / FATES_FILE
     fates: dict[int, RoundFates] = {}
     if not path.is_file():
@@ -279,7 +280,7 @@ def _answer(sample: Sample, prompt: object) -> _SampleRecord:
 
 
 def _packed(kind: str, values: Sequence[int] | Sequence[float] | None) -> str:
-    """As bytes in base64: a tenth of the time and a third of the size of JSON numbers."""
+    """Pack as bytes in base64: a tenth of the time and a third of the size of JSON numbers."""
     return base64.b64encode(array(kind, values or ()).tobytes()).decode()
 
 

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes: what it is doing now, how far it is, how well it learns, how long it will take.
+"""What the user sees during a run: what it is doing, how far it is, how well it learns, how long it will take.
 
 On a terminal: a spinner for each stage of start-up, then a progress bar. Elsewhere (a pipe, a log file): one plain
 line per stage, per round and per evaluation, without control codes. On a terminal every N-th round leaves such a line,
@@ -28,7 +28,7 @@ from vime.observability.summary import RunSummary, summarise
 PROGRESS_FILE = "progress.log"
 TOKENS_PER_S = "perf/tokens_per_sec"
 OF_EVAL = ("reward_mean", "pass@", "response_len_mean", "truncated_ratio")
-# Time left is judged by the latest rounds: the first ones hold one-off costs, and answers grow in training.
+# Time left is estimated from the latest rounds: the first have one-time costs, and completions grow in training.
 ROUNDS_IN_ESTIMATE = 10
 
 
@@ -36,11 +36,11 @@ class Screen:
     """The order of calls: stage*, begin, (activity | round_done | note_eval)*, stage*, then finish or failed."""
 
     def __init__(self, run_dir: Path, *, stream: TextIO | None = None, log_interval: int = 10) -> None:
-        """`log_interval`: on a terminal, rounds from one line that stays to the next."""
+        """`log_interval`: on a terminal, rounds between two permanent lines."""
         self._run_dir, self._log_interval = Path(run_dir), log_interval
         self._log = _ProgressLog(self._run_dir)
         self._console = Console(file=stream or sys.stdout, highlight=False)
-        self.is_live = self._console.is_terminal  # else nobody sees `activity`
+        self.is_live = self._console.is_terminal  # otherwise `activity` is not shown
         self._started = self._stage_started = self._round_started = time.monotonic()
         self._stage: str | None = None
         self._total = 0
@@ -57,7 +57,7 @@ class Screen:
         self._say(f"Run directory: {self._run_dir}")
 
     def stage(self, text: str) -> None:
-        """What the run starts to do now, outside of rounds; ends the stage before it."""
+        """Show what the run starts to do now, outside of rounds; ends the previous stage."""
         self._end_stage()
         self._bar.update(self._task, visible=False)
         self._stage, self._stage_started = text, time.monotonic()
@@ -69,7 +69,7 @@ class Screen:
         self._show(text)
 
     def begin(self, start_round: int, total_rounds: int) -> None:
-        """Rounds begin: from `start_round` (0, or later when resuming) to `total_rounds`."""
+        """Begin the rounds: from `start_round` (0, or later when resuming) to `total_rounds`."""
         self._end_stage()
         self._total, self._round_started = total_rounds, time.monotonic()
         self._bar.update(self._task, total=total_rounds, completed=start_round, visible=True)
@@ -79,7 +79,7 @@ class Screen:
         self._show("")
 
     def activity(self, text: str) -> None:
-        """What goes on inside the round or stage; shown on a terminal only."""
+        """Show what happens inside the round or stage; on a terminal only."""
         self._show(f"{self._stage}: {text}" if self._stage else text)
 
     def round_done(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
@@ -97,7 +97,8 @@ class Screen:
         self._show("")
 
     def note_eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """One line about an evaluation of the weights before round `rollout_id`; metrics.jsonl has the rest of it."""
+        """Print one line about an evaluation of the weights before round `rollout_id`; metrics.jsonl has the rest of
+        it."""
         shown = ", ".join(
             f"{name.removeprefix('eval/')} {value:.3g}"
             for name, value in sorted(metrics.items())
@@ -106,20 +107,20 @@ class Screen:
         self._say(f"evaluation before round {rollout_id}: {shown}")
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Print a permanent line."""
         self._say(text)
 
     def warn(self, text: str) -> None:
-        """One line that stays: something is wrong and the run goes on."""
+        """Print a permanent line: something is wrong and the run continues."""
         self._say(f"warning: {text}")
 
     def finish(self, summary: RunSummary | None = None) -> None:
-        """The end screen; without `summary` it is read from the run directory."""
+        """Show the end screen; without `summary` it is read from the run directory."""
         self._close_live()
         show_report(summary or summarise(self._run_dir), self._console)
 
     def failed(self, message: str) -> None:
-        """The end of a run that did not finish, on stderr: what happened and where to look."""
+        """Print the end of a run that did not finish, on stderr: what happened and where to look."""
         self._close_live(is_done=False)
         self._log.write(f"failed: {message}")
         page = self._run_dir / "report.html"
@@ -162,7 +163,7 @@ class Screen:
 
 
 class _ProgressLog:
-    """RUN_DIR/logs/progress.log. A full disk costs its lines, not the run."""
+    """RUN_DIR/logs/progress.log. On a full disk its lines are lost, and the run continues."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "logs" / PROGRESS_FILE

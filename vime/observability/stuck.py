@@ -1,7 +1,7 @@
-"""Who blocks a run: the graph of waits, followed from the driver to whoever does not go on.
+"""Who blocks a run: the graph of waits, followed from the driver to the party that makes no progress.
 
 A process's wait names its owners; their own waits lead further, until a process that is dead, stopped or silent, one
-that works or idles, a circle, or something that is no process of the run. `explain` looks at a run, `judge` is the pure
+that works or idles, a cycle, or something that is not a process of the run. `explain` reads a run, `judge` is the pure
 part. Used by `vime why-stuck` and by the driver's own deadlines.
 """
 
@@ -20,10 +20,10 @@ from vime.types import DataError
 
 SAMPLE_S = 0.5
 PATIENCE_S = 30.0
-"""So long a wait may lead to nothing (an owner that idles, has not begun, or waits back) before it counts as stuck."""
+"""Seconds that a wait may lead to no progress (its owner idles, has not begun, or waits back) before it is stuck."""
 OVERDUE_S = 2.0
 GONE_BEFORE_S = 12.0
-"""A process last seen so much earlier than the driver did not die with it: files are touched every 5 s."""
+"""A process last seen this long before the driver did not die with it: files are touched every 5 s."""
 ROOT = "driver"
 
 
@@ -34,11 +34,11 @@ class Kind(IntEnum):
     STOPPED = auto()
     SILENT = auto()
     OVERDUE = auto()  # past a deadline that should have ended it
-    ABSENT = auto()  # the owner is no process that has shown itself
+    ABSENT = auto()  # no known process matches the owner
     BUSY = auto()
     WITHIN = auto()  # waits for something in itself, which has a deadline
-    OUTSIDE = auto()  # the owner is no process of the run, and has a deadline
-    CIRCLE = auto()  # nobody waits for anything but the others
+    OUTSIDE = auto()  # the owner is not a process of the run, and has a deadline
+    CIRCLE = auto()  # all of them wait only for each other
     IDLE = auto()  # neither waits nor computes
 
 
@@ -49,7 +49,7 @@ _OF_STATE = {State.DEAD: Kind.DEAD, State.STOPPED: Kind.STOPPED, State.SILENT: K
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """From the driver through `links` (who waits, for what) to `end`: a process, or the name of what is none."""
+    """From the driver through `links` (who waits, for what) to `end`: a process, or the name of something else."""
 
     links: tuple[tuple[RunProcess, SeenWait], ...]
     end: RunProcess | str
@@ -57,7 +57,7 @@ class Chain:
 
     @property
     def age_s(self) -> float:
-        """How long the last of them has waited; in a circle, since it closed."""
+        """Return how long the last of them has waited; in a cycle, since it closed."""
         ages = [wait.age_s for _, wait in self.links] or [0.0]
         if self.kind is Kind.CIRCLE:
             return min(ages[next(at for at, (process, _) in enumerate(self.links) if process is self.end) :])
@@ -74,7 +74,7 @@ class Verdict:
 
 
 def explain(run_dir: Path, *, sample_s: float = SAMPLE_S) -> Verdict:
-    """Look at a live or dead run. DataError when nothing in `run_dir` says what its processes waited for."""
+    """Read a live or dead run. DataError when nothing in `run_dir` says what its processes waited for."""
     processes = read_run(run_dir, sample_s=sample_s)
     if not any(process.name == ROOT for process in processes):
         raise DataError(
@@ -101,7 +101,7 @@ def judge(processes: Sequence[RunProcess], ended: str) -> Verdict:
 
 
 def _rank(chain: Chain) -> tuple[Kind, int, float]:
-    """What explains most comes first; of deadlines that passed, the innermost."""
+    """Sort the most informative chain first; of passed deadlines, the innermost."""
     return chain.kind, -len(chain.links) if chain.kind is Kind.OVERDUE else 0, -chain.age_s
 
 
@@ -121,7 +121,7 @@ class Names:
                 self._numbered.setdefault(name, []).append(process)
 
     def owned_by(self, owner: str, *, but: RunProcess) -> list[RunProcess]:
-        """The processes that `owner` names. A process does not wait for itself."""
+        """Return the processes that `owner` names. A process does not wait for itself."""
         return [process for process in self._all_of(owner) if process is not but]
 
     def is_other(self, owner: str, *, than: RunProcess) -> bool:
@@ -168,7 +168,7 @@ def _chains(by_name: dict[str, RunProcess], start: RunProcess, *, is_over: bool 
 
 
 def _circle(by_name: dict[str, RunProcess], start: RunProcess) -> Chain:
-    """For when no chain has an end: any walk comes back to where it was."""
+    """Find a cycle when no chain has an end: any path returns to where it was."""
     names, here = Names(by_name.values()), start
     links: list[tuple[RunProcess, SeenWait]] = []
     seen: set[str] = set()
@@ -189,7 +189,7 @@ def _leaf(process: RunProcess) -> Kind:
 
 
 def _told(chain: Chain, by_name: dict[str, RunProcess]) -> str:
-    """The chain as one sentence, ending with the party that decides."""
+    """Return the chain as one sentence, ending with the blocking party."""
     path = _path(chain)
     end = chain.end
     if chain.kind is Kind.OVERDUE:
@@ -225,7 +225,7 @@ def quoted(wait: SeenWait) -> str:
 
 
 def _condition(process: RunProcess) -> str:
-    """What the process itself is at."""
+    """Say what the process itself works on."""
     if process.state is State.DEAD:
         return f"{process.name} (pid {process.pid}) is DEAD"
     if process.state is not State.ALIVE:
@@ -241,7 +241,7 @@ def _condition(process: RunProcess) -> str:
 
 
 def _last_words(by_name: dict[str, RunProcess], ended: str) -> str:
-    """Of a run that is over."""
+    """Return the verdict on a run that is over."""
     driver = by_name[ROOT]
     if ended == "finished":
         return "the run has finished"

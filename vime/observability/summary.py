@@ -1,4 +1,4 @@
-"""What came out of a run, read from its directory alone: totals, curves, answers before and after.
+"""The results of a run, read from its directory alone: totals, curves, completions before and after.
 
 Used by the end screen and by `vime report`, so both show the same for a live, finished or dead run.
 """
@@ -20,14 +20,14 @@ from vime.types import Sample
 logger = logging.getLogger(__name__)
 _EVAL_FILE = re.compile(r"(?P<name>.+)_(?P<rollout_id>\d+)\.jsonl")
 _PHASE = re.compile(r"perf/(?P<phase>\w+)_time")
-# Not phases of the driver: the whole round, and stretches inside another phase.
+# Not phases of the driver: the whole round, and parts of another phase.
 _NOT_PHASES = ("step", "pause", "rollout")
 NUM_ANSWERS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionPair:
-    """One evaluation prompt, answered by the first and by the last evaluated weights."""
+    """One evaluation prompt with completions of the first and of the last evaluated weights."""
 
     prompt: str
     label: str
@@ -77,7 +77,7 @@ def summarise(run_dir: Path) -> RunSummary:
 
 
 def read_completions(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tuple[CompletionPair, ...]]:
-    """A title and up to `limit` prompts that the first and the last evaluation both answered, spread over the set.
+    """Return a title and up to `limit` prompts of both the first and the last evaluation, spread over the set.
 
     The first data set by name is shown. Empty when there are no two evaluations to compare.
     """
@@ -105,11 +105,11 @@ def read_completions(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tupl
         )
         for prompt in shown
     )
-    return f"{name}: answers before round {first} and after round {last - 1}", pairs
+    return f"{name}: completions before round {first} and after round {last - 1}", pairs
 
 
 def is_right(sample: Sample) -> bool:
-    """Whether the answer earned anything; of a dict of rewards the first entry decides."""
+    """Whether the completion earned a reward; of a dict of rewards the first entry decides."""
     reward = next(iter(sample.reward.values()), None) if isinstance(sample.reward, Mapping) else sample.reward
     return reward is not None and reward > 0
 
@@ -124,19 +124,19 @@ def _first_by_prompt(path: Path) -> dict[str, Sample]:
             found.setdefault(_prompt_text(sample), sample)
             is_right(sample)
         except (ValueError, KeyError, TypeError, AttributeError):
-            logger.warning("%s:%d: left out a line that is not an answer: the file is damaged", path, number)
+            logger.warning("%s:%d: left out a line that is not a sample: the file is damaged", path, number)
     return found
 
 
 def _prompt_text(sample: Sample) -> str:
-    """The prompt as written; of a conversation its last message."""
+    """Return the prompt as written; of a conversation its last message."""
     if isinstance(sample.prompt, str):
         return sample.prompt
     return str(sample.prompt[-1].get("content", "")) if sample.prompt else ""
 
 
 def _total(rounds: Mapping[int, Mapping[str, float]], *names: str) -> float:
-    """Sum over the rounds of the first of `names` that any round has."""
+    """Return the sum over the rounds of the first of `names` that any round has."""
     return next((sum(values.values()) for name in names if (values := series(rounds, name))), 0.0)
 
 
@@ -152,7 +152,8 @@ def _phases(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _wall_s(events: Iterable[Event]) -> float:
-    """From each run_started to the last event before the next one: time between a crash and a resume is not counted."""
+    """Return the time from each run_started to the last event before the next: the time between crash and resume is not
+    counted."""
     total, started, latest = 0.0, None, 0.0
     for event in events:
         if event.kind == EventKind.RUN_STARTED:

@@ -1,7 +1,7 @@
 """The spans and events of a run as a Chrome trace: RUN_DIR/trace.json, for ui.perfetto.dev or chrome://tracing.
 
 Made from the event logs whenever a report is shown, so a killed run has one too. Spans of one process that overlap
-without one holding the other lie in rows of their own. A span whose process died in it has no end.
+without nesting get separate rows. A span whose process died in it has no end.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from vime.observability.events import Event, EventKind, read_events
 
 TRACE_FILE = "trace.json"
 NEWEST_BYTES = 4 << 20
-"""Of each process's log: about its last 12,000 spans. A viewer would not open the trace of a month."""
+"""Bytes of each process's log that are read: about its last 12,000 spans. No viewer opens the trace of a month."""
 _OWN = ("name", "duration_s", "error")
-_JUMP_S = 0.1  # between what two dates say and what the span measured: the date was changed meanwhile
+_JUMP_S = 0.1  # beyond this, dates and the measured duration disagree: the date was changed meanwhile
 
 
 @dataclass(slots=True)
@@ -25,12 +25,12 @@ class _Span:
     process: str
     name: str
     start_s: float  # unix time
-    end_s: float | None  # None: its process never said so
+    end_s: float | None  # None: its process never logged it
     arguments: dict[str, object]
 
 
 def write_trace(run_dir: Path) -> Path:
-    """Write the trace of all processes, of a long run its end; answers its path."""
+    """Write the trace of all processes, of a long run its end. Returns its path."""
     path = Path(run_dir) / TRACE_FILE
     events = read_events(run_dir, newest_bytes=NEWEST_BYTES)
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(events)}
@@ -65,7 +65,7 @@ def trace_events(events: Iterable[Event]) -> list[dict[str, object]]:
 
 
 def _spans(events: Iterable[Event]) -> list[_Span]:
-    """Each end with the oldest beginning of the same name and arguments; a beginning without end is kept as it is."""
+    """Pair each end with the oldest beginning of the same name and arguments; a beginning without end is kept."""
     spans: list[_Span] = []
     open_spans: dict[str, list[_Span]] = {}
     for event in events:
@@ -87,7 +87,7 @@ def _spans(events: Iterable[Event]) -> list[_Span]:
 
 
 def _row(rows: list[list[float]], span: _Span) -> int:
-    """The first row, from 1, in which the span lies inside whatever is open there. A row is the ends that are open."""
+    """Return the first row, from 1, in which the span nests inside the open ones. A row is a list of open ends."""
     end_s = float("inf") if span.end_s is None else span.end_s
     for number, open_ends in enumerate(rows, start=1):
         while open_ends and open_ends[-1] <= span.start_s:

@@ -27,18 +27,18 @@ _RAY_OWN = ("IDLE", "DashboardAgent", "RuntimeEnvAgent")
 
 
 class _SeenFile(WaitsFile):
-    """A process's file as it was found."""
+    """A process's file."""
 
     touched: float  # unix time of its last change
 
 
 class State(StrEnum):
-    """Of a process of the run."""
+    """State of a process of the run."""
 
     ALIVE = "alive"
     DEAD = "DEAD"
     STOPPED = "STOPPED"  # SIGSTOP, Ctrl-Z or a debugger, itself or a process below it
-    SILENT = "SILENT"  # its registry does not run: on another host dead or stopped; here, its interpreter is blocked
+    SILENT = "SILENT"  # its registry does not run: dead or stopped on another host, or a blocked interpreter here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +53,13 @@ class SeenWait:
 
     @property
     def left_s(self) -> float | None:
-        """To its deadline."""
+        """Return the seconds to its deadline."""
         return None if self.deadline_s is None else self.deadline_s - self.age_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenWork:
-    """What a process is at."""
+    """What a process works on."""
 
     name: str
     age_s: float
@@ -80,12 +80,12 @@ class RunProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Computes, or may do so unseen."""
+        """Whether it computes, or may do so unseen."""
         return self.cpu_share is None or self.cpu_share >= BUSY_SHARE
 
 
 def read_run(run_dir: Path, *, sample_s: float) -> list[RunProcess]:
-    """Every process that has shown itself, by name. Takes `sample_s` to see which of them compute; 0: does not look."""
+    """Return every known process by name. Takes `sample_s` to see which of them compute; 0: does not look."""
     records = _newest(_read(path) for path in sorted((Path(run_dir) / DIRECTORY).glob("*.json")))
     before, asked = read_processes(), time.monotonic()
     here = place() if before else ""  # without /proc every process is elsewhere
@@ -113,7 +113,7 @@ def read_run(run_dir: Path, *, sample_s: float) -> list[RunProcess]:
 
 
 def _read(path: Path) -> _SeenFile | None:
-    """One file with the time it was last touched; None when it is not one."""
+    """Read a file with the time it was last touched; None when it is not a process's file."""
     try:
         record: WaitsFile = json.loads(path.read_text())
         is_known = record["format"] == FORMAT
@@ -124,7 +124,7 @@ def _read(path: Path) -> _SeenFile | None:
 
 
 def _newest(records: Iterable[_SeenFile | None]) -> list[_SeenFile]:
-    """A process that was started again left an older file under its name."""
+    """Keep the newest: a process that was started again left an older file under its name."""
     newest: dict[str, _SeenFile] = {}
     for record in records:
         if record is not None and record["epoch"] is not None:
@@ -135,7 +135,7 @@ def _newest(records: Iterable[_SeenFile | None]) -> list[_SeenFile]:
 
 
 def _process(record: _SeenFile, *, is_here: bool, is_living: bool) -> RunProcess:
-    """What the file says; `is_here`: its pid means something to this machine."""
+    """Return the process of a file; `is_here`: its pid is one of this machine."""
     is_quiet = time.time() - record["touched"] > SILENT_AFTER_S
     state = State.DEAD if is_here and not is_living else State.SILENT if is_quiet else State.ALIVE
     last_seen = record["touched"] if state is not State.ALIVE else time.time()
@@ -165,7 +165,7 @@ def _process(record: _SeenFile, *, is_here: bool, is_living: bool) -> RunProcess
 def _looked_at(
     process: RunProcess, members: list[SeenProcess], before: dict[int, SeenProcess], elapsed_s: float
 ) -> RunProcess:
-    """With what /proc says about it and the processes below it."""
+    """Add what /proc says about it and the processes below it."""
     held = next((member for member in members if member.state in (STOPPED, TRACED)), None)
     if held is not None:
         how = "SIGSTOP" if held.state == STOPPED else "a debugger holds it"
@@ -184,7 +184,7 @@ def _looked_at(
 
 
 def _unregistered(driver: int | None, table: dict[int, SeenProcess], living: dict[int, str]) -> dict[int, str]:
-    """Actors of this run's own Ray that keep no registry (TransferQueue's), by the name of their class."""
+    """Find actors of this run's own Ray that keep no registry (TransferQueue's), by the name of their class."""
     if driver is None:
         return {}
     found = {}

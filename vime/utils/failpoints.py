@@ -1,14 +1,14 @@
 """Named places where a fault test ends, stops or holds the process that passes. Off unless the environment arms one.
 
     VIME_FAILPOINTS=trainer.optimizer:2:kill     the second pass of a process kills it; several are joined by commas
-    VIME_FAILPOINTS_DIR=DIR                      where it is noted, first of all, that a point has fired
+    VIME_FAILPOINTS_DIR=DIR                      where a note is made, first of all, that a point fires
 
-With VIME_FAILPOINTS_DIR alone, the file DIR/armed says what is armed, in the same words, and may be replaced while the
+With VIME_FAILPOINTS_DIR alone, the file DIR/armed arms points in the same format, and may be replaced while the
 processes run: passes count from then. A pass then costs one look at that file.
 
 A note is a file that only one process can make. So a point fires once in DIR, whichever rank gets there first, and a
-run that was killed by it goes on when it is started again. `hold` waits until the note has a neighbour with the suffix
-`.go`: meanwhile a test may do to any other process what it likes. When nothing is armed a pass costs one dict lookup.
+run that was killed by it continues when it is started again. `hold` waits for a file beside the note with the suffix
+`.go`; meanwhile a test may do anything to any other process. When nothing is armed a pass costs one dict lookup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ EXIT_CODE = 70
 
 
 class Point(StrEnum):
-    """Every failpoint: its name begins with the process that passes it; then what is done and what is not yet."""
+    """Every failpoint. Its name begins with the process that passes it; the text says what is done and what is not
+    yet."""
 
     meaning: str
 
@@ -39,13 +40,13 @@ class Point(StrEnum):
         point._value_, point.meaning = name, meaning
         return point
 
-    ISSUE = "manager.issue", "the ledger has issued prompts, nobody answers them"
-    GENERATE = "manager.generate", "a group is about to be asked of the router"
-    REWARD = "manager.reward", "an answer is there and has no reward"
+    ISSUE = "manager.issue", "the ledger has issued prompts, generation has not begun"
+    GENERATE = "manager.generate", "a group is about to be sent to the router"
+    REWARD = "manager.reward", "a completion is there and has no reward"
     SPOOL = "manager.spool", "a group is scored and kept, its payload is nowhere"
     SPOOLED = "manager.spooled", "its payload is in the spool, not in the queue"
     COMMIT = "manager.commit", "its payload is stored, the ledger does not know"
-    COMMITTED = "manager.committed", "the ledger shows it, the producer goes on"
+    COMMITTED = "manager.committed", "the ledger shows it, the producer continues"
     KEEP = "manager.keep", "what a stop left of a group is in the spool, the ledger does not know"
     LEASE = "manager.lease", "a round is to be leased"
     LEASED = "manager.leased", "a round is leased, its facts are not read"
@@ -55,24 +56,24 @@ class Point(StrEnum):
     STORED = "manager.stored", "a round is stored and has its ticket, the driver does not know"
     FETCH = "trainer.fetch", "a rank has its ticket and no rows"
     FORWARD = "trainer.forward", "a rank has its rows, the model has seen none"
-    OPTIMIZER = "trainer.optimizer", "gradients stand, no weight has moved"
-    STEPPED = "trainer.stepped", "the weights of a step have moved, nobody knows"
-    SAVE = "trainer.save", "a rank has written its part of a checkpoint, the table of contents is missing"
-    PAUSE = "trainer.publish.pause", "new weights are to be published, every engine still answers"
+    OPTIMIZER = "trainer.optimizer", "gradients are complete, no weight has changed"
+    STEPPED = "trainer.stepped", "the weights of a step have changed, no other process knows"
+    SAVE = "trainer.save", "a rank has written its part of a checkpoint, the metadata is missing"
+    PAUSE = "trainer.publish.pause", "new weights are to be published, every engine still generates"
     SEND = "trainer.publish.send", "a bucket of new weights is filled, no engine has been asked to take it"
-    CONFIRM = "trainer.publish.confirm", "every engine says what it has loaded, nobody has compared, all are paused"
+    CONFIRM = "trainer.publish.confirm", "every engine reports what it has loaded, not compared yet, all are paused"
     CONFIRMED = "trainer.publish.confirmed", "every engine has confirmed, all are paused"
-    LEDGER_COMMIT = "ledger.commit", "a commit is in the ledger's file, the producer has no answer"
+    LEDGER_COMMIT = "ledger.commit", "a commit is in the ledger's file, the call has not returned"
     TRAINED = "driver.trained", "every rank has trained a round, the ledger does not know"
     CLEAR = "driver.clear", "a round is trained, the queue still holds it"
     DRAFT = "driver.checkpoint.draft", "the ranks are about to write a checkpoint"
     WRITTEN = "driver.checkpoint.written", "a checkpoint is written, its directory has no name yet"
-    RENAMED = "driver.checkpoint.renamed", "it has its name, the marker says the one before"
-    MARKED = "driver.checkpoint.marked", "the marker says its name, the one before is not retired"
+    RENAMED = "driver.checkpoint.renamed", "it has its name, the marker names the previous one"
+    MARKED = "driver.checkpoint.marked", "the marker names it, the previous one is not removed yet"
     DURABLE = "driver.durable", "a checkpoint is the latest, the ledger does not know"
     COMPACT = "driver.compact", "its rounds are durable, the spool still holds them"
-    RELEASE = "driver.release", "the engines answer with new weights, the ledger does not know"
-    RELEASED = "driver.released", "the ledger knows, the books are not written"
+    RELEASE = "driver.release", "the engines generate with new weights, the ledger does not know"
+    RELEASED = "driver.released", "the ledger knows, the round's metrics are not written"
     STOP = "driver.stop", "the last round is over, every part still runs"
 
 
@@ -87,7 +88,7 @@ class Action(StrEnum):
 
 
 class FailpointError(RuntimeError):
-    """Raised because an armed failpoint says so."""
+    """Raised by an armed failpoint with the action `raise`."""
 
 
 class Failpoint:
@@ -100,7 +101,7 @@ class Failpoint:
         self._lock = threading.Lock()
 
     def meet(self) -> None:
-        """One pass. Safe from any thread."""
+        """Pass the point once. Safe from any thread."""
         with self._lock:
             self._passes += 1
             is_due = self._passes == self.count
@@ -134,17 +135,18 @@ class Failpoint:
         go, ends = go_ahead(self.note), time.monotonic() + HOLD_S
         while not go.exists():
             if time.monotonic() > ends:
-                raise FailpointError(f"held at failpoint {self.point} for {HOLD_S:g} s, and nobody made {go}")
+                raise FailpointError(f"held at failpoint {self.point} for {HOLD_S:g} s, and {go} was not made")
             time.sleep(POLL_S)
 
 
 def go_ahead(note: Path) -> Path:
-    """The file whose coming ends a hold."""
+    """Return the file that ends a hold."""
     return note.with_name(f"{note.name}.go")
 
 
 def read_armed(environment: Mapping[str, str]) -> dict[str, Failpoint]:
-    """The points that `environment` arms, by name. ValueError for what cannot be read: unknown names too."""
+    """Return the points that `environment` arms, by name. ValueError for what cannot be read, also for unknown
+    names."""
     armed: dict[str, Failpoint] = {}
     points = {str(point): point for point in Point}
     text = environment.get(ARMED, "")
@@ -166,7 +168,7 @@ def read_armed(environment: Mapping[str, str]) -> dict[str, Failpoint]:
 
 
 class ArmedFile:
-    """What DIR/armed arms now: nothing while it is not there."""
+    """Return what DIR/armed arms now: nothing while it is not there."""
 
     def __init__(self, directory: Path) -> None:
         self._path, self._lock = directory / ARMED_FILE, threading.Lock()
@@ -186,7 +188,7 @@ class ArmedFile:
 
 
 def arm(directory: Path, text: str) -> None:
-    """Make DIR/armed say `text`, at once, and forget the notes of what it names: they may fire again."""
+    """Write `text` to DIR/armed at once, and remove the notes of the points that it names: they may fire again."""
     for failpoint_ in read_armed({ARMED: text, DIRECTORY: str(directory)}).values():
         failpoint_.note.unlink(missing_ok=True)
         go_ahead(failpoint_.note).unlink(missing_ok=True)
@@ -204,8 +206,8 @@ def failpoint(point: Point) -> None:
 
 
 def check_armed() -> None:
-    """ValueError when the environment of this process arms something that is none. For the driver, before it starts
-    anything: the others inherit its environment."""
+    """Raise ValueError when the environment arms an unknown point. For the driver, before it starts anything: the other
+    processes inherit its environment."""
     read_armed(os.environ)
 
 
@@ -214,7 +216,7 @@ def _of_this_process() -> Mapping[str, Failpoint] | ArmedFile:
         return ArmedFile(Path(os.environ[DIRECTORY]))
     try:
         return read_armed(os.environ)
-    except ValueError:  # the driver's `check_armed` says it, to the user
+    except ValueError:  # the driver's `check_armed` reports it to the user
         return {}
 
 

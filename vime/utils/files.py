@@ -1,4 +1,4 @@
-"""Files that are on the disk, not only in its cache."""
+"""Write files to the disk, not only to its cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync_tree(directory: Path) -> None:
-    """Every file and directory below, whoever wrote it: a rename must not reach the disk before what it names."""
+    """Flush every file and directory below: a rename must not reach the disk before what it names."""
     for folder, _, files in os.walk(directory):
         for name in files:
             sync(Path(folder, name))

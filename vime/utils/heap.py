@@ -1,9 +1,9 @@
-"""Memory of a process that holds a round: what was freed goes back to the kernel, and what is held is not looked at.
+"""Memory of a process that holds a round: freed memory goes back to the kernel, and held objects are not scanned.
 
 Without a GPU glibc keeps what a process frees (decision 0014): a step gets the pages of the step before. But tensors
-differ in size from step to step, so that more and more of what is kept fits nothing, and what an engine needed once to
-load its weights it would keep for ever. Giving all of it back costs a call, and later a fresh page for each that is
-used again; so it is done where a round or an update of weights has ended, and no more often than it is cheap.
+differ in size from step to step, so that more and more of the kept memory fits nothing, and an engine would keep for
+ever what it needed once to load its weights. Giving all of it back costs a call, and later a fresh page for each that
+is used again; so it is done after a round or an update of weights, and only as often as it is cheap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_BYTES = 128 << 20
 COST_S_PER_BYTE = 0.25 / (1 << 30)
 """CPU seconds to give pages back and to get as many fresh ones, measured."""
 MAX_SHARE = 0.02
-"""Of the wall time since the last time, which giving back may cost."""
+"""Share of the wall time since the last time that giving back may cost."""
 
 
 class FreedMemory:
@@ -31,7 +31,7 @@ class FreedMemory:
         self._others = 0  # bytes that look kept and are not the C library's: small objects of Python, stacks
 
     def give_back(self) -> int:
-        """Give it back if it is much and if this is cheap; answers how many bytes it is about, 0 where it stays.
+        """Give it back if it is much and if this is cheap. Returns about how many bytes, 0 when nothing was given back.
 
         Does nothing where the C library is not glibc."""
         library = _glibc()
@@ -56,8 +56,8 @@ class _Heap(ctypes.Structure):
 
 
 def kept_bytes(library: ctypes.CDLL) -> int:
-    """Anonymous memory of this process that is in no block of the C library that is in use: at most so much was freed
-    and not given back."""
+    """Return the anonymous memory that is in no used block of the C library: an upper bound of what was freed and not
+    given back."""
     heap = library.mallinfo2()
     with open("/proc/self/statm", "rb") as file:
         resident, shared = (int(pages) for pages in file.read().split()[1:3])
@@ -75,10 +75,11 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def collect_when_asked() -> None:
-    """From now on only `collect_garbage` walks all that this process holds; young objects are looked at as before.
+    """Let only `collect_garbage` scan everything that this process holds; young objects are scanned as before.
 
-    Python's full collections come after so many new objects, whatever is held, and look at each entry of each list: a
-    round of 24 million tokens made reading an answer five times as dear. What is there now is never looked at again."""
+    Python's full collections come after a number of new objects, whatever is held, and scan each entry of each list: a
+    round of 24 million tokens made reading a response five times as expensive. Current objects are never scanned
+    again."""
     gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()
@@ -86,5 +87,5 @@ def collect_when_asked() -> None:
 
 
 def collect_garbage() -> None:
-    """Free what only circles of references hold. Called between two rounds."""
+    """Free what only cycles of references hold. Called between two rounds."""
     gc.collect()

@@ -1,7 +1,7 @@
 """HTTP to engines, the router and reward services: the one place that knows the library below (aiohttp, decision 0031).
 
 A connection is kept after its response and used again, so that one client asks N servers over N connections in the
-long run. Nothing is sent twice, except by a caller that says so: a GET on a kept connection that its server has closed.
+long run. Nothing is sent twice, except when a caller allows it: a GET on a kept connection that its server has closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNBOUND = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)  # a call's 
 
 
 class HttpFailure(ConnectionError):
-    """A call without a response: nobody listens, or the connection was closed before the end."""
+    """A call without a response: nothing listens, or the connection was closed before the end."""
 
 
 class HttpTimeout(HttpFailure, TimeoutError):
@@ -43,7 +43,7 @@ class Response:
     content: bytes
 
     def described(self) -> str:
-        """For an error message: the status and the beginning of the content."""
+        """Return the status and the beginning of the content, for an error message."""
         return f"HTTP {self.status}: {self.content[:SHOWN_BODY].decode(errors='replace')}"
 
 
@@ -96,13 +96,13 @@ class HttpSession:
             raise HttpFailure(_described(error)) from error
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection; calls in progress fail."""
         await self._session.close()
-        await asyncio.sleep(0)  # transports close in the loop's next turn
+        await asyncio.sleep(0)  # transports close in the loop's next iteration
 
 
 def _described(error: BaseException) -> str:
-    """The kind and words of what went wrong, of the socket where it was that."""
+    """Return type and text of an error, those of the socket's error if there is one."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     return f"{type(cause).__name__}: {cause}".rstrip(": ")
 
@@ -184,7 +184,7 @@ class _SessionLoop:
         return asyncio.run_coroutine_threadsafe(asked(), self._loop)
 
     def close(self) -> None:
-        """The second time it does nothing."""
+        """Close; a second call does nothing."""
         if self._loop.is_closed() or not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)

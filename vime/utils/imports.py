@@ -1,4 +1,4 @@
-"""Imports that leave out what a library loads besides and nobody here uses."""
+"""Imports without parts that a library loads and that are not used here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 MODELS_OF_TRANSFORMERS = "transformers.models.auto.modeling_auto"
 """A configuration or a tokenizer loads the code of all model classes, only to write a docstring (2 CPU s); where that
-fails, transformers goes on without."""
+fails, transformers continues without it."""
 
 
 @contextlib.contextmanager
@@ -30,9 +30,9 @@ def without(*modules: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Import in the block without the garbage collector, which would look through all that was imported again and
-    again: a fifth of the time. What is there at the end lives as long as the process, so it is never looked at again:
-    for imports only, since what other work leaves in cycles would stay.
+    """Import in the block without the garbage collector, which would scan everything imported again and again: a fifth
+    of the time. Objects that exist at the end are never scanned again, so use it for imports only: cycles left by other
+    work would stay.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -45,6 +45,6 @@ def without_collector() -> Iterator[None]:
 
 
 def is_compiler_off() -> bool:
-    """Whether the environment says to torch that nothing is compiled, so that `torch.compile` asks nobody for anything.
-    TORCH_COMPILE_DISABLE does not say it: with it `torch.compile` still asks the compiler for its settings."""
+    """Whether the environment tells torch that nothing is compiled, so that `torch.compile` does not import the
+    compiler. TORCH_COMPILE_DISABLE is not enough: with it `torch.compile` still reads the compiler's settings."""
     return os.environ.get("TORCHDYNAMO_DISABLE") == "1"

@@ -1,8 +1,8 @@
 """What a directory holds, written into it when it is complete: name, size and hash of every file below.
 
 `manifest.json` is `{"files": {NAME: [BYTES, HASH]}, "hash": HASH}`; the second hash is that of the entries, so that
-damage to the manifest is told from damage to what it names. Names are relative and have slashes. Whoever reads the
-directory later learns whether each byte is still the one that was written.
+damage to the manifest can be distinguished from damage to the files. Names are relative and have slashes. A later
+reader learns whether each byte is still the one that was written.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from vime.utils.hashing import hash_file, new_hash
 MANIFEST = "manifest.json"
 NUM_THREADS = 4  # one core hashes faster than most disks read
 Entry = tuple[int, str]
-"""Bytes and hash of one file."""
+"""Size and hash of one file."""
 
 
 def write_manifest(directory: Path, known: Mapping[str, Entry]) -> None:
-    """Name every file below, which is complete. `known`: entries of whoever wrote the file; the others are hashed here.
+    """Name every file below, which is complete. `known`: entries from the writers of files; the other files are hashed
+    here.
 
     Raises OSError when a file has another size than its writer says. Does not flush to the disk.
     """
@@ -35,7 +36,7 @@ def write_manifest(directory: Path, known: Mapping[str, Entry]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Entry]:
-    """The entries, by name. Raises OSError when there is none, ValueError when it is damaged."""
+    """Return the entries, by name. Raises OSError when there is none, ValueError when it is damaged."""
     try:
         record = json.loads((directory / MANIFEST).read_bytes())
         files = {str(name): (int(num_bytes), str(digest)) for name, (num_bytes, digest) in record["files"].items()}
@@ -48,7 +49,7 @@ def read_manifest(directory: Path) -> dict[str, Entry]:
 
 
 def compare_sizes(directory: Path, files: Mapping[str, Entry]) -> list[str]:
-    """What is missing, too much, or of another size: one line a file. Reads no content."""
+    """Report files that are missing, extra, or of another size: one line per file. Reads no content."""
     found = _sizes(directory)
     findings = [f"{name}: is there, but was not written with the others" for name in found.keys() - files.keys()]
     for name, (num_bytes, _) in files.items():
@@ -60,15 +61,15 @@ def compare_sizes(directory: Path, files: Mapping[str, Entry]) -> list[str]:
 
 
 def compare_hashes(directory: Path, files: Mapping[str, Entry]) -> list[str]:
-    """Which of these files hold other bytes than were written: one line a file. Files of another size are left to
-    `compare_sizes`."""
+    """Report which of these files hold other bytes than were written: one line per file. Files of another size are left
+    to `compare_sizes`."""
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hash") as threads:
         found = threads.map(lambda name: _difference(directory, name, files[name]), files)
         return [finding for finding in found if finding is not None]
 
 
 def find_damage(directory: Path, *, max_bytes: int | None = None) -> list[str]:
-    """Everything that differs from the manifest, one line a file; empty when all is as it was written.
+    """Report everything that differs from the manifest, one line per file; empty when all is as it was written.
 
     `max_bytes`: read no more than that, the smallest files first; of the others only the size is compared. Raises
     OSError when there is no manifest.
@@ -81,7 +82,7 @@ def find_damage(directory: Path, *, max_bytes: int | None = None) -> list[str]:
 
 
 def share_of(files: Iterable[str], rank: int, num_ranks: int) -> list[str]:
-    """The names that one of `num_ranks` readers takes."""
+    """Return the names that one of `num_ranks` readers takes."""
     return sorted(files)[rank::num_ranks]
 
 
@@ -110,7 +111,7 @@ def _smallest(files: Mapping[str, Entry], max_bytes: int | None) -> dict[str, En
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Bytes of every file below but the manifest, by its name relative to DIRECTORY."""
+    """Return the size of every file below except the manifest, by its name relative to DIRECTORY."""
     paths = [Path(folder, name) for folder, _, names in os.walk(directory) for name in names]
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
     sizes.pop(MANIFEST, None)

@@ -16,7 +16,7 @@ _kept: dict[int, socket.socket] = {}
 
 
 def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface; ValueError, with those that there are, when it has none."""
+    """Return the IPv4 address of a network interface; ValueError lists the existing ones when it has none."""
     found: dict[str, str] = {
         interface: entry.address
         for interface, entries in psutil.net_if_addrs().items()
@@ -30,7 +30,7 @@ def address_of_interface(name: str) -> str:
 
 
 def loopback_interface() -> str:
-    """The name of the interface that only this machine reaches: `lo` on Linux."""
+    """Return the name of the interface that only this machine reaches: `lo` on Linux."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == LOOPBACK for entry in entries):
             return str(name)
@@ -38,7 +38,7 @@ def loopback_interface() -> str:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port where nobody listens, another one at each call of this process.
+    """Return a port where nothing listens, another one at each call of this process.
 
     It lies below those that the kernel gives to outgoing connections. A server may take half a minute to begin to
     listen, and meanwhile thousands of connections are opened here, each of which could have got a port of the kernel's
@@ -53,7 +53,7 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def kept_port(host: str, backlog: int) -> int:
-    """A port where this process listens from now on, so that nobody else can take it: `listener` hands it over."""
+    """Return a port where this process listens from now on, so that it stays reserved: `listener` hands it over."""
     kept = socket.create_server((host, 0), backlog=backlog)
     port = int(kept.getsockname()[1])
     _kept[port] = kept
@@ -61,12 +61,13 @@ def kept_port(host: str, backlog: int) -> int:
 
 
 def listener(host: str, port: int, backlog: int) -> socket.socket:
-    """The socket of a `kept_port`, once; for any other port a new one. OSError when somebody else listens there."""
+    """Return the socket of a `kept_port`, once; for any other port a new one. OSError when another process listens
+    there."""
     return _kept.pop(port, None) or socket.create_server((host, port), backlog=backlog)
 
 
 def _first_of_connections() -> int:
-    """The lowest port of outgoing connections; where the machine leaves too little room below it, any port goes."""
+    """Return the lowest port of outgoing connections; when too few ports are below it, any port may be used."""
     try:
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):

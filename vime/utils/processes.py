@@ -1,4 +1,4 @@
-"""Processes of this machine as /proc shows them. Elsewhere than on Linux there are none to see."""
+"""Processes of this machine as /proc shows them. Without Linux the list is empty."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SeenProcess:
 
 
 def read_process(pid: int) -> SeenProcess | None:
-    """None when there is none, or only what is left of one (a zombie)."""
+    """Return the process; None when there is none, or only a zombie."""
     try:
         # "pid (name) state ppid ...", where the name may itself hold blanks and brackets; fields count from the state
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -38,7 +38,7 @@ def read_process(pid: int) -> SeenProcess | None:
 
 
 def read_processes() -> dict[int, SeenProcess]:
-    """All of them, by pid."""
+    """Return all processes by pid."""
     try:
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     except OSError:
@@ -47,7 +47,7 @@ def read_processes() -> dict[int, SeenProcess]:
 
 
 def tree(root: int, table: Mapping[int, SeenProcess], *, without: Collection[int] = ()) -> list[SeenProcess]:
-    """`root` and everything below it, but nothing from the processes `without` on down."""
+    """Return `root` and everything below it, without the processes `without` and their descendants."""
     children: dict[int, list[int]] = {}
     for seen in table.values():
         children.setdefault(seen.parent, []).append(seen.pid)
@@ -61,7 +61,7 @@ def tree(root: int, table: Mapping[int, SeenProcess], *, without: Collection[int
 
 
 def title(pid: int) -> str:
-    """How it calls itself, short: `VLLM::EngineCore`, `raylet`; empty when it is gone."""
+    """Return its own short title: `VLLM::EngineCore`, `raylet`; empty when it is gone."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
@@ -71,7 +71,7 @@ def title(pid: int) -> str:
 
 
 def place() -> str:
-    """Two processes with the same answer see each other under the same pids: same start of a host, same container."""
+    """Name this place: processes with the same result see the same pids (same boot of a host, same container)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"

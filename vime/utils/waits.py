@@ -1,14 +1,14 @@
-"""What this process waits for and works on: entered in a microsecond, and on disk when it lasts longer than a second.
+"""What this process waits for and works on: registered in a microsecond, and on disk when it lasts over a second.
 
     with waiting("a round of generation", "rollout-manager", deadline_s=1800):
         ...
 
 A wait names its owner: the process that must end it. It has a deadline, which the code around it turns into an error;
 the registry itself never raises. Any thread and any coroutine may enter. One daemon thread looks once a second and
-rewrites RUN_DIR/waits/<process>.<pid>.json when something changed, so a process that is killed leaves what it waited
-for last. `vime why-stuck` reads those files (`vime/observability/waits.py`).
+rewrites RUN_DIR/waits/<process>.<pid>.json when something changed, so a killed process leaves a record of its last
+waits. `vime why-stuck` reads those files (`vime/observability/waits.py`).
 
-Standard library only and below every room, so that whatever blocks can say so. A process that never calls
+Standard library only and below every package, so that all blocking code can use it. A process that never calls
 `open_registry` (an engine's worker, a test) pays the microsecond and writes nothing.
 """
 
@@ -32,9 +32,9 @@ FORMAT = 1
 TICK_S = 1.0
 SHOWN_AFTER_S = 1.0
 HEARTBEAT_S = 5.0
-"""A file that did not change is touched this often: one that is older belongs to a process whose threads do not run."""
+"""Seconds after which an unchanged file is touched: an older one belongs to a process whose threads do not run."""
 OVERDUE_GRACE_S = 30.0
-"""Beyond a deadline, for the code around the wait to turn it into an error; later it is logged."""
+"""Seconds beyond a deadline in which the code around the wait must raise an error; later it is logged."""
 
 
 class WaitRecord(TypedDict):
@@ -48,7 +48,7 @@ class WaitRecord(TypedDict):
 
 
 class WorkRecord(TypedDict):
-    """A station of work in the file, since `since` (monotonic)."""
+    """A piece of work in the file, since `since` (monotonic)."""
 
     name: str
     since: float
@@ -62,7 +62,7 @@ class WaitsNow(TypedDict):
 
 
 class WaitsFile(WaitsNow):
-    """RUN_DIR/waits/<process>.<pid>.json, with who wrote it. `start`: of the process, as /proc counts it."""
+    """RUN_DIR/waits/<process>.<pid>.json, with its writer. `start`: of the process, as /proc counts it."""
 
     format: int
     process: str
@@ -92,10 +92,10 @@ class Stretch:
 
 
 def waiting(name: str, *owners: str, deadline_s: float | None) -> Stretch:
-    """A wait for `name`, which all (or any) of `owners` must bring about.
+    """Register a wait for `name`, which all (or any) of `owners` must end.
 
-    An owner is the name of a process (`engine-0`), what such names have in common (`engine`), or something outside the
-    run (a URL). None: something in this very process. `owners` may be replaced as they answer. `deadline_s` None: it
+    An owner is the name of a process (`engine-0`), the common part of such names (`engine`), or something outside the
+    run (a URL). None: something in this process. `owners` may be replaced as they finish. `deadline_s` None: it
     ends with the wait around it. Equal names and owners are shown as one line with a count: leave numbers of single
     requests out.
     """
@@ -103,12 +103,12 @@ def waiting(name: str, *owners: str, deadline_s: float | None) -> Stretch:
 
 
 def doing(name: str) -> Stretch:
-    """A station of work, so that whoever waits for this process can be told what it is at."""
+    """Register a piece of work, so that `vime why-stuck` can show what this process does."""
     return Stretch(name, (), None, False)
 
 
 def open_registry(run_dir: Path, process: str) -> None:
-    """From now on the waits of this process are on disk. Called once per process; a second call takes its place."""
+    """Keep the waits of this process on disk from now on. Called once per process; a second call replaces the first."""
     global _registry
     close_registry()
     _registry = _Registry(Path(run_dir) / DIRECTORY, process)
@@ -123,18 +123,18 @@ def close_registry() -> None:
 
 
 def run_directory() -> Path | None:
-    """Of the run that this process belongs to."""
+    """Return the run directory of this process."""
     return None if _registry is None else _registry.directory.parent
 
 
 def peer(rank: int | None = None) -> str:
-    """The process of another rank of this trainer's world, or what all of them have in common."""
+    """Return the process name of another rank of this trainer's world, or the common part of all."""
     world = "rank" if _registry is None else _registry.process.rpartition("-")[0]
     return world if rank is None else f"{world}-{rank}"
 
 
 _OPEN: dict[int, Stretch] = {}
-"""Every stretch of this process. One operation of a dict is one step of the interpreter, so no lock is needed."""
+"""Every open wait and work of this process. A dict operation is one step of the interpreter, so no lock is needed."""
 _registry: _Registry | None = None
 
 
@@ -164,7 +164,7 @@ class _Registry:
         self._thread.join(TICK_S)
 
     def tick(self) -> None:
-        """Bring the file up to date; a disk that is full or gone is said once and tried again."""
+        """Bring the file up to date; a disk that is full or gone is logged once and tried again."""
         now = time.monotonic()
         stretches = _OPEN.copy()
         self._report_overdue(stretches, now)
@@ -218,7 +218,7 @@ class _Registry:
 
 
 def _described(stretches: dict[int, Stretch], now: float) -> WaitsNow:
-    """What has lasted long enough, oldest first; of equal waits the oldest and how many there are."""
+    """Return what has lasted long enough, oldest first; of equal waits the oldest and their number."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[Stretch]] = {}
     for stretch in stretches.values():
         groups.setdefault((stretch.name, stretch.owners, stretch.is_wait), []).append(stretch)

@@ -1,1 +1,2 @@
-"""Weights go left: the version ledger, the bucket plan, the content hash, and the transports to the engines."""
+"""Weights go to the engines: the version ledger, the bucket plan, the content hash, and the transports to the
+engines."""

@@ -31,7 +31,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class BroadcastGroup(Protocol):
-    """What is used of torch's process groups, whose own types lack it."""
+    """The part of torch's process groups that is used here and that torch's own types lack."""
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
 

@@ -1,21 +1,21 @@
 """One event loop for all of a process's gloo groups.
 
 megatron makes two dozen groups a trainer rank, vLLM one dozen an engine. The loop of each is a thread that wakes up 100
-times a second, also where nobody sends: 1.4 ms of CPU time a second (docs/log.md).
+times a second, also when nothing is sent: 1.4 ms of CPU time a second (docs/log.md).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # who makes no group needs no torch
+if TYPE_CHECKING:  # a process without groups needs no torch
     from datetime import timedelta
 
     import torch.distributed as dist
 
 
 def one_event_loop(original: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGloo]:
-    """gloo's process group, all of one process on the event loop of the first."""
+    """Return gloo's process group class, with all groups of a process on the event loop of the first."""
     devices: list[dist.ProcessGroupGloo.Device] = []
     gloo: Any = original  # torch's types know none of the names of its options, which are private
 

@@ -5,10 +5,10 @@
     start, load buckets, finish as the new version     the transport's part
     reports: version and content hash of each engine   computed by the engine over what it received
     compare with the hash of what was sent             a difference stops here
-    resume                                             the only way on from a confirmed update
+    resume                                             only after a confirmed update
 
-A bucket is one call of each engine: with the first it pauses and starts, with the last it finishes and reports. So an
-update of one bucket is two calls, the other is resume.
+A bucket is one call to each engine: with the first bucket the engine pauses and starts, with the last it finishes and
+reports. So an update of one bucket is two calls: the bucket and resume.
 
 A failed update leaves the engines paused: vLLM cannot recover a half-loaded model, and resuming one lets it
 generate from a mixture of versions or die at the next request. The owner of the engines must replace them.
@@ -68,7 +68,7 @@ def publish(
     pause_mode: str,
     deadline_s: float,
 ) -> PublishReport:
-    """Bring the weights of `stream` to every engine as `version`, and let the engines go on once all confirmed.
+    """Bring the weights of `stream` to every engine as `version`, and let the engines continue once all confirmed.
 
     Called by the one trainer rank that sends. `stream` holds collectives in which that rank's peers take part, so
     it is consumed to its end in every case, also when the update fails. Raises PublishError; engines then stay paused.

@@ -1,7 +1,7 @@
 """Where processes of torch.distributed meet: a store that listens on one address. torch's own listens on all.
 
-Who reaches a store may write to it, and torch asks nobody who they are: its address must be one that only hosts of the
-run reach (docs/security.md).
+Every host that reaches a store may write to it, because torch asks for no secret: only hosts of the run may reach its
+address (docs/security.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vime.utils.waits import peer, waiting
 def open_store(
     host: str, port: int, world_size: int, *, timeout: timedelta, wait_for_workers: bool = False
 ) -> dist.TCPStore:
-    """The store of the process that lets the others meet; port 0 takes a free one. OSError when the port is taken."""
+    """Open the store in the process where the others meet; port 0 takes a free one. OSError when the port is taken."""
     server = listener(host, port, backlog=max(128, world_size))
     port = server.getsockname()[1]
     return dist.TCPStore(
@@ -34,19 +34,19 @@ def open_store(
 
 
 def join_store(host: str, port: int, world_size: int, *, timeout: timedelta) -> dist.TCPStore:
-    """The same store as the other processes see it. Waits until its host listens, at most `timeout`."""
+    """Connect to the store from another process. Waits until its host listens, at most `timeout`."""
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
 
 
 def meet(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Rank 0 opens the store, the others join it; returns when all are there. Each rank calls it once."""
+    """Open the store on rank 0, join it on the others; returns when all are there. Each rank calls it once."""
     if rank == 0:
         return open_store(host, port, world_size, timeout=timeout, wait_for_workers=True)
     return join_store(host, port, world_size, timeout=timeout)
 
 
 def meet_trainer_ranks(rank: RankInfo, cluster: ClusterConfig) -> None:
-    """The process group of all trainer ranks. Collective over them.
+    """Make the process group of all trainer ranks. Collective over them.
 
     A collective that a peer never joins fails after --distributed-timeout-minutes on every rank that waits.
     """

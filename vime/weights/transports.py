@@ -20,11 +20,11 @@ RECEIVERS: dict[str, type[BucketReceiver]] = {
 
 BUCKET_BYTES = 512 << 20
 SHM_BUCKET_BYTES = 64 << 20
-"""Both ends are on one host and each holds a bucket: a larger one gains nothing, for a call is a few milliseconds."""
+"""Both ends are on one host and each holds a bucket; a larger one gains nothing, because a call takes milliseconds."""
 
 
 def make_sender(name: str, *, bucket_bytes: int | None, directory: Path, timeout_s: float) -> WeightSender:
-    """The trainer's end. `directory` is used by `disk` alone; `timeout_s` bounds each step of a broadcast.
+    """Make the trainer's end. `directory` is used by `disk` alone; `timeout_s` bounds each step of a broadcast.
     `bucket_bytes` None: what suits the transport."""
     bucket_bytes = bucket_bytes or (SHM_BUCKET_BYTES if name == "shm" else BUCKET_BYTES)
     if name == "shm":
@@ -37,7 +37,7 @@ def make_sender(name: str, *, bucket_bytes: int | None, directory: Path, timeout
 
 
 def make_receiver(name: str, device: torch.device) -> BucketReceiver:
-    """An engine worker's end."""
+    """Make an engine worker's end."""
     if name not in RECEIVERS:
         raise ValueError(f"no weight transport {name!r}; expected one of {sorted(RECEIVERS)}")
     return RECEIVERS[name](device)

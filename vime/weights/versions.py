@@ -1,6 +1,6 @@
-"""Where a policy version is born, and when one counts as served.
+"""Where a policy version is made, and when it counts as served.
 
-`trained` is the number of optimiser rounds behind the trainer's weights. `serving` is the newest version that every
+`trained` is the number of optimizer rounds that made the trainer's weights. `serving` is the newest version that every
 engine has confirmed by name and by content hash: None until the first publish. Always serving <= trained.
 """
 
@@ -16,7 +16,7 @@ def check_reports(
 ) -> None:
     """Raise PublishError unless every engine names this version and this content hash.
 
-    `engines` are the names that must have reported; None accepts whoever did, but at least one.
+    `engines` are the names that must have reported; None accepts any, but at least one.
     """
     if not reports:
         raise PublishError(f"version {version}: no engine reported what it serves. Expected at least one report.")
@@ -39,7 +39,7 @@ def check_reports(
 
 
 class VersionLedger:
-    """One owner of the version numbers of a run: the driver."""
+    """The version numbers of a run, owned by the driver."""
 
     def __init__(self) -> None:
         self._trained: Version = 0
@@ -47,16 +47,16 @@ class VersionLedger:
 
     @property
     def trained(self) -> Version:
-        """Version of the trainer's weights."""
+        """Return the version of the trainer's weights."""
         return self._trained
 
     @property
     def serving(self) -> Version | None:
-        """Newest version that every engine confirmed; None before the first."""
+        """Return the newest version that every engine confirmed; None before the first."""
         return self._serving
 
     def advance(self) -> Version:
-        """One optimiser round is done: the trainer's weights are a new version."""
+        """Count one finished optimizer round: the trainer's weights are a new version."""
         self._trained += 1
         return self._trained
 
@@ -69,7 +69,7 @@ class VersionLedger:
     def restore(self, version: Version) -> None:
         """Continue at a checkpoint's version. Engines serve nothing of it until the next publish."""
         if version < 0:
-            raise ValueError(f"a version counts optimiser rounds from 0, got {version}")
+            raise ValueError(f"a version counts optimizer rounds from 0, got {version}")
         if self._trained != 0 or self._serving is not None:
             raise ValueError(f"restore({version}) on a ledger at version {self._trained}: restore before training")
         self._trained = version

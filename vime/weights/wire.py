@@ -102,7 +102,7 @@ class BucketReceiver(ABC):
         self._content, self._next_index, self._count = ContentHash(), 0, None
 
     def receive(self, update_info: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
-        """The (name, tensor) pairs of one bucket, in memory that nobody writes to again."""
+        """The (name, tensor) pairs of one bucket, in memory that is not written again."""
         bucket = bucket_from_wire(update_info)
         if bucket.index != self._next_index or self._count not in (None, bucket.count):
             raise PublishError(
@@ -138,7 +138,7 @@ class BucketReceiver(ABC):
 
 
 class _BucketInfo(msgspec.Struct):
-    """An `update_info` as every transport reads it; what a transport adds is passed over."""
+    """An `update_info` as every transport reads it; what a transport adds is ignored."""
 
     index: int
     count: int

@@ -143,7 +143,7 @@ def test_weights_alone_start_the_schedule_and_moments_anew(fsdp: Answers) -> Non
         ("mixed", "ConfigError: .*the weights do not belong to this config.json"),
         ("encoder", "ConfigError: .*t5.*no causal language model"),
         ("two-labels", r"ConfigError: .*score.weight is \(2, 64\), expected \(1, 64\)"),
-        ("broken-file", "ConfigError: .*is no whole safetensors file"),
+        ("broken-file", "ConfigError: .*is not a complete safetensors file"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(fsdp: Answers, case: str, says: str) -> None:

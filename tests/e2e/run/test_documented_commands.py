@@ -329,7 +329,7 @@ def test_chaos_kills_a_run(clone: Clone, tmp_path: Path) -> None:
     assert "1 restarts, exit codes [0], audit kept, weights equal, metrics whole, left nothing" in said
     assert "1 runs, 2 kills, 0 failed" in said
     table = (tmp_path / "out/table.md").read_text()
-    assert re.search(r"\| ledger@ledger.commit:2 [^|]*\| went on", table)  # Ray starts it again, on its file
+    assert re.search(r"\| ledger@ledger.commit:2 [^|]*\| continued", table)  # Ray starts it again, on its file
     assert re.search(r"\| trainer@trainer.optimizer:1 [^|]*\| restarted itself", table)
     on_vllm = filled(documented("ENGINE=vllm ./scripts/chaos.sh OUT --random 20"), OUT=tmp_path / "vllm")
     (clone.directory / "runs").mkdir(exist_ok=True)

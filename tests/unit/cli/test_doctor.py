@@ -113,8 +113,8 @@ def test_wrong_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "said"),
     [
         (lambda model: (model / "config.json").unlink(), "no config.json there"),
-        (lambda model: _cut(next(model.glob("*.safetensors"))), "no whole safetensors file"),
-        (lambda model: next(model.glob("*.safetensors")).write_bytes(b"<html>"), "no whole safetensors file"),
+        (lambda model: _cut(next(model.glob("*.safetensors"))), "not a complete safetensors file"),
+        (lambda model: next(model.glob("*.safetensors")).write_bytes(b"<html>"), "not a complete safetensors file"),
         (lambda model: next(model.glob("*.safetensors")).unlink(), "no *.safetensors there"),
         (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "no tokenizer there"),
     ],

@@ -57,7 +57,7 @@ def test_the_newest_round_is_shown_with_everything(run: Path, capsys: pytest.Cap
     assert "round 7, group 14, kept for training" in text
     assert "round 7, group 16, dropped: zero_std" in text
     assert "[user] ask 14" in text
-    assert "answer 14: reward 0.25, 3 tokens, truncated, versions 3 to 4" in text
+    assert "completion 14: reward 0.25, 3 tokens, truncated, versions 3 to 4" in text
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_json_is_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--round", "5"], "no answers of round 5 are kept; the nearest rounds that are: 0, 7"),
-        (["--group", "17"], "group 17 of round 7 was dropped: filter. Its answers are not kept"),
+        (["--round", "5"], "no completions of round 5 are kept; the nearest rounds that are: 0, 7"),
+        (["--group", "17"], "group 17 of round 7 was dropped: filter. Its completions are not kept"),
         (["--group", "99"], "no finished group 99 is known"),
         (["--limit", "-1"], "--limit -1: expected at least 0"),
         (["--round", "0", "--dropped"], "no group of round 0 was dropped"),
@@ -115,7 +115,7 @@ def test_a_run_without_answers_and_a_directory_without_run_are_told_apart(
     with RunDir.create(str(tmp_path / "run"), "{}") as claimed:
         pass
     assert main(["samples", str(claimed.path)]) == 3
-    assert "no answers are kept there" in capsys.readouterr().err
+    assert "no completions are kept there" in capsys.readouterr().err
     assert main(["samples", str(tmp_path)]) == 2
     assert "expected the run directory of a Vime run" in capsys.readouterr().err
 

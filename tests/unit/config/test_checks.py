@@ -158,7 +158,7 @@ REFUSALS = {
         ["--update-weights-interval 2", "--transferqueue-max-staleness is 0"],
     ),
     "context beyond the model": (["--rollout-max-context-len", "600"], ["--rollout-max-context-len 600", "512"]),
-    "no room for a prompt": (["--rollout-max-response-len", "512"], ["--rollout-max-response-len 512"]),
+    "no token for a prompt": (["--rollout-max-response-len", "512"], ["--rollout-max-response-len 512"]),
     "truncated sampling": (["--rollout-top-p", "0.9"], ["--rollout-top-p 0.9"]),
     "temperature zero": (["--rollout-temperature", "0"], ["--rollout-temperature 0"]),
     "dynamic batches without a limit": (["--use-dynamic-batch-size"], ["--max-tokens-per-gpu"]),
@@ -554,7 +554,7 @@ def test_routing_replay_asks_for_its_column_and_for_someone_who_tells(model_dir:
         resolved(model_dir, replay)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     (model_dir / "config.json").write_text(json.dumps({**SHAPE, **experts}))
-    with pytest.raises(ConfigError, match=r"vLLM on the CPU does not tell.*--custom-generate-function-path"):
+    with pytest.raises(ConfigError, match=r"vLLM on the CPU does not report.*--custom-generate-function-path"):
         resolved(model_dir, replay)
     with pytest.raises(ConfigError, match="needs --train-backend megatron"):
         resolved(model_dir, replay, *generate, "--train-backend", "fsdp")

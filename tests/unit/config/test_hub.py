@@ -148,7 +148,7 @@ def test_without_a_hub_the_message_says_how_to_fetch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(
-        ConfigError, match=r"does not answer here .*hf download team/tiny --local-dir DIR.*--ref-load DIR"
+        ConfigError, match=r"does not respond here .*hf download team/tiny --local-dir DIR.*--ref-load DIR"
     ):
         fetch_model("team/tiny", flag="--ref-load")
     with pytest.raises(ConfigError, match=r"hf download team/sums --repo-type dataset --local-dir DIR"):

@@ -55,7 +55,7 @@ def test_every_curve_of_the_list_is_there(short_run: Path) -> None:
     single = {
         "Reward": "rollout/reward_mean", "Loss": "train/loss", "Entropy, nats": "train/entropy",
         "Gradient norm, before the clip": "train/grad_norm", "Effective sample size": "train/ess",
-        "Share of tokens that the clip decided": "train/pg_clipfrac", "Evaluation: reward": "eval/held/reward_mean",
+        "Share of tokens that were clipped": "train/pg_clipfrac", "Evaluation: reward": "eval/held/reward_mean",
     }  # fmt: skip
     assert {title: drawn[title] for title in single} == {title: [key] for title, key in single.items()}
     assert sorted(drawn["Seconds of each round, by phase"]) == ["time|train", "time|wait"]

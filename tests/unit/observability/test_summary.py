@@ -77,7 +77,7 @@ def test_the_first_and_the_last_evaluation_are_compared_by_prompt(tmp_path: Path
     write_eval(tmp_path, "held_out", 5, [answer("2:xw=", "middle", 0.0), answer("1:ab=", "middle", 0.0)])
     write_eval(tmp_path, "held_out", 30, [answer("1:ab=", "b", 0.0), answer("2:xw=", "<think>wx</think>w", 1.0)])
     title, pairs = read_completions(tmp_path)
-    assert title == "held_out: answers before round 0 and after round 29"
+    assert title == "held_out: completions before round 0 and after round 29"
     assert [(pair.prompt, pair.before, pair.after) for pair in pairs] == [
         ("2:xw=", "x", "<think>wx</think>w"),
         ("1:ab=", "a", "b"),
@@ -135,4 +135,4 @@ def test_a_damaged_answer_is_left_out_and_said(tmp_path: Path, caplog: pytest.Lo
     path.write_bytes(b"\n".join(lines))
     EventLog(tmp_path, "driver").close()
     assert [pair.prompt for pair in summarise(tmp_path).answers] == ["p4"]
-    assert caplog.text.count("left out a line that is not an answer") == 4
+    assert caplog.text.count("left out a line that is not a sample") == 4

@@ -37,7 +37,7 @@ def test_a_value_out_of_range_hides_no_other_flag_and_no_file(tmp_path: Path) ->
     assert "there is no module 'no'" in said
     assert "--num-rollout" not in said
     assert "--hf-checkpoint is not given" not in said
-    assert "leaves no room" not in said  # with the length that was refused
+    assert "leaves no token" not in said  # with the length that was refused
 
 
 @pytest.mark.parametrize("flag", ["--save-hf", "--save-debug-rollout-data"])

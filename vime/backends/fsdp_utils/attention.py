@@ -1,6 +1,6 @@
-"""Causal attention within each sequence of a pack, for every model that asks transformers' attention interface.
+"""Causal attention within each sequence of a pack, for every model that uses transformers' attention interface.
 
-transformers would tell the sequences of a pack apart by a T x T mask. No mask is made here: each sequence is attended
+transformers would separate the sequences of a pack by a T x T mask. No mask is made here: each sequence is attended
 on its own, so cost and memory grow with the tokens of a pack, not with their square, and no token sees another
 sequence.
 
@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 NAME = "vime_packed"
 NOT_COMPUTED = ("s_aux", "position_bias", "head_mask")
-"""What some models hand to their attention and this one does not compute."""
+"""Arguments that some models pass to their attention and that this one does not compute."""
 
 
 def register() -> None:
@@ -91,7 +91,8 @@ def _attend(
 def _softcapped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None, softcap: float
 ) -> Tensor:
-    """Scores pressed into (-softcap, softcap) by tanh, as Gemma 2 has them; no fused kernel computes that here."""
+    """Compute attention with scores limited to (-softcap, softcap) by tanh, as in Gemma 2; no fused kernel does
+    that."""
     groups = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     score = query @ key.transpose(2, 3) * (scale if scale is not None else query.size(-1) ** -0.5)

@@ -1,4 +1,4 @@
-"""`FsdpBackend`: this process as a trainer rank. The door of the room; its caller is the Ray actor of that rank.
+"""`FsdpBackend`: this process as a trainer rank. The entry point of the package, called by the Ray actor of that rank.
 
 transformers and the model code are imported when the first engine is built: importing this file is cheap.
 """

@@ -40,7 +40,7 @@ class RandomState(TypedDict):
 
 
 class State(TypedDict):
-    """What one checkpoint holds."""
+    """The contents of one checkpoint."""
 
     common: NotRequired[dict[str, object]]
     model: dict[str, Tensor]
@@ -100,12 +100,12 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
 
 
 def _layout() -> dict[str, object]:
-    """What random states belong to: the ranks, and the kind of device, whose generators differ in state."""
+    """Return what random states depend on: the ranks and the kind of device."""
     return {"ranks": dist.get_world_size(), "device": "cuda" if torch.cuda.is_available() else "cpu"}
 
 
 def _read_common(directory: Path, *names: str) -> dict[str, object]:
-    """Those entries of `common`. Collective over all ranks."""
+    """Return those entries of `common`. Collective over all ranks."""
     head: dict[str, dict[str, object]] = {"common": dict.fromkeys(names)}
     dcp.load(head, checkpoint_id=directory)
     return head["common"]

@@ -57,7 +57,8 @@ class FsdpEngine:
     """`protocols.TrainEngine` on FSDP2. Every rank is a replica with rows of its own, and a part of every parameter: so
     all ranks run the same number of forward and backward passes, whether a micro-batch of theirs is empty or not.
 
-    Gradients are reduced after each micro-batch: holding them whole until the last would cost what cutting them saves.
+    Gradients are reduced after each micro-batch: keeping them whole until the last would cost the memory that cutting
+    saves.
     """
 
     takes_part_in_export = True  # parts of every tensor lie on every rank
@@ -105,12 +106,12 @@ class FsdpEngine:
     def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
         """See `TrainEngine.forward`. Collective over all trainer ranks, which pass equally many micro-batches."""
         self._require_awake()
-        answers = []
+        values = []
         for rows in batches:
             batch = pack(rows, device=self._device)
             value_T, _ = self._token_values(batch, rule)
-            answers.append([value_T[positions].cpu() for positions in batch.row_slices])
-        return answers
+            values.append([value_T[positions].cpu() for positions in batch.row_slices])
+        return values
 
     def accumulate(
         self,
@@ -124,7 +125,7 @@ class FsdpEngine:
         """See `TrainEngine.accumulate`. Collective over all trainer ranks.
 
         Scale: the loss is a share of the step's loss and gradients are summed over micro-batches and ranks (`shard`),
-        so nobody divides again.
+        so nothing divides again.
         """
         if is_first:
             self._learning.zero_grad()
@@ -138,8 +139,8 @@ class FsdpEngine:
         return statistics
 
     def _token_values(self, batch: PackedBatch, rule: SamplingRule | None = None) -> tuple[Tensor, Tensor]:
-        """(log p of response tokens [T], entropies [T]), 0 elsewhere; or with a value head (predicted returns [T],
-        zeros). fp32. Prompts have no logits: that saves their share of the largest tensor of a step."""
+        """Return (log p of response tokens [T], entropies [T]), 0 elsewhere; or with a value head (predicted returns
+        [T], zeros). fp32. Prompts have no logits: that saves their share of the largest tensor of a step."""
         inputs = model_inputs(batch, self._implementation)
         if self._spec.has_value_head:
             value_T = self._model(**inputs)[0, :, 0].float()
@@ -162,7 +163,7 @@ class FsdpEngine:
         return self._learning.step(scale)
 
     def finish_round(self) -> None:
-        """Nothing to do where there is something to learn: parameters are gathered anew for each pass."""
+        """Do nothing: parameters are gathered anew for each pass."""
         _ = self._learning
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002  always at once
@@ -195,8 +196,8 @@ class FsdpEngine:
 
 
 def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: torch.device) -> FsdpEngine:
-    """Read the HF directory and cut it over `mesh`. Collective over all trainer ranks; what rank 0 finds wrong in the
-    weights is raised on all."""
+    """Read the HF directory and cut it over `mesh`. Collective over all trainer ranks; an error that rank 0 finds in
+    the weights is raised on all."""
     parallel = config.parallel
     settings = read_config(spec.checkpoint, flag=spec.flag)
     implementation = attention_for(device, parallel)
@@ -217,7 +218,7 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
 
 
 def _read_on_rank_0(spec: EngineSpec, settings: PretrainedConfig) -> dict[str, Tensor] | None:
-    """The weights on rank 0, None on the others; what is wrong with them is raised on all. Collective."""
+    """Return the weights on rank 0, None on the others; errors in them are raised on all. Collective."""
     weights: dict[str, Tensor] | None = None
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:

@@ -10,8 +10,8 @@ from vime.types import ConfigError, describe
 
 
 def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedConfig:
-    """The configuration of a causal language model, with every dropout off: the probability ratio must compare like
-    with like."""
+    """Return the configuration of a causal language model, with every dropout off, so that the probability ratio
+    compares the same computation."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
@@ -32,9 +32,9 @@ def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedC
 
 
 def _refuse_frequencies_of_a_pack(text: PretrainedConfig, where: str) -> None:
-    """Rotary scalings that are chosen by the longest sequence of a forward pass, so that a short one in the same pack
-    gets the long one's. vLLM chooses them once, by the longest sequence that it may ever get: neither would agree with
-    the other, whatever the pack."""
+    """Refuse rotary scalings that depend on the longest sequence of a forward pass: a short sequence in the same pack
+    would get the scaling of the long one. vLLM chooses it once, by the longest sequence that it may ever get, so
+    trainer and engine would disagree for every pack."""
     rope = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]  # one per kind of layer
     for kind in {str(each.get("rope_type")) for each in nested or [rope]}:

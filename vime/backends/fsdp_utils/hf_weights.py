@@ -1,7 +1,7 @@
 """The weights of a cut model by the names of its Hugging Face files.
 
-transformers holds some tensors otherwise than its files do (all experts of a layer in one); its own inverse of loading,
-applied to one tensor at a time, gives the files' tensors back.
+transformers stores some tensors in another form than its files do (all experts of a layer in one); its own inverse of
+loading, applied to one tensor at a time, gives the files' tensors back.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class HFWeights:
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model holds: a tied head is the embedding under a second name, and is left out."""
+    """Return the tensors of a checkpoint of the model, without a tied head, which is the embedding under a second
+    name."""
     by_identity: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_identity.setdefault(id(tensor), (name, tensor.detach()))

@@ -56,7 +56,8 @@ def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: st
     """The model in fp32 without storage.
 
     Every token of a row is learned, the padding token of config.json too: no row is padded, so where its id occurs it
-    was sampled or asked, and the other backend learns it. An embedding with a `padding_idx` would drop its gradient.
+    was sampled or is part of a prompt, and the other backend learns it. An embedding with a `padding_idx` would drop
+    its gradient.
     """
     attention.register()
     model: PreTrainedModel
@@ -90,7 +91,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> FSDPM
     for module in reversed(list(model.modules())):
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-            # a layer looks at its own flag alone, so that recomputing does not switch anything else to training
+            # a layer reads only its own flag, so that recomputing does not switch anything else to training
             module.training = parallel.recompute_granularity is not None
     if isinstance(model, ValueModel):
         whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -168,7 +169,7 @@ def fill(model: FSDPModule, weights: Mapping[str, Tensor] | None, mesh: DeviceMe
 
 
 def model_inputs(batch: PackedBatch, implementation: str) -> dict[str, object]:
-    """What a Hugging Face model is called with for one pack."""
+    """Return the arguments of a Hugging Face model for one pack."""
     inputs: dict[str, object] = {
         "input_ids": batch.tokens_T.unsqueeze(0),
         "position_ids": batch.position_T.unsqueeze(0),

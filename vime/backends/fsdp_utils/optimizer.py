@@ -42,7 +42,7 @@ class ShardOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step uses."""
+        """Return the rate that the next step uses."""
         return learning_rate_at(self._settings, self.num_steps, self._decay_steps)
 
     def zero_grad(self) -> None:
@@ -50,10 +50,10 @@ class ShardOptimizer:
             parameter.grad = self._shards[name].grad = None
 
     def step(self, scale: float = 1.0) -> float:
-        """Multiply by `scale`, clip and apply the reduced gradients, advance the schedule; the global gradient norm
-        before clipping.
+        """Multiply by `scale`, clip and apply the reduced gradients, advance the schedule; return the global gradient
+        norm before clipping.
 
-        Collective over all ranks. A norm that is not finite is answered without touching the weights, on every rank.
+        Collective over all ranks. A norm that is not finite is returned without changing the weights, on every rank.
         """
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
@@ -105,7 +105,7 @@ class ShardOptimizer:
         return {**moments, "num_steps": self.num_steps}
 
     def adopt(self, num_steps: int) -> None:
-        """After moments were loaded in place. Rates and decays stay those of this command's flags."""
+        """Finish loading moments in place. Rates and decays stay those of this command's flags."""
         self.num_steps = num_steps
         for shard in self._shards.values():
             self._adam.state[shard]["step"].fill_(num_steps)

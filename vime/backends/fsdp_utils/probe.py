@@ -1,8 +1,8 @@
-"""Proof at start-up that a model keeps packed sequences apart: the one thing no model family promises.
+"""Check at start-up that a model keeps packed sequences apart, which no model family promises.
 
-A recurrent layer, an attention of its own, positions counted by itself or frequencies chosen for a whole pack would let
-a sequence see the one before it, and training would go on with wrong log-probabilities. `check_family` needs
-config.json alone and runs in preflight; `check_packing` runs on the model that trains.
+A recurrent layer, custom attention, custom position counts or frequencies chosen for a whole pack would let a sequence
+see the one before it, and training would continue with wrong log-probabilities. `check_family` needs config.json alone
+and runs before the start; `check_packing` runs on the model that trains.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from vime.types import ConfigError, EngineSpec, Role, describe
 
 NUM_TOKENS = 6  # of each of the two sequences
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Of the root mean square difference, as a share of the outputs' own. In bf16 kernels differ by about 0.01; what a
-sequence sees that it should not changes its outputs by the order of themselves."""
+"""Of the root mean square difference, as a share of the outputs' own. In bf16 kernels differ by about 0.01; a leak from
+another sequence changes outputs by their own order of magnitude."""
 ANOTHER = "Choose another model; --train-backend megatron trains Llama, Qwen2, Qwen3 and Qwen3-MoE."
 
 NAMES_A_LENGTH = re.compile(
     r"(window|window_size|chunk_size|floor_scale|original_max_position_embeddings|local_attention|index_topk)$"
 )
-"""Entries of a config.json beyond which attention or positions are computed in another way. The last position is none
-of them: no row is longer."""
+"""Entries of a config.json that are lengths beyond which attention or positions are computed in another way. The last
+position is not one of them: no row is longer."""
 SMALL_LENGTH, SMALL_WIDTH, SMALL_VOCABULARY = 8, 16, 96
 NUM_KV_HEADS = 2
 
@@ -45,8 +45,8 @@ NUM_KV_HEADS = 2
 def check_family(
     settings: PretrainedConfig, *, flag: str, checkpoint: str, implementation: str = attention.NAME, device: str = "cpu"
 ) -> None:
-    """Refuse a model whose packed sequences get other outputs than alone, by what config.json says. Local; draws from
-    no random state.
+    """Refuse a model whose packed sequences get other outputs than alone, by its config.json. Local; does not change
+    any random state.
 
     A random copy of the model is small in every way that costs: layers until each kind is there, widths, vocabulary,
     and the named lengths themselves, which become 8, 16, ... in their order. So sequences of a few tokens lie on both
@@ -58,14 +58,14 @@ def check_family(
     named = _named_lengths(settings.get_text_config())
     small = {length: SMALL_LENGTH * rank for rank, length in enumerate(sorted(set(named.values())), start=1)}
     sizes = {NUM_TOKENS, *(size + more for size in small.values() for more in (-1, 1, SMALL_LENGTH + 3))}
-    lengths = [max(sizes), *sorted(sizes)]  # the longest before all others and behind them
+    lengths = [max(sizes), *sorted(sizes)]  # the longest before and after all others
     said = ", ".join(f"{name} {length}" for name, length in named.items())
     where = f"{flag} {checkpoint}: model_type {settings.model_type!r}" + (f" with {said}" if said else "")
     try:
-        with _without_warnings():  # they would speak of the copy
+        with _without_warnings():  # they would be about the copy
             model = _small_copy(settings, small, implementation=implementation, device=device)
             pairs = _packed_and_alone(model, lengths, implementation=implementation)
-    except Exception as error:  # boundary: code of any family, on a config that it never met
+    except Exception as error:  # boundary: code of any family, with an unusual config
         if not named:
             return
         raise ConfigError(
@@ -94,7 +94,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _named_lengths(settings: PretrainedConfig | Mapping[str, object]) -> dict[str, int]:
-    """What NAMES_A_LENGTH finds in a config and the dicts in it."""
+    """Yield what NAMES_A_LENGTH finds in a config and the dicts in it."""
     found: dict[str, int] = {}
     for name, value in (settings if isinstance(settings, Mapping) else settings.to_dict()).items():
         if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def _named_lengths(settings: PretrainedConfig | Mapping[str, object]) -> dict[st
 def _small_copy(
     settings: PretrainedConfig, small: Mapping[int, int], *, implementation: str, device: str
 ) -> PreTrainedModel:
-    """The model in small, with random weights large enough that attention tells tokens apart."""
+    """Make a small model with random weights large enough that attention distinguishes tokens."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if implementation == FLASH else torch.float32
     model: PreTrainedModel
@@ -132,7 +132,7 @@ def _small_copy(
                 raise
         else:
             return model
-    raise AssertionError("the second turn returns or raises")
+    raise AssertionError("the second pass returns or raises")
 
 
 def _small_settings(settings: PretrainedConfig, small: Mapping[int, int], *, has_small_width: bool) -> PretrainedConfig:
@@ -162,7 +162,7 @@ def _small_settings(settings: PretrainedConfig, small: Mapping[int, int], *, has
 
 
 def _make_narrow(text: PretrainedConfig) -> None:
-    """Fewer heads of the same size and kind."""
+    """Reduce the number of heads; size and kind stay."""
     heads = getattr(text, "num_attention_heads", None) or 1
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     fewer = min(kv_heads, NUM_KV_HEADS) * heads // kv_heads
@@ -199,7 +199,7 @@ def _is_list(value: object) -> bool:
 def _packed_and_alone(
     model: PreTrainedModel, lengths: list[int], *, implementation: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits of each sequence of a pack, and of the same sequence alone under transformers' own attention."""
+    """Return logits of each sequence of a pack, and of the same sequence alone with transformers' own attention."""
     device, vocabulary = model.device, SMALL_VOCABULARY
     sequences = [
         [(7 * at + 3 * number + 1) % vocabulary for at in range(length)] for number, length in enumerate(lengths)
@@ -220,8 +220,8 @@ def _rms(values: Tensor) -> float:
 def check_packing(
     spec: EngineSpec, family: PreTrainedModel, model: nn.Module, *, implementation: str, device: torch.device
 ) -> None:
-    """A sequence behind another in a pack must get what it gets alone from transformers' own attention. Collective over
-    all ranks, which all find the same."""
+    """Check that a sequence behind another in a pack gets what it gets alone from transformers' own attention.
+    Collective over all ranks, which all find the same."""
     vocabulary = family.config.get_text_config().vocab_size
     first, second = ([(7 * number + start) % vocabulary for number in range(NUM_TOKENS)] for start in (1, 3))
 
@@ -230,8 +230,8 @@ def check_packing(
         inputs = model_inputs(batch, chosen)
         if chosen == "eager":
             del inputs["pack_starts"]
-        answer = model(**inputs)
-        whole: Tensor = answer if isinstance(model, ValueModel) else answer.logits
+        output = model(**inputs)
+        whole: Tensor = output if isinstance(model, ValueModel) else output.logits
         return whole[0, -NUM_TOKENS:]
 
     try:

@@ -29,8 +29,8 @@ NUMBERS_OF: dict[str, dict[str, type]] = {
     "qwen2": NUMBERS,
     "qwen3": {**NUMBERS, "head_dim": int},
 }
-"""What `read_architecture` reads, and what it is in a config.json that needs no completion. One of a model with experts
-always does: transformers renames its entries."""
+"""The entries that `read_architecture` reads, with their types in a config.json that needs no defaults from
+transformers. A model with experts always needs them: transformers renames its entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,9 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
 
 
 def is_complete(entries: dict[str, object]) -> bool:
-    """Whether config.json, of a supported model, says by itself all that is read here: as transformers writes it since
-    5.0. Then nobody has to load transformers, which brings torch: 3 CPU s before a run begins, and 1.5 in each trainer.
+    """Whether the config.json of a supported model has by itself everything that is read here, as transformers writes
+    it since 5.0. Then transformers, which imports torch, is not needed: 3 CPU s before a run begins, and 1.5 in each
+    trainer.
 
     What is missing, spelled as before 5.0 or of another type is left to transformers, which knows each model's
     defaults. Of entries that some models do not have, every default is the value that is expected.
@@ -108,7 +109,7 @@ def _completed(directory: str) -> dict[str, object]:
 
 
 def as_critic(architecture: Architecture) -> Architecture:
-    """The same transformer with a value head: nothing is left to be tied to the embedding."""
+    """Return the same transformer with a value head, so nothing is tied to the embedding."""
     return replace(architecture, is_tied=False, has_value_head=True)
 
 
@@ -132,7 +133,7 @@ def _refuse_unsupported(record: dict[str, object], where: str) -> None:
 
 
 def _rope(record: dict[str, object], where: str) -> tuple[float, float | None]:
-    """(theta, Llama-3 factor or None). transformers 5 gathers both in `rope_parameters`."""
+    """Return (theta, Llama-3 factor or None). transformers 5 gathers both in `rope_parameters`."""
     said = record.get("rope_parameters")
     parameters: dict[str, object] = dict(said) if isinstance(said, Mapping) else {}
     theta, kind = parameters.pop("rope_theta", None), parameters.pop("rope_type", "default")

@@ -1,4 +1,5 @@
-"""`MegatronBackend`: this process as a trainer rank. The door of the room; its caller is the Ray actor of that rank.
+"""`MegatronBackend`: this process as a trainer rank. The entry point of the package, called by the Ray actor of that
+rank.
 
 megatron modules are imported inside the methods, after `prepare_process` has set up the device: importing this file is
 cheap and changes nothing in the process.
@@ -49,6 +50,6 @@ class MegatronBackend:
         return build_engine(spec, self._config)
 
     def close(self) -> None:
-        """Leave the process groups and give back what the device layer redirected."""
+        """Leave the process groups and restore what the device layer redirected."""
         initialize.shut_down()
         cpu_device.uninstall()

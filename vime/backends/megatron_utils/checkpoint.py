@@ -65,8 +65,8 @@ def save(
 ) -> PendingSave:
     """Write DIRECTORY, which must be new or empty. Collective over all trainer ranks; `group` holds them all too.
 
-    In the background: the state is that of this call whatever is trained afterwards, the answer comes when it is
-    copied, and `PendingSave.wait` says when it is written. Otherwise it is written when this returns.
+    In the background: this returns when the state is copied, so later training does not change it, and
+    `PendingSave.wait` waits until it is written. Otherwise it is written when this returns.
     """
     strategy = PlannedStrategy()
     try:
@@ -147,7 +147,7 @@ def _metadata() -> dict[str, object]:
 
 
 def _layout() -> dict[str, object]:
-    """What random states belong to: the cut of the ranks, and the kind of device, whose generators differ in state."""
+    """Return what random states depend on: the layout of the ranks, and the kind of device."""
     return {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -167,7 +167,7 @@ def _expert_layout() -> dict[str, int]:
 
 
 def _refuse_other_experts(layout: Mapping[str, object], directory: Path, *, with_optimizer: bool) -> None:
-    """megatron-core 0.16.1 keys optimizer state by expert rank: another number of ranks cannot put it together."""
+    """Refuse another expert layout: megatron-core 0.16.1 keys optimizer state by expert rank."""
     mine = _expert_layout()
     saved = {name: layout.get(name, 1) for name in mine}
     for name, flag in (("expert", "--expert-model-parallel-size"), ("expert_tensor", "--expert-tensor-parallel-size")):
@@ -180,8 +180,8 @@ def _refuse_other_experts(layout: Mapping[str, object], directory: Path, *, with
 
 
 def _refuse_other_optimizer(directory: Path, optimizer: PolicyOptimizer) -> None:
-    """megatron-core's optimizers store other tensors, by which they are told apart, and cannot read each other's. One
-    that finds out in the middle of loading leaves weights behind that are of neither run."""
+    """Refuse the state of megatron-core's other optimizer, recognised by its tensors: neither reads the other's, and a
+    failure in the middle of loading would leave weights of neither run."""
     names = dist_checkpointing.load_tensors_metadata(str(directory)).keys()
     was_distributed = any(name.startswith("optimizer.state.param.") for name in names)
     was_bf16 = any(name.startswith("optimizer.state.fp32_param.") for name in names)
@@ -201,7 +201,7 @@ def _refuse_other_optimizer(directory: Path, optimizer: PolicyOptimizer) -> None
 def _state(
     core: list[GPTModel], optimizer: PolicyOptimizer, *, with_optimizer: bool, with_rng: bool, is_loading: bool
 ) -> dict[str, object]:
-    """What is written, or the mould that is filled when loading."""
+    """Return what is written, or the template that is filled when loading."""
     models = {f"model{index}": chunk.sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(core)}
     state: dict[str, object] = {**models, "format": FORMAT, "with_optimizer": with_optimizer, "layout": _layout()}
     if with_optimizer:
@@ -238,7 +238,8 @@ def _load_optimizer(optimizer: PolicyOptimizer, state: State) -> None:
 
 
 def _step_of(parameter: Tensor, group: Mapping[str, object], step: Tensor) -> Tensor:
-    """Its own step count, where torch looks for it: beside the parameter for a fused kernel, else on the host."""
+    """Give each parameter its own step count, where torch looks for it: beside the parameter for a fused kernel, else
+    on the host."""
     return step.detach().clone().to(parameter.device if group.get("fused") else "cpu")
 
 

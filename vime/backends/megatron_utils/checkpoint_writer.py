@@ -1,13 +1,13 @@
 """The bytes of a checkpoint on disk: megatron plans who writes what, this rank writes its part, then all ranks agree.
 
 Two ways to call it. At once: the live tensors are written and the caller waits. In the background: the tensors are
-copied to host memory, the caller goes on training, and a thread of this rank writes the copies. Both write the same
+copied to host memory, the caller continues training, and a thread of this rank writes the copies. Both write the same
 files with the same code.
 
 megatron's own asynchronous callers are not used (docs/decisions/0007): they fork a process that is full of the threads
 of Ray, gloo and OpenMP, share CPU tensors with the training until the fork, and finish by collectives on the training's
-own process groups. Here nothing is forked, and what ranks say to each other goes over a gloo group of its own, so it
-may happen beside any collective of the training.
+own process groups. Here nothing is forked, and ranks communicate over a separate gloo group, so this may run at the
+same time as any collective of the training.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ Bucket = tuple[str, str, tuple[list[object], list[tuple[WriteItem, Tensor]]]]
 
 
 class HashedFile:
-    """Hashes what torch writes into one file, on its way there: reading it back would cost twice as much. Stands in the
-    place of torch's transforms, which are asked for a stream for each tensor, and below the stream that they make."""
+    """Hashes what torch writes into one file, on its way there: reading it back would cost twice as much. Replaces
+    torch's transforms, which make a stream for each tensor, and lies below that stream."""
 
     def __init__(self, transforms: Transforms) -> None:
         self._transforms, self._content, self._num_bytes = transforms, new_hash(), 0
@@ -105,7 +105,7 @@ class PendingSave:
         self._thread: threading.Thread | None = None
 
     def copy(self) -> None:
-        """From now on the training may change its tensors. Objects (random states) are bytes already."""
+        """Copy the tensors, so that training may change them. Objects (random states) are bytes already."""
         for index, (file, key, (objects, tensors)) in enumerate(self._writer.write_buckets or []):
             copies = []
             while tensors:  # one after the other, so that a copy made by the plan is freed before the next is made
@@ -119,7 +119,7 @@ class PendingSave:
         self._thread.start()
 
     def run(self) -> None:
-        """Write, and hear whether every rank did. Collective over the group of checkpoints."""
+        """Write, and learn whether every rank did. Collective over the group of checkpoints."""
         started = time.monotonic()
         try:
             mine: list[WriteResult] | str = [
@@ -137,7 +137,7 @@ class PendingSave:
         logger.info("%s: written in %.1f s, failure: %s", self.directory, time.monotonic() - started, self._failure)
 
     def wait(self, deadline_s: float) -> None:
-        """Until the checkpoint is complete on every rank; raises CheckpointError when it will not be."""
+        """Wait until the checkpoint is complete on every rank; raises CheckpointError when it cannot be."""
         if self._thread is not None:
             with waiting("the checkpoint's bytes to be written", deadline_s=deadline_s):
                 self._thread.join(deadline_s)
@@ -152,7 +152,7 @@ class PendingSave:
             raise CheckpointError.unwritable(self.directory, self._failure)
 
     def _write(self, bucket: Bucket) -> list[WriteResult]:
-        """One file, flushed to the disk, by megatron's own function, which speaks through queues."""
+        """Write one file, flushed to the disk, with megatron's own function, which returns results through a queue."""
         answers: queue.Queue[tuple[int, list[WriteResult] | Exception]] = queue.Queue()
         running: queue.Queue[int] = queue.Queue()
         running.put(0)
@@ -165,7 +165,7 @@ class PendingSave:
         return results
 
     def _agree(self, mine: list[WriteResult] | str) -> str | None:
-        """What went wrong on any rank, the same answer on all. Rank 0 writes the table of contents last."""
+        """Return the failures of any rank, the same on all ranks. Rank 0 writes the metadata last."""
         is_first = dist.get_rank() == 0
         everyone: list[list[WriteResult] | str | None] | None
         everyone = [None] * dist.get_world_size() if is_first else None
@@ -184,6 +184,6 @@ class PendingSave:
         try:
             self._writer.finish(self._metadata, results)
             save_config(CheckpointingConfig(BACKEND, VERSION), str(self.directory))
-        except Exception as error:  # boundary: the other ranks wait for the answer
+        except Exception as error:  # boundary: the other ranks wait for the result
             return f"rank 0: {describe(error)}"
         return None

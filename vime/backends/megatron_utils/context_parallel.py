@@ -2,8 +2,8 @@
 
 A sequence of 2 C chunks (C: ranks) gives chunks r and 2 C - 1 - r to rank r, so that under causal attention all ranks
 do the same work ("zigzag", as Megatron-LM and Transformer Engine cut it). A pack is cut after it was made and its
-log-probabilities are put together before the loss, so planning, packing and every loss see whole sequences only, and
-their denominators need no thought here.
+log-probabilities are put together before the loss, so planning, packing and every loss see only whole sequences, and
+their denominators do not change.
 
 T: tokens of a pack, L = T / C: tokens of this rank.
 """
@@ -51,10 +51,10 @@ class ContextCut:
         return values_T[self.here_L]
 
     def whole(self, values_NL: Tensor) -> Tensor:
-        """[N, T] in sequence order from every rank's [N, L]. Collective over the group; all get the same answer.
+        """Gather [N, T] in sequence order from every rank's [N, L]. Collective over the group; all get the same result.
 
-        Backward takes back the gradient of this rank's part and sums nothing: every rank computes the same loss from
-        the answer, and only its own share of the graph hangs on its own entries.
+        Backward takes the gradient of this rank's part and sums nothing: every rank computes the same loss from the
+        result, and only this rank's part of the graph depends on its own entries.
         """
         return _Whole.apply(values_NL, self)  # type: ignore[no-untyped-call,no-any-return]
 

@@ -42,7 +42,7 @@ class Redirection:
 
 
 def install() -> list[str]:
-    """Redirect every name of the table; answers the names, none when CUDA is there. A second call changes nothing."""
+    """Redirect every name of the table. Returns the names, none when CUDA is there. A second call changes nothing."""
     if torch.cuda.is_available():
         return []
     if not _originals:
@@ -123,14 +123,14 @@ class _ScopedTorch(types.ModuleType):
 
 
 def _cuda_type_name(original: Callable[..., str | torch.Tensor]) -> Callable[..., str | torch.Tensor]:
-    """`tensor.type()` answers 'torch.cuda.FloatTensor' for a float tensor; `tensor.type(dtype)` is unchanged."""
+    """`tensor.type()` returns 'torch.cuda.FloatTensor' for a float tensor; `tensor.type(dtype)` is unchanged."""
 
     @functools.wraps(original)
     def type_of(self: torch.Tensor, *args: object, **kwargs: object) -> str | torch.Tensor:
-        answer = original(self, *args, **kwargs)
-        if isinstance(answer, str) and answer.startswith("torch.") and not answer.startswith("torch.cuda"):
-            return "torch.cuda." + answer.removeprefix("torch.")
-        return answer
+        name = original(self, *args, **kwargs)
+        if isinstance(name, str) and name.startswith("torch.") and not name.startswith("torch.cuda"):
+            return "torch.cuda." + name.removeprefix("torch.")
+        return name
 
     return type_of
 
@@ -178,7 +178,7 @@ def _scatter_pieces(original: Callable[..., torch.Tensor]) -> Callable[..., torc
     return scatter
 
 
-# CPU answers to calls that name a device, a stream or a copy mode: those arguments have no meaning here.
+# CPU versions of calls that name a device, a stream or a copy mode: those arguments have no meaning here.
 def _do_nothing(*_device: object) -> None:
     return None
 

@@ -34,8 +34,8 @@ from torch.autograd.function import once_differentiable
 from vime.backends.autograd import Context
 
 BLOCK_ENTRIES = 1 << 21
-"""Of a block of a weight's gradient: 8 MiB. Above the largest weight of a layer of small models, and far below their
-vocabulary's."""
+"""Bytes of a block of a weight's gradient: 8 MiB. Above the largest weight of a layer of small models, and far below
+their vocabulary's."""
 MIN_FLOPS = 1 << 27
 """Of one product; about 1 ms. Above 0, because oneDNN refuses factors without rows (an expert that got no tokens)."""
 NUM_KERNELS = 16
@@ -46,10 +46,11 @@ NUM_TRIALS = 2
 
 
 def keep_few_kernels() -> None:
-    """Before the first product: kernels of so many shapes as one pass over the layers has, not of 1,024. Each takes
-    600 KB, so a run whose packs differ in length held more than a GB of them after some rounds; and they lay between
-    the tensors, so that what a step freed had room for ever less of the next. Which shapes come back is all but chance,
-    but for the layers of one pass. What the user's environment says counts."""
+    """Keep kernels for as many shapes as one pass over the layers has, not for 1,024. Call it before the first product.
+
+    Each kernel takes 600 KB, so a run whose packs differ in length held more than a GB of them after some rounds. They
+    lay between the tensors, so memory that one step freed fitted less and less of the next step. Shapes return within a
+    pass over the layers, later almost only by chance. The user's environment variable wins."""
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, str(NUM_KERNELS))
 
@@ -99,8 +100,8 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: dist.Proc
 
 
 def gradient_sum(weight: Tensor) -> Tensor | None:
-    """Where gradients of this weight are added up: megatron's buffer, of a weight whose gradient nobody else waits for
-    (`PolicyOptimizer` says so). None: autograd carries them."""
+    """Return where gradients of this weight are summed: megatron's buffer, when nothing else waits for its gradient
+    (`PolicyOptimizer` sets this). None: autograd returns them."""
     return weight.main_grad if getattr(weight, "is_summed_in_place", False) else None  # type: ignore[attr-defined]
 
 
@@ -179,7 +180,7 @@ def _by_onednn(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 def _weight_gradient_from_smaller(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
     """oneDNN copies its first factor when it is transposed: let it be the smaller one. When that is the input, the
-    answer comes transposed; and the gradient must lie without gaps, or oneDNN takes a thousand times as long."""
+    result is transposed; and the gradient must be contiguous, or oneDNN takes a thousand times as long."""
     if grad_TN.size(1) > x_TK.size(1):
         return _by_onednn(x_TK.t(), grad_TN.contiguous().t()).t()
     return _by_onednn(grad_TN.t(), x_TK.t())

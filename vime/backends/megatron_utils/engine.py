@@ -78,12 +78,12 @@ class MegatronEngine:
         self._require_awake()
         missing = -len(batches) % self._parallel.micro_batch_multiple
         packs = [pack_rows(batch, self._parallel) for batch in [*batches, *[[]] * missing]]
-        answers = forward_values(self._chunks, packs, self._sampling, rule)
-        if not answers:
+        packed = forward_values(self._chunks, packs, self._sampling, rule)
+        if not packed:
             return []
         values = [
             [value_T[positions].cpu() for positions in batch.row_slices]
-            for batch, value_T in zip(packs, answers, strict=True)
+            for batch, value_T in zip(packs, packed, strict=True)
         ]
         return values[: len(batches)]
 
@@ -125,7 +125,7 @@ class MegatronEngine:
         checkpoint.load(directory, self._core, self._learning)
 
     def sleep(self) -> None:
-        """Asleep already: nothing happens."""
+        """Free device memory; does nothing when already asleep."""
         if self._offload.is_asleep:
             return
         kept: list[Tensor] = [parameter for chunk in self._core for parameter in chunk.parameters()]
@@ -154,7 +154,7 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
     if spec.has_value_head:
         architecture = as_critic(architecture)
     model_config = transformer_config(architecture, parallel)
-    # only the policy answered with these experts; another model has a router of its own
+    # only the policy generated with these experts; other models have their own router
     replays_routing = config.algo.use_rollout_routing_replay and spec.role is Role.ACTOR
     core = build_chunks(architecture, model_config, parallel, replays_routing=replays_routing)
     hf = HFWeights(core, architecture)

@@ -1,6 +1,7 @@
 """The tensors that a model of each supported family has in its files, by config.json alone and without torch.
 
-What a wrong directory lacks is said before any process starts, and `HFWeights` asks here for names and shapes.
+Missing tensors of a wrong directory are reported before any process starts, and `HFWeights` takes names and shapes from
+here.
 """
 
 from __future__ import annotations

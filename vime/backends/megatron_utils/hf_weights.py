@@ -3,7 +3,7 @@
 Load reads each HF tensor that this rank needs, one at a time, and keeps its slice. Export is a generator of whole HF
 tensors in buckets: its extra memory is about two buckets (or two times the largest tensor), whatever the model's size.
 Measured on a 538 MB model: 32 MiB buckets cost 265 MB, one bucket 1,075 MB. Where a replica is one rank there is
-nothing to gather, and what is exported shares the memory of the parameters: whoever keeps it copies it.
+nothing to gather, and exported tensors share the memory of the parameters: a caller that keeps them must copy them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HFWeights:
         self._pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[list[_Shard]] = [[] for _ in range(self._pipeline_group.size())]
         dist.all_gather_object(stages, mine, group=self._pipeline_group)
-        # By layer, whoever holds it: the order of the stream, and so its hash, is the same in every layout. Only the
+        # By layer, on whatever rank: the order of the stream, and so its hash, is the same in every layout. Only the
         # experts of a layer come in another order for each expert-parallel size: one of every rank, then the next.
         self._order = sorted(
             ((stage, shard) for stage, shards in enumerate(stages) for shard in shards),
@@ -106,13 +106,14 @@ class HFWeights:
         return self._expert_tensor_group if shard.is_expert else self._tensor_group
 
     def _names(self, shard: _Shard) -> list[str]:
-        """What this parameter is called in the whole model, on each rank of the expert group; one name if dense."""
+        """Return this parameter's names in the whole model, one for each rank of the expert group; one name if
+        dense."""
         if not shard.is_expert:
             return [shard.name]
         return [with_expert_offset(shard.name, offset) for offset in self._expert_offsets()]
 
     def _expert_offsets(self) -> list[int]:
-        """The number of the first expert of each rank of the expert group."""
+        """Return the number of the first expert of each rank of the expert group."""
         size = self._expert_group.size()
         return [rank * (self._architecture.num_experts // size) for rank in range(size)]
 

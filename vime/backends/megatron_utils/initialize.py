@@ -26,7 +26,7 @@ NOT_USED = ("wandb", "tensorboard")
 
 
 def prepare_process(device: str) -> list[str]:
-    """Choose the device of this process; answers the names that the CPU device layer redirected (none on CUDA).
+    """Choose the device of this process. Returns the names that the CPU device layer redirected (none on CUDA).
 
     `device` is the resolved --device. A CPU run on a machine that shows a GPU is refused here: megatron-core would put
     its tensors on the GPU whatever we say.
@@ -71,7 +71,7 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
         distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # a timedelta is made of it
         create_gloo_process_groups=on_cuda,  # extra groups for checkpoints; on the CPU every group is gloo already
     )
-    # Pipeline stages draw different numbers, as in Megatron-LM; the tracker tells tensor-parallel ranks apart.
+    # Pipeline stages draw different numbers, as in Megatron-LM; the tracker distinguishes tensor-parallel ranks.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     numpy.random.seed(stage_seed % 2**32)

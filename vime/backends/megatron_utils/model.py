@@ -172,7 +172,7 @@ class CompletionModel(GPTModel):
         self, hidden_states: Tensor, *arguments: object, packed_seq_params: PackedSeqParams, **options: object
     ) -> Tensor:
         """megatron's own, behind the decoder; `hidden_states` [L, 1, H], or [L / TP, 1, H] under sequence parallelism.
-        Collective over the tensor-parallel group then. With `read_logits` of the pack its answer to the logits [A, V],
+        Collective over the tensor-parallel group then. With `read_logits` of the pack its result for the logits [A, V],
         instead of them: the first value, and all of them as the pack's `values` (megatron's schedule takes no tuple).
         """
         answer_U = getattr(packed_seq_params, "answer_U", None)

@@ -135,10 +135,10 @@ class PolicyOptimizer:
             self._model_config.finalize_model_grads_func = kept
 
     def step(self, scale: float = 1.0) -> float:
-        """Multiply by `scale`, clip and apply the reduced gradients, advance the schedule; answers the global gradient
+        """Multiply by `scale`, clip and apply the reduced gradients, advance the schedule. Returns the global gradient
         norm before clipping.
 
-        Collective over all ranks. A norm that is not finite is answered without touching the weights: the same number
+        Collective over all ranks. A norm that is not finite is returned without changing the weights: the same number
         reaches every rank, so the caller can raise everywhere.
         """
         optimizer = self.megatron
@@ -161,7 +161,7 @@ class PolicyOptimizer:
     def finish_round(self) -> None:
         """Make the parameters those of the last step on every rank. Collective over all trainer ranks.
 
-        Under --overlap-param-gather the next forward pass would gather them; whoever reads them sooner (export, hash,
+        Under --overlap-param-gather the next forward pass would gather them; code that reads them sooner (export, hash,
         checkpoint) would find this rank's own shard new and the others old.
         """
         if self._gathers_late:

@@ -27,7 +27,7 @@ from vime.types import HandoffError
 
 class GivenExperts(RouterReplay):
     """What megatron's router asks in the place of its own top-k. Not in megatron's global list: one list for all models
-    of a process could not tell a policy from its reference."""
+    of a process could not distinguish a policy from its reference."""
 
     def __init__(self) -> None:
         self.experts_LK: Tensor | None = None  # int64; L: tokens of this rank, K: experts a token
@@ -50,7 +50,7 @@ class GivenExperts(RouterReplay):
 
 
 class ReplayLayer(TransformerLayer):
-    """A layer that tells its router, each time it runs, which experts the pack names for it."""
+    """A layer that gives its router, each time it runs, the experts that the pack names for it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)

@@ -57,7 +57,7 @@ def pack_rows(
 def forward_backward(
     chunks: Sequence[MegatronModule], packs: Sequence[PackedBatch], sampling: Sampling | None, loss_function: PackLoss
 ) -> list[Tensor]:
-    """Accumulate the gradients of one optimizer step; answers the statistics of each pack (last stage), else [].
+    """Accumulate the gradients of one optimizer step. Returns the statistics of each pack (last stage), else [].
 
     Collective over all trainer ranks: every rank passes the same number of packs, of which some may be empty.
 
@@ -101,7 +101,7 @@ class BatchPart:
     batch: PackedBatch
     cut: ContextCut | None
     answer_A: Tensor | None  # of its L tokens, those that predict a response token; at least one, so that nothing is
-    # empty. None with a value head, which answers all
+    # empty. None with a value head, which returns all
     shared: SharedPrompts | None = None
 
     def computed(self, values_T: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ ModelOutput = Tensor | tuple[Tensor, ...]
 def _read_logits(
     part: BatchPart, sampling: Sampling, rule: SamplingRule | None
 ) -> Callable[[Tensor, slice], tuple[Tensor, ...]]:
-    """What `CompletionModel` asks about the logits [A, V] of each chunk of the answers' tokens. They are used up."""
+    """Read what the loss needs from the logits [A, V] of each chunk of response tokens. The logits are overwritten."""
     assert part.answer_A is not None
     group = parallel_state.get_tensor_model_parallel_group()
     label_A = part.part(part.batch.labels_T)[part.answer_A]
@@ -218,7 +218,7 @@ def _run(
     sampling: Sampling | None,
     rule: SamplingRule | None = None,
 ) -> list[Tensor]:
-    """Drive megatron's schedule; answers what `on_output` said (its second value when training), per pack."""
+    """Run megatron's schedule. Returns the result of `on_output` (its second value when training) per pack."""
 
     tokens_per_call = _tokens_per_call(chunks)
 

@@ -16,7 +16,7 @@ class ValueHead(torch.nn.Module):
 
     It begins at zero unless the checkpoint brings one: every value of the first round is then exactly 0 in any layout,
     so its advantages come from rewards alone and not from noise; the transformer below it learns from the second step
-    on. No bias: the final norm's scale carries a constant. Computed and answered in fp32.
+    on. No bias: the final norm's scale carries a constant. Computed and returned in fp32.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "16000000000",
 }
 Step = Callable[[str], dict[str, float]]
-"""One optimizer step on the batch of this name; answers what it computed (loss, gradient norm)."""
+"""Makes one optimizer step on the batch of this name. Returns what it computed (loss, gradient norm)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def take_turns(
 
 def _answer(pipe: Connection, name: str) -> Any:
     if not pipe.poll(ANSWER_DEADLINE_S):
-        raise SystemExit(f"side {name!r} did not answer within {ANSWER_DEADLINE_S} s")
+        raise SystemExit(f"side {name!r} did not respond within {ANSWER_DEADLINE_S} s")
     try:
         return pipe.recv()
     except EOFError:
