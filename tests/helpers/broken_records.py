@@ -274,7 +274,7 @@ by_plugin(
     "a generate function that cannot resume",
     "--custom-generate-function-path",
     "async def rm(args, sample, sampling_params):\n    return sample\n",
-    *("--custom-generate-function-path", "does not say that it can go on", "set `resumes = True`"),
+    *("--custom-generate-function-path", "does not declare that it can continue", "set `resumes = True`"),
     more=("--partial-rollout", "--mask-offpolicy-in-partial-rollout"),
 )
 

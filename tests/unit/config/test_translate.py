@@ -241,5 +241,5 @@ def test_flags_of_the_queue_that_changed_nothing_any_more_are_accepted_with_a_no
 def test_a_joined_value_may_begin_with_a_dash_and_a_word_too_many_is_refused() -> None:
     assert parse(["--rollout-top-k=-1", "--rollout-stop=--end"]).rollout.rollout_stop == ("--end",)
     assert "--lr 1 2: 2 is too much after --lr" in refusal("--lr", "1", "2")
-    assert "--bf16 true: true is too much behind --bf16" in refusal("--bf16", "true")
+    assert "--bf16 true: true is too much after --bf16" in refusal("--bf16", "true")
     assert "train.jsonl: expected a flag in front" in refusal("train.jsonl")
