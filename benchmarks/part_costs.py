@@ -275,7 +275,7 @@ def ledger() -> None:
     from vime.handoff.ledger import Ledger
     from vime.handoff.prompt_ledger import PromptLedger
     from vime.handoff.round_ledger import RoundLedger
-    from vime.ray.ledger_actor import LedgerClient
+    from vime.ray.ledger_actor import LedgerActor, LedgerClient
     from vime.ray.stream import ledger_rules
 
     with bare_ray(Setting(groups=1024, staleness=1)) as (config, directory):
@@ -308,7 +308,7 @@ def ledger() -> None:
             ask = {"version": 0, "holder": "bench", "count": count}
             both(f"ledger, lease of {count}", spent(pids, lambda ask=ask: client.call(RoundLedger.lease, 0, **ask), 20))
         release_round(client, 1024)
-        ref = client._handle.wait_for_news.remote(-1, 60.0, {"round_of": 1024, "at_least": 4096})
+        ref = client._actor.ask_coroutine(LedgerActor.wait_for_news, -1, 60.0, {"round_of": 1024, "at_least": 4096})
         time.sleep(0.5)
         both("ledger, issue of 8, one waits for a round of 1024", spent(pids, lambda: issue(8), 60))
         del ref
@@ -518,7 +518,7 @@ def fleet() -> None:
             for _ in range(1 + TURNS):  # the first one connects
                 began = time.process_time()
                 for _ in range(5):
-                    fanout.get("/health")
+                    fanout._on_each("GET", "/health", [None] * count)
                 turns.append((time.process_time() - began) / 5 / count)
             fanout.close()
         say(f"weight update, a call of one engine of {count}", statistics.median(turns[1:]) * 1e3, "ms")

@@ -241,12 +241,14 @@ class Half:
         had."""
         import ray
 
-        generated = ray.get(self.manager.generate.remote(number), timeout=DEADLINE_S)
+        from vime.ray.rollout_manager import RolloutManager
+
+        generated = ray.get(self.manager.ask(RolloutManager.generate, number), timeout=DEADLINE_S)
         self.stream.leased(generated.lease)
         ticket = ray.put(generated.ticket)
         num_tokens = sum(ray.get([rank.fetch.remote(ticket) for rank in self.ranks], timeout=DEADLINE_S))
         self.stream.trained(number, "")
-        ray.get(self.manager.clear.remote(generated.ticket), timeout=DEADLINE_S)
+        ray.get(self.manager.ask(RolloutManager.clear, generated.ticket), timeout=DEADLINE_S)
         set_version(self.engine_url, number + 1)
         self.stream.release(number + 1)
         return generated, num_tokens
@@ -259,9 +261,10 @@ def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
 
     from vime.backends.vllm_utils.router import RouterProcess
     from vime.observability.logs import setup_logging
+    from vime.ray.actor import start_actor
     from vime.ray.cluster import start_ray, stop_ray
     from vime.ray.ledger_choice import choose_ledger
-    from vime.ray.rollout_manager import RolloutManager
+    from vime.ray.rollout_manager import MAX_CALLS, RolloutManager
     from vime.ray.stores import start_queue, stop_queue
     from vime.ray.stream import Stream
     from vime.types import EngineAddress
@@ -280,16 +283,18 @@ def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
         start_ray(config)
         address = start_queue(config)
         stack.callback(stop_queue, address)
-        manager = RolloutManager.options(num_cpus=0.2).remote(config, str(run_dir), address)
-        stack.callback(ray.kill, manager)
+        manager = start_actor(
+            RolloutManager, {"num_cpus": 0.2, "max_concurrency": MAX_CALLS}, config, str(run_dir), address
+        )
+        stack.callback(manager.kill)
         addresses = [EngineAddress(name=f"engine-{at}", url=url, key="") for at, url in enumerate(urls)]
         router = RouterProcess(config, addresses, run_dir=run_dir)
         stack.callback(router.stop)
         router.start()
         router.wait_ready(DEADLINE_S)
-        ray.get(manager.prepare.remote(None), timeout=DEADLINE_S)
+        ray.get(manager.ask(RolloutManager.prepare, None), timeout=DEADLINE_S)
         connected = config.replace(vllm_router_ip="127.0.0.1", vllm_router_port=router.port)
-        ray.get(manager.connect.remote(connected, ""), timeout=DEADLINE_S)
+        ray.get(manager.ask(RolloutManager.connect, connected, ""), timeout=DEADLINE_S)
         actor = ray.remote(SourceRank).options(num_cpus=0.1)
         ranks = [actor.remote(connected, address, rank) for rank in range(NUM_RANKS)]
         stream = Stream.open(
@@ -297,7 +302,7 @@ def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
             choice=choose_ledger(run_dir, None),
         )  # fmt: skip
         stack.callback(stream.end)
-        stack.callback(lambda: ray.get(manager.close.remote(), timeout=DEADLINE_S))
+        stack.callback(lambda: ray.get(manager.ask(RolloutManager.close), timeout=DEADLINE_S))
         stack.callback(stream.close)
         set_version(urls[0], 0)
         stream.release(0)

@@ -78,7 +78,7 @@ def scaled(run: Run, engines: int) -> Run:
         ranks=of(run.ranks),
         sources=sources,
         warm_up=2 * (run.staleness + 1),
-        rounds=16 if engines < 256 else 8,  # more groups in each
+        rounds=min(run.rounds, 16 if engines < 256 else 8),  # more groups in each
     )
 
 

@@ -16,9 +16,10 @@ missing=$(for extra in ${EXTRAS//,/ }; do [ -e "$STAMP-$extra" ] || echo "$extra
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
   echo "install: needs Python 3.11, got $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3.11." >&2; exit 2; }
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+# No bytecode: pip makes that of 30,000 files on one core (40 CPU s), and an import makes what it needs, once.
 # pip reports the packages left out on purpose (see setup.py) as conflicts; its other messages are shown.
 pip() {
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
+  "$VENV/bin/python" -m pip install --no-compile --quiet --disable-pip-version-check "$@" \
     2> >(grep -vE 'dependency resolver|requires (triton|torchaudio|torchcodec|torchvision)|is ignored: it is neither' >&2)
 }
 

@@ -1,4 +1,4 @@
-"""Protocols of the plug-in points and of the parts that can be swapped, and loading a plug-in by dotted path.
+"""Protocols of the plug-in points and of the replaceable parts, and loading a plug-in by dotted path.
 
 A plug-in is named by a dotted path (`package.module.name`) or by a file (`path/to/file.py:name`). It is checked when
 it is loaded, at start-up, so that a wrong signature is refused before the first prompt is sent.
@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 
 class SamplingParams(TypedDict, total=False):
-    """How an answer is sampled, in vLLM's names. What generate functions get and hand on; others may be added."""
+    """How a completion is sampled, in vLLM's names. Generate functions get it and pass it on; other keys may be
+    added."""
 
     temperature: Required[float]
     max_tokens: Required[int]
@@ -66,7 +67,7 @@ class SamplingParams(TypedDict, total=False):
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Where prompts come from. `get_samples(n)` answers n groups of N pending samples each."""
+    """The source of prompts. `get_samples(n)` returns n groups of N pending samples each."""
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]: ...
     def add_samples(self, groups: list[list[Sample]]) -> None: ...
@@ -76,7 +77,7 @@ class DataSource(Protocol):
 
 
 class RolloutFunction(Protocol):
-    """One round of generation, or one evaluation."""
+    """Run one round of generation, or one evaluation."""
 
     def __call__(
         self, args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
@@ -84,13 +85,13 @@ class RolloutFunction(Protocol):
 
 
 class GenerateFunction(Protocol):
-    """One answer (or several, for a fan-out) to one prompt."""
+    """Generate one completion (or several, for a fan-out) of one prompt."""
 
     async def __call__(self, args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample | list[Sample]: ...
 
 
 class RewardFunction(Protocol):
-    """The reward of one sample; with --group-rm the rewards of a whole group."""
+    """Return the reward of one sample; with --group-rm the rewards of a whole group."""
 
     async def __call__(self, args: Args, sample: Sample, **kwargs: object) -> float | dict[str, float]: ...
 
@@ -102,7 +103,7 @@ class GroupFilter(Protocol):
 
 
 LOSS_PARAMETERS = ("args", "logp_T", "entropy_T", "columns")
-"""What --custom-loss-path is called with, by position; see `LossFunction`."""
+"""The parameters of --custom-loss-path, by position; see `LossFunction`."""
 
 
 class LossFunction(Protocol):
@@ -119,10 +120,10 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResponse:
-    """What all engines say about one bucket of weights; seconds are the slowest engine's."""
+    """The responses of all engines to one bucket of weights; seconds are the slowest engine's."""
 
-    pause_s: float  # of the first bucket: until nothing was generated any more
-    confirm_s: float  # of the last one: from loaded to reported
+    pause_s: float  # of the first bucket: until no engine generated any more
+    confirm_s: float  # of the last one: from loaded to confirmed
     reports: Sequence[EngineReport]  # of the last one
 
 
@@ -134,7 +135,8 @@ class EngineControl(Protocol):
     def world_sizes(self) -> list[int]: ...
     def init_transfer(self, init_info_by_engine: Sequence[Mapping[str, object]]) -> None: ...
     def update(self, update_info: UpdateInfo, *, version: Version, pause_mode: str) -> UpdateResponse:
-        """One bucket of `version`: the first pauses the engines, with the last they say what they hold."""
+        """Send one bucket of `version`: the first one pauses the engines; after the last one they report what they
+        hold."""
         ...
 
     def resume(self) -> None: ...
@@ -154,21 +156,22 @@ class PackLoss(Protocol):
 
 
 class PendingSave(Protocol):
-    """A checkpoint whose state was copied and whose bytes are on their way.
+    """A checkpoint whose state was copied and whose bytes are still being written.
 
-    `hashes` has size and hash of the files that this rank hashed while it wrote them, when `wait` has answered; it may
+    `hashes` has size and hash of the files that this rank hashed while it wrote them, once `wait` has returned; it may
     be empty."""
 
     hashes: dict[Path, tuple[int, str]]
 
     def wait(self, deadline_s: float) -> None:
-        """Until it is complete on every rank. Local. Raises CheckpointError on every rank when one could not write, and
-        WaitTimeoutError."""
+        """Wait until it is complete on every rank. Local. Raises CheckpointError on every rank when one could not
+        write, and WaitTimeoutError."""
         ...
 
 
 class TrainEngine(Protocol):
-    """One model on this rank: forward, learn, save, load, sleep, export. Roles are engines; `vime/training` plays them.
+    """One model on this rank: forward, learn, save, load, sleep, export. Each role is an engine; `vime/training` uses
+    them.
 
     Every method but `weight_metadata` and `learning_rate` is collective: over the ranks of this replica for `forward`
     and `export_weights` (over all trainer ranks where experts or shards lie on several replicas), over all trainer
@@ -180,17 +183,18 @@ class TrainEngine(Protocol):
 
     @property
     def takes_part_in_export(self) -> bool:
-        """Whether `export_weights` needs this rank."""
+        """Return whether `export_weights` needs this rank."""
         ...
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next `apply_gradients` uses."""
+        """Return the rate that the next `apply_gradients` uses."""
         ...
 
     def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
-        """[R] fp32 on the CPU per row of each micro-batch: log p of the response tokens at the sampling temperature, or
-        with a value head the predicted return at each. [] where `RankPlace.holds_tokens` is False. No gradient.
+        """Return [R] fp32 on the CPU per row of each micro-batch: log p of the response tokens at the sampling
+        temperature, or with a value head the predicted return at each. [] where `RankPlace.holds_tokens` is False. No
+        gradient.
 
         `rule`: log p under another rule than the run's (`algo.sampling.log_probs_under`), to record a mismatch;
         never for a value head."""
@@ -205,51 +209,51 @@ class TrainEngine(Protocol):
         is_first: bool = True,
         is_last: bool = True,
     ) -> list[Tensor]:
-        """Forward and backward over micro-batches of one optimizer step: all of them, or one early batch after another.
+        """Run forward and backward over micro-batches of one optimizer step: all of them, or one early batch after
+        another.
 
-        The first early batch forgets old gradients; after the last the gradients stand, as those of one pass over the
-        micro-batches of all early batches would. `forward` may be called between two early_batches.
-        `columns[i][name][j]` is the [R] tensor of a further column for `batches[i][j]`. Every rank passes the same
-        number of micro-batches, of which some may be empty. Answers the statistics of each pack, [] off
-        `RankPlace.holds_tokens`.
+        The first early batch clears old gradients; after the last one the gradients are those of one pass over the
+        micro-batches of all early batches. `forward` may be called between two early batches. `columns[i][name][j]` is
+        the [R] tensor of a further column for `batches[i][j]`. Every rank passes the same number of micro-batches, of
+        which some may be empty. Returns the statistics of each pack, [] off `RankPlace.holds_tokens`.
         """
         ...
 
     def apply_gradients(self, scale: float = 1.0) -> float:
-        """Multiply the gradients by `scale`, clip, step, advance the schedule; their global norm before clipping. One
-        that is not finite is answered on every rank without touching the weights."""
+        """Multiply the gradients by `scale`, clip, step, advance the schedule; return their global norm before
+        clipping. If the norm is not finite, every rank returns it without touching the weights."""
         ...
 
     def finish_round(self) -> None:
-        """Make the parameters those of the last step on every rank, for whoever reads them next."""
+        """Make the parameters those of the last step on every rank, for the next reader."""
         ...
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """Model, optimizer, schedule and random states of this call into a new directory.
+        """Write model, optimizer, schedule and random states of this call into a new directory.
 
-        In the background: answers when the state is copied to host memory, and the bytes are written while training
-        goes on; this save has ended before the next one begins. Otherwise all is written when this answers.
+        In the background: returns when the state is copied to host memory, and the bytes are written while training
+        continues; this save has ended before the next one begins. Otherwise everything is written when this returns.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Inverse of `save`, also from another layout of the same backend."""
+        """Load what `save` wrote, also from another layout of the same backend."""
         ...
 
     def sleep(self) -> None:
-        """Give back device memory of parameters, gradients and optimizer; keep their values and the random states."""
+        """Free device memory of parameters, gradients and optimizer; keep their values and the random states."""
         ...
 
     def wake_up(self) -> None:
-        """Inverse of `sleep`: nothing computed afterwards differs from a run without the pair."""
+        """Undo `sleep`: nothing computed afterwards differs from a run without the pair."""
         ...
 
     def weight_metadata(self) -> list[TensorMeta]:
-        """What `export_weights` will yield, in its order. Local."""
+        """Return what `export_weights` will yield, in its order. Local."""
         ...
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors of the present weights; every rank that takes part exhausts it."""
+        """Yield HF tensors of the present weights; every rank that takes part must exhaust it."""
         ...
 
 
@@ -263,7 +267,7 @@ class TrainBackend(Protocol):
     @property
     def device(self) -> torch.device: ...
     def build(self, spec: EngineSpec) -> TrainEngine:
-        """Collective over all trainer ranks, in the same order on each."""
+        """Build an engine. Collective over all trainer ranks, in the same order on each."""
         ...
 
     def close(self) -> None: ...
@@ -282,7 +286,7 @@ def load_plugin(path: str, flag: str, parameters: Iterable[str]) -> Callable[...
     expected = list(parameters)
     try:
         signature = inspect.signature(plugin)
-    except ValueError:  # of C code that does not tell
+    except ValueError:  # C code without a signature
         return plugin
     try:
         signature.bind(*expected)
@@ -303,12 +307,12 @@ def calling_plugin(
     expected: str = "",
     on_device: bool = False,
 ) -> Iterator[None]:
-    """Around a call of a stranger's code: whatever it raises becomes `raises`, with the plug-in's own file and line in
-    the message and the traceback in this process's log.
+    """Wrap a call of a plug-in: what it raises becomes `raises`, with the plug-in's own file and line in the message
+    and the traceback in this process's log.
 
-    SystemExit and CancelledError too: Python would take them for the end of the thread, loop or task that called, and
-    who waits for its answer would wait for ever. Not: an error of Vime, a cancellation by us, and, of a plug-in that
-    works `on_device` of a trainer rank, a fault of the device or of a peer.
+    This includes SystemExit and CancelledError: Python would take them for the end of the calling thread, loop or task,
+    and the process that waits for the result would wait for ever. It excludes errors of Vime, a cancellation by us,
+    and, for a plug-in that works `on_device` of a trainer rank, a fault of the device or of a peer.
     """
     try:
         yield
@@ -333,17 +337,18 @@ def _is_cancelled_by_us(error: BaseException) -> bool:
 
 def _defined_at(plugin: Callable[..., object]) -> str:
     code = getattr(inspect.unwrap(plugin), "__code__", None)
-    if code is None:  # a class, or an object that can be called
+    if code is None:  # a class, or an instance with __call__
         return f"{getattr(plugin, '__module__', '?')}.{getattr(plugin, '__qualname__', type(plugin).__qualname__)}"
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _raised_at(error: BaseException, plugin: Callable[..., object]) -> str:
-    """The last line of the plug-in's own file that led to `error`, `file.py:12`; the last line of all without one."""
+    """Return the last line of the plug-in's own file that led to `error`, `file.py:12`; without one, the last line of
+    all."""
     while isinstance(plugin, functools.partial):
         plugin = plugin.func
     function = inspect.unwrap(plugin)
-    code = getattr(function, "__code__", None)  # an object that can be called has none: then the last line of all
+    code = getattr(function, "__code__", None)  # an instance with __call__ has none: then the last line of all
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     last = (own or frames)[-1]
@@ -366,8 +371,8 @@ def import_object(path: str, flag: str) -> object:
 
 
 def _import_module(name: str, where: str) -> ModuleType:
-    """The module that a plug-in is in. Importing it runs a stranger's code, so anything may come out of it; the refusal
-    says where: file and line of the plug-in itself, not of the library that it called last."""
+    """Import the module of a plug-in. It runs the user's code, which may raise anything. The error names file and line
+    of the plug-in itself, not of the library that it called last."""
     is_file = name.endswith(".py")
     try:
         return _import_file(name) if is_file else importlib.import_module(name)
@@ -389,7 +394,7 @@ def _import_module(name: str, where: str) -> ModuleType:
             f"{where}: is not Python: {error.msg} (at {error.filename}:{error.lineno}): {line!r:.80}. Correct "
             "that line."
         ) from error
-    except (Exception, SystemExit) as error:  # boundary: what a stranger's module does when it is imported
+    except (Exception, SystemExit) as error:  # boundary: the user's module may raise anything when it is imported
         raise ConfigError(
             f"{where}: importing it raised {type(error).__name__}: {error} (at {_imported_at(error, name)}). Correct "
             "that line."
@@ -397,7 +402,8 @@ def _import_module(name: str, where: str) -> ModuleType:
 
 
 def _imported_at(error: BaseException, name: str) -> str:
-    """The last line of the plug-in's own file, or of the first file that is not the import machinery's."""
+    """Return the last line of the plug-in's own file, or of the first file that is not part of Python's import
+    system."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     frames = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
     own = [frame for frame in frames if frame.filename == str(Path(name).expanduser().resolve())]
@@ -418,7 +424,7 @@ def _import_file(file: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
     try:
         spec.loader.exec_module(module)
-    except BaseException:  # boundary: half of a module is none; who imports it again shall see the same error
+    except BaseException:  # boundary: half of a module is not kept, so that the next import raises the same error
         del sys.modules[spec.name]
         raise
     return module

@@ -1,7 +1,7 @@
-"""The nouns of Vime: what a sample, a group, a training row, a plan and a version are, and how a run fails.
+"""The data types of Vime: sample, group, training row, plan, version, and the errors that end a run.
 
-Every room imports this file and this file imports only the standard library. Shape letters used in comments here
-and in tensor names everywhere: P prompts, N samples a prompt, R response tokens, T packed tokens, V vocabulary.
+Every package imports this file and this file imports only the standard library. Shape letters used in comments here and
+in tensor names everywhere: P prompts, N samples a prompt, R response tokens, T packed tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,22 +27,22 @@ Version = int
 
 
 NOT_RECORDED = -1
-"""In the place of an expert's number: the token goes where the trainer's own router sends it."""
+"""Stands for an unknown expert number: the trainer's own router decides about the token."""
 
 
 LARGEST_REWARD = 3.4028234663852886e38
-"""Of float32, in which advantages reach the loss."""
+"""The largest float32: advantages reach the loss in that type."""
 
 
 Reward = float | dict[str, float]
-"""Of one sample; --reward-key says which entry of a dict is trained on."""
+"""The reward of one sample; --reward-key says which entry of a dict is trained on."""
 
 RoutedExperts: TypeAlias = "Sequence[Sequence[Sequence[int]]] | NDArray[np.integer]"
 """Expert numbers [tokens, layers, top_k]."""
 
 
 class SampleStatus(StrEnum):
-    """How generation of one answer ended."""
+    """How generation of one completion ended."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -56,7 +56,7 @@ FINISH_STATUS = {
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
 }
-"""How an engine says that an answer ended."""
+"""The finish reasons of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class VersionSpan:
 
 
 def tiling_fault(spans: Sequence[VersionSpan], length: int) -> str | None:
-    """What is wrong with spans that must cover [0, length) without gap or overlap; None when nothing is."""
+    """Return what is wrong with spans that must cover [0, length) without gap or overlap; None when nothing is."""
     covered = 0
     for span in spans:
         if span.start != covered or span.end <= span.start:
@@ -79,14 +79,14 @@ def tiling_fault(spans: Sequence[VersionSpan], length: int) -> str | None:
 
 
 def oldest_trainable(spans: Sequence[VersionSpan], loss_mask: Sequence[int]) -> Version | None:
-    """Oldest version among the trainable tokens; of all tokens when none is trainable; None without tokens."""
+    """Return the oldest version of the trainable tokens; of all tokens when none is trainable; None without any."""
     trainable = [span.version for span in spans if any(loss_mask[span.start : span.end])]
     return min(trainable or [span.version for span in spans], default=None)
 
 
 Number = TypeVar("Number", int, float)
 OWN = "own"
-"""Where `Sample.to_dict` keeps attributes that plug-ins set, as far as JSON can carry them."""
+"""The key under which `Sample.to_dict` keeps attributes that plug-ins set, as far as JSON can hold them."""
 
 
 def _is_json(value: object) -> bool:
@@ -98,7 +98,7 @@ def _is_json(value: object) -> bool:
 
 
 def _plain_list(values: Iterable[Number]) -> list[Number]:
-    """A list of numbers from a list, a tuple, an array or a tensor."""
+    """Return a list of numbers from a list, a tuple, an array or a tensor."""
     return list(values.tolist() if hasattr(values, "tolist") else values)
 
 
@@ -106,19 +106,19 @@ def _copied_numbers(values: Iterable[float] | None) -> list[float] | None:
     return None if values is None else list(values)
 
 
-_COPIES: dict[str, Callable[[Any], object]] = {  # each takes the type of its field
+_COPIES: dict[str, Callable[..., object]] = {  # each takes the type of its field
     **dict.fromkeys(("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs"), _copied_numbers),
     "status": str,
     "token_policy_versions": lambda spans: [[span.version, span.start, span.end] for span in spans],
     "rollout_routed_experts": lambda experts: getattr(experts, "tolist", lambda: copy.deepcopy(experts))(),
 }
-"""How fields of a sample become JSON-ready; the others are copied as deep as they go. A deep copy looks at each entry,
-which takes ten times as long for numbers."""
+"""How some fields of a sample become JSON-ready; the others are deep copies. A deep copy looks at each entry, which
+takes ten times as long for numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingText:
-    """Text of tokens that nobody has read yet. `decode` can be pickled: a function of a module, or a partial of one."""
+    """Text of tokens that is not decoded yet. `decode` can be pickled: a function of a module, or a partial of one."""
 
     tokens: Sequence[int]
     decode: Callable[[Sequence[int]], str]
@@ -129,7 +129,7 @@ def _copied(name: str, value: object) -> object:
 
 
 class HasRewardKey(Protocol):
-    """What is read of `args` here."""
+    """The attributes of `args` that this file reads."""
 
     @property
     def reward_key(self) -> str | None: ...
@@ -137,10 +137,10 @@ class HasRewardKey(Protocol):
 
 @dataclass
 class Sample:
-    """One answer to one prompt, as plug-ins see it; they may set attributes of their own.
+    """One completion of one prompt, as plug-ins see it; they may set attributes of their own.
 
     `tokens` is prompt + response. `loss_mask`, `rollout_log_probs` and the version spans cover the response only and
-    always have `response_length` entries; `append_response_tokens` is the way to grow them.
+    always have `response_length` entries; extend them with `append_response_tokens`.
     """
 
     Status: ClassVar[type[SampleStatus]] = SampleStatus
@@ -167,7 +167,7 @@ class Sample:
     # of prompt + response, nested or a numpy array; the last token may be missing
     rollout_routed_experts: RoutedExperts | None = None
     teacher_log_probs: list[float] | None = None
-    attempt: int = 0  # at this prompt, in mode streaming; given when the group is stored
+    attempt: int = 0  # of generating this prompt, in mode streaming; set when the group is stored
 
     @property
     def prompt_length(self) -> int:
@@ -175,7 +175,7 @@ class Sample:
 
     @property
     def weight_versions(self) -> list[Version]:
-        """The distinct versions that sampled this answer, oldest first."""
+        """The distinct versions that sampled this completion, oldest first."""
         return sorted({span.version for span in self.token_policy_versions})
 
     @property
@@ -194,12 +194,12 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Grow the answer by tokens with their log-probabilities and version spans (spans relative to `tokens`).
+        """Extend the completion by tokens with their log-probabilities and version spans (spans relative to `tokens`).
 
-        `given`: tokens and log-probabilities; or as in slime `args`, and all else by name. `trainable=False` is for
-        tokens the policy did not choose (tool output): they enter the context, not the loss, and need neither
-        log-probabilities nor versions. Nor do those it chose in a generate function: what the engine said when it was
-        asked is filled in afterwards (`vime/rollout/exchanges.py`).
+        `given`: tokens and log-probabilities; or as in slime `args`, and everything else by name. `trainable=False` is
+        for tokens that the policy did not choose (tool output): they enter the context, not the loss, and need neither
+        log-probabilities nor versions. In a generate function, tokens that the policy chose do not need them either:
+        they are filled in afterwards from the engine's responses (`vime/rollout/exchanges.py`).
         """
         words = [value for value in given if isinstance(value, Sequence)]
         tokens = words.pop(0) if tokens is None and words else tokens
@@ -222,7 +222,7 @@ class Sample:
         self.response_length += len(new)
         spans = self.token_policy_versions
         if versions is None and new and not trainable and spans and spans[-1].end == base:
-            versions = (VersionSpan(spans[-1].version, 0, len(new)),)  # context is as old as what it stands behind
+            versions = (VersionSpan(spans[-1].version, 0, len(new)),)  # context gets the version of the token before it
         self._extend_spans(versions or (), base)
         reason = (meta_info or {}).get("finish_reason")
         if update_terminal_info and reason is not None:
@@ -231,11 +231,11 @@ class Sample:
     @property
     def has_pending_text(self) -> bool:
         """Whether `response` was set by `set_pending_text` and never read."""
-        return isinstance(vars(self)["response"], PendingText)
+        return isinstance(vars(self).get("response"), PendingText)
 
     def set_pending_text(self, text: PendingText) -> None:
-        """The response is the text of these tokens, decoded when somebody reads it: half of a microsecond a token."""
-        vars(self)["response"] = text
+        """The response is the text of these tokens, decoded when read; at once in a subclass with its own field."""
+        self.response = cast("str", text) if type(self).response is Sample.response else text.decode(text.tokens)
 
     def _extend_spans(self, versions: Sequence[VersionSpan], base: int) -> None:
         for span in versions:
@@ -248,16 +248,16 @@ class Sample:
             self.policy_version = self.weight_versions[0]
 
     def get_reward_value(self, args: HasRewardKey) -> float:
-        """The reward to train on: what --reward-key names of a dict."""
+        """Return the reward to train on: the entry of a dict that --reward-key names."""
         return self.scalar_reward(args.reward_key)
 
     @property
     def effective_response_length(self) -> int:
-        """Tokens of the answer that may be trained."""
+        """Tokens of the completion that may be trained."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def scalar_reward(self, key: str | None = None) -> float:
-        """The reward as one number; `key` picks the entry when the reward function answered with a dict. RewardError
+        """Return the reward as one number; `key` picks the entry when the reward function returned a dict. RewardError
         when it is not finite or beyond float32: no advantage could be made of it."""
         reward = self.reward
         if isinstance(reward, Mapping):
@@ -268,18 +268,17 @@ class Sample:
                 )
             reward = reward[key]
         if reward is None:
-            raise RewardError(f"sample {self.index}: has no reward. The reward function must answer for every sample.")
+            raise RewardError(f"sample {self.index}: has no reward. The reward function must return one for each.")
         if not abs(reward) <= LARGEST_REWARD:
             raise RewardError(
                 f"sample {self.index}: the reward is {reward!r:.60}; expected a finite number of at most "
-                f"{LARGEST_REWARD:.2g}. Scale it in what made it: --custom-rm-path, --rm-url, or a generate function "
+                f"{LARGEST_REWARD:.2g}. Scale it where it is made: --custom-rm-path, --rm-url, or a generate function "
                 "that sets sample.reward."
             )
         return float(reward)
 
     def to_dict(self, without: Collection[str] = ()) -> dict[str, object]:
-        """A JSON-ready dict that shares nothing with the sample; `from_dict` is its inverse. `without`: fields that are
-        left out."""
+        """Return a JSON-ready copy of the sample for `from_dict`; `without`: fields that are left out."""
         names = [entry.name for entry in dataclasses.fields(self)]
         record = {name: _copied(name, getattr(self, name)) for name in names if name not in without}
         own = {name: value for name, value in vars(self).items() if name not in names and _is_json(value)}
@@ -299,21 +298,21 @@ class Sample:
 def _read_response(sample: Sample) -> str:
     text = vars(sample).get("response", "")
     if isinstance(text, PendingText):
-        text = vars(sample)["response"] = text.decode(text.tokens)
-    return str(text)
+        vars(sample)["response"] = text = text.decode(text.tokens)
+    return cast("str", text)
 
 
 def _write_response(sample: Sample, text: str) -> None:
     vars(sample)["response"] = text
 
 
-# After the dataclass is made, which takes a property in its body for the default of the field.
+# Set after the dataclass is made: in its body a property would be taken as the default of the field.
 Sample.response = property(_read_response, _write_response)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Who computes what in one optimiser step.
+    """The work of every rank in one optimiser step.
 
     `micro_batches[dp_rank][i]` lists the row numbers (positions in the round's flattened groups) of that rank's i-th
     micro-batch. Every rank has the same number of micro-batches; one may be empty. The denominators are global to
@@ -338,26 +337,26 @@ class RoundPlan:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks that it was made for."""
+        """Number of data-parallel ranks that the plan was made for."""
         return len(self.steps[0].micro_batches)
 
     def rows_of(self, dp_rank: int) -> tuple[int, ...]:
-        """Row numbers that `dp_rank` needs in this round, ascending."""
+        """Return the row numbers that `dp_rank` needs in this round, ascending."""
         return tuple(sorted({row for step in self.steps for batch in step.micro_batches[dp_rank] for row in batch}))
 
 
 class Role(StrEnum):
-    """What a model of the trainer is for. Each role has an engine of its own (`protocols.TrainEngine`)."""
+    """The purpose of a model in the trainer. Each role has an engine of its own (`protocols.TrainEngine`)."""
 
     ACTOR = "actor"  # the policy that learns and is published
-    REFERENCE = "reference"  # frozen; the KL terms compare with it
+    REFERENCE = "reference"  # frozen; the KL terms compare the policy with it
     CRITIC = "critic"  # a value head instead of a vocabulary; learns, is never published
-    TEACHER = "teacher"  # frozen; on-policy distillation pulls towards it
+    TEACHER = "teacher"  # frozen; on-policy distillation moves the policy towards it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Which model an engine is to hold. `flag` is the flag that named `checkpoint`, for messages."""
+    """The model that an engine holds. `flag` is the flag that named `checkpoint`, for messages."""
 
     role: Role
     checkpoint: str  # HF directory
@@ -377,7 +376,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Who this process is among the trainer ranks, and where rank 0 listens for the rendezvous."""
+    """The place of this process among the trainer ranks, and where rank 0 listens for the rendezvous."""
 
     rank: int
     world_size: int
@@ -397,7 +396,7 @@ class SamplingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where one trainer rank stands. A replica is the ranks that compute one copy of a model on the same rows."""
+    """The place of one trainer rank. A replica is the ranks that compute one copy of a model on the same rows."""
 
     rank: int  # global
     world_size: int
@@ -418,7 +417,7 @@ KEY_HEADER = "X-Vime-Key"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
-    """Where one engine answers, and the key that opens its control routes. `name` is stable over restarts."""
+    """The address of one engine, and the key for its control routes. `name` is stable over restarts."""
 
     name: str
     url: str
@@ -431,7 +430,7 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What one engine says it serves: the version string it was given and the hash it computed over what it loaded."""
+    """What an engine reports: the version that it was given, and the hash of the weights that it loaded."""
 
     engine: str
     version: Version
@@ -464,51 +463,51 @@ class DynamicFilterOutput:
 
 
 class VimeError(Exception):
-    """Base of every failure Vime names. The message says what, got, expected and the next action."""
+    """Base of every error of Vime. The message says what happened, got, expected and the next action."""
 
     exit_code = 3
 
 
 class LostError(VimeError):
-    """Something that may pass (docs/faults.md): for nothing else does a run start again."""
+    """A failure that may be temporary (docs/faults.md): only such a failure restarts a run."""
 
 
 class PartError(VimeError):
-    """A part of the run raised what nobody foresaw: it would raise it again."""
+    """A part of the run raised an unexpected error: a restart would raise it again."""
 
 
 class ConfigError(VimeError):
-    """Refused before any process starts."""
+    """The configuration is refused before any process starts."""
 
     exit_code = 2
 
 
 class DataError(VimeError):
-    """A prompt file or record that cannot be used."""
+    """A prompt file or record cannot be used."""
 
 
 class RewardError(VimeError):
-    """A reward function that raised, answered nonsense or did not answer in time."""
+    """A reward function raised, returned an invalid value or did not return in time."""
 
 
 class PluginError(VimeError):
-    """A generate function, filter or other plug-in that raised or answered something unusable."""
+    """A generate function, filter or other plug-in raised or returned something unusable."""
 
 
 class EngineError(VimeError):
-    """An engine or router that refused a request or answered nonsense."""
+    """An engine or router refused a request or sent an invalid response."""
 
 
 class EngineLostError(EngineError, LostError):
-    """An engine or router that did not start, died, hangs, or failed in itself."""
+    """An engine or router did not start, died, hangs, or failed internally."""
 
 
 class HandoffError(VimeError):
-    """Rollouts that cannot be handed to training."""
+    """Rollouts cannot be handed to training."""
 
 
 class HandoffLostError(HandoffError, LostError):
-    """Rollouts that were on their way and are gone with the part that held them."""
+    """Rollouts were lost with the process that held them, before they reached training."""
 
 
 class StaleError(VimeError):
@@ -520,7 +519,7 @@ class PublishError(VimeError):
 
 
 class PublishLostError(PublishError, LostError):
-    """A weight update that a lost engine, rank or connection cut short."""
+    """A weight update was interrupted by a lost engine, rank or connection."""
 
 
 class MismatchError(VimeError):
@@ -528,11 +527,11 @@ class MismatchError(VimeError):
 
 
 class CheckpointError(VimeError):
-    """A checkpoint that cannot be written or read."""
+    """A checkpoint cannot be written or read."""
 
     @classmethod
     def unwritable(cls, directory: Path, reason: str) -> CheckpointError:
-        """With the space that is left: what torch says of a full disk does not tell."""
+        """Make the error, with the free disk space: torch's message does not say that a disk is full."""
         try:
             space = f" ({shutil.disk_usage(directory).free >> 20} MiB free there)"
         except OSError:
@@ -544,31 +543,31 @@ class CheckpointError(VimeError):
 
     @classmethod
     def unreadable(cls, directory: Path, error: BaseException, *, expected: str) -> CheckpointError:
-        """A RuntimeError on any rank may be memory or a peer as well as a damaged file: nobody is told to give up a
-        checkpoint for it."""
+        """Make the error. On a RuntimeError the cause may be memory or a peer rather than a damaged file, so the
+        message then does not advise to remove the checkpoint first."""
         advice = "point --load to one, or remove it to start from --hf-checkpoint."
         if any(isinstance(cause, RuntimeError) for cause in (_rank_causes(error) or {0: error}).values()):
             advice = (
-                "but a rank without memory or a lost peer ends like this too: read the log of each trainer rank first."
+                "but a rank without memory or a lost peer fails like this too: read the log of each trainer rank first."
             )
         return cls(f"--load {directory}: cannot be read: {describe(error)}. Expected {expected}; {advice}")
 
 
 def describe(error: BaseException) -> str:
-    """One short line of what went wrong; of the errors of several ranks the first."""
+    """Return one short line about the error; for errors of several ranks that of the first."""
     for rank, cause in _rank_causes(error).items():
         return f"rank {rank}: {describe(cause)}"
     return f"{type(error).__name__} {error}".replace("\n", " ")[:300]
 
 
 def is_machine_fault(error: BaseException) -> bool:
-    """Whether torch, NCCL, gloo or CUDA say that a device, the network, or a peer of a collective failed."""
+    """Return whether torch, NCCL, gloo or CUDA report that a device, the network, or a peer of a collective failed."""
     is_dist = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch's; it is not imported here
     return is_dist or (isinstance(error, (RuntimeError, OSError)) and bool(_FAULT_WORDS.search(str(error))))
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether it is worth a restart."""
+    """Return whether a restart may help."""
     is_lost = isinstance(error, (LostError, ConnectionError, TimeoutError))
     return is_lost or (not isinstance(error, VimeError) and is_machine_fault(error))
 
@@ -576,17 +575,17 @@ def may_pass(error: BaseException) -> bool:
 _FAULT_WORDS = re.compile(
     r"(?i)\bNCCL\b|\bECC\b|NVLink|unspecified launch failure|hardware error|gloo/transport|broken pipe"
     r"|timed out waiting|connection (closed|reset|refused)"
-)  # not an illegal access and not a lack of memory: those come again
+)  # without illegal access and lack of memory: those would happen again
 
 
 def _rank_causes(error: BaseException) -> dict[int, BaseException]:
-    """torch's CheckpointException gathers the errors of all ranks, each with its traceback; others have none."""
+    """Return the errors of all ranks in torch's CheckpointException, each with its traceback; others have none."""
     failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", {})
     return {rank: cause for rank, (cause, _) in failures.items()}
 
 
 class ClusterError(LostError):
-    """Ray that cannot be started or reached, resources that are missing, or an actor that died."""
+    """Ray cannot be started or reached, resources are missing, or an actor died."""
 
 
 class WaitTimeoutError(LostError):

@@ -262,7 +262,7 @@ by_plugin(
     "a filter that is awaited by nobody",
     "--dynamic-sampling-filter-path",
     "async def rm(args, samples):\n    return True\n",
-    *("--dynamic-sampling-filter-path", "async def", "nobody would await it", "Write `def`"),
+    *("--dynamic-sampling-filter-path", "async def", "it is not awaited", "Write `def`"),
 )
 by_plugin(
     "a data source without its methods",

@@ -68,7 +68,7 @@ def leave_one_out_advantages(reward_N: Tensor) -> Tensor:
 
 
 def discounted_returns(reward: float, penalty_R: Tensor, mask_R: Tensor, *, gamma: float) -> Tensor:
-    """The return of each response token when the reward is paid at its last trainable token.
+    """Return the discounted return of each response token when the reward is paid at its last trainable token.
 
     REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), token-level KL penalty: token reward r_t = [t is last] reward -
     penalty_t, with penalty_t = kl_coef * KL_t; return G_t = sum over k >= t of gamma^(k - t) r_k. Whitening over the
@@ -103,8 +103,7 @@ def penalised_advantages(advantage: float, penalty_R: Tensor) -> Tensor:
 def distillation_advantages(
     advantage_R: Tensor, logp_R: Tensor, teacher_logp_R: Tensor, *, coefficient: float
 ) -> Tensor:
-    """Pull each token of the policy's own completion towards a teacher: A_t - coefficient * (logp_t - teacher_logp_t);
-    [R].
+    """Pull each token of a completion towards a teacher: A_t - coefficient * (logp_t - teacher_logp_t); [R].
 
     On-policy distillation, Agarwal et al. 2024 (GKD) with the reverse KL, in the advantage as in Lu 2025 ("On-Policy
     Distillation"): the one-sample estimate (k1) of KL(policy || teacher) is a penalty of the token itself. Both
@@ -115,7 +114,7 @@ def distillation_advantages(
 
 
 def whiten(value_R: Tensor, *, mean: Tensor, variance: Tensor) -> Tensor:
-    """(value - mean) / (sqrt(variance) + 1e-8).
+    """Return (value - mean) / (sqrt(variance) + 1e-8).
 
     Global advantage normalisation of REINFORCE++, Hu et al. 2025 (arXiv 2501.03262). The moments are those of ALL
     trainable tokens of the optimizer step over all ranks (denominator `StepPlan.num_tokens`, not minus one); the caller

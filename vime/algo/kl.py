@@ -21,10 +21,10 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
 
     A good estimate of the value is not one of the gradient. With p the policy, q the reference, p(y) the probability
     of a sampled token y and E over y ~ p, E[grad log p] = 0, so grad KL(p || q) = E[log(p / q) grad log p]. What an
-    estimate f(x) contributes to the gradient (Tang and Munos 2025, arXiv 2506.09477; Liu et al. 2025, arXiv
-    2510.01555): as a penalty in the reward, a constant that weighs grad log p, E[f(x) grad log p]: k1 exactly grad KL(p
-    || q); k3 E[(q / p - 1 + x) grad log p] = grad KL(p || q) - grad KL(q || p), which near the reference is almost
-    nothing, and k2 as little. So `--kl-coef` takes k1 (`--kl-loss-type` does not change it).
+    estimate f(x) adds to the gradient (Tang and Munos 2025, arXiv 2506.09477; Liu et al. 2025, arXiv 2510.01555):
+    as a penalty in the reward, a constant that weighs grad log p, E[f(x) grad log p]: k1 exactly grad KL(p || q); k3
+    E[(q / p - 1 + x) grad log p] = grad KL(p || q) - grad KL(q || p), which near the reference is almost nothing, and
+    k2 as little. So `--kl-coef` takes k1 (`--kl-loss-type` does not change it).
     as a term of the loss, differentiated itself, E[f'(x) grad log p]: k1 E[grad log p] = 0, so it is refused there;
     k2 exactly grad KL(p || q); k3 E[(1 - q / p) grad log p] = grad KL(q || p), the other direction. `unbiased_kl`
     gives grad KL(p || q) with any unbiased estimate (k1, k3).

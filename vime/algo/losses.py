@@ -49,8 +49,7 @@ def policy_loss(
 
 
 def sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> Tensor:
-    """Return the log ratio of a whole completion at each of its tokens: the mean over its trainable tokens; [T], with
-    graph.
+    """Return at each token the log ratio of its completion: the mean over its trainable tokens; [T], with graph.
 
     GSPO, Zheng et al. 2025, importance ratio s_i = exp(1/|y_i| sum_t (logp_t - old_logp_t)). Then `policy_loss` gives
     the GSPO objective at every token, whose mean over the row is the row's loss. Positions outside of rows are 0; a
@@ -75,6 +74,5 @@ def cispo_loss(
 
 
 def sft_loss(logp_T: Tensor) -> Tensor:
-    """Return the cross entropy of the completion's tokens, -logp; [T]. Its masked mean is maximum likelihood
-    training."""
+    """Return the cross entropy of a completion, -logp; [T]. Its masked mean is maximum likelihood training."""
     return -logp_T

@@ -67,8 +67,7 @@ def multi_level_weight(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """MIS: one weight for a token, for its whole completion, or the completion's geometric mean; then truncated or
-    masked.
+    """MIS: a weight for a token, for its whole completion, or the geometric mean over it; then truncated or masked.
 
     Liu et al. 2025, "When Speed Kills Stability" (truncated and masked importance sampling): level token w = exp(x_t),
     sequence w = exp(sum_t x_t), geometric w = exp(mean_t x_t), sums over the trainable tokens of the row; mode truncate

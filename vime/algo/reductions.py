@@ -26,7 +26,7 @@ def reduce_loss(
     `value_T` and `mask_T` are [T] (mask 1 = counts; any dtype), `row_slices` are the positions of each row. Both
     denominators count the WHOLE optimizer step, over all ranks and micro-batches, so the sum of the results over all
     packs is the step's value, on any packing; code that averages over ranks afterwards must undo that. A row without
-    masked tokens contributes 0 and still counts in `num_samples`. A step without any gives 0. Values where the mask
+    masked tokens contributes 0 and still counts in `num_samples`. A step with none gives 0. Values where the mask
     is 0 are never read, so they may be inf or nan. The result is part of the graph even for an empty pack: every rank
     can call backward. Example: rows with values (1, 3) and (5,), num_samples 2, num_tokens 3: (2 + 5) / 2 = 3.5, or
     9 / 3 = 3 per token.
@@ -56,8 +56,7 @@ def row_means(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> T
 
 
 def _per_row(value_T: Tensor, mask_T: Tensor, row_slices: Sequence[slice]) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of its row's masked tokens at each token; 0 outside of rows, which are ascending and
-    disjoint.
+    """Return at each token (sum, count) of its row's masked tokens; 0 outside. Rows are ascending and disjoint.
 
     It expands and concatenates: unlike scattered adds, this has one order of summation on every device.
     """

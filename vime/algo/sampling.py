@@ -16,7 +16,7 @@ CHUNK = 256
 
 
 def log_probs_under(logits_TV: Tensor, target_T: Tensor, rule: SamplingRule) -> Tensor:
-    """[T] fp32: log p(target) after temperature, top-k and top-p; -inf where the rule would not have kept the target.
+    """Return [T] fp32: log p(target) after temperature, top-k and top-p; -inf where the rule drops the target.
 
     vLLM's order and borders: divide by the temperature, keep the k likeliest (and ties with the last of them), then of
     those, renormalised, each token with less than top_p of mass above it. Example: p (.5, .3, .2), top_p .7 keeps two:

@@ -56,7 +56,7 @@ def value_loss(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, value_
 
 
 def explained_variance(*, target: float, target_square: float, error: float, error_square: float) -> float:
-    """1 - Var(R - V) / Var(R) from means over tokens of R, R^2, R - V and (R - V)^2.
+    """Return 1 - Var(R - V) / Var(R) from means over tokens of R, R^2, R - V and (R - V)^2.
 
     1: every return was predicted; 0: no better than a constant; nan when all returns are equal. Example: returns (0, 2)
     and values (.5, 1.5): R means 1 and 2, errors (-.5, .5) means 0 and .25: 1 - .25 / 1 = .75.

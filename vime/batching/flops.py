@@ -85,7 +85,7 @@ class RoundWork:
     def rates(self, seconds: float, *, num_ranks: int, device_name: str, bf16: bool) -> dict[str, float]:
         """Return the metrics perf/* of a round whose training took `seconds`: tokens a second of all ranks; executed
         TFLOP/s of one rank; and, where the device's peak is known, the shares of it that model and executed FLOPs
-        are."""
+        reach."""
         per_rank = max(seconds, 1e-9) * num_ranks * 1e12
         metrics = {
             "perf/train_tokens_per_sec": self.num_tokens / max(seconds, 1e-9),

@@ -19,7 +19,7 @@ def plan_metrics(
     pack_multiple: int,
     sequence_multiple: int,
 ) -> dict[str, float]:
-    """`perf/padding_waste` and, per entry of `loads` (the cost of each row), `perf/dp_imbalance_<name>`.
+    """Return `perf/padding_waste` and, per entry of `loads` (the cost of each row), `perf/dp_imbalance_<name>`.
 
     Waste: the share of all positions computed in the round that are padding, empty micro-batches included. Imbalance:
     ranks meet at the end of each optimizer step, so it is the sum over steps of the heaviest rank's load, over the sum

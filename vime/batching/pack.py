@@ -2,8 +2,8 @@
 
 T: packed tokens. R: response tokens of a row. Position t of a sequence predicts its token t + 1, so response token j
 of a row with P prompt tokens is predicted at position P - 1 + j of that row: every per-token column of the response
-(mask, advantage, log-probabilities) is written there. A trainer computes `logp_T[t] = log p(labels_T[t] | tokens up to
-t)` and all columns line up.
+(mask, advantage, log-probabilities) is there. A trainer computes `logp_T[t] = log p(labels_T[t] | tokens up to t)`
+and all columns line up.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def pack(
     extra: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> PackedBatch:
     """Pack `rows` one after the other, each padded to a multiple of `sequence_multiple` (context parallel splits every
-    sequence into equal chunks), the total padded to a multiple of `pad_to_multiple` too (sequence parallel splits the
-    pack).
+    sequence into equal chunks), the total to a multiple of `pad_to_multiple` (sequence parallel splits the pack).
 
     `extra[name][i]` is the [R] tensor of row i for a further column, aligned like its `rollout_log_probs`.
     """

@@ -66,7 +66,7 @@ def share_prompts(batch: PackedBatch, *, tokens_per_call: float) -> SharedPrompt
     tokens = batch.tokens_T.tolist()
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for number, ((start, _), row_slice) in enumerate(zip(sequences, batch.row_slices, strict=True)):
-        # # the first response token is predicted at the last token of the prompt
+        # the first response token is predicted at the last token of the prompt
         by_prompt.setdefault(tuple(tokens[start : row_slice.start + 1]), []).append(number)
     shared = _lay_out(sequences, [(len(prompt), members) for prompt, members in by_prompt.items()], batch.num_tokens)
     whole = _lay_out(sequences, [(0, [number]) for number in range(len(sequences))], batch.num_tokens)
@@ -77,8 +77,8 @@ def share_prompts(batch: PackedBatch, *, tokens_per_call: float) -> SharedPrompt
 def _lay_out(
     sequences: Sequence[tuple[int, int]], families: Sequence[tuple[int, list[int]]], num_tokens: int
 ) -> SharedPrompts:
-    """`families`: length of the prompt, and the sequences that begin with it; for a single sequence the prompt does not
-    matter."""
+    """Return the layout. `families`: length of the prompt, and the sequences that begin with it; for a single sequence
+    the prompt does not matter."""
     heads: dict[int, list[int]] = {}  # length -> first sequence of each head
     rests: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (head's length, length) -> (sequence, head's number)
     for num_prompt, members in families:

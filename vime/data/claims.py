@@ -1,4 +1,4 @@
-"""What a run says of itself, which its audit compares with what lies on disk."""
+"""What a run's metrics and events claim; its audit compares it with the files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vime.types import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClaims:
-    """What metrics and events of a run say, for its audit: by round the receipts that were named and (samples,
-    trainable tokens) of its steps, by version the content hashes that engines confirmed."""
+    """The claims of a run for its audit: by round the receipts that were named and (samples, trainable tokens) of its
+    steps, by version the content hashes that engines confirmed."""
 
     receipts: Mapping[int, set[str]]
     sizes: Mapping[int, tuple[int, int]]

@@ -62,7 +62,7 @@ COLUMNS: tuple[Column, ...] = (
     _row("tokens", "<i4", Shape.TOKEN, "tokens"),
     _row("rollout_log_probs", "<f4", Shape.RESPONSE, "rollout_log_probs"),
     _row("loss_masks", "u1", Shape.RESPONSE, "loss_mask"),
-    # # Stored only when --transfer-queue-extra-data-fields names them; so is any other name.
+    # Stored only when --transfer-queue-extra-data-fields names them; so is any other name.
     _optional("teacher_log_probs", "<f4", Shape.RESPONSE),
     # layers x top-k expert numbers; -1 where the engine did not report them
     _optional("rollout_routed_experts", "<i2", Shape.WIDE),

@@ -282,7 +282,7 @@ def _is_text_of_row(sample: Sample) -> bool:
     return (
         isinstance(pending, PendingText)
         and len(pending.tokens) == sample.response_length
-        and list(pending.tokens) == sample.tokens[sample.prompt_length :]
+        and list(pending.tokens) == list(sample.tokens[sample.prompt_length :])
     )
 
 

@@ -61,7 +61,7 @@ class TrainRow:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the row in messages."""
         return f"sample {self.sample_index} of group {self.group_index}"
 
     @property

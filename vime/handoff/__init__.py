@@ -1,1 +1,1 @@
-"""Data goes right: rollouts become columns, columns travel by a carrier, the trainer's source ranks read them."""
+"""From rollouts to training: the ledger of prompt groups, stored payloads, and how trainer ranks read their rows."""

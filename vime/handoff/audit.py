@@ -15,11 +15,11 @@ Checks, by the name that a finding carries:
     eval        no group of an evaluation was ever in a round
     file        the ledger's file is whole: its structure, the checksum of each row, the chain of the history
     history     the history tells of the same states as the tables
-    receipts    what the trainer says it stepped on is what was committed and leased, and what the checkpoint, the
+    receipts    what the trainer recorded is what was committed and leased, and what the checkpoint, the
                 metrics and the events name (audit_receipts.py)
     weights     no version was confirmed with two contents
 
-It reads and never writes, so it may look at a run that is alive.
+It reads and never writes, so it may run beside a live run.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFacts:
-    """What a checkpoint says: its round, its place in the ledger (None: from before ledgers had ids, or of a run
+    """What a checkpoint names: its round, its place in the ledger (None: from before ledgers had ids, or of a run
     without one), and the link of its receipt (None: from before there were any)."""
 
     round_id: int
@@ -102,22 +102,22 @@ class AuditReport:
     num_lines: int
     receipts: tuple[int, int] | None = None  # the first and the last round that the trainer's receipts show
     num_unhashed: int = 0  # groups of them whose tokens could not be compared with what was committed
-    trained: Mapping[int, LedgerRound] = field(default_factory=dict, repr=False)  # as the ledger tells it
+    trained: Mapping[int, LedgerRound] = field(default_factory=dict, repr=False)  # as the ledger has it
 
     def shown(self) -> str:
-        """One phrase: how far the trainer's own evidence goes."""
+        """Return one phrase about how far the trainer's own evidence goes."""
         if self.receipts is None:
             return "no receipts of the trainer"
         rounds = f"the trainer's receipts of rounds {self.receipts[0]} to {self.receipts[1]}"
         return f"{rounds} ({self.num_unhashed:,} groups committed without a hash)" if self.num_unhashed else rounds
 
     def counts(self) -> str:
-        """One line: groups by state."""
+        """Return one line: groups by state."""
         states = ", ".join(f"{total:,} {state}" for state, total in sorted(self.groups.items()))
         return f"{sum(self.groups.values()):,} groups: {states or 'none'}"
 
     def summary(self, run: Path) -> str:
-        """The breaches, the first MAX_SHOWN in words."""
+        """Return the breaches, the first MAX_SHOWN in words."""
         lines = [f"{len(self.findings)} breaches in {run}:", *(f"  {finding}" for finding in self.findings[:MAX_SHOWN])]
         if len(self.findings) > MAX_SHOWN:
             lines.append(f"  ... {len(self.findings) - MAX_SHOWN} more")
@@ -127,8 +127,8 @@ class AuditReport:
 def audit_run(
     run: Path, *, saved: SavedFacts | None, claims: Callable[[], RunClaims] | None = None, has_ledger: bool = True
 ) -> AuditReport:
-    """Of a run directory; `saved`: what the newest complete checkpoint says, `claims` what metrics and events say.
-    `has_ledger`: whether it is of mode streaming."""
+    """Audit a run directory; `saved`: what the newest complete checkpoint names, `claims` what metrics and events name.
+    `has_ledger`: whether the run is of mode streaming."""
     receipt = None if saved is None else SavedReceipt(saved.round_id, saved.receipt)
     if not has_ledger:
         shown = audit_receipts(run, None, receipt, claims)
@@ -143,7 +143,7 @@ def audit_run(
         mark=None if saved is None else saved.mark,
         spool=spool if spool.is_dir() else None,
     )
-    if lasting != own:  # a resume from another checkpoint goes on in this one
+    if lasting != own:  # a resume from another checkpoint continues with this file
         report = replace(report, findings=(*report.findings, *find_damage(own)))
     if report.num_lines == 0:  # the ledger is damaged beyond reading
         return report
@@ -158,14 +158,14 @@ def audit(
     """Check everything but receipts. `checkpoint_round`: round of the newest complete checkpoint, None without one;
     `mark`: what it keeps of its ledger, None for one from before ledgers had ids.
 
-    `spool` None: the run keeps none, and nothing is said about payloads. It is read behind the ledger: what the ledger
-    knows is in it by then, also in a run that is alive.
+    `spool` None: the run keeps none, and payloads are not checked. It is read after the ledger: everything that the
+    ledger knows is in it by then, also in a live run.
     """
     faults = find_damage(ledger)
     with closing(open_for_reading(ledger)) as connection:
         try:
             report = _audit_content(connection, checkpoint_round, spool, mark)
-        except Exception as error:  # boundary: a damaged file may hold anything, and what is damaged is said instead
+        except Exception as error:  # boundary: a damaged file may hold anything; the damage is reported instead
             if faults:
                 return AuditReport(findings=faults, groups={}, tokens={}, num_rounds=0, num_lines=0)
             if isinstance(error, sqlite3.Error):
@@ -175,7 +175,7 @@ def audit(
 
 
 def find_damage(ledger: Path) -> tuple[Finding, ...]:
-    """What in a ledger's file is not as it was written."""
+    """Return the damage in a ledger's file."""
     with closing(open_for_reading(ledger)) as connection:
         return tuple(Finding("file", ledger.name, fault) for fault in find_faults(connection, expected_schema()))
 
@@ -243,7 +243,7 @@ def _lines(connection: sqlite3.Connection) -> Iterator[Line]:
 
 
 def _check_cursor(facts: list[GroupFacts], cursors: dict[str, int]) -> Iterator[Finding]:
-    """Rows are 0 .. cursor - 1 of each partition."""
+    """Check that rows are 0 .. cursor - 1 of each partition."""
     seen: dict[str, list[int]] = {name: [] for name in cursors}
     for fact in facts:
         seen[fact.partition].append(fact.group)
@@ -258,17 +258,17 @@ def _check_cursor(facts: list[GroupFacts], cursors: dict[str, int]) -> Iterator[
 
 
 def _check_history(facts: list[GroupFacts], history: History) -> Iterator[Finding]:
-    """The tables say what the history says, group by group."""
+    """Check that tables and history agree, group by group."""
     for fact in facts:
-        story = history.groups.get((fact.partition, fact.group))
-        if story is None:
+        trace = history.groups.get((fact.partition, fact.group))
+        if trace is None:
             yield Finding("history", str(fact.task), "is in the ledger, but was never issued")
             continue
-        told, shown = (str(story.state), story.attempt, story.round_id), (fact.state, fact.attempt, fact.round_id)
+        told, shown = (str(trace.state), trace.attempt, trace.round_id), (fact.state, fact.attempt, fact.round_id)
         if told != shown:
             yield Finding("history", str(fact.task), f"(state, attempt, round) {shown}, the history says {told}")
-        if fact.state in SIZED and (story.tokens, story.num_bytes) != (fact.num_tokens, fact.num_bytes):
-            sizes = f"{fact.num_tokens} tokens, {fact.num_bytes} bytes; committed: {story.tokens}, {story.num_bytes}"
+        if fact.state in SIZED and (trace.tokens, trace.num_bytes) != (fact.num_tokens, fact.num_bytes):
+            sizes = f"{fact.num_tokens} tokens, {fact.num_bytes} bytes; committed: {trace.tokens}, {trace.num_bytes}"
             yield Finding("tokens", str(fact.task), sizes)
     known = {(fact.partition, fact.group) for fact in facts}
     for partition, group in history.groups.keys() - known:
@@ -353,14 +353,14 @@ def _check_payloads(facts: list[GroupFacts], spool: Spools, history: History) ->
             try:
                 spool.read(task, fact.partial_checksum)
             except HandoffError as error:
-                yield Finding("spool", str(task), f"{fact.state} goes on from tokens that cannot be read: {error}")
+                yield Finding("spool", str(task), f"{fact.state} continues tokens that cannot be read: {error}")
         if fact.state not in NEEDED:
             continue
         try:
             data = spool.read(fact.task, fact.checksum)
             size = len(data), record_size(data)[1]
-            story = history.groups.get((fact.partition, fact.group))
-            content = story.content if story is not None else ""
+            trace = history.groups.get((fact.partition, fact.group))
+            content = trace.content if trace is not None else ""
             found = _content(data) if content else ""
         except HandoffError as error:
             yield Finding("spool", str(fact.task), f"{fact.state}, but its payload cannot be read: {error}")

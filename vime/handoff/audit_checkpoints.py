@@ -14,7 +14,7 @@ VISIBLE = re.compile(r"iter_\d{7,}(\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsAudit:
-    """What was found; the checkpoints that were read, and those that have no manifest to read them by."""
+    """The findings; the checkpoints that were read, and those without a manifest to check them by."""
 
     findings: tuple[Finding, ...]
     read: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""The ledger's history read again from its first line, by rules of its own: what must be true of any run.
+"""The ledger's history replayed from its first line, with rules of its own: what must be true of any run.
 
-Written apart from the ledger on purpose: it shares no code with what it checks, only the words for states.
+It is written apart from the ledger on purpose: it shares only the names of states with the code that it checks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Finding:
 
 
 @dataclass(slots=True)
-class GroupStory:
-    """Where the history says that a group stands."""
+class GroupTrace:
+    """The state of a group after the lines read so far."""
 
     state: str
     attempt: int
@@ -37,7 +37,7 @@ class GroupStory:
     num_bytes: int = 0
     is_held: bool = False  # its size counts against the capacity
     round_id: int | None = None
-    content: str = ""  # of its tokens, as they were committed
+    content: str = ""  # hash of its tokens when they were committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,16 @@ class History:
     train: str = "train"
     rules: dict[str, int | None] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    groups: dict[tuple[str, int], GroupStory] = field(default_factory=dict)
+    groups: dict[tuple[str, int], GroupTrace] = field(default_factory=dict)
     rounds: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # in the order of training
-    versions: dict[int, int] = field(default_factory=dict)  # round -> weights that it trains
+    versions: dict[int, int] = field(default_factory=dict)  # round -> version of the weights that train on it
     receipts: dict[int, str] = field(default_factory=dict)  # trained round -> link of what the trainer stepped on
     cursors: dict[str, int] = field(default_factory=dict)
     num_active: int = 0
     num_retry: int = 0
     serving: int = 0
     held: dict[str, int] = field(default_factory=lambda: {"groups": 0, "tokens": 0, "bytes": 0})
-    restored_to: int | None = None  # only while a restore is written down
+    restored_to: int | None = None  # only between the lines of a restore
 
     def read(self, lines: Iterable[Line]) -> None:
         for line in lines:
@@ -88,61 +88,61 @@ class History:
             handler(self, line)
 
     def undo(self, line: Line) -> list[tuple[str, int]]:
-        """A round goes back to ready: allowed for trained ones only in a restart from a checkpoint before it."""
+        """Return a round to ready: allowed for trained ones only in a restart from a checkpoint before it."""
         keys = self.rounds.get(line.round_id, [])
         self.receipts.pop(line.round_id, None)
         is_restored = self.restored_to is not None and line.round_id > self.restored_to
         for key in keys:
-            story = self.groups[key]
-            if story.state in TRAINED:
+            trace = self.groups[key]
+            if trace.state in TRAINED:
                 if not is_restored:
                     self.find("terminal", f"{key[0]}/{key[1]}", f"round {line.round_id} undone without a restart")
-                story.is_held = True
+                trace.is_held = True
                 self.held["groups"] += 1
-                self.held["tokens"] += story.tokens
-                self.held["bytes"] += story.num_bytes
-            story.state = State.READY
+                self.held["tokens"] += trace.tokens
+                self.held["bytes"] += trace.num_bytes
+            trace.state = State.READY
         return keys
 
     def end_flight(self, line: Line, state: State) -> None:
-        story = self.story(line, FROM_FLIGHT)
+        trace = self.trace(line, FROM_FLIGHT)
         if line.partition == self.train:
             self.num_active -= 1
-        self.unhold(story)
-        story.state = state
+        self.unhold(trace)
+        trace.state = state
 
-    def story(self, line: Line, states: tuple[State, ...]) -> GroupStory:
-        story = self.groups.get((line.partition, line.group))
-        if story is None:
+    def trace(self, line: Line, states: tuple[State, ...]) -> GroupTrace:
+        trace = self.groups.get((line.partition, line.group))
+        if trace is None:
             self.find("terminal", line.name, f"{line.event} without ever being issued")
-            story = self.groups[line.partition, line.group] = GroupStory(states[0], line.attempt)
-        self.expect(line, story, states, attempt=story.attempt)
-        return story
+            trace = self.groups[line.partition, line.group] = GroupTrace(states[0], line.attempt)
+        self.expect(line, trace, states, attempt=trace.attempt)
+        return trace
 
-    def expect(self, line: Line, story: GroupStory, states: tuple[State, ...], *, attempt: int) -> None:
-        if story.state not in states or line.attempt != attempt:
+    def expect(self, line: Line, trace: GroupTrace, states: tuple[State, ...], *, attempt: int) -> None:
+        if trace.state not in states or line.attempt != attempt:
             wanted = " or ".join(states)
             self.find(
                 "terminal",
                 line.name,
-                f"{line.event} while {story.state} at attempt {story.attempt}; expected {wanted} at {attempt}",
+                f"{line.event} while {trace.state} at attempt {trace.attempt}; expected {wanted} at {attempt}",
             )
 
-    def hold(self, line: Line, story: GroupStory) -> None:
-        story.tokens, story.num_bytes, story.is_held = line.tokens, line.num_bytes, line.partition == self.train
-        if story.is_held:
+    def hold(self, line: Line, trace: GroupTrace) -> None:
+        trace.tokens, trace.num_bytes, trace.is_held = line.tokens, line.num_bytes, line.partition == self.train
+        if trace.is_held:
             self.held["groups"] += 1
-            self.held["tokens"] += story.tokens
-            self.held["bytes"] += story.num_bytes
+            self.held["tokens"] += trace.tokens
+            self.held["bytes"] += trace.num_bytes
             for what, amount in self.held.items():
                 self.bound(line, what, amount, f"max_{what}")
 
-    def unhold(self, story: GroupStory) -> None:
-        if story.is_held:
+    def unhold(self, trace: GroupTrace) -> None:
+        if trace.is_held:
             self.held["groups"] -= 1
-            self.held["tokens"] -= story.tokens
-            self.held["bytes"] -= story.num_bytes
-            story.is_held = False
+            self.held["tokens"] -= trace.tokens
+            self.held["bytes"] -= trace.num_bytes
+            trace.is_held = False
 
     def bound(self, line: Line, what: str, amount: int, rule: str) -> None:
         most = self.rules.get(rule)
@@ -159,33 +159,33 @@ def on_opened(history: History, line: Line) -> None:
 
 
 def on_issued(history: History, line: Line) -> None:
-    key, story = (line.partition, line.group), history.groups.get((line.partition, line.group))
+    key, trace = (line.partition, line.group), history.groups.get((line.partition, line.group))
     cursor = history.cursors.setdefault(line.partition, 0)
     is_train = line.partition == history.train
-    if story is None:
+    if trace is None:
         if line.group != cursor or line.attempt != 1:
             history.find("cursor", line.name, f"issued when the next new group was {cursor}")
         history.cursors[line.partition] = max(cursor, line.group + 1)
-        history.groups[key] = story = GroupStory(State.ISSUED, line.attempt)
+        history.groups[key] = trace = GroupTrace(State.ISSUED, line.attempt)
     else:
-        history.expect(line, story, (State.RETRY,), attempt=story.attempt + 1)
+        history.expect(line, trace, (State.RETRY,), attempt=trace.attempt + 1)
         history.num_retry -= is_train
-        story.state, story.attempt = State.ISSUED, line.attempt
+        trace.state, trace.attempt = State.ISSUED, line.attempt
     if is_train:
         history.num_active += 1
         history.bound(line, "slots", history.num_active, "max_slots")
 
 
 def on_admitted(history: History, line: Line) -> None:
-    story = history.story(line, (State.ISSUED,))
-    history.hold(line, story)
+    trace = history.trace(line, (State.ISSUED,))
+    history.hold(line, trace)
 
 
 def on_ready(history: History, line: Line) -> None:
-    story = history.story(line, (State.ISSUED,))
-    history.unhold(story)
-    history.hold(line, story)
-    story.state, story.content = State.READY, line.note
+    trace = history.trace(line, (State.ISSUED,))
+    history.unhold(trace)
+    history.hold(line, trace)
+    trace.state, trace.content = State.READY, line.note
 
 
 def on_dropped(history: History, line: Line) -> None:
@@ -198,12 +198,12 @@ def on_retry(history: History, line: Line) -> None:
 
 
 def on_leased(history: History, line: Line) -> None:
-    story = history.story(line, (State.READY,))
-    if story.round_id is not None:
-        history.find("rounds", line.name, f"leased for round {line.round_id} and for round {story.round_id}")
+    trace = history.trace(line, (State.READY,))
+    if trace.round_id is not None:
+        history.find("rounds", line.name, f"leased for round {line.round_id} and for round {trace.round_id}")
     if line.partition != history.train or line.partition.startswith(EVAL_PREFIX):
         history.find("eval", line.name, f"leased for training in round {line.round_id}")
-    story.state, story.round_id = State.LEASED, line.round_id
+    trace.state, trace.round_id = State.LEASED, line.round_id
     history.rounds.setdefault(line.round_id, []).append((line.partition, line.group))
     history.versions[line.round_id] = int(line.note)
 
@@ -219,13 +219,13 @@ def on_trained(history: History, line: Line) -> None:
     if not keys:
         history.find("rounds", f"round {line.round_id}", "trained without a lease")
     for key in keys:
-        story = history.groups[key]
-        if story.state != State.LEASED:
-            what = "twice" if story.state in TRAINED else f"while {story.state}"
+        trace = history.groups[key]
+        if trace.state != State.LEASED:
+            what = "twice" if trace.state in TRAINED else f"while {trace.state}"
             history.find("terminal", f"{key[0]}/{key[1]}", f"trained {what} (round {line.round_id})")
-        tokens += story.tokens
-        history.unhold(story)
-        story.state = State.TRAINED
+        tokens += trace.tokens
+        history.unhold(trace)
+        trace.state = State.TRAINED
     history.receipts[line.round_id] = line.note
     if tokens != line.tokens:
         history.find("tokens", f"round {line.round_id}", f"trained {line.tokens} tokens, its groups hold {tokens}")

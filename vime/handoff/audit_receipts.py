@@ -1,8 +1,8 @@
-"""The part of an audit whose evidence comes from the trainer: do its receipts, the ledger, the checkpoint, the metrics
-and the events tell the same story?
+"""The part of an audit that uses the trainer's evidence: do its receipts agree with the ledger, the checkpoint, the
+metrics and the events?
 
-A producer wrote down the hash of a group's tokens when it committed the group (in the ledger's history), a rank of the
-trainer hashed the tokens again when an optimizer step named them (`receipts.py`). Neither knows of the other.
+A producer wrote the hash of a group's tokens into the ledger's history when it committed the group. A rank of the
+trainer hashed the tokens again when an optimizer step used them (`receipts.py`). The two are independent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommittedGroup:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRound:
-    """A round that the ledger calls trained. `receipt`: the link that came with the word; "" without one."""
+    """A round that is trained in the ledger. `receipt`: the link stored with that transition; "" without one."""
 
     receipt: str
     version: int
@@ -39,7 +39,7 @@ class LedgerRound:
 
 @dataclass(frozen=True, slots=True)
 class SavedReceipt:
-    """What the newest checkpoint says: its round, and the link of that round."""
+    """What the newest checkpoint names: its round, and the link of that round."""
 
     round_id: int
     link: str | None
@@ -47,8 +47,8 @@ class SavedReceipt:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptsAudit:
-    """What was found. `rounds`: the first and the last that the trainer's receipts show, None when they show none;
-    `num_unhashed`: groups of them whose producer did not say what their tokens were."""
+    """The findings. `rounds`: the first and the last with a receipt of the trainer, None without receipts;
+    `num_unhashed`: groups of them whose producer gave no hash of their tokens."""
 
     findings: tuple[Finding, ...]
     rounds: tuple[int, int] | None = None
@@ -61,15 +61,15 @@ def audit_receipts(
     saved: SavedReceipt | None,
     read_claims: Callable[[], RunClaims] | None,
 ) -> ReceiptsAudit:
-    """Compare everything. `rounds`: those that the ledger calls trained, None in a run without a ledger. They are read
-    before this is called, so that each has its receipt by now; claims are read last."""
+    """Compare everything. `rounds`: those trained in the ledger, None in a run without a ledger. They are read before
+    this is called, so that each has its receipt by now; claims are read last."""
     told = {} if rounds is None else {round_id: row.receipt for round_id, row in rounds.items() if row.receipt}
     receipts = read_receipts(run / RECEIPTS_NAME)
     claims = None if read_claims is None else read_claims()
     if receipts is None:
         findings = list(_find_versions(claims))
         if told or (saved is not None and saved.link is not None) or (claims is not None and claims.receipts):
-            findings.append(_breach(RECEIPTS_NAME, "is not there: nobody can say what the trainer stepped on"))
+            findings.append(_breach(RECEIPTS_NAME, "is not there: what the trainer stepped on is unknown"))
         return ReceiptsAudit(tuple(findings))
     findings = [_breach(RECEIPTS_NAME, fault) for fault in receipts.faults]
     last = receipts.newest if rounds is None else (told[max(told)] if told else None)
@@ -88,7 +88,7 @@ def audit_receipts(
 
 
 class _Walk:
-    """From the newest link back to where the links begin: the rounds that made the weights of now."""
+    """The way from the newest link back to the first: the rounds that made the present weights."""
 
     def __init__(self, receipts: Receipts, link: str | None) -> None:
         self.receipts = receipts
@@ -184,7 +184,7 @@ def _compare_checkpoint(saved: SavedReceipt | None, walk: _Walk, *, has_ledger: 
 
 
 def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt | None) -> Iterator[Finding]:
-    """Metrics and events of rounds behind which the run went on: their lines are written by then."""
+    """Compare with metrics and events of rounds that were followed by another one: their lines are written by then."""
     if claims is None:
         return
     for round_id, line in sorted(walk.rounds.items()):
@@ -201,8 +201,8 @@ def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt |
 
 
 def _find_lost(claims: RunClaims | None, receipts: Receipts, *, has_ledger: bool) -> Iterator[Finding]:
-    """An event names a receipt that was written before it. A round that was trained again has several; one is enough.
-    A ledger knows by itself what is missing."""
+    """Find events that name a receipt which is not there: each was written before its event. A round that was trained
+    again has several; one is enough. With a ledger the ledger shows what is missing."""
     if has_ledger:
         return
     for round_id, links in sorted({} if claims is None else claims.receipts.items()):

@@ -26,10 +26,10 @@ def fetch_round(
     group: dist.ProcessGroup | None,
     device: str | torch.device = "cpu",
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
-    """The round's plan and this data-parallel rank's rows by row number.
+    """Return the round's plan and this data-parallel rank's rows by row number.
 
     Collective over `group` (the TP x PP x CP peers of one DP index): every rank of it must call, also when it expects
-    failure. Only the source reads the store; its rows, or its failure, go to the peers as data, so that nobody is left
+    failure. Only the source reads the store. Its rows, or its failure, go to the peers as data, so that no peer is left
     waiting in a collective: a header by object broadcast, the rows as one tensor on `device` (a CUDA device when
     `group` is NCCL). All ranks raise the same HandoffError. `source_rank` is a global rank. A group of one, or None,
     reads without communication.
@@ -41,7 +41,7 @@ def fetch_round(
     if is_source:
         try:
             _, rows = read_rows(store, ticket, dp_rank)
-            # a chunk for each group: what is said once a chunk differs between groups
+            # one chunk for each group: values stored once a chunk differ between groups
             by_group = itertools.groupby((rows[number] for number in sorted(rows)), key=lambda row: row.group_index)
             data = join_record([pack_rows(list(group)) for _, group in by_group], b"")
             header = [("rows", len(data), False)]
@@ -49,7 +49,7 @@ def fetch_round(
             header = [("failure", f"{type(error).__name__}: {error}", may_pass(error))]
     with waiting("the rows that a peer reads", *([] if is_source else [peer(source_rank)]), deadline_s=None):
         dist.broadcast_object_list(header, src=source_rank, group=group, device=torch.device(device))
-    assert header[0] is not None, "the source said something"
+    assert header[0] is not None, "the source sent a header"
     _, said, is_lost = header[0]
     if isinstance(said, str):
         kind = HandoffLostError if is_lost else HandoffError

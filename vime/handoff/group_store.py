@@ -1,8 +1,8 @@
-"""Finished groups: as bytes, stored for the ranks and for restarts, and found again.
+"""Finished groups as bytes: stored for the ranks and for restarts, and read back.
 
-A group is encoded where it was generated. Its chunks go into the payload store, from which the ranks read rows by key;
-its record (the chunks and what else its samples hold) into the spool. `put` comes before the ledger's `commit`: a crash
-between the two leaves an orphan payload, never a visible group without data.
+A group is encoded where it was generated. Its chunks go into the payload store, from which the ranks read rows by key.
+Its record (the chunks and the rest of its samples) goes into the spool. `put` comes before the ledger's `commit`: a
+crash between the two leaves an orphan payload, never a visible group without data.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vime.data.groups import GroupFacts, GroupNotes, facts_of
 from vime.data.payload import Decode, cut, join_record, join_samples, pack_rest, pack_rows, split_record, unpack_rows
 from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool, Spools, spool_directories
-from vime.handoff.stores import PayloadStore
+from vime.handoff.stores import Handle, PayloadStore
 from vime.types import HandoffError, HandoffLostError, Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -35,7 +35,7 @@ CAPACITY_POLL_S = 0.05
 
 
 class StoredGroup(NamedTuple):
-    """What names the record of a finished group. `producer`: the worker that stored it."""
+    """What identifies the record of a finished group. `producer`: the worker that stored it."""
 
     task: Task
     checksum: int
@@ -44,7 +44,7 @@ class StoredGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedGroup:
-    """A finished group as it is stored. `rest` is empty where nobody will ask for the samples."""
+    """A finished group in its stored form. `rest` is empty when the samples will not be asked for."""
 
     facts: GroupFacts
     chunks: tuple[bytes, ...]
@@ -55,7 +55,7 @@ class EncodedGroup:
         return join_record(self.chunks, self.rest)
 
     def samples(self, decode: Decode | None = None) -> list[Sample]:
-        """`decode`: as of `payload.join_samples`."""
+        """Return the samples; `decode` as in `payload.join_samples`."""
         return join_samples([row for chunk in self.chunks for row in unpack_rows(chunk)], self.rest, decode)
 
 
@@ -66,8 +66,8 @@ def encode_group(
     removed: Sequence[bool] = (),
     samples: Sequence[Sample] = (),
 ) -> EncodedGroup:
-    """Check the rows of one group, the only time that anybody does, and encode them. `samples`: what they were made
-    from, when they will be asked for; `removed`: which rows are out of the loss."""
+    """Check the rows of one group, here and nowhere else, and encode them. `samples`: what the rows were made from, if
+    they will be asked for; `removed`: which rows are out of the loss."""
     check_group(rows)
     parts = list(cut(rows))
     facts = GroupFacts(group_index=rows[0].group_index, rows=facts_of(parts, removed), notes=notes or GroupNotes())
@@ -75,17 +75,17 @@ def encode_group(
 
 
 def chunk_keys(task: Task, num_chunks: int) -> list[str]:
-    """Keys of a group's chunks in the queue. No other attempt of the run has them."""
+    """Return the keys of a group's chunks in the queue. No other attempt of the run has them."""
     return [f"{task}.{number}" for number in range(num_chunks)]
 
 
 def groups_partition(train_partition: str) -> str:
-    """Where chunks of finished groups lie in mode streaming."""
+    """Return the partition that holds chunks of finished groups in mode streaming."""
     return f"{train_partition}_groups"
 
 
 class GroupStore:
-    """Owned by the process that produces; `spool` None: --no-transferqueue-durable. Callable from any thread."""
+    """Owned by the process that generates; `spool` None: --no-transferqueue-durable. Callable from any thread."""
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ class GroupStore:
         decode: Decode | None = None,
     ) -> None:
         """`directory`: where the spools of the run are, when `spool` is not the only one. `decode` makes text of
-        response tokens, for who asks for samples."""
+        response tokens, for callers that ask for samples."""
         self._store, self._spool, self._partition = store, spool, groups_partition(partition)
         self._directory, self.decode = directory, decode
-        self._lock = threading.Lock()  # of the spool
-        self._held: dict[Task, tuple[int, EncodedGroup]] = {}  # until the round that trained them is written down
+        self._lock = threading.Lock()  # protects the spool
+        self._held: dict[Task, tuple[int, EncodedGroup]] = {}  # until the checkpoint after the round that trained them
         self.num_spool_reads = 0
 
     def put(self, groups: Sequence[tuple[Task, EncodedGroup]]) -> list[int]:
-        """Store groups; answers the checksums of their records when all are stored in both places."""
+        """Store groups; return the checksums of their records when all are stored in both places."""
         records = [(task, group.record) for task, group in groups]
         if self._spool is not None:
             with self._lock:
@@ -120,7 +120,7 @@ class GroupStore:
         return checksums
 
     def keep(self, task: Task, data: bytes) -> int | None:
-        """Store what only a later attempt reads (the tokens of an aborted one), in the spool; None without a spool."""
+        """Store in the spool what only a later attempt reads (the tokens of an aborted one); None without a spool."""
         if self._spool is None:
             return None
         with self._lock:
@@ -128,7 +128,7 @@ class GroupStore:
         return checksum
 
     def record(self, task: Task, checksum: int) -> bytes:
-        """What `put` or `keep` stored with this checksum."""
+        """Return what `put` or `keep` stored with this checksum."""
         with self._lock:
             held = self._held.get(task)
             if held is not None and held[0] == checksum:
@@ -144,7 +144,7 @@ class GroupStore:
             return self._spool.read(task, checksum)
 
     def samples(self, task: Task, checksum: int) -> list[Sample]:
-        """The answers of a finished group, also of an earlier life of the run."""
+        """Return the completions of a finished group, also one stored before the run was restarted."""
         with self._lock:
             held = self._held.get(task)
         if held is not None and held[0] == checksum:
@@ -153,28 +153,28 @@ class GroupStore:
         return join_samples([row for chunk in chunks for row in unpack_rows(chunk)], rest, self.decode)
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
-        """Put chunks into the queue again that an earlier life of the run stored: its queue died with it."""
+        """Put chunks into the queue again that were stored before the run was restarted: the queue did not survive."""
         for task, checksum, _ in groups:
             chunks, _ = split_record(self.record(task, checksum))
             self._store.put(self._partition, chunk_keys(task, len(chunks)), chunks)
 
     def forget_attempt(self, task: Task) -> None:
-        """The group came too late, or became too old: nobody will train it."""
+        """Delete a group that came too late, or became too old: it will not be trained."""
         with self._lock:
             held = self._held.pop(task, None)
         if held is not None:
             self._store.clear(self._partition, chunk_keys(task, len(held[1].chunks)))
 
     def release(self, tasks: Sequence[Task]) -> None:
-        """Nobody asks for the samples of these groups any more; their round is trained. The spool keeps its copies
-        until `compact`."""
+        """Free these groups' samples: their round is trained, and they will not be asked for. The spool keeps its
+        copies until `compact`."""
         with self._lock:
             for task in tasks:
                 self._held.pop(task, None)
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
-        """Drop spool segments that hold nothing of `needed` (`Ledger.needed_payloads`), and chunks of groups that
-        became too old to be trained; answers the bytes freed on disk."""
+        """Delete spool segments that hold nothing of `needed` (`Ledger.needed_payloads`), and chunks of groups that
+        became too old to be trained; return the bytes freed on disk."""
         with self._lock:
             given_up = [task for task in self._held if task not in needed]
         for task in given_up:
@@ -190,7 +190,7 @@ class GroupStore:
             return 0 if self._spool is None else self._spool.num_bytes
 
     def close(self) -> None:
-        """Leave queue and spool; what is stored stays. Calling it again does nothing."""
+        """Close queue and spool; stored data stays. Calling it again does nothing."""
         self._store.close()
         if self._spool is not None:
             with self._lock:
@@ -198,8 +198,8 @@ class GroupStore:
 
 
 def compact_left_behind(directory: Path, own: Collection[Path], needed: Mapping[Task, int | None]) -> int:
-    """The same for spools under `directory` that no worker of this life writes: an earlier one had more workers, or
-    other ones. Answers the bytes freed."""
+    """Do the same for spools under `directory` that no worker of this start of the run writes: an earlier start had
+    more workers, or other ones. Return the bytes freed."""
     freed = 0
     for path in spool_directories(directory):
         if path not in own and any(path.glob("segment-*")):
@@ -215,15 +215,15 @@ def _is_needed(needed: Mapping[Task, int | None], task: Task, checksum: int) -> 
 class RoundStore:
     """Rounds of the modes off and buffer, put as a whole by the one process that generates them.
 
-    Each has a partition of its own (`train_<rollout_id>`). At most `capacity` may lie in the store; `put` waits for
-    room, which `clear` makes.
+    Each has a partition of its own (`train_<rollout_id>`). The store holds at most `capacity` of them; `put` waits for
+    free capacity, which `clear` makes.
     """
 
     def __init__(self, store: PayloadStore, *, prefix: str, capacity: int, timeout_s: float) -> None:
         self._store, self._prefix = store, prefix
         self._capacity, self._timeout_s = capacity, timeout_s
 
-    def put(self, rollout_id: int, groups: Sequence[EncodedGroup]) -> tuple[str, list[list[Any]]]:
+    def put(self, rollout_id: int, groups: Sequence[EncodedGroup]) -> tuple[str, list[list[Handle]]]:
         """Waits for: room. Unblocked by: `clear`, which the driver asks for. The partition, and the handles of each
         group's chunks."""
         partition = f"{self._prefix}_{rollout_id}"
@@ -242,7 +242,7 @@ class RoundStore:
         return partition, [[next(handles) for _ in of_group] for of_group in keys]
 
     def clear(self, partition: str) -> None:
-        """Every rank has read this round; makes room for the next `put`."""
+        """Delete a round that every rank has read; makes capacity for the next `put`."""
         self._store.clear_partition(partition)
 
     def _wait_for_room(self, partition: str) -> None:

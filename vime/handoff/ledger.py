@@ -1,13 +1,14 @@
-"""The ledger: the only truth about which prompt groups exist, where each stands, and which round trained it.
+"""The ledger: the single record of which prompt groups exist, the state of each, and which round trained it.
 
-A pure class over one sqlite file: no thread, no clock of its own, one writer. Every transition is one transaction, so a
-kill at any moment leaves the file before or after it, never between. Every call may be repeated after a lost answer.
-What is not allowed raises a HandoffError by name and changes nothing. docs/ledger.md has the states and the guarantee.
+A class over one sqlite file: no thread, no clock of its own, one writer. Every transition is one transaction, so a kill
+at any moment leaves the file before or after it, never between. Every call may be repeated after a lost response. A
+call that is not allowed raises a HandoffError by name and changes nothing. docs/ledger.md has the states and the
+guarantee.
 
     ledger.prompts   producers: issue, admit, commit, drop, retry, heartbeat, abandon     (prompt_ledger.py)
     ledger.rounds    trainers: lease, heartbeat, trained, release, durable, restore       (round_ledger.py)
 
-Payload bytes are not here: they lie in TransferQueue and in the spool, written before `commit`. A crash between the two
+Payload bytes are not here: they are in TransferQueue and in the spool, written before `commit`. A crash between the two
 leaves an orphan payload, never a visible group without data.
 """
 
@@ -39,7 +40,7 @@ _NUM_READY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerStatus:
-    """A glance at the ledger, for metrics and for who waits on whom."""
+    """A summary of the ledger, for metrics and for `vime why-stuck`."""
 
     active: int  # groups that hold a slot
     ready: int
@@ -61,26 +62,27 @@ class Ledger:
     def __init__(
         self, path: Path, rules: LedgerRules, *, clock: Callable[[], float], synchronous: str = "NORMAL"
     ) -> None:
-        """`clock` counts seconds and never needs to tell the date: `time.monotonic`. For `synchronous` (what a power
-        cut may lose) see ledger_schema.py."""
+        """`clock` counts seconds; it need not know the date: `time.monotonic`. For `synchronous` (what a power cut may
+        lose) see ledger_schema.py."""
         self._store = LedgerStore(path, rules, clock, synchronous)
         self._synchronous = synchronous
         self._prompts, self._rounds = PromptLedger(self._store), RoundLedger(self._store)
 
     @property
     def prompts(self) -> PromptLedger:
-        """The producers' calls. What is overdue is taken back first."""
+        """The producers' calls. Overdue attempts and rounds are taken back first."""
         self.expire()
         return self._prompts
 
     @property
     def rounds(self) -> RoundLedger:
-        """The trainers' calls. What is overdue is taken back first."""
+        """The trainers' calls. Overdue attempts and rounds are taken back first."""
         self.expire()
         return self._rounds
 
     def expire(self) -> None:
-        """Take back attempts and rounds whose holders missed their deadline. Call it now and then when nobody calls."""
+        """Take back attempts and rounds whose holders missed their deadline. Call it now and then when nothing else
+        calls."""
         memory, now = self._store.memory, self._store.clock.now()
         if now < memory.soonest:
             return
@@ -91,8 +93,8 @@ class Ledger:
         memory.soonest = min(deadlines, default=float("inf"))
 
     def sync(self) -> LedgerMark:
-        """Everything answered so far is on disk when this returns, and in the file alone, unless somebody reads it just
-        now. Call it before a checkpoint is made visible, and keep the answer in the checkpoint."""
+        """Write everything returned so far to disk: into the file alone, unless a reader has it open just now. Call it
+        before a checkpoint is made visible, and keep the result in the checkpoint."""
         store = self._store
         store.connection.execute("pragma synchronous = FULL")
         try:
@@ -129,7 +131,7 @@ class Ledger:
         )
 
     def commit_each(self, groups: Sequence[tuple[Task, Payload]]) -> list[CommitOutcome | TransitionError]:
-        """`prompts.commit` of one after the other; a refusal is answered in the group's place and holds up no other."""
+        """Run `prompts.commit` for one group after the other; a refusal takes the group's place and stops no other."""
         outcomes: list[CommitOutcome | TransitionError] = []
         for task, payload in groups:
             try:
@@ -139,25 +141,26 @@ class Ledger:
         return outcomes
 
     def has(self, *, ready: int = 0, slots: int = 0, round_of: int = 0, at_least: int = 0) -> bool:
-        """Whether at least so many groups are ready, so many slots are free, and a round of so many groups is whole, or
-        `at_least` so many of it are ready: asked at every change for whoever waits, where `lease` and `issue` would
-        cost a call between processes each."""
+        """Return whether at least so many groups are ready, so many slots are free, and a round of so many groups is
+        complete, or `at_least` so many of it are ready. It is checked at every change for waiting callers, where
+        `lease` and `issue` would cost a call between processes each."""
         store = self._store
         is_free = not slots or store.num_slots() - store.memory.usage.active >= slots
         is_ready = not ready or int(store.one(_NUM_READY, store.train_id)[0]) >= ready
         return is_free and is_ready and (not round_of or num_ready_of_round(store, round_of) >= (at_least or round_of))
 
     def needed_payloads(self) -> dict[Task, int | None]:
-        """Payloads that the spool must keep, with their checksum; None: whatever the attempt under way stores."""
+        """Return the payloads that the spool must keep, with checksum; None: whatever the attempt in progress
+        stores."""
         return needed_payloads(self._store.connection, self._store.rules.partition)
 
     def close(self) -> None:
-        """Give the file up: it alone is the ledger then. Calling it again does nothing."""
+        """Close the file: it alone is the ledger then. Calling it again does nothing."""
         self._store.close()
 
 
 def needed_payloads(connection: sqlite3.Connection, train: str) -> dict[Task, int | None]:
-    """See `Ledger.needed_payloads`; also for readers of the file."""
+    """Return what `Ledger.needed_payloads` returns; also for readers of the file."""
     needed: dict[Task, int | None] = {}
     for name, group, attempt, checksum, partial_attempt, partial_checksum, state in connection.execute(_NEEDED):
         if state != State.RETRY:

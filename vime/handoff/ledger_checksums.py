@@ -1,4 +1,4 @@
-"""A checksum in each row of the ledger's tables, so that one flipped bit in what sqlite reads is found.
+"""A checksum in each row of the ledger's tables, so that one flipped bit in the data that sqlite reads is found.
 
 The chain (ledger_identity.py) covers the history and `pragma integrity_check` the structure of the file; a changed
 number or name in a row of the other tables would pass both. Triggers of the one writer's connection seal every row that
@@ -26,7 +26,7 @@ SEALED = {
         ),
     ),
 }
-"""By table: its key, and the columns that the seal covers."""
+"""For each table: its key, and the columns that the seal covers."""
 _MAX_FAULTS = 5
 Schema = Sequence[tuple[str, str, str]]
 
@@ -38,8 +38,8 @@ def make_seals(connection: sqlite3.Connection) -> None:
 
 
 def add_facts(connection: sqlite3.Connection) -> None:
-    """Give groups a column for what a round is planned from, and every row a seal that covers it. Inside a transaction,
-    once."""
+    """Add a column to groups for the numbers that a round is planned from, and give every row a seal that covers it.
+    Inside a transaction, once."""
     connection.execute("alter table prompt_group add column facts blob")
     _add_function(connection)
     for table, (_, columns) in SEALED.items():
@@ -60,9 +60,9 @@ def keep_sealed(connection: sqlite3.Connection) -> None:
 
 
 def find_faults(connection: sqlite3.Connection, expected: Schema) -> list[str]:
-    """What is wrong with a ledger's file, in words; empty when structure, tables and history are as they were written.
+    """Return what is wrong with a ledger's file; empty when structure, tables and history are as they were written.
 
-    Reads all of it. `expected`: what `read_schema` answers for a new ledger.
+    Reads all of it. `expected`: what `read_schema` returns for a new ledger.
     """
     try:
         faults = [str(line) for [line] in connection.execute(f"pragma integrity_check({_MAX_FAULTS})") if line != "ok"]
@@ -78,13 +78,13 @@ def find_faults(connection: sqlite3.Connection, expected: Schema) -> list[str]:
         line = find_broken_link(connection)
         if line is not None:
             faults.append(f"line {line} of the history is not linked to the line before it: one of them changed")
-    except (sqlite3.Error, ValueError, TypeError) as error:  # what a damaged file holds may be anything
+    except (sqlite3.Error, ValueError, TypeError) as error:  # a damaged file may hold anything
         faults = [f"cannot be read: {type(error).__name__}: {error}"]
     return faults
 
 
 def read_schema(connection: sqlite3.Connection) -> Schema:
-    """Tables and indices, with the words that made them."""
+    """Return tables and indices, with the SQL that made them."""
     lines = connection.execute("select type, name, sql from sqlite_master order by name").fetchall()
     return [(kind, name, " ".join((sql or "").split())) for kind, name, sql in lines]
 

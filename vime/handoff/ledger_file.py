@@ -1,9 +1,9 @@
-"""Whether the ledger's file is the one that its last writer left: not lost, not emptied, its write-ahead log whole.
+"""Checks that the ledger's file is as its last writer left it: not lost, not emptied, its write-ahead log complete.
 
-sqlite makes a new database of a lost or empty file, and drops from its log whatever lies behind the first damaged
-frame, both without a word. Either would train prompts a second time, so both are looked for before sqlite is asked.
+sqlite makes a new database in place of a lost or empty file, and drops everything after the first damaged frame of its
+log, both silently. Either would train prompts a second time, so both are checked before sqlite opens the file.
 
-`ledger.db.lock` says that a ledger was made here, and whether its writer is at work: `open` while it is and after a
+`ledger.db.lock` records that a ledger was made here, and whether its writer is at work: `open` while it is and after a
 kill (then `ledger.db-wal` belongs to the file), `closed` after a clean end (then the file alone is the ledger).
 """
 
@@ -23,16 +23,16 @@ OLD_COPY = (
     "Put a copy of the file in its place (from a backup, or `vime queue import`; remove ledger.db-wal, ledger.db-shm "
     "and ledger.db.lock then), or begin anew in another run directory, with an export (--save-hf) as --hf-checkpoint"
 )
-NEXT = f"Going on would train its prompts a second time. {OLD_COPY}."
+NEXT = f"Continuing would train its prompts a second time. {OLD_COPY}."
 _WAL_HEADER = struct.Struct(">8I")  # magic, format, page size, number of resets, two salts, two checksums
 _FRAME_HEADER = struct.Struct(">6I")  # page, pages of the database after a commit, two salts, two checksums
 _BIG_ENDIAN, _LITTLE_ENDIAN = 0x377F0683, 0x377F0682
 
 
 class Note(StrEnum):
-    """What the lock file says about the ledger beside it."""
+    """What the lock file records about the ledger beside it."""
 
-    NONE = ""  # none was ever made here, or its making was cut off
+    NONE = ""  # none was ever made here, or its creation was interrupted
     OPEN = "open"
     CLOSED = "closed"
 
@@ -46,7 +46,7 @@ def wal_path(path: Path) -> Path:
 
 
 def write_note(lock: int, note: Note) -> None:
-    """On disk when this returns. `lock`: descriptor of the lock file."""
+    """Write the note; it is on disk when this returns. `lock`: descriptor of the lock file."""
     text = f"{note}\n".encode()
     os.pwrite(lock, text, 0)
     os.ftruncate(lock, len(text))
@@ -69,7 +69,7 @@ def read_note(path: Path) -> Note:
 
 
 def has_history(path: Path) -> bool:
-    """Whether something beside the file says that a ledger was here: its lock file, its log, or payloads."""
+    """Return whether something beside the file shows that a ledger was here: its lock file, its log, or payloads."""
     wal = wal_path(path)
     has_log = wal.is_file() and wal.stat().st_size > 0
     return has_log or any((path.parent / SPOOL_NAME).glob("segment-*")) or read_note(path) is not Note.NONE
@@ -82,7 +82,7 @@ def check_is_there(path: Path) -> None:
         if has_history(path):
             what = "is gone" if size is None else "is empty"
             raise LedgerFileError(
-                f"{path}: the ledger {what}, but what lies beside it says that a run wrote it. {NEXT}"
+                f"{path}: the ledger {what}, but the files beside it show that a run wrote it. {NEXT}"
             )
     elif read_note(path) is Note.OPEN and not wal_path(path).exists():
         raise LedgerFileError(
@@ -93,16 +93,16 @@ def check_is_there(path: Path) -> None:
 
 
 def refuse_empty(path: Path) -> None:
-    """The file is a database without a table: all that a lost log leaves of a ledger, unless none was ever made."""
+    """Refuse a database without a table: all that a lost log leaves of a ledger, unless none was ever made."""
     if has_history(path):
         raise LedgerFileError(
-            f"{path}: the ledger is empty (no table in {path.stat().st_size} bytes), but what lies beside it tells of "
+            f"{path}: the ledger is empty (no table in {path.stat().st_size} bytes), but the files beside it show "
             f"a run. {NEXT}"
         )
 
 
 def check_log(path: Path) -> None:
-    """Refuse a write-ahead log with damage that is no torn end: sqlite would drop the rest of it in silence."""
+    """Refuse a write-ahead log with damage that is no torn end: sqlite would drop the rest of it silently."""
     wal = wal_path(path)
     try:
         data = wal.read_bytes()
@@ -112,18 +112,19 @@ def check_log(path: Path) -> None:
     if fault is not None:
         raise LedgerFileError(
             f"{wal}: {fault}, so the ledger's last transitions cannot be read. Put a copy in its place. After a power "
-            f"cut, or without a copy, {path.name} alone may be gone on with from the checkpoint that it knows: move "
+            f"cut, or without a copy, {path.name} alone may be continued from the checkpoint that it knows: move "
             f"{wal.name}, {path.name}-shm and {lock_path(path).name} out of the directory."
         )
 
 
 def find_damage(wal: bytes) -> str | None:
-    """What is wrong with the bytes of a write-ahead log; None when each frame is whole up to where a kill cut it off.
+    """Return what is wrong with the bytes of a write-ahead log; None when each frame is whole up to where a kill cut
+    it.
 
-    The ledger's log is never written over (`fold_in` cuts it to nothing), so a frame that is there in full and does not
-    fit its checksum was damaged. A kill leaves a frame that is cut off, a power cut also zeros; and sqlite may be
-    killed while it writes frames of a long transaction again, behind which there is no commit, so nothing is lost. The
-    format is sqlite's (https://www.sqlite.org/fileformat2.html, section 4).
+    The ledger's log is never overwritten (`fold_in` truncates it to nothing), so a complete frame that does not fit its
+    checksum was damaged. A kill leaves an incomplete frame, a power cut also zeros. sqlite may also be killed while it
+    writes frames of a long transaction again; no commit follows them, so nothing is lost. The format is sqlite's
+    (https://www.sqlite.org/fileformat2.html, section 4).
     """
     if len(wal) <= _WAL_HEADER.size:
         return None  # no frame was written yet
@@ -139,7 +140,7 @@ def find_damage(wal: bytes) -> str | None:
     for number, at in enumerate(frames, start=1):
         _, _, *found, first, second = _FRAME_HEADER.unpack_from(wal, at)
         if found[0] != salts[0] and found[1] != salts[1]:
-            return None  # zeros, or left from an earlier log: what was written ends here
+            return None  # zeros, or left from an earlier log: the written part ends here
         sums = _add(pair, wal[at : at + 8], sums)
         sums = _add(pair, wal[at + _FRAME_HEADER.size : at + frame_bytes], sums)
         if found != salts or sums != (first, second):
@@ -150,7 +151,7 @@ def find_damage(wal: bytes) -> str | None:
 
 
 def _add(pair: struct.Struct, data: bytes, sums: tuple[int, int]) -> tuple[int, int]:
-    """sqlite's checksum of `data`, a multiple of 8 bytes, going on from `sums`."""
+    """Return sqlite's checksum of `data`, a multiple of 8 bytes, continued from `sums`."""
     first, second = sums
     for one, other in pair.iter_unpack(data):
         first = (first + one + second) & 0xFFFFFFFF
@@ -159,10 +160,10 @@ def _add(pair: struct.Struct, data: bytes, sums: tuple[int, int]) -> tuple[int, 
 
 
 def fold_in(connection: sqlite3.Connection) -> bool:
-    """Bring the write-ahead log into the file, both on disk, and cut it to nothing: the file alone is then the ledger.
+    """Move the write-ahead log into the file, both on disk, and truncate it: the file alone is then the ledger.
 
-    Waits for nobody: beside a reader that looks at an older moment, or on a full disk, only a part is done, and False
-    is answered. Nothing is lost then: the log stays.
+    It does not wait: while a reader uses an older snapshot, or on a full disk, only a part is moved, and it returns
+    False. Nothing is lost then: the log stays.
     """
     [timeout_ms] = connection.execute("pragma busy_timeout").fetchone()
     connection.execute("pragma busy_timeout = 0")

@@ -1,8 +1,8 @@
-"""Which ledger it is: a random id, and a chain of hashes over its history, of which a checkpoint keeps one link.
+"""The identity of a ledger: a random id, and a chain of hashes over its history, of which a checkpoint keeps one link.
 
-A path says nothing about a ledger: a directory moves, and another run is begun where an old one was. The id tells
-ledgers apart. The chain tells apart two runs that went on from copies of one ledger, and a copy that is too old: the
-link that a checkpoint kept (`LedgerMark`) is in the history of the one ledger that knows what the checkpoint carries.
+A path does not identify a ledger: a directory moves, and another run is started where an old one was. The id tells
+ledgers apart. The chain tells apart two runs that continued copies of one ledger, and detects a copy that is too old:
+the link that a checkpoint kept (`LedgerMark`) is in the history of the one ledger that knows the checkpoint's rounds.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from vime.handoff.ledger_types import LedgerMark
 
 LINE = "sequence, event, partition, grp, attempt, round, num_tokens, num_bytes, note"
 """Columns of the table `history` that a link covers, in this order."""
-encode_values = json.JSONEncoder(default=repr).encode  # what a damaged file holds may be bytes
+encode_values = json.JSONEncoder(default=repr).encode  # a damaged file may hold bytes
 _CHUNK = 10_000  # lines
 
 
 def first_link(ledger_id: str) -> int:
-    """What the first line is linked to."""
+    """Return the link before the first line."""
     return next_link(0, (ledger_id,))
 
 
 def next_link(link: int, line: Sequence[object]) -> int:
-    """The link of a line of history (columns of LINE) behind the one with `link`: 64 bits, as sqlite keeps integers."""
+    """Return the link of a line of history (columns of LINE) that follows `link`: 64 bits, as sqlite keeps integers."""
     data = struct.pack("<q", link) + encode_values(line).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def make_identity(connection: sqlite3.Connection) -> None:
-    """Give a ledger its id, and the history that it has its links. Inside a transaction, once."""
+    """Give a ledger its id, and its history the links. Inside a transaction, once."""
     connection.execute("create table identity(ledger text not null)")
     connection.execute("insert into identity values (?)", (uuid.uuid4().hex,))
     connection.execute("alter table history add column link integer")
@@ -44,7 +44,7 @@ def make_identity(connection: sqlite3.Connection) -> None:
 
 
 def link_history(connection: sqlite3.Connection) -> None:
-    """Write the link of every line anew."""
+    """Write the link of every line again."""
     link = first_link(read_id(connection))
     for lines in _chunks(connection, LINE):
         links = []
@@ -55,7 +55,7 @@ def link_history(connection: sqlite3.Connection) -> None:
 
 
 def find_broken_link(connection: sqlite3.Connection) -> int | None:
-    """Number of the first line that is not linked to the one before it; None when all are."""
+    """Return the number of the first line that is not linked to the one before it; None when all are."""
     link = first_link(read_id(connection))
     for lines in _chunks(connection, f"{LINE}, link"):
         for *line, found in lines:
@@ -71,7 +71,7 @@ def read_id(connection: sqlite3.Connection) -> str:
 
 
 def read_mark(connection: sqlite3.Connection) -> LedgerMark:
-    """The newest line of the history."""
+    """Return the newest line of the history."""
     newest = connection.execute("select sequence, link from history order by sequence desc limit 1").fetchone()
     ledger_id = read_id(connection)
     sequence, link = newest or (0, first_link(ledger_id))
@@ -79,10 +79,10 @@ def read_mark(connection: sqlite3.Connection) -> LedgerMark:
 
 
 def find_difference(connection: sqlite3.Connection, mark: LedgerMark, checkpoint_round: int) -> str | None:
-    """Why this is not the ledger that knows what a checkpoint with this mark carries; None when it is."""
+    """Return why this is not the ledger of a checkpoint with this mark; None when it is."""
     now = read_mark(connection)
     if now.ledger_id != mark.ledger_id:
-        return f"is ledger {now.ledger_id}, and the checkpoint belongs to ledger {mark.ledger_id}"
+        return f"is ledger {now.ledger_id}, but the checkpoint belongs to ledger {mark.ledger_id}"
     if now.sequence < mark.sequence:
         return (
             f"ends at line {now.sequence} of its history, and the checkpoint was written behind line {mark.sequence}: "
@@ -107,10 +107,10 @@ def find_difference(connection: sqlite3.Connection, mark: LedgerMark, checkpoint
 
 
 def find_obstacle(connection: sqlite3.Connection, mark: LedgerMark | None, checkpoint_round: int) -> str | None:
-    """Why a run cannot go on from this checkpoint with this ledger, and what to do; None when it can.
+    """Return why a run cannot continue from this checkpoint with this ledger, and what to do; None when it can.
 
-    -1: from the initial weights. A checkpoint of a round that the ledger does not know as trained would train its
-    groups a second time.
+    -1: from the initial weights. A checkpoint of a round that is not trained in the ledger would train its groups a
+    second time.
     """
     difference = None if mark is None else find_difference(connection, mark, checkpoint_round)
     if difference is not None:
@@ -140,7 +140,7 @@ def find_obstacle(connection: sqlite3.Connection, mark: LedgerMark | None, check
 
 
 def _chunks(connection: sqlite3.Connection, columns: str) -> Iterator[list[Any]]:
-    """Lines of the history in their order, never all of them at once."""
+    """Yield lines of the history in their order, never all of them at once."""
     last = None
     while True:
         after = "" if last is None else "where sequence > ?"

@@ -1,7 +1,7 @@
-"""How producers and readers of the queue call the ledger, wherever it lives.
+"""How producers and readers of the queue call the ledger, in any process.
 
-`LedgerPort` is the protocol: the ledger's methods, checked by type as if they were called directly, and one way to wait
-for news instead of asking again and again. `LocalLedgerPort` is the ledger in this process, for tests and examples;
+`LedgerPort` is the protocol: the ledger's methods, type-checked as if they were called directly, and a way to wait for
+a change instead of polling. `LocalLedgerPort` is the ledger in this process, for tests and examples;
 `ray/ledger_actor.py` is the one of a run.
 """
 
@@ -31,11 +31,11 @@ CALLS: dict[str, Callable[..., object]] = {
         *(Ledger.status, Ledger.sync, Ledger.commit_each, Ledger.needed_payloads),
     )
 }
-"""What another process may call, by the name that travels. Not `restore`: the owner of the ledger brings the spool."""
+"""What another process may call, by name. Not `restore`: only the owner of the ledger has the spool."""
 
 
 def call_ledger(ledger: Ledger, name: str, arguments: Sequence[object], options: Mapping[str, object]) -> object:
-    """One of CALLS by its name; any other name is refused, whoever asks."""
+    """Run one of CALLS by its name; any other name is refused."""
     if name not in CALLS:
         raise TransitionError(f"the ledger has no call {name}; expected one of {', '.join(sorted(CALLS))}.")
     part = name.partition(".")[0]
@@ -57,11 +57,10 @@ class LedgerPort(Protocol):
     ) -> R: ...
 
     def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
-        """Until the ledger has written more than line `seen` of its history and `Ledger.has(**has)`, or `timeout_s`
-        is over; the newest line.
+        """Wait until the ledger has written more than line `seen` of its history and `Ledger.has(**has)` holds, or
+        `timeout_s` is over; return the newest line.
 
-        Pass the number that was answered before the call whose answer was "not yet", at first -1: nothing is missed in
-        between.
+        Pass the number returned before the call that could not be granted, at first -1: no change is missed in between.
         """
         ...
 
@@ -74,7 +73,7 @@ class LocalLedgerPort:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._changed = threading.Condition()
-        self._wakers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}  # of coroutines that wait for news
+        self._wakers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}  # of coroutines that wait for a change
 
     def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         with self._changed:
@@ -94,7 +93,7 @@ class LocalLedgerPort:
             return self._ledger.sequence
 
     async def wait_for_news_async(self, seen: int, timeout_s: float, **has: int) -> int:
-        """No thread waits, so that a loop that is stopped leaves nothing behind that holds its process up."""
+        """Wait without a thread, so that a loop that is stopped leaves nothing behind that keeps its process alive."""
         woken = asyncio.Event()
         with self._changed:
             self._wakers[woken] = asyncio.get_running_loop()
@@ -104,7 +103,7 @@ class LocalLedgerPort:
                     await woken.wait()
                     woken.clear()
         except TimeoutError:
-            pass  # no news is an answer too
+            pass  # no change is a result too
         finally:
             with self._changed:
                 del self._wakers[woken]

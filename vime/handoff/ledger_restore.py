@@ -1,6 +1,6 @@
-"""Steps that move whole rounds back or to their end, and the restart from a checkpoint that is made of them.
+"""Steps that move whole rounds back or complete them, and the restart from a checkpoint that is made of these steps.
 
-Each function runs inside a transaction of the caller and leaves the counts in memory to it.
+Each function runs inside a transaction of the caller, which also updates the counts in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORGET_PARTIAL = """update prompt_group set partial_attempt = null, partial_che
     where partition = ? and grp = ?"""
 
 HasPayload = Callable[[Task, int], bool]
-"""Whether the spool holds the payload with this checksum."""
+"""Tells whether the spool holds the payload with this checksum."""
 
 
 class RoundRow(NamedTuple):
@@ -50,7 +50,7 @@ def find_round(store: LedgerStore, round_id: int) -> RoundRow | None:
 
 
 def leased_group(partition: str, line: PayloadLine) -> LeasedGroup:
-    """From the columns of PAYLOAD."""
+    """Return the group from the columns of PAYLOAD."""
     group, attempt, checksum, num_bytes, num_tokens, num_rows, oldest, newest, facts = line
     payload = Payload(
         checksum=checksum,
@@ -65,7 +65,7 @@ def leased_group(partition: str, line: PayloadLine) -> LeasedGroup:
 
 
 def settle(store: LedgerStore, checkpoint_round: int) -> None:
-    """Rounds up to the checkpoint's are durable."""
+    """Mark rounds up to the checkpoint's as durable."""
     rounds = store.query(f"select id from {MOVING_ROUNDS} and id <= ?", checkpoint_round)
     for [round_id] in rounds:
         store.change("update prompt_group set state = 'durable' where round = ?", round_id)
@@ -74,14 +74,14 @@ def settle(store: LedgerStore, checkpoint_round: int) -> None:
 
 
 def pin(store: LedgerStore, round_id: int) -> None:
-    """The round is to be leased again with the same groups in the same order."""
+    """Mark the round to be leased again with the same groups in the same order."""
     store.change("update prompt_group set state = 'ready', admitted = 1 where round = ?", round_id)
     store.change("update round set state = 'replay' where id = ?", round_id)
     store.write("replay", partition=store.train_id, round_id=round_id)
 
 
 def loosen(store: LedgerStore, round_id: int) -> None:
-    """The round is undone: its groups are ready for any round, in their old place."""
+    """Undo the round: its groups are ready for any round, in their old order."""
     sql = "update prompt_group set state = 'ready', admitted = 1, round = null, position = null where round = ?"
     store.change(sql, round_id)
     store.change("delete from round where id = ?", round_id)
@@ -89,7 +89,7 @@ def loosen(store: LedgerStore, round_id: int) -> None:
 
 
 def send_back(store: LedgerStore, task: Task, reason: str) -> None:
-    """The group is to be generated again."""
+    """Mark the group to be generated again."""
     partition = known_partition(store, task.partition)
     store.change(_SEND_BACK, reason, partition, task.group)
     store.write("retry", partition, task.group, task.attempt, note=reason)
@@ -98,12 +98,12 @@ def send_back(store: LedgerStore, task: Task, reason: str) -> None:
 def restore(
     store: LedgerStore, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None
 ) -> RestoreReport:
-    """Go on from the checkpoint of `checkpoint_round` (None: from the initial weights), whatever was under way.
+    """Continue from the checkpoint of `checkpoint_round` (None: from the initial weights), whatever was in progress.
 
     Rounds after it are leased again with the same groups in the same order. The first round that lacks a payload ends
-    this: the weights after it will be others than those that sampled later groups, so what those weights sampled is
-    generated again, and so is every lost payload. Prompts in flight are issued again. Whoever held a lease from before
-    must have ended; its fence or attempt is not accepted any more. `mark`: what the checkpoint keeps of its ledger;
+    this: the weights after it will differ from those that sampled later groups, so groups sampled by those weights are
+    generated again, and so is every lost payload. Prompts in flight are issued again. Holders of earlier leases must
+    have ended; their fences and attempts are not accepted any more. `mark`: what the checkpoint keeps of its ledger;
     None for one that was written before ledgers had ids. Until the first round is trained, a restore from another
     checkpoint finds the ledger as it was before this one (ledger_undo.py).
     """
@@ -143,7 +143,7 @@ def _replay_rounds(
 ) -> tuple[list[int], Version | None, bool]:
     """Pin the rounds after `last` until one lacks a payload, and undo the others.
 
-    Answers the pinned rounds, the version that their replay reaches, and whether none had to be undone.
+    Returns the pinned rounds, the version that their replay reaches, and whether none had to be undone.
     """
     replayed, reached, is_exact = [], start, True
     for round_id, version in store.query("select id, version from round where id > ? order by id", last):
@@ -159,7 +159,7 @@ def _replay_rounds(
 
 
 def _find_lost(store: LedgerStore, reached: Version | None, has_payload: HasPayload) -> list[tuple[Task, str]]:
-    """Ready groups that cannot be trained in the history that goes on, with the reason."""
+    """Return ready groups that cannot be trained in the continued run, with the reason."""
     lost = []
     for name, group, attempt, checksum, max_version in store.query(_READY):
         task, is_train = Task(name, group, attempt), name == store.rules.partition
@@ -171,7 +171,8 @@ def _find_lost(store: LedgerStore, reached: Version | None, has_payload: HasPayl
 
 
 def _version_after(store: LedgerStore, last: int) -> Version | None:
-    """Version of the weights in the checkpoint of round `last`, when the ledger has seen that round or the next."""
+    """Return the version of the weights in the checkpoint of round `last`, if the ledger knows that round or the
+    next."""
     row = store.one("select version + 1 from round where id = ?", last)
     row = row or store.one("select version from round where id = ?", last + 1)
     return None if row is None else int(row[0])

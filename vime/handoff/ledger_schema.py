@@ -6,10 +6,10 @@ whole partition instead), so that no query grows with the length of the run. `pr
 schema's version: each entry of MIGRATIONS takes a file one version further, in one transaction; the first makes it.
 
 What may be lost: kill -9 of any process loses nothing (every transition is a committed transaction in the write-ahead
-log). A power cut loses with `synchronous` FULL nothing that was answered; with NORMAL, the default, the last
-transitions, never the file's consistency. A lost commit is generated again, a lost lease is leased again. Only a lost
-`trained` would train a group twice, which is why `Ledger.sync` comes before a checkpoint is made visible. What is lost
-in any other way (the file, its log, a part of one) is refused by name: ledger_file.py.
+log). With `synchronous` FULL a power cut loses nothing that was returned to a caller; with NORMAL, the default, it may
+lose the last transitions, never the file's consistency. A lost commit is generated again, a lost lease is leased again.
+Only a lost `trained` would train a group twice, which is why `Ledger.sync` comes before a checkpoint is made visible.
+Any other loss (the file, its log, a part of one) is refused by name: ledger_file.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vime.handoff.ledger_types import LedgerFileError
 
 APPLICATION_ID = 0x56494D45  # "VIME"
 UNREADABLE = (sqlite3.Error, OSError, UnicodeDecodeError)  # the last: a name in a damaged file that sqlite repeats
-BUSY_TIMEOUT_S = 10.0  # a reader that copies the file may hold the writer up for a moment
+BUSY_TIMEOUT_S = 10.0  # a reader that copies the file may block the writer for a moment
 
 CREATE = """
 create table meta(name text primary key, value integer not null) without rowid;
@@ -76,7 +76,7 @@ MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity, make_seals, add_fact
 def open_for_writing(
     path: Path, *, synchronous: str = "NORMAL", migrations: Sequence[Migration] = MIGRATIONS
 ) -> tuple[sqlite3.Connection, int]:
-    """The connection of the one writer and the lock it holds while it lives (a file lock: it ends with the process)."""
+    """Return the writer's connection and the file lock that it holds, which ends with the process."""
     if synchronous not in ("NORMAL", "FULL"):
         raise LedgerFileError(f"{path}: synchronous {synchronous!r}; expected NORMAL or FULL.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def open_for_writing(
 
 
 def close_for_writing(connection: sqlite3.Connection, lock: int) -> None:
-    """Give up what `open_for_writing` answered: the file alone is then the ledger."""
+    """Close what `open_for_writing` returned: the file alone is then the ledger."""
     try:
         fold_in(connection)
         write_note(lock, Note.CLOSED)
@@ -124,7 +124,8 @@ def close_for_writing(connection: sqlite3.Connection, lock: int) -> None:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """A consistent view for the audit and the command line, also beside a living writer. Never changes the file."""
+    """Return a consistent view for the audit and the command line, also beside a live writer. Never changes the
+    file."""
     check_is_there(path)
     if not path.is_file():
         raise LedgerFileError(f"{path}: there is no ledger; only runs in mode streaming or external keep one.")
@@ -134,7 +135,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         connection.execute("begin")
         _check_identity(connection, path, len(MIGRATIONS))
         [version] = connection.execute("pragma user_version").fetchone()
-        check_log(path)  # the log grows meanwhile, but is not cut while this view lasts
+        check_log(path)  # the log may grow, but is not truncated while this view lasts
         if version == 0:
             raise LedgerFileError(f"{path}: no ledger yet: a run that has just begun makes it.")
         if version != len(MIGRATIONS):
@@ -151,7 +152,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def check_content(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a ledger in which anything is not as it was written. Reads all of it; of an older schema nothing."""
+    """Refuse a ledger that is not as it was written. Reads all of it; of an older schema nothing."""
     try:
         [version] = connection.execute("pragma user_version").fetchone()
     except UNREADABLE as error:
@@ -162,7 +163,7 @@ def check_content(connection: sqlite3.Connection, path: Path) -> None:
 
 @functools.cache
 def expected_schema() -> Schema:
-    """Of a ledger that has just been made."""
+    """Return the schema of a new ledger."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         _migrate(connection, MIGRATIONS)
         return read_schema(connection)
@@ -174,7 +175,7 @@ def _connect(path: Path, mode: str = "") -> sqlite3.Connection:
 
 
 def _check_identity(connection: sqlite3.Connection, path: Path, newest: int) -> None:
-    """Refuse another program's database and a schema from the future, before anything is written."""
+    """Refuse another program's database and a schema of a later release, before anything is written."""
     version = connection.execute("pragma user_version").fetchone()[0]
     application = connection.execute("pragma application_id").fetchone()[0]
     is_empty = connection.execute("select count(*) from sqlite_master").fetchone()[0] == 0

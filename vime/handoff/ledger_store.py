@@ -1,7 +1,7 @@
-"""The store under the ledger: one transaction per change, the history beside it, the counts in use, and the deadlines.
+"""The storage of the ledger: one transaction per change, its line of history, the counts in use, and the deadlines.
 
-Counts and deadlines live in memory and are rebuilt from the file when it is opened. Deadlines are never written: a time
-of one boot means nothing in the next, so a reopened ledger gives every holder one full timeout from then on.
+Counts and deadlines are in memory and are rebuilt from the file when it is opened. Deadlines are never written, because
+the clock of one boot means nothing after the next. So a reopened ledger gives every holder one full timeout.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _EVENT = f"insert into history({LINE}, link) values (?, ?, ?, ?, ?, ?, ?, ?, ?, 
 
 
 class LedgerClock:
-    """Time for leases, from a clock that is injected (`time.monotonic` in a run).
+    """Time for leases, from a given clock (`time.monotonic` in a run).
 
-    A step back counts as no time, and one step counts as `max_step_s` at most: time during which the ledger itself was
-    stopped, or the clock jumped, is time in which no holder could be heard, and must not expire its lease.
+    A step back counts as no time, and one step counts as `max_step_s` at most: while the ledger itself was stopped, or
+    the clock jumped, no holder could be heard, so that time must not expire a lease.
     """
 
     def __init__(self, clock: Callable[[], float], max_step_s: float) -> None:
@@ -52,9 +52,9 @@ class LedgerClock:
 
 @dataclass(slots=True)
 class Usage:
-    """What the train partition holds now."""
+    """The current use of the train partition."""
 
-    active: int = 0  # groups issued, ready or leased, and trained ones whose weights are not served yet
+    active: int = 0  # groups issued, ready or leased, and trained ones whose weights the engines do not serve yet
     retry: int = 0
     groups: int = 0  # payloads admitted, ready or leased
     tokens: int = 0
@@ -68,7 +68,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An attempt that a producer works on."""
+    """An attempt in progress at a producer."""
 
     task: Task
     producer: str
@@ -78,7 +78,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A round that a trainer works on."""
+    """A leased round in progress at a trainer."""
 
     holder: str
     fence: int
@@ -87,15 +87,15 @@ class Holding:
 
 @dataclass(slots=True)
 class Memory:
-    """What the store keeps outside the file: a function of the file, but for deadlines and the waiting line."""
+    """The state outside the file: derived from the file, except for deadlines and the queue of waiting tasks."""
 
     usage: Usage = field(default_factory=Usage)
     flights: dict[tuple[str, int], Flight] = field(default_factory=dict)
     requests: dict[tuple[str, str], list[Task]] = field(default_factory=dict)  # (producer, request): in flight
     holdings: dict[int, Holding] = field(default_factory=dict)
     too_old: int = 0  # groups refused at lease since the file was opened
-    waiting: dict[Task, None] = field(default_factory=dict)  # tasks that ask for room, first come first
-    soonest: float = float("inf")  # no deadline is before this
+    waiting: dict[Task, None] = field(default_factory=dict)  # tasks that wait for capacity, first come first
+    soonest: float = float("inf")  # the earliest deadline, or a time before it
 
     def fly(self, flight: Flight) -> None:
         self.flights[flight.task.partition, flight.task.group] = flight
@@ -131,7 +131,7 @@ class LedgerStore:
             raise
 
     def reload(self) -> None:
-        """Take what the file says, and note the rules of this run in it when they are others."""
+        """Read the state from the file, and write the rules of this run into it when they differ."""
         self._mark = read_mark(self.connection)
         with self.transaction():
             self.train_id = self.partition_id(self.rules.partition)
@@ -143,14 +143,14 @@ class LedgerStore:
         self.memory = self.recall()
 
     def close(self) -> None:
-        """Give the file up. Calling it again does nothing."""
+        """Close the file. Calling it again does nothing."""
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
             close_for_writing(self.connection, lock)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing, on disk and in memory: an error, also a full disk, leaves both as they were."""
+        """Change everything or nothing, on disk and in memory: an error, also a full disk, leaves both as they were."""
         self.connection.execute("begin immediate")
         mark = self._mark
         memory = getattr(self, "memory", None)
@@ -180,15 +180,15 @@ class LedgerStore:
         return self._mark
 
     def query(self, sql: str, *values: object) -> list[Any]:
-        """Rows of whatever types the statement selects: sqlite says no more."""
+        """Return rows of whatever types the statement selects; sqlite gives no static types."""
         return self.connection.execute(sql, values).fetchall()
 
     def one(self, sql: str, *values: object) -> Any:
-        """The first row, or None."""
+        """Return the first row, or None."""
         return self.connection.execute(sql, values).fetchone()
 
     def change(self, sql: str, *values: object) -> int:
-        """Run one statement; answers how many rows it changed."""
+        """Run one statement; return how many rows it changed."""
         return self.connection.execute(sql, values).rowcount
 
     def write(
@@ -203,7 +203,7 @@ class LedgerStore:
         num_bytes: int | None = None,
         note: str | None = None,
     ) -> int:
-        """One line of history; answers its number, which is also the order of commits."""
+        """Write one line of history; return its number, which is also the order of commits."""
         sequence = self._mark.sequence + 1
         line = (sequence, event, partition, group, attempt, round_id, tokens, num_bytes, note)
         link = next_link(self._mark.link, line)
@@ -212,7 +212,7 @@ class LedgerStore:
         return sequence
 
     def partition_id(self, name: str) -> int:
-        """Number of a partition, made when it is new. Inside a transaction."""
+        """Return the number of a partition, made when it is new. Inside a transaction."""
         row = self.one("select id from partition where name = ?", name)
         if row is not None:
             return int(row[0])
@@ -227,7 +227,7 @@ class LedgerStore:
         self.change("insert or replace into meta(name, value) values (?, ?)", name, value)
 
     def num_slots(self) -> int:
-        """Groups that may be under way now: towards the end of the run only as many as it still trains."""
+        """Return how many groups may hold a slot now: towards the end of the run only as many as it still trains."""
         rules = self.rules
         if rules.num_rounds is None:
             return rules.max_slots
@@ -235,11 +235,11 @@ class LedgerStore:
         return min(rules.max_slots, rounds_left * rules.groups_per_round)
 
     def deadline(self) -> float:
-        """When a lease given now ends."""
+        """Return when a lease given now ends."""
         return self.clock.now() + self.rules.lease_timeout_s
 
     def recall(self) -> Memory:
-        """Memory as the file implies it, every deadline a full timeout from now."""
+        """Return the memory that follows from the file, every deadline a full timeout from now."""
         memory, deadline = Memory(), self.deadline()
         flights = self.query(
             "select p.name, g.grp, g.attempt, g.producer, g.request from prompt_group g indexed by open_group join "
@@ -256,7 +256,7 @@ class LedgerStore:
 
 
 def count_usage(connection: sqlite3.Connection, train_id: int) -> Usage:
-    """Usage of the train partition by counting rows; the running counts must always equal it."""
+    """Count the usage of the train partition from rows; the running counts must always equal it."""
     usage, total = Usage(), "count(*), coalesce(sum(admitted * num_tokens), 0), coalesce(sum(admitted * num_bytes), 0)"
     states = connection.execute(
         f"select state, coalesce(sum(admitted), 0), {total} from prompt_group indexed by open_group "
@@ -290,7 +290,7 @@ def known_partition(store: LedgerStore, name: str) -> int:
 
 
 class GroupRow(NamedTuple):
-    """What a change of one group has to know about it."""
+    """The columns of a group that a change of it needs."""
 
     partition: int
     state: str
@@ -316,7 +316,7 @@ def find_group(store: LedgerStore, task: Task) -> GroupRow:
 
 
 def lack_of_room(usage: Usage, rules: LedgerRules, num_tokens: int, num_bytes: int) -> str:
-    """Which bound one more payload of this size would break; empty when none."""
+    """Return which bound one more payload of this size would break; empty when none."""
     needs = (
         ("groups", usage.groups, 1, rules.max_groups),
         ("tokens", usage.tokens, num_tokens, rules.max_tokens),

@@ -1,4 +1,4 @@
-"""What the ledger speaks of: states of a group, rules of a run, tasks, payloads, answers, and how a call is refused.
+"""The types of the ledger: states of a group, rules of a run, tasks, payloads, results, and errors of its calls.
 
 Standard library only: producers, consumers, the audit and the command line share these names.
 """
@@ -15,15 +15,15 @@ LEDGER_NAME, SPOOL_NAME = "ledger.db", "spool"  # in a run directory
 
 
 class State(StrEnum):
-    """Where a group stands. `durable` and `dropped` are terminal; docs/ledger.md has the diagram."""
+    """The state of a group. `durable` and `dropped` are terminal; docs/ledger.md has the diagram."""
 
-    ISSUED = "issued"  # a producer works on it
-    READY = "ready"  # whole, scored, its payload is stored
-    LEASED = "leased"  # in a round that a trainer works on
+    ISSUED = "issued"  # a producer generates it
+    READY = "ready"  # complete and scored; its payload is stored
+    LEASED = "leased"  # in a round that a trainer trains
     TRAINED = "trained"  # the optimizer has stepped on it
-    DURABLE = "durable"  # a complete checkpoint carries that step
+    DURABLE = "durable"  # a complete checkpoint contains that step
     RETRY = "retry"  # to be issued again, before any new prompt
-    DROPPED = "dropped"  # will never be trained, for a reason that is kept
+    DROPPED = "dropped"  # will never be trained; the reason is stored
 
 
 class RoundState(StrEnum):
@@ -43,7 +43,7 @@ class StalePolicy(StrEnum):
 class RoundOrder(StrEnum):
     """Which groups a round takes, and in which order."""
 
-    INDEX = "index"  # the lowest open group indices: independent of timing, a slow group holds the round up
+    INDEX = "index"  # the lowest open group indices: independent of timing, but a slow group delays the round
     COMMIT = "commit"  # first ready, first trained
 
 
@@ -85,7 +85,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What the ledger keeps about stored bytes; `checksum` (CRC-32) tells two payloads of one task apart."""
+    """The data about stored bytes that the ledger keeps; `checksum` (CRC-32) tells two payloads of one task apart."""
 
     checksum: int
     num_bytes: int
@@ -93,13 +93,13 @@ class Payload:
     num_rows: int
     min_version: Version  # oldest among trainable tokens of the group
     max_version: Version
-    content: str = ""  # `receipts.group_content` of its rows; the history keeps it, what is leased does not know it
-    facts: bytes = field(default=b"", repr=False)  # `groups.encode_facts`: what a round is planned from, no token
+    content: str = ""  # `receipts.group_content` of its rows; only the history keeps it, a leased group has none
+    facts: bytes = field(default=b"", repr=False)  # `groups.encode_facts`: the numbers that a round is planned from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedPrompt:
-    """A prompt to answer: the group index names it. `partial` holds tokens of an earlier attempt to go on from."""
+    """A prompt to generate, named by its group index. `partial`: tokens of an earlier attempt, to be continued."""
 
     task: Task
     partial: tuple[Task, int] | None = None  # (task, checksum) in the spool
@@ -107,7 +107,7 @@ class IssuedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGrant:
-    """Prompts for a producer; when empty, `waits_for` says what has to happen first."""
+    """Prompts for a producer; when empty, `waits_for` says what must happen first."""
 
     prompts: tuple[IssuedPrompt, ...]
     serving: Version = 0  # the newest version that every engine confirmed
@@ -147,7 +147,7 @@ class RoundLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseResult:
-    """A lease, or what it waits for; `is_drained`: nothing is left and nothing is under way."""
+    """A lease, or what it waits for; `is_drained`: no group is left or in progress."""
 
     lease: RoundLease | None
     waits_for: str = ""
@@ -156,7 +156,7 @@ class LeaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restart from a checkpoint found."""
+    """The result of a restart from a checkpoint."""
 
     replayed_rounds: tuple[int, ...]  # will be leased again with the same groups in the same order
     reissued: tuple[Task, ...]  # were in flight: issued again
@@ -165,7 +165,8 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerMark:
-    """A line in the history of one ledger. A checkpoint keeps it, to be recognised (ledger_identity.py)."""
+    """A line in the history of one ledger. A checkpoint keeps it, so that its ledger is recognised
+    (ledger_identity.py)."""
 
     ledger_id: str
     sequence: int
@@ -177,19 +178,19 @@ class TransitionError(HandoffError):
 
 
 class LateAttemptError(TransitionError):
-    """The attempt expired, or was replaced by a newer one; what it made is not used."""
+    """The attempt expired, or was replaced by a newer one; its result is not used."""
 
 
 class LeaseLostError(TransitionError, LostError):
-    """The round's lease expired or was given to someone else; this holder must not train it."""
+    """The round's lease expired or was given to another holder; this one must not train it."""
 
 
 class PartitionError(HandoffError):
-    """A partition that this call may not name."""
+    """This call may not use that partition."""
 
 
 class CapacityError(HandoffError):
-    """A payload that was not admitted, or that no amount of waiting makes room for."""
+    """A payload was not admitted, or is larger than the bound."""
 
 
 class LedgerFileError(HandoffError):

@@ -1,9 +1,10 @@
-"""Going back to a checkpoint is undone when the run ends before its first trained round.
+"""Undoes a return to an older checkpoint when the run ends before its first trained round.
 
-A restore rewrites rounds behind its checkpoint: it takes them back, and what they lack is generated again. Newer
-checkpoints carry those rounds, and must stay good until the run has really gone on from the older one. So the ledger as
-it was is kept beside it (`ledger.db.before`) until the first round is trained; a restore from another checkpoint before
-that puts it back. The table `meta` says, in the same transactions, whether the copy counts.
+A restore changes rounds after its checkpoint: it takes them back, and missing payloads are generated again. Newer
+checkpoints contain those rounds, and must stay valid until the run has really continued from the older one. So a copy
+of the ledger from before the restore is kept beside it (`ledger.db.before`) until the first round is trained. A restore
+from another checkpoint before that puts the copy back. The table `meta` records, in the same transactions, whether the
+copy is valid.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def before_path(path: Path) -> Path:
 
 
 def lasting_file(path: Path, checkpoint_round: int | None) -> Path:
-    """The ledger with which a run from this checkpoint would go on: `path`, or the copy from before a restore to
-    another checkpoint that has not trained yet."""
+    """Return the ledger with which a run from this checkpoint would continue: `path`, or the copy from before a restore
+    to another checkpoint after which no round was trained yet."""
     if before_path(path).is_file():
         with closing(open_for_reading(path)) as connection:
             try:
@@ -43,7 +44,7 @@ def lasting_file(path: Path, checkpoint_round: int | None) -> Path:
 
 
 def undo_unless(store: LedgerStore, last: int) -> None:
-    """Put the ledger back as it was before a restore that has not trained, unless that was to round `last` too."""
+    """Put the ledger back to before a restore without a trained round, unless that was to round `last` too."""
     path = before_path(store.path)
     if store.meta(_FLAG, 0) and store.one(_TO_ROUND) != (last,) and path.is_file():
         try:
@@ -60,8 +61,8 @@ def undo_unless(store: LedgerStore, last: int) -> None:
 
 
 def keep_before(store: LedgerStore, last: int) -> bool:
-    """Keep the ledger as it is, when a restore to round `last` takes back rounds that were trained. Answers whether it
-    does; the transaction of the restore then calls `note_going_back`."""
+    """Copy the ledger when a restore to round `last` takes back rounds that were trained. Return whether it did; then
+    the transaction of the restore calls `note_going_back`."""
     if store.meta(_FLAG, 0):
         return True
     if store.one("select 1 from round where id > ? and is_final = 1 limit 1", last) is None:
@@ -93,12 +94,12 @@ def is_going_back(store: LedgerStore) -> bool:
 
 
 def note_gone_on(store: LedgerStore) -> None:
-    """The first round is trained, in the transaction that says so."""
+    """Note that the first round is trained, in the transaction that marks it as trained."""
     store.set_meta(_FLAG, 0)
 
 
 def forget_before(store: LedgerStore) -> None:
-    """Behind that transaction."""
+    """Delete the copy after that transaction."""
     _forget(before_path(store.path))
 
 

@@ -1,10 +1,10 @@
-"""The producers' side of the ledger: which prompt to answer, whether there is room, and what became of each attempt.
+"""The producers' side of the ledger: which prompts to generate, whether a payload may be stored, how attempts ended.
 
     issue -> (admit, store the payload) -> commit          the group is ready: visible from here, and only now
                                         -> drop            a filter refused it; its slot is free at once
-                                        -> retry           aborted; issued again first, with its tokens when kept
+                                        -> retry           aborted; issued again first, with its tokens if kept
 
-An attempt that misses its deadline is issued again under the next number; what it makes after that is refused.
+An attempt that misses its deadline is issued again under the next number; its later result is refused.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class PromptLedger:
     def issue(
         self, producer: str, count: int, *, request: str, partition: str | None = None, end: int | None = None
     ) -> PromptGrant:
-        """Up to `count` prompts for `producer`: groups to be retried first, then new ones; none at or beyond `end`.
+        """Return up to `count` prompts for `producer`: groups to be retried first, then new ones; none at or beyond
+        `end`.
 
-        A call that is repeated with the same `request` (its answer was lost) gets the same prompts. In the train
-        partition at most `max_slots` groups are under way; after a restore even a retry waits until the replayed
-        rounds before it are served, or its tokens would be too old when its turn comes. No partition: the train one.
+        A call that is repeated with the same `request` (its response was lost) gets the same prompts. In the train
+        partition at most `max_slots` groups hold a slot. After a restore even a retry waits until the replayed rounds
+        before it are served, or its tokens would be too old when it is trained. No partition: the train one.
         """
         if count < 1 or not producer or not request:
             raise HandoffError(f"issue of {count} prompts to {producer!r}, request {request!r}; expected 1 and names.")
@@ -88,7 +89,7 @@ class PromptLedger:
     def _take(
         self, producer: str, count: int, request: str, partition: str, number: int, end: int | None
     ) -> tuple[list[Task], bool]:
-        """Give groups to a producer; also whether the prompts have come to their end."""
+        """Give groups to a producer; return also whether the prompts are exhausted."""
         store, usage = self._store, self._store.memory.usage
         is_train = partition == store.rules.partition
         room = max(0, store.num_slots() - usage.active) if is_train else count
@@ -109,9 +110,10 @@ class PromptLedger:
         return tasks + [Task(partition, group, 1) for group in new], end is not None and first >= end
 
     def admit(self, task: Task, *, num_tokens: int, num_bytes: int) -> Admission:
-        """Whether a payload of this size may be stored now; producers are served in the order in which they asked.
+        """Return whether a payload of this size may be stored now; producers are served in the order in which they
+        asked.
 
-        Ask again until it is granted, within a deadline of your own; heartbeats keep the place in the line.
+        Ask again until it is granted, within a deadline of your own; heartbeats keep the place in the queue.
         """
         store, rules, row = self._store, self._store.rules, find_group(self._store, task)
         if row.state != State.ISSUED or row.attempt != task.attempt:
@@ -141,7 +143,7 @@ class PromptLedger:
         return Admission(granted=True)
 
     def commit(self, task: Task, payload: Payload) -> CommitOutcome:
-        """The payload of `task` is stored: its group is ready. A second delivery of one attempt changes nothing."""
+        """Make the group ready: the payload of `task` is stored. A second delivery of one attempt changes nothing."""
         store, row = self._store, find_group(self._store, task)
         if row.state != State.ISSUED or row.attempt != task.attempt:
             if row.attempt == task.attempt and row.state in (State.READY, State.LEASED, State.TRAINED, State.DURABLE):
@@ -164,9 +166,9 @@ class PromptLedger:
         return CommitOutcome.COMMITTED
 
     def drop(self, task: Task, reason: str) -> bool:
-        """The group will never be trained. Groups of an eval partition end here once they were looked at.
+        """Drop the group: it will never be trained. Groups of an eval partition end like this after their evaluation.
 
-        Answers False when the same attempt was dropped before.
+        Returns False when the same attempt was dropped before.
         """
         row = find_group(self._store, task)
         if row.attempt == task.attempt and row.state == State.DROPPED:
@@ -185,9 +187,9 @@ class PromptLedger:
         return True
 
     def retry(self, task: Task, reason: str, *, partial: int | None = None) -> bool:
-        """The attempt was aborted; `partial` is the checksum of its tokens, stored under `task`, to go on from.
+        """Give back an aborted attempt; `partial` is the checksum of its tokens, stored under `task`, to be continued.
 
-        Answers False when the same attempt was given back before.
+        Returns False when the same attempt was given back before.
         """
         row = find_group(self._store, task)
         if row.attempt == task.attempt and row.state == State.RETRY:
@@ -198,21 +200,22 @@ class PromptLedger:
         return True
 
     def heartbeat(self, producer: str) -> frozenset[Task]:
-        """`producer` lives: its attempts get a full timeout from now. Answers what it is still trusted with."""
+        """Note that `producer` is alive: its attempts get a full timeout from now. Return the attempts that it still
+        has."""
         flights, deadline = self._store.memory.flights, self._store.deadline()
         held = {key: flight for key, flight in flights.items() if flight.producer == producer}
         flights.update({key: replace(flight, deadline=deadline) for key, flight in held.items()})
         return frozenset(flight.task for flight in held.values())
 
     def abandon(self, producer: str) -> int:
-        """`producer` is dead: its prompts go to others at once. Answers how many."""
+        """Note that `producer` is dead: its prompts go to others at once. Return how many."""
         tasks = [flight.task for flight in self._store.memory.flights.values() if flight.producer == producer]
         if tasks:
             self._give_back(tasks, f"producer {producer} lost")
         return len(tasks)
 
     def expire(self, now: float) -> None:
-        """Give back what missed its deadline."""
+        """Take back attempts that missed their deadline."""
         late = [flight.task for flight in self._store.memory.flights.values() if flight.deadline <= now]
         if late:
             self._give_back(late, "lease expired")
@@ -230,7 +233,7 @@ class PromptLedger:
             self._store.memory.land(task)
 
     def _leave(self, row: GroupRow, task: Task) -> bool:
-        """A group stops being under way: its slot and its room are free. Answers whether it held a slot at all."""
+        """Free a group's slot and capacity. Return whether it held a slot at all."""
         is_train = task.partition == self._store.rules.partition
         if is_train:
             self._store.memory.usage.active -= 1
@@ -262,13 +265,13 @@ class PromptLedger:
             return PromptGrant(prompts=(), waits_for=why, is_exhausted=is_done)
         return PromptGrant(
             prompts=(),
-            waits_for=f"a slot: {usage.active} groups are under way and {usage.retry} to be retried, of "
+            waits_for=f"a slot: {usage.active} groups hold one and {usage.retry} to be retried, of "
             f"{self._store.num_slots()}; a served round or a dropped group frees one",
         )
 
 
 def issued_prompt(store: LedgerStore, task: Task) -> IssuedPrompt:
-    """With the tokens that an earlier attempt left."""
+    """Return the prompt with the tokens that an earlier attempt left."""
     row = find_group(store, task) if task.attempt > 1 else None
     if row is None or row.partial_attempt is None or row.partial_checksum is None:
         return IssuedPrompt(task=task)
@@ -279,12 +282,12 @@ def refuse_late(task: Task, row: GroupRow) -> TransitionError:
     found = f"group {task}: it is {row.state} at attempt {row.attempt}"
     if row.attempt > task.attempt or (row.attempt == task.attempt and row.state == State.RETRY):
         reason = f" ({row.reason})" if row.reason else ""
-        return LateAttemptError(f"{found}{reason}; attempt {task.attempt} came too late. Discard what it made.")
-    return TransitionError(f"{found}, expected issued at attempt {task.attempt}. Discard what it made.")
+        return LateAttemptError(f"{found}{reason}; attempt {task.attempt} came too late. Discard its result.")
+    return TransitionError(f"{found}, expected issued at attempt {task.attempt}. Discard its result.")
 
 
 def check_room(store: LedgerStore, task: Task, row: GroupRow, payload: Payload) -> None:
-    """Refuse a payload larger than admitted, or one that never was while there is no room or others wait."""
+    """Refuse a payload larger than admitted, or one never admitted while there is no capacity or others wait."""
     if row.admitted:
         if payload.num_tokens > row.num_tokens or payload.num_bytes > row.num_bytes:
             raise CapacityError(

@@ -1,7 +1,7 @@
-"""TransferQueue's two actors, which ask for the keys of the run before they open a socket.
+"""TransferQueue's two actors, which set the keys of the run before they open a socket.
 
-Named as TransferQueue names them, which is how `vime why-stuck` and `ps` show them. Rows go over their sockets; Ray is
-asked only where those are.
+They have TransferQueue's names, which `vime why-stuck` and `ps` show. Rows go over their sockets; Ray only gives the
+addresses of these.
 """
 
 from __future__ import annotations

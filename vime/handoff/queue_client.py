@@ -1,11 +1,11 @@
-"""TransferQueue as a keyed store of bytes: starting it, joining it, and a few verbs. The `queue_*.py` files are
-the only ones that import it, and only when a queue is used, so that mode `off` never loads it.
+"""TransferQueue as a keyed store of bytes: starting it, joining it, put, get and clear. Only the `queue_*.py` files
+import it, and only when a queue is used, so that mode `off` never loads it.
 
-A row has one column, and its cell is bytes: TransferQueue costs time by the cell, and a tensor's cell more than bytes
-(decision 0015). What it does not promise is checked here: every call has a deadline (a client of a dead controller
-waits for ever), a read counts its rows (missing keys are left out without a word), each row carries its key (row
-numbers are recycled over partitions), and a put confirms that its rows can be seen (a lost notification is only
-logged). Its samplers and consumption marks take no part.
+A row has one column, and its cell is bytes: TransferQueue's cost grows with the number of cells, and a tensor costs
+more than bytes (decision 0015). What it does not promise is checked here: every call has a deadline (a client of a dead
+controller waits for ever), a read counts its rows (missing keys are left out silently), each row carries its key (row
+numbers are reused in other partitions), and a put confirms that its rows are visible (a lost notification is only
+logged). Its samplers and consumption marks are not used.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ LIVENESS_PROBE_S = 2.0
 CLOSE_S = 5.0
 _KEY_LENGTH = struct.Struct("<H")
 ROW_FIELD = "row"
-ACTORS = ("TransferQueueController", "SimpleStorageUnit")  # as `vime why-stuck` sees them
+ACTORS = ("TransferQueueController", "SimpleStorageUnit")  # names shown by `vime why-stuck`
 
 
 Result = TypeVar("Result")
 
 
 class Reference(Protocol):
-    """Of Ray, which is not imported here: what a call of an actor will answer."""
+    """A reference of Ray, which is not imported here: the result of an actor's call."""
 
     def future(self) -> concurrent.futures.Future[object]: ...
 
@@ -61,14 +61,14 @@ class QueueActor(Protocol):
 
 
 class ActorClass(Protocol):
-    """What `ray.remote` makes of a class."""
+    """The result of `ray.remote` for a class."""
 
     def options(self, *, name: str, num_cpus: float) -> ActorClass: ...
     def remote(self, *arguments: object, **options: object) -> QueueActor: ...
 
 
 class Meta(Protocol):
-    """What TransferQueue knows of some keys."""
+    """The metadata of some keys in TransferQueue."""
 
     size: int
     field_names: Sequence[str]
@@ -79,7 +79,7 @@ class Cells(Protocol):
 
 
 class KeyedClient(Protocol):
-    """What is used of TransferQueue's client, which has no types that mypy could see."""
+    """The methods of TransferQueue's client that are used here; it has no types for mypy."""
 
     async def async_kv_retrieve_meta(self, keys: list[str], partition: str, *, create: bool) -> Meta: ...
     async def async_put(self, data: object, metadata: Meta) -> object: ...
@@ -104,11 +104,11 @@ class QueueAddress:
 def start_queue(
     queue: QueueConfig, *, remote: Callable[[type], ActorClass], num_cpus: float = 0.1, run_id: str | None = None
 ) -> QueueAddress:
-    """Ask Ray (`remote` is `ray.remote`) for the controller and the storage units; does not wait for them, `connect`
-    does. The keys of the queue are made here.
+    """Ask Ray (`remote` is `ray.remote`) for the controller and the storage units; `connect` waits for them. The keys
+    of the queue are made here.
 
-    The stock `transfer_queue.init` is not used: one fixed actor name per cluster, one CPU per actor, and it waits
-    without a word when CPUs are short.
+    The stock `transfer_queue.init` is not used: it has one fixed actor name per cluster and one CPU per actor, and
+    waits silently when CPUs are short.
     """
     run_id, keys = run_id or uuid.uuid4().hex[:8], QueueKeys.make()
     num_units = queue.num_data_storage_units
@@ -117,7 +117,7 @@ def start_queue(
         .options(name=f"vime-{run_id}-queue-controller", num_cpus=num_cpus)
         .remote(
             keys,
-            polling_mode=True,  # without it one hungry reader stops every writer for 5 s
+            polling_mode=True,  # without it one waiting reader stops every writer for 5 s
         )
     )
     unit = remote(SimpleStorageUnit)
@@ -131,13 +131,13 @@ def start_queue(
 
 
 def stop_queue(address: QueueAddress) -> None:
-    """End the queue's actors. For the driver, when every process has left the queue."""
+    """End the queue's actors. Called by the driver, when every process has left the queue."""
     for actor in (*address.storage_units, address.controller):
         actor.__ray_terminate__.remote()
 
 
 class QueueClient:
-    """TransferQueue's client on an event loop of its own; every call has a deadline and notices dead actors."""
+    """TransferQueue's client on an event loop of its own; every call has a deadline and detects dead actors."""
 
     def __init__(self, address: QueueAddress, timeout_s: float) -> None:
         secure_sockets(address.keys)
@@ -156,7 +156,7 @@ class QueueClient:
             self._client.initialize_storage_manager("SimpleStorage", {"zmq_info": zmq_info})
         except Exception as error:
             raise HandoffLostError(
-                f"TransferQueue of run {address.run_id}: no answer to the handshake: {error}"
+                f"TransferQueue of run {address.run_id}: no response to the handshake: {error}"
             ) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vime-queue-client", daemon=True)
@@ -172,8 +172,8 @@ class QueueClient:
         return list(keys)
 
     def get(self, partition: str, handles: Sequence[Handle]) -> list[bytes]:
-        """The chunks under these keys, in this order, each verified to be the one that was put under its key; a missing
-        one is an error."""
+        """Return the chunks under these keys, in this order, each checked to be the one that was put under its key; a
+        missing one is an error."""
         if not handles:
             return []
         keys = list(map(str, handles))
@@ -181,7 +181,7 @@ class QueueClient:
         return [_unframe(partition, key, row) for key, row in zip(keys, rows, strict=True)]
 
     def clear(self, partition: str, handles: Sequence[Handle]) -> None:
-        """Remove the rows under these keys; those that are not there are passed over."""
+        """Remove the rows under these keys; missing ones are skipped."""
         if handles:
             keys = list(map(str, handles))
             self._call(_clear_rows(self._client, partition, keys), f"clear of {len(keys)} rows of {partition}")
@@ -193,7 +193,7 @@ class QueueClient:
         self._call(self._client.async_clear_partition(partition), f"clear of {partition}")
 
     def close(self) -> None:
-        """End pending calls and leave; a call left on a stopped loop would be torn down by the garbage collector."""
+        """End pending calls and leave; a call left on a stopped loop would be destroyed by the garbage collector."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(TimeoutError):
@@ -203,7 +203,8 @@ class QueueClient:
         self._client.close()
 
     def _call(self, work: Coroutine[object, object, Result], name: str) -> Result:
-        """Run one client call: HandoffLostError once an actor of the queue is dead, else wait until the deadline."""
+        """Run one client call: HandoffLostError once an actor of the queue is dead, otherwise wait until the
+        deadline."""
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self._timeout_s), self._loop)
         try:
             with waiting(name, *ACTORS, deadline_s=self._timeout_s):

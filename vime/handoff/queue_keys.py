@@ -1,11 +1,11 @@
-"""The secret of a run's queue: whoever cannot prove it gets nothing decoded by TransferQueue.
+"""The secret of a run's queue: TransferQueue decodes nothing from a peer that cannot prove that it has the keys.
 
-TransferQueue unpickles what arrives on its sockets, so a peer that may send may run code. Its sockets therefore speak
-CURVE (ZeroMQ RFC 26): libzmq encrypts every message and drops a peer that does not know the keys before a byte of it
-reaches Python. The driver makes the keys anew for each run, and Ray carries them to the actors as an argument.
+TransferQueue unpickles what arrives on its sockets, so a peer that may send may run code. Its sockets therefore use
+CURVE (ZeroMQ RFC 26): libzmq encrypts every message and drops a peer without the keys before a byte of it reaches
+Python. The driver makes new keys for each run, and Ray passes them to the actors as an argument.
 
-`secure_sockets` is the whole hook: TransferQueue 0.1.11 makes each of its TCP sockets with `create_zmq_socket`, where
-a ROUTER listens and a DEALER connects.
+`secure_sockets` is the only hook: TransferQueue 0.1.11 makes each of its TCP sockets with `create_zmq_socket`, where a
+ROUTER listens and a DEALER connects.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HOOKED = tuple(
 """Every module of TransferQueue 0.1.11 that has the function by name."""
 DOMAIN = b"vime-queue"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether a peer may come in (ZeroMQ RFC 27)."""
+"""The address at which libzmq asks whether a peer is allowed (ZeroMQ RFC 27)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueKeys:
-    """One key pair for all that listen and one for all that connect, in the text form of ZeroMQ (Z85)."""
+    """One key pair for all listening sockets and one for all connecting ones, in the text form of ZeroMQ (Z85)."""
 
     server_public: bytes = field(repr=False)
     server_secret: bytes = field(repr=False)
@@ -55,16 +55,16 @@ class QueueKeys:
 
 
 def secure_sockets(keys: QueueKeys) -> None:
-    """Make every socket that TransferQueue opens in this process from now on ask for, and show, these keys.
+    """Make every socket that TransferQueue opens in this process from now on require and present these keys.
 
-    HandoffError when TransferQueue is not built as expected: nothing may listen without the keys.
+    HandoffError when TransferQueue is not built as expected: no socket may listen without the keys.
     """
     modules = load_modules(*HOOKED)
     found = {id(getattr(module, HOOK, None)) for module in modules}
     if len(found) != 1 or not hasattr(modules[0], HOOK):
         raise HandoffError(
             f"TransferQueue makes its sockets in another way than release 0.1.11 ({HOOK} in {', '.join(HOOKED)}), so "
-            "they cannot be closed to strangers. Install the release that setup.py names."
+            "they cannot be closed to other peers. Install the release that setup.py names."
         )
     current = getattr(modules[0], HOOK)
     create: Callable[..., Socket] = getattr(
@@ -82,8 +82,8 @@ def secure_sockets(keys: QueueKeys) -> None:
 
 
 def _require_keys(socket: Socket, context: Context, keys: QueueKeys) -> None:
-    """For a socket that listens. Without someone at ZAP_ADDRESS libzmq turns every peer away."""
-    _answer_who_may_come_in(context, z85.decode(keys.client_public))
+    """Set the keys on a listening socket. Without a server at ZAP_ADDRESS libzmq refuses every peer."""
+    _start_key_check(context, z85.decode(keys.client_public))
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
@@ -91,26 +91,26 @@ def _require_keys(socket: Socket, context: Context, keys: QueueKeys) -> None:
 
 
 def _show_keys(socket: Socket, keys: QueueKeys) -> None:
-    """For a socket that connects. One that talks within its process (inproc) is left alone by libzmq."""
+    """Set the keys on a connecting socket. libzmq ignores the keys on one within its process (inproc)."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
 
 
-def _answer_who_may_come_in(context: Context, client_public: bytes) -> None:
-    """Start this context's thread that answers libzmq, once. It ends with the context."""
+def _start_key_check(context: Context, client_public: bytes) -> None:
+    """Start this context's thread that checks peers for libzmq, once. It ends with the context."""
     socket: Socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.linger = 0
     try:
         socket.bind(ZAP_ADDRESS)
-    except zmq.ZMQError:  # it runs already: the context has a second socket that listens
+    except zmq.ZMQError:  # it runs already: the context has a second listening socket
         socket.close()
         return
-    threading.Thread(target=_answer_zap, args=(socket, client_public), name="vime-queue-keys", daemon=True).start()
+    threading.Thread(target=_check_peers, args=(socket, client_public), name="vime-queue-keys", daemon=True).start()
 
 
-def _answer_zap(socket: Socket, client_public: bytes) -> None:
-    """Consumes: libzmq's questions, one for each connection. Waits for: the next. Ends with the context."""
+def _check_peers(socket: Socket, client_public: bytes) -> None:
+    """Consumes: libzmq's requests, one for each connection. Waits for: the next. Ends with the context."""
     while True:
         try:
             question = socket.recv_multipart()

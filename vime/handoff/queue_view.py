@@ -1,7 +1,8 @@
-"""What the ledger's file says to a reader: an overview, one group's story, and a copy of the whole queue.
+"""Read the ledger's file: an overview, one group's history, and a copy of the whole queue.
 
-Reads beside a living run. The copy (`export_queue`) is a tar file of the ledger at one moment and of the payloads it
-may still need; `import_queue` makes a run directory's queue of it, on another machine or after a lost disk.
+It may run beside a live run. The copy (`export_queue`) is a tar file of the ledger at one moment and of the payloads
+that it may still need; `import_queue` makes the queue of a run directory from it, on another machine or after a lost
+disk.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def read_group(run: Path, partition: str, group: int) -> GroupView:
 
 
 def ledger_fates(run: Path) -> dict[str, dict[int | None, list[int]]]:
-    """Groups by what became of them: `dropped: reason` or the state, then by round (None: of no round). Empty where the
-    run has no ledger."""
+    """Return groups by what became of them: `dropped: reason` or the state, then by round (None: of no round). Empty
+    where the run has no ledger."""
     if not (run / LEDGER_NAME).is_file():
         return {}
     found: dict[str, dict[int | None, list[int]]] = {}
@@ -110,7 +111,7 @@ def ledger_fates(run: Path) -> dict[str, dict[int | None, list[int]]]:
 
 
 def export_queue(run: Path, target: Path) -> int:
-    """Write the queue of `run` to the file `target`; answers how many payloads it holds. The run may be alive."""
+    """Write the queue of `run` to the file `target`; return how many payloads it holds. The run may be live."""
     if target.exists():
         raise HandoffError(f"{target}: is there already. Choose another name.")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".vime-queue-") as name:
@@ -133,7 +134,7 @@ def export_queue(run: Path, target: Path) -> int:
             archive.add(directory / LEDGER_NAME, LEDGER_NAME)
             if stored:
                 archive.add(directory / SPOOL_NAME / SEGMENT, SEGMENT)
-            if (run / RECEIPTS_NAME).is_file():  # read behind the ledger: it has the receipt of each trained round
+            if (run / RECEIPTS_NAME).is_file():  # read after the ledger: it has the receipt of each trained round
                 archive.add(run / RECEIPTS_NAME, RECEIPTS_NAME)
         sync(partial)
         os.replace(partial, target)
@@ -142,8 +143,8 @@ def export_queue(run: Path, target: Path) -> int:
 
 
 def import_queue(run: Path, source: Path) -> int:
-    """Make the queue of the run directory `run` from an exported file; answers how many payloads came. `run` must have
-    none yet; the ledger's own checkpoints and metrics are not part of it."""
+    """Make the queue of the run directory `run` from an exported file; return the number of its payloads. `run` must
+    have no queue yet; checkpoints and metrics are not part of the file."""
     if (run / LEDGER_NAME).exists() or any((run / SPOOL_NAME).rglob("segment-*")):
         raise HandoffError(f"{run}: has a queue already, which an import would overwrite. Import into a new directory.")
     run.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,7 @@ def import_queue(run: Path, source: Path) -> int:
             if (directory / RECEIPTS_NAME).is_file():
                 os.replace(directory / RECEIPTS_NAME, run / RECEIPTS_NAME)
             _forget_lost_ledger(run / LEDGER_NAME)
-            os.replace(directory / LEDGER_NAME, run / LEDGER_NAME)  # last: from here on the run has a queue
+            os.replace(directory / LEDGER_NAME, run / LEDGER_NAME)  # last: from this point the run has a queue
             sync(run)
     except (OSError, tarfile.TarError) as error:
         raise HandoffError(f"{source}: cannot be imported into {run}: {error}") from error
@@ -177,14 +178,15 @@ def import_queue(run: Path, source: Path) -> int:
 
 
 def copy_queue(origin: Path, run: Path) -> int:
-    """Ledger and needed payloads of one run directory into another that has none; answers how many payloads."""
+    """Copy ledger and needed payloads of one run directory into another that has none; return the number of
+    payloads."""
     with tempfile.TemporaryDirectory(dir=run, prefix=".copy-") as name:
         export_queue(origin, Path(name) / "queue")
         return import_queue(run, Path(name) / "queue")
 
 
 def _forget_lost_ledger(ledger: Path) -> None:
-    """Remove what lies beside a ledger that is gone and belongs to no other."""
+    """Remove files beside a ledger that is gone and that belong to no other."""
     for left in (wal_path(ledger), ledger.with_name(f"{ledger.name}-shm"), lock_path(ledger)):
         left.unlink(missing_ok=True)
 
@@ -193,7 +195,7 @@ _RULES = "select note from history where event = 'opened' order by sequence desc
 
 
 def _check_complete(directory: Path) -> int:
-    """Every payload that the ledger needs is in the spool beside it, whole."""
+    """Check that every payload that the ledger needs is in the spool beside it, whole; return the number of records."""
     spool = Spools(directory / SPOOL_NAME)
     with _reading(directory) as connection:
         train = json.loads(connection.execute(_RULES).fetchone()[0])["partition"]

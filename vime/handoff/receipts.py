@@ -1,13 +1,14 @@
-"""Receipts: what the trainer stepped on, as its ranks say it themselves; `receipts.jsonl` of a run, a line a round.
+"""Receipts: the groups that the trainer stepped on, reported by its ranks; `receipts.jsonl` of a run, a line a round.
 
-Each rank that reads rows for a replica hashes the tokens of the rows that its optimizer steps name (`stepped_groups`).
-The driver adds up what the ranks answer, group by group, and links the round to the one before. The newest link goes
-into the ledger (its line `trained`) and into the checkpoint, so that `vime audit` can compare three tellings of one
+Each rank that reads rows for a replica hashes the tokens of the rows that its optimizer steps use (`stepped_groups`).
+The driver adds up what the ranks return, group by group, and links the round to the one before. The newest link goes
+into the ledger (its line `trained`) and into the checkpoint, so that `vime audit` can compare three records of one
 round: what a producer committed, what the queue leased, and what reached the optimizer.
 
 A line is `{"round", "version", "previous", "groups": [[group, attempt, rows, tokens, trainable, content], ...],
-"link"}`; `link` is the BLAKE2b (8 bytes) of all that is before it. `{"begins": round, "after", "link"}` stands where a
-run begins, or goes on from a checkpoint of another directory. A round that a restart trains again gets a second line.
+"link"}`; `link` is the BLAKE2b (8 bytes) of everything before it. `{"begins": round, "after", "link"}` is written where
+a run begins, or continues from a checkpoint of another directory. A round that a restart trains again gets a second
+line.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _BITS = (1 << 64) - 1
 
 
 class SteppedGroup(NamedTuple):
-    """The rows of one group that a round stepped on. `content`: the sum, modulo 2**64, of the hashes of its rows, so
-    that ranks which have a part of the group each can be added up, and a row that is there twice shows."""
+    """The rows of one group that a round stepped on. `content`: the sum, modulo 2**64, of the hashes of its rows. So
+    parts of a group on different ranks can be added up, and a row that is there twice changes the sum."""
 
     group: int
     attempt: int  # 0 outside mode streaming
@@ -46,12 +47,12 @@ class SteppedGroup(NamedTuple):
 
 
 def _stepped(group: int, attempt: int, rows: int, tokens: int, trainable: int, content: str) -> SteppedGroup:
-    """From the cells of a line."""
+    """Make it from the cells of a line."""
     return SteppedGroup(group, attempt, rows, tokens, trainable, int(content, 16))
 
 
 def row_content(sample_index: int, tokens: ArrayLike, response_length: int) -> int:
-    """64 bits of the XXH3 hash of one row's tokens, and of where its response begins."""
+    """Return 64 bits of the XXH3 hash of one row's tokens, and of where its response begins."""
     content = new_hash()
     content.update(np.asarray([sample_index, response_length], dtype="<i8").tobytes())
     content.update(np.asarray(tokens, dtype="<i8").tobytes())
@@ -59,12 +60,13 @@ def row_content(sample_index: int, tokens: ArrayLike, response_length: int) -> i
 
 
 def group_content(rows: Iterable[tuple[int, ArrayLike, int]]) -> str:
-    """`SteppedGroup.content` of a whole group, as 16 digits: (sample index, tokens, response length) of each row."""
+    """Return `SteppedGroup.content` of a whole group, as 16 digits: (sample index, tokens, response length) of each
+    row."""
     return f"{sum(row_content(*row) for row in rows) & _BITS:016x}"
 
 
 def stepped_groups(plan: RoundPlan, rows: Mapping[int, TrainRow], dp_rank: int) -> list[SteppedGroup]:
-    """What the optimizer steps of a round name on one data-parallel rank."""
+    """Return the groups that the optimizer steps of a round use on one data-parallel rank."""
     mine = [
         rows[number] for step in plan.steps for micro_batch in step.micro_batches[dp_rank] for number in micro_batch
     ]
@@ -82,7 +84,7 @@ def stepped_groups(plan: RoundPlan, rows: Mapping[int, TrainRow], dp_rank: int) 
 
 
 def add_up(parts: Iterable[SteppedGroup]) -> list[SteppedGroup]:
-    """Parts of groups, of any ranks, joined group by group."""
+    """Join parts of groups, of any ranks, group by group."""
     found: dict[tuple[int, int], SteppedGroup] = {}
     for part in parts:
         key = (part.group, part.attempt)
@@ -101,7 +103,7 @@ def add_up(parts: Iterable[SteppedGroup]) -> list[SteppedGroup]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReceipt:
-    """One round as the trainer stepped on it."""
+    """The groups of one round that the trainer stepped on."""
 
     round_id: int
     version: Version  # of the weights before the round
@@ -112,18 +114,19 @@ class RoundReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Where the links of a file begin: before round `round_id`. `after`: the link that the loaded checkpoint keeps,
-    whose line is in another directory; None without one."""
+    """The beginning of the links of a file: before round `round_id`. `after`: the link that the loaded checkpoint
+    keeps, whose line is in another directory; None without one."""
 
     round_id: int
     after: str | None
 
 
 class ReceiptFile:
-    """Writes the lines of one life of a run. Owned by the driver; `link` is the newest."""
+    """Writes the lines of one start of a run. Owned by the driver; `link` is the newest."""
 
     def __init__(self, run_dir: Path, *, start_round: int, link: str | None) -> None:
-        """`link`: what the checkpoint keeps; None at the beginning, and for a checkpoint from before there was any."""
+        """`link`: the one that the checkpoint keeps; None at the beginning, and for a checkpoint from before there was
+        any."""
         self.path = run_dir / RECEIPTS_NAME
         with self._explained():
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -139,7 +142,7 @@ class ReceiptFile:
                     self._write({**record, "link": self.link})
 
     def note(self, round_id: int, version: Version, groups: Iterable[SteppedGroup]) -> str:
-        """The optimizer has stepped on these groups; answers the link of the line."""
+        """Write that the optimizer has stepped on these groups; return the link of the line."""
         cells = [[*group[:5], f"{group.content:016x}"] for group in groups]
         record = {"round": round_id, "version": version, "previous": self.link, "groups": cells}
         link = _link(record)
@@ -149,19 +152,19 @@ class ReceiptFile:
         return link
 
     def sync(self) -> None:
-        """Every line is on the disk when this returns: before a checkpoint with its link can be seen."""
+        """Put every line on the disk: called before a checkpoint with its link becomes visible."""
         with self._explained():
             os.fsync(self._file)
             sync(self.path.parent)
 
     def close(self) -> None:
-        """Calling it again does nothing."""
+        """Close the file. Calling it again does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _write(self, record: Mapping[str, object]) -> None:
-        """A whole line or, on a full disk, nothing of it."""
+        """Write a whole line or, on a full disk, nothing of it."""
         data, end = _encode(record) + b"\n", os.fstat(self._file).st_size
         try:
             written = 0
@@ -184,7 +187,7 @@ class ReceiptFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipts:
-    """A file as it was read: lines and beginnings by their links, and what is wrong with it."""
+    """The content of a file: lines and beginnings by their links, and what is wrong with it."""
 
     lines: Mapping[str, RoundReceipt]
     beginnings: Mapping[str, Beginning]
@@ -197,8 +200,8 @@ class Receipts:
 
 
 def read_receipts(path: Path) -> Receipts | None:
-    """None when there is no such file. Half a line at the end is no fault: it is being written, or a power cut tore
-    it, and neither the ledger nor a checkpoint knows its link."""
+    """Return None when there is no such file. Half a line at the end is no fault: it is being written, or a power cut
+    cut it off, and neither the ledger nor a checkpoint knows its link."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

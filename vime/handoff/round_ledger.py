@@ -1,10 +1,10 @@
-"""The trainer's side of the ledger: which groups a round takes, that it trained them, and what a restart repeats.
+"""The trainer's side of the ledger: which groups a round takes, that they were trained, and what a restart repeats.
 
     lease(r) -> trained(r) -> release(version) -> durable(checkpoint >= r)
 
 `lease` fixes the round's groups and their order; `trained` follows the optimizer step; `release` follows the engines'
 confirmation of the new weights and frees the slots (publish -> confirm -> release); `durable` follows a complete
-checkpoint. `restore` is what a restart calls: rounds after the checkpoint are leased again as they were.
+checkpoint. A restart calls `restore`: rounds after the checkpoint are leased again as they were.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class RoundLedger:
         drain: bool = False,
         partition: str | None = None,
     ) -> LeaseResult:
-        """The groups of round `round_id`, which trains the weights `version`.
+        """Lease the groups of round `round_id`, which trains the weights `version`.
 
-        Granted when `count` groups are ready; or `minimum` of them (then asking again adds what came since, up to
-        `count`); or, with `drain`, whatever is left once nothing is in flight. Asking again gives the same groups in
-        the same order under a new fence, and older fences of the round end. Groups older than the staleness bound are
-        dropped or retried, by policy, and never leased.
+        Granted when `count` groups are ready; or `minimum` of them (then asking again adds the groups that became ready
+        since, up to `count`); or, with `drain`, all that are left once none is in flight. Asking again returns the same
+        groups in the same order under a new fence, and older fences of the round end. Groups older than the staleness
+        bound are dropped or retried, by policy, and never leased.
         """
         store = self._store
         partition = partition or store.rules.partition
@@ -97,7 +97,7 @@ class RoundLedger:
         most = min(store.rules.max_slots, store.rules.max_groups or count)
         if count > most:
             raise CapacityError(
-                f"round {round_id}: {count} groups, but at most {most} may be under way or held at once: it would wait "
+                f"round {round_id}: {count} groups, but at most {most} may be in progress or held: it would wait "
                 "for ever. Raise --transferqueue-max-groups, or make rounds smaller."
             )
         row = find_round(store, round_id)
@@ -129,9 +129,9 @@ class RoundLedger:
         )
 
     def ready(self, *, version: Version, count: int, of_round: bool = False) -> tuple[LeasedGroup, ...]:
-        """Up to `count` ready groups that a round on `version` may train, in the order of the run but for gaps. With
-        `of_round` those among the next `count` of the run: a lease of so many has them, unless one gets too old.
-        Promises nothing: whoever reads ahead asks the lease which of them it got."""
+        """Return up to `count` ready groups that a round on `version` may train, in the order of the run but with gaps.
+        With `of_round` only those among the next `count` of the run: a lease of so many has them, unless one gets too
+        old. It is no promise: a caller that reads ahead must compare with the lease."""
         store = self._store
         lines = store.query((_CANDIDATES if of_round else _READY)[store.rules.round_order], store.train_id, count)
         groups = [leased_group(store.rules.partition, line[1:]) for line in lines if line[0] == State.READY]
@@ -139,7 +139,7 @@ class RoundLedger:
         return tuple(group for group in groups if oldest <= group.payload.min_version)
 
     def heartbeat(self, round_id: int, fence: int) -> None:
-        """The holder lives: its lease gets a full timeout from now. One that `trained` overtook is no error."""
+        """Note that the holder is alive: its lease gets a full timeout from now. After `trained` it is no error."""
         holding = self._store.memory.holdings.get(round_id)
         if holding is not None and holding.fence == fence:
             self._store.memory.hold(round_id, Holding(holding.holder, fence, self._store.deadline()))
@@ -147,8 +147,8 @@ class RoundLedger:
             raise self._lost(round_id, fence)
 
     def trained(self, round_id: int, fence: int, receipt: str | None = None) -> bool:
-        """The optimizer has stepped on the round; `receipt`: the link of what it stepped on (receipts.py). Answers
-        False when the same lease said so before."""
+        """Note that the optimizer has stepped on the round; `receipt`: the link of its receipt (receipts.py). Return
+        False when the same lease was noted as trained before."""
         store, row = self._store, find_round(self._store, round_id)
         if _was_trained(row, fence):
             return False
@@ -177,7 +177,7 @@ class RoundLedger:
         return True
 
     def release(self, version: Version) -> None:
-        """Every engine confirmed `version`: the slots of the rounds behind it are free."""
+        """Free the slots of the rounds before `version`, which every engine has confirmed."""
         store = self._store
         serving = store.meta("serving", 0)
         [untrained] = store.one(f"select min(version) from {MOVING_ROUNDS} and state != 'trained'")
@@ -195,7 +195,8 @@ class RoundLedger:
             store.memory.usage.active -= freed
 
     def durable(self, checkpoint_round: int) -> None:
-        """A complete checkpoint carries every round up to this one: their payloads are not needed any more."""
+        """Note that a complete checkpoint contains every round up to this one: their payloads are not needed any
+        more."""
         store = self._store
         [untrained], [newest] = store.one(_UNTRAINED), store.one("select max(id) from round")
         if newest is None or newest < checkpoint_round or (untrained is not None and untrained <= checkpoint_round):
@@ -209,11 +210,11 @@ class RoundLedger:
     def restore(
         self, checkpoint_round: int | None, has_payload: HasPayload, mark: LedgerMark | None = None
     ) -> RestoreReport:
-        """What a restart calls first; see `ledger_restore.restore`."""
+        """Called first by a restart; see `ledger_restore.restore`."""
         return restore(self._store, checkpoint_round, has_payload, mark)
 
     def expire(self, now: float) -> None:
-        """Take back rounds whose holder missed its deadline. One that was trained before a restore keeps its groups."""
+        """Take back rounds whose holder missed its deadline. A round trained before a restore keeps its groups."""
         store = self._store
         for round_id in [key for key, holding in store.memory.holdings.items() if holding.deadline <= now]:
             row = find_round(store, round_id)
@@ -248,12 +249,13 @@ class RoundLedger:
             raise TransitionError(f"round {round_id}: it trains version {row.version}, not {version}.")
 
     def _choose(self, version: Version, want: int) -> list[LeasedGroup]:
-        """The next `want` groups in the order of the run, fewer when fewer are ready. Deals with those too old."""
+        """Return the next `want` groups in the order of the run, fewer when fewer are ready. Groups too old are dropped
+        or retried."""
         store, rules = self._store, self._store.rules
         while True:
             lines = store.query(_CANDIDATES[rules.round_order], store.train_id, want)
             ready = [line for line in lines if line[0] == State.READY]
-            if rules.round_order is RoundOrder.INDEX:  # a group in flight holds up those behind it
+            if rules.round_order is RoundOrder.INDEX:  # a group in flight blocks those after it
                 ready = ready[: next((at for at, line in enumerate(lines) if line[0] != State.READY), len(lines))]
             groups = [leased_group(rules.partition, line[1:]) for line in ready]
             stale = [group for group in groups if group.payload.min_version < version - rules.max_staleness]
@@ -300,12 +302,12 @@ class RoundLedger:
 
 
 def _was_trained(row: RoundRow | None, fence: int) -> bool:
-    """Whether the round was trained under this very lease."""
+    """Return whether the round was trained under this very lease."""
     return row is not None and row.fence == fence and row.state in (RoundState.TRAINED, RoundState.DURABLE)
 
 
 def num_ready_of_round(store: LedgerStore, count: int) -> int:
-    """How many of the next `count` groups in the order of the run are ready, some of them perhaps too old."""
+    """Return how many of the next `count` groups in the order of the run are ready; some may be too old."""
     lines = store.query(_CANDIDATES[store.rules.round_order], store.train_id, count)
     return sum(line[0] == State.READY for line in lines)
 

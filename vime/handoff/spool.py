@@ -1,9 +1,9 @@
 """The spool: payloads on disk until no restart can need them, in append-only segment files (docs/spool-format.md).
 
-`append` returns when the records are stored as the fsync policy says; only then may the ledger hear of them. One
-process writes; any number may read meanwhile. What a kill leaves half-written at the end of the last segment is cut
-off when the spool is opened (before, a resume looks whether the ledger knows it: spool_check.py); damage anywhere else
-is an error that names file, offset and group, because what follows it was acknowledged. A segment goes
+`append` returns when the records are stored by the fsync policy; only then may the ledger get them. One process
+writes; any number may read meanwhile. A record that a kill left half-written at the end of the last segment is cut off
+when the spool is opened (before that, a resume checks whether the ledger knows it: spool_check.py). Damage anywhere
+else is an error that names file, offset and group, because the records after it were acknowledged. A segment is deleted
 when nothing in it is needed any more.
 """
 
@@ -39,7 +39,7 @@ class SpoolFullError(HandoffError):
 
 
 class SpoolReader:
-    """What is in the spool. Never writes; `refresh` sees what was appended or dropped since."""
+    """The records in the spool. Never writes; `refresh` reads what was appended or dropped since."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -48,21 +48,22 @@ class SpoolReader:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read on from where the last look ended. A record that is still being written is left for the next time."""
+        """Continue reading where the last call ended. A record that is still being written is left for the next
+        call."""
         segments = self.segments()
         for gone in self._ends.keys() - set(segments):
             del self._ends[gone]
             self._places = {key: place for key, place in self._places.items() if place.path != gone}
         for path in segments:
-            with contextlib.suppress(FileNotFoundError):  # dropped while we looked
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 self._ends[path] = self._index(path, self._ends.get(path, 0), is_last=path == segments[-1])
 
     def segments(self) -> list[Path]:
-        """Oldest first."""
+        """The segment files, oldest first."""
         return sorted(self.directory.glob(f"segment-*{SUFFIX}"))
 
     def read(self, task: Task, checksum: int) -> bytes:
-        """The payload that was appended for `task` with this checksum, verified."""
+        """Return the payload that was appended for `task` with this checksum, verified."""
         place = self._places.get((task, checksum))
         if place is None:
             others = [found for held, found in self._places if held == task]
@@ -84,12 +85,13 @@ class SpoolReader:
         return (task, checksum) in self._places
 
     def entries(self) -> Iterator[tuple[Task, int, Place]]:
-        """The records that are there now, in the order in which they were appended. A thread may append meanwhile."""
+        """Yield the present records, in the order in which they were appended. A thread may append meanwhile."""
         for (task, checksum), place in list(self._places.items()):
             yield task, checksum, place
 
     def tail(self) -> Tail | None:
-        """What lies behind the last whole record; None when nothing does. A writer that opens the spool cuts it off."""
+        """Return what follows the last whole record; None when nothing does. A writer that opens the spool cuts it
+        off."""
         for path in self.segments()[-1:]:
             end = self._ends[path]
             with path.open("rb") as file:
@@ -104,7 +106,7 @@ class SpoolReader:
         return sum(self._ends.values())
 
     def _index(self, path: Path, start: int, *, is_last: bool) -> int:
-        """Add the records of a segment from `start` on; answers where the last whole one ends."""
+        """Add the records of a segment from `start` on; return where the last whole one ends."""
         end = start
         for task, checksum, place in scan(path, start, is_last=is_last):
             self._places[task, checksum] = place
@@ -119,7 +121,7 @@ class Spool(SpoolReader):
         directory.mkdir(parents=True, exist_ok=True)
         self._fsync, self._segment_bytes = Fsync(fsync), segment_bytes
         self._file = -1
-        self._torn: int | None = None  # end of the last good record, when what lies behind it could not be cut
+        self._torn: int | None = None  # end of the last good record, when the bytes after it could not be cut
         self._lock = os.open(directory / "spool.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,7 +135,7 @@ class Spool(SpoolReader):
             raise
 
     def append(self, records: Sequence[tuple[Task, bytes]]) -> list[int]:
-        """Store payloads, all or none; answers their checksums. A record that is there already is not written again.
+        """Store payloads, all or none; return their checksums. A record that is there already is not written again.
 
         A full disk raises SpoolFullError and leaves the spool as it was.
         """
@@ -170,10 +172,10 @@ class Spool(SpoolReader):
         return checksums
 
     def compact(self, is_needed: Callable[[Task, int], bool]) -> int:
-        """Drop the segments in which nothing is needed any more; answers the bytes that became free.
+        """Delete the segments in which nothing is needed any more; return the bytes freed.
 
         The newest segment stays, so that no name is ever used twice; when nothing in it is needed it takes no more
-        records and goes the next time.
+        records and is deleted the next time.
         """
         needed = {place.path for task, checksum, place in self.entries() if is_needed(task, checksum)}
         segments, freed = self.segments(), 0
@@ -189,7 +191,7 @@ class Spool(SpoolReader):
         return freed
 
     def close(self) -> None:
-        """Give the directory up. Calling it again does nothing."""
+        """Release the directory. Calling it again does nothing."""
         self._end_segment()
         if self._lock >= 0:
             os.close(self._lock)
@@ -199,7 +201,7 @@ class Spool(SpoolReader):
         return self.segments()[-1] if self._file >= 0 else None
 
     def _tail(self) -> tuple[Path, int]:
-        """The segment to append to, and its end; a new one when there is none or the last is full."""
+        """Return the segment to append to, and its end; a new one when there is none or the last is full."""
         path = self._path()
         if path is not None and (self._ends[path] < self._segment_bytes or self._torn is not None):
             return path, self._ends[path]
@@ -219,14 +221,14 @@ class Spool(SpoolReader):
         return path, len(HEADER)
 
     def _undo(self, end: int) -> None:
-        """Cut what was written in vain; when even that fails, the next `append` tries again before it writes."""
+        """Cut off a failed write; when even that fails, the next `append` tries again before it writes."""
         self._torn = end
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, end)
             self._torn = None
 
     def _cut_tail(self) -> None:
-        """Remove what a kill left half-written; a segment without one whole record goes altogether."""
+        """Remove what a kill left half-written; a segment without one whole record is deleted."""
         for path in self.segments()[-1:]:
             if self._ends[path] == 0:
                 path.unlink()
@@ -258,7 +260,7 @@ class Spools:
         self.refresh()
 
     def refresh(self) -> None:
-        """See what was appended or dropped since, and workers that are new."""
+        """Read what was appended or deleted since, also of new workers."""
         known = {reader.directory: reader for reader in self.readers}
         for reader in self.readers:
             reader.refresh()
@@ -273,12 +275,12 @@ class Spools:
         return any(reader.has(task, checksum) for reader in self.readers)
 
     def entries(self) -> Iterator[tuple[Task, int, Place]]:
-        """See `SpoolReader.entries`, one spool after the other."""
+        """Yield `SpoolReader.entries`, one spool after the other."""
         for reader in self.readers:
             yield from reader.entries()
 
     def tails(self) -> list[Tail]:
-        """What lies behind the last whole record of each spool."""
+        """Return what follows the last whole record of each spool."""
         return [tail for reader in self.readers if (tail := reader.tail()) is not None]
 
     @property
@@ -287,7 +289,7 @@ class Spools:
 
 
 def spool_directories(directory: Path) -> list[Path]:
-    """Where a run's spools are: `directory` itself, and those of its workers."""
+    """Return the directories of a run's spools: `directory` itself, and those of its workers."""
     return [directory, *sorted(directory.glob(f"{WORKER}*"))]
 
 

@@ -1,8 +1,8 @@
-"""Whether the end of the spool that cannot be read is a record that counted: asked before it is cut off.
+"""Checks, before the unreadable end of the spool is cut off, whether it is a record that the ledger knows.
 
-A kill leaves a record half-written that the ledger has never heard of: it is cut off without a word. A record that the
-ledger knows was whole once, so what is wrong with it is damage, and has a name. With --transferqueue-fsync never a
-power cut may tear off records that counted; what was in them is answered again, with a warning.
+A kill leaves a half-written record that the ledger does not know: it is cut off silently. A record that the ledger
+knows was whole once, so a fault in it is damage and is reported. With --transferqueue-fsync never a power cut may cut
+off records that the ledger knows; their groups are generated again, with a warning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BY_CHECKSUM = """select p.name, g.grp, g.attempt from prompt_group g join parti
 
 @dataclass(frozen=True, slots=True)
 class KnownTail:
-    """The unreadable end of a spool, and what of it the ledger knows."""
+    """The unreadable end of a spool, and which record of the ledger it is."""
 
     tail: Tail
     name: str  # of the group, or of the groups that it may be
@@ -40,8 +40,8 @@ class KnownTail:
 
 
 def check_spool(run: Path, ledger: Path, *, train: str, may_be_torn: bool) -> None:
-    """Raise SpoolDamageError when the spool's last record is damaged and the ledger knows it. `may_be_torn`: a record
-    that is cut off is only warned of."""
+    """Raise SpoolDamageError when the spool's last record is damaged and the ledger knows it. `may_be_torn`: for a
+    record that is cut off only warn."""
     if not (run / SPOOL_NAME).is_dir():
         return
     with closing(open_for_reading(ledger)) as connection:
@@ -49,14 +49,14 @@ def check_spool(run: Path, ledger: Path, *, train: str, may_be_torn: bool) -> No
     if found is None:
         return
     if may_be_torn and found.tail.is_torn:
-        logger.warning("%s, group %s. It is answered again (--transferqueue-fsync never).", found, found.name)
+        logger.warning("%s, group %s. It is generated again (--transferqueue-fsync never).", found, found.name)
         return
     what = f"{found.tail.what}, and the ledger knows the record as stored, so this is no torn end of a kill"
     raise SpoolDamageError(found.tail.path, found.tail.offset, found.name, what)
 
 
 def find_known_tail(spool: Spools, connection: sqlite3.Connection, *, train: str) -> KnownTail | None:
-    """The end of a spool that cannot be read, when it is or may be a record that the ledger knows."""
+    """Return the unreadable end of a spool if it is, or may be, a record that the ledger knows."""
     found = [_known_tail(tail, spool, connection, train) for tail in spool.tails()]
     return next((known for known in found if known is not None), None)
 
@@ -72,7 +72,7 @@ def _known_tail(tail: Tail, spool: Spools, connection: sqlite3.Connection, train
         held += [(partial_attempt, partial_checksum)] if partial_attempt is not None else []
         matches = [found for found in held if found[0] == task.attempt and tail.checksum in (None, found[1])]
         return KnownTail(tail, str(task)) if any(not spool.has(task, found[1]) for found in matches) else None
-    if tail.checksum is not None:  # the start is whole, the name is not
+    if tail.checksum is not None:  # the start is whole, the name is damaged
         rows = connection.execute(_BY_CHECKSUM, (tail.checksum,)).fetchall()
         names = [str(Task(*row)) for row in rows if not spool.has(Task(*row), tail.checksum)]
         return KnownTail(tail, " or ".join(names)) if names else None

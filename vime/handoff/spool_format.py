@@ -1,4 +1,4 @@
-"""Bytes of a spool segment, and what counts as its torn end (docs/spool-format.md).
+"""Bytes of a spool segment, and how its torn end is recognised (docs/spool-format.md).
 
     segment = HEADER, then records
     record  = start | name | payload
@@ -6,7 +6,7 @@
               | u32 CRC-32 of the payload | u32 CRC-32 of the 24 bytes before
     name    = JSON [partition, group, attempt]
 
-All numbers little-endian. The start has a checksum of its own, so that a damaged length is not believed.
+All numbers little-endian. The start has a checksum of its own, so that a damaged length is not used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START_BYTES = _START.size + _CRC.size
 
 
 class SpoolDamageError(HandoffError):
-    """A record that was stored is not what it was."""
+    """A record that was stored has changed."""
 
     def __init__(self, path: Path, offset: int, group: str, what: str) -> None:
         super().__init__(path, offset, group, what)
@@ -44,7 +44,7 @@ class SpoolDamageError(HandoffError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record lies: [offset, end) of the file, its payload inside."""
+    """The place of a record: [offset, end) of the file, with its payload inside."""
 
     path: Path
     offset: int
@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Bytes behind the last whole record of a spool, and what they tell of the record that they were or were to be."""
+    """Bytes after the last whole record of a spool, and what they reveal about the damaged or unfinished record."""
 
     path: Path
     offset: int
@@ -66,7 +66,7 @@ class Tail:
 
 
 def read_tail(path: Path, offset: int, data: bytes) -> Tail:
-    """What `data` at `offset` of a segment tells, which is no whole record."""
+    """Describe `data` at `offset` of a segment, which is no whole record."""
     found = read_record(path, data, 0, base=offset)
     what = found if isinstance(found, str) else "the segment begins in it"
     start, checksum, end = data[: _START.size], None, None
@@ -84,7 +84,7 @@ def read_tail(path: Path, offset: int, data: bytes) -> Tail:
 
 
 def pack_record(path: Path, offset: int, task: Task, payload: bytes, checksum: int) -> tuple[bytes, Place]:
-    """The bytes of one record that is to lie at `offset`, and its place."""
+    """Return the bytes of one record to be written at `offset`, and its place."""
     name = json.dumps([task.partition, task.group, task.attempt]).encode()
     start = _START.pack(MAGIC, len(name), len(payload), zlib.crc32(name), checksum)
     record = b"".join((start, _CRC.pack(zlib.crc32(start)), name, payload))
@@ -93,9 +93,10 @@ def pack_record(path: Path, offset: int, task: Task, payload: bytes, checksum: i
 
 
 def scan(path: Path, start: int, *, is_last: bool) -> Iterator[tuple[Task, int, Place]]:
-    """Records from `start` (0: the beginning) to the end of the file, or to its torn tail if it is the last segment.
+    """Yield records from `start` (0: the beginning) to the end of the file, or to its torn tail if it is the last
+    segment.
 
-    Reads into memory and maps nothing: a file that its writer cuts meanwhile would end a process that had mapped it.
+    It reads and does not map the file: if the writer truncated a mapped file, the reading process would be killed.
     """
     with path.open("rb") as file:
         file.seek(start)
@@ -114,7 +115,7 @@ def scan(path: Path, start: int, *, is_last: bool) -> Iterator[tuple[Task, int, 
 
 
 def read_record(path: Path, data: bytes, at: int, *, base: int = 0) -> tuple[Task, int, Place] | str:
-    """The record at data[at], which lies at `base + at` of the file; or what is wrong with it."""
+    """Return the record at data[at], which is at `base + at` of the file; or what is wrong with it."""
     if at + START_BYTES > len(data):
         return "the start of the record is cut off"
     start = data[at : at + _START.size]
@@ -135,7 +136,7 @@ def read_record(path: Path, data: bytes, at: int, *, base: int = 0) -> tuple[Tas
 
 
 def _check_header(path: Path, data: bytes, *, is_last: bool) -> int | None:
-    """Where the first record begins; None when the file ends inside its header."""
+    """Return where the first record begins; None when the file ends inside its header."""
     header = data[: len(HEADER)]
     if header == HEADER:
         return len(HEADER)
@@ -149,7 +150,7 @@ def _check_header(path: Path, data: bytes, *, is_last: bool) -> int | None:
 
 
 def _has_record_after(path: Path, data: bytes, at: int) -> bool:
-    """Whether a whole record lies anywhere behind: then `at` is damage in the middle and no torn tail."""
+    """Return whether a whole record follows: then `at` is damage in the middle and no torn tail."""
     found = data.find(MAGIC, at + 1)
     while found >= 0:
         if not isinstance(read_record(path, data, found), str):

@@ -12,7 +12,7 @@ STALENESS_MAX = "transferqueue/sample_staleness/max"
 
 
 def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness: int | None) -> list[int]:
-    """Refuse rows older than the bound; answer the staleness of each row that trains.
+    """Refuse rows older than the bound; return the staleness of each row that trains.
 
     staleness of a row = version of the weights it trains - oldest version among its trainable tokens. A row without
     trainable tokens has none. Example: tokens of versions 3 and 4 trained on weights 5 are 2 stale. Without a bound
@@ -36,7 +36,7 @@ def check_staleness(rows: Sequence[TrainRow], *, version: Version, max_staleness
 
 
 def staleness_metrics(found: Sequence[int]) -> dict[str, float]:
-    """Mean and maximum over the rows of a round, by metric name."""
+    """Return mean and maximum over the rows of a round, by metric name."""
     return {
         STALENESS_MEAN: sum(found) / len(found) if found else 0.0,
         STALENESS_MAX: float(max(found, default=0)),

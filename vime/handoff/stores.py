@@ -1,7 +1,7 @@
-"""Where chunks of rows lie between the process that generated them and the ranks that train them.
+"""Stores of chunks of rows, between the process that generated them and the ranks that train on them.
 
-`PayloadStore` has three implementations: TransferQueue (queue_client.py, modes buffer and streaming), objects of
-whoever owns memory (mode off: Ray), and a dict in this process for tests and examples.
+`PayloadStore` has three implementations: TransferQueue (queue_client.py, modes buffer and streaming), objects of Ray
+(mode off), and a dict in this process for tests and examples.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from vime.types import HandoffError, HandoffLostError
 from vime.utils.waits import waiting
 
 Handle = object
-"""What finds a chunk again: a key of TransferQueue, or a reference to an object of Ray. Opaque to all but its store."""
+"""What finds a chunk again: a key of TransferQueue, or a reference to an object of Ray. Only its store looks inside."""
 
 
 class PayloadStore(Protocol):
-    """Bytes by handle. What `put` answers is all that a reader in another process needs, with the partition."""
+    """Bytes by handle. The handles that `put` returns, with the partition, are all that a reader in another process
+    needs."""
 
     def put(self, partition: str, keys: list[str], chunks: Sequence[bytes]) -> list[Handle]:
-        """Store a chunk under each key, none of which was used before; a handle for each."""
+        """Store a chunk under each key, none of which was used before; return a handle for each."""
         ...
 
     def get(self, partition: str, handles: Sequence[Handle]) -> list[bytes]:
-        """In this order. HandoffLostError when one is missing, or is not what was put."""
+        """Return chunks in this order. HandoffLostError when one is missing, or is not what was put."""
         ...
 
     def clear(self, partition: str, handles: Sequence[Handle]) -> None:
-        """Nobody reads them any more; those that are not there are passed over."""
+        """Delete chunks that will not be read any more; missing ones are skipped."""
         ...
 
     def partitions(self) -> list[str]:
-        """Those that were put into and not cleared as a whole."""
+        """Return the partitions that were put into and not cleared as a whole."""
         ...
 
     def clear_partition(self, partition: str) -> None: ...
@@ -67,7 +68,7 @@ class MemoryStore:
         self.clear(partition, [key for held, key in list(self.chunks) if held == partition])
 
     def close(self) -> None:
-        """What is stored stays for other holders of the store."""
+        """Close; other holders of the store keep its chunks."""
 
 
 class ObjectStore:
@@ -95,7 +96,7 @@ class ObjectStore:
             ) from error
 
     def clear(self, partition: str, handles: Sequence[Handle]) -> None:
-        """An object goes when its last handle does."""
+        """Do nothing: an object is deleted with its last handle."""
 
     def partitions(self) -> list[str]:
         return []
@@ -104,4 +105,4 @@ class ObjectStore:
         """See `clear`."""
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: no resource is held here."""

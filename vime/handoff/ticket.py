@@ -1,7 +1,7 @@
-"""A ticket says which rows a round trains and where each lies; with it a rank reads its own, by key.
+"""A ticket lists the rows of a round and where each is stored; with it a rank reads its own rows, by key.
 
-It holds no token: the plan, a place for each row, and what was decided about rows after they were stored (the rewards
-of --custom-reward-post-process-path, the samples that --rollout-sample-filter-path takes out of the loss).
+It holds no token: the plan, a place for each row, and changes made to rows after they were stored (the rewards of
+--custom-reward-post-process-path, the samples that --rollout-sample-filter-path takes out of the loss).
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from vime.types import HandoffError, RoundPlan, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTicket:
-    """Picklable. Row n of the plan lies at `places[n]`: the number of its handle and its place in that chunk."""
+    """Picklable. Row n of the plan is at `places[n]`: the number of its handle, and its place in that chunk."""
 
     rollout_id: int
     partition: str
     plan: bytes
     handles: tuple[Handle, ...]
-    groups: tuple[int, ...]  # of each handle, to recognise the rows
+    groups: tuple[int, ...]  # the group of each handle, to check the rows that were read
     places: NDArray[np.int32]  # [rows, 2]
-    rewards: NDArray[np.float64]  # [rows] what the advantage is made of
+    rewards: NDArray[np.float64]  # [rows] the number that the advantage is made from
     is_removed: NDArray[np.bool_]  # [rows] in the group's mean, not in the loss
 
 
 def make_ticket(
     plan: RoundPlan, groups: Sequence[tuple[GroupFacts, Sequence[Handle]]], *, partition: str
 ) -> RoundTicket:
-    """`groups`: facts and handles of the groups in the order in which the plan numbers their rows."""
+    """Make the ticket of a round. `groups`: numbers and handles of the groups, in the order in which the plan numbers
+    their rows."""
     handles: list[Handle] = []
     owners: list[int] = []
     places: list[NDArray[np.int32]] = []
@@ -61,13 +62,13 @@ def make_ticket(
 
 
 def read_rows(store: PayloadStore, ticket: RoundTicket, dp_rank: int) -> tuple[RoundPlan, dict[int, TrainRow]]:
-    """The plan, and the rows of `dp_rank` by row number."""
+    """Return the plan, and the rows of `dp_rank` by row number."""
     plan = decode_plan(ticket.plan)
     return plan, read_some(store, ticket, plan.rows_of(dp_rank))
 
 
 def read_some(store: PayloadStore, ticket: RoundTicket, numbers: Sequence[int]) -> dict[int, TrainRow]:
-    """The rows with these numbers."""
+    """Return the rows with these numbers."""
     needed = sorted({int(ticket.places[number, 0]) for number in numbers})
     found = store.get(ticket.partition, [ticket.handles[chunk] for chunk in needed])
     chunks: dict[int, list[TrainRow]] = {}
@@ -83,7 +84,7 @@ def read_some(store: PayloadStore, ticket: RoundTicket, numbers: Sequence[int]) 
         if row is None or row.group_index != ticket.groups[chunk]:
             raise HandoffError(
                 f"{ticket.partition}, {ticket.handles[chunk]}: row {number} of round {ticket.rollout_id} is not there; "
-                f"expected one of group {ticket.groups[chunk]}. The store answered another group's rows."
+                f"expected one of group {ticket.groups[chunk]}. The store returned another group's rows."
             )
         rows[number] = _as_decided(row, float(ticket.rewards[number]), is_removed=bool(ticket.is_removed[number]))
     return rows
@@ -111,7 +112,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
 
 
 def decode_plan(data: bytes) -> RoundPlan:
-    """Inverse of `encode_plan`."""
+    """Read what `encode_plan` wrote."""
     try:
         record = json.loads(data)
         return RoundPlan(

@@ -6,8 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vime.observability.metrics import read_metrics, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 REWARD = "rollout/reward_mean"
 RESPONSE_LENGTH = "rollout/response_len_mean"
@@ -39,12 +43,12 @@ def reward_curve_png(run_dir: Path) -> Path:
     return path
 
 
-def _draw(axes: object, by_round: Mapping[int, float], label: str, colour: str) -> None:
+def _draw(axes: Axes, by_round: Mapping[int, float], label: str, colour: str) -> None:
     steps, values = list(by_round), list(by_round.values())
-    axes.plot(steps, values, ".", color=colour, alpha=0.4)  # type: ignore[attr-defined]
-    axes.plot(steps, smooth(values), color=colour)  # type: ignore[attr-defined]
-    axes.set_ylabel(label)  # type: ignore[attr-defined]
-    axes.grid(visible=True, alpha=0.3)  # type: ignore[attr-defined]
+    axes.plot(steps, values, ".", color=colour, alpha=0.4)
+    axes.plot(steps, smooth(values), color=colour)
+    axes.set_ylabel(label)
+    axes.grid(visible=True, alpha=0.3)
 
 
 def terminal_curve(values: Sequence[float], width: int = 60, height: int = 10, *, is_ascii: bool = False) -> str:

@@ -59,11 +59,10 @@ def setup_logging(run_dir: Path, process: str, *, level: int = logging.INFO) -> 
     to_screen.setLevel(logging.WARNING)
     to_screen.setFormatter(logging.Formatter(f"%(levelname)s {process}: %(message)s"))
     root = logging.getLogger()
-    for handler in [kept for kept in root.handlers if getattr(kept, "is_vime", False)]:
+    for handler in [kept for kept in root.handlers if isinstance(kept, _LogHandler | _ScreenHandler)]:
         root.removeHandler(handler)
         handler.close()
     for handler in (to_file, to_screen):
-        handler.is_vime = True  # type: ignore[union-attr]
         root.addHandler(handler)
     root.setLevel(level)
     for name in NOISY:

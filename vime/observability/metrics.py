@@ -155,7 +155,7 @@ class _Wandb:
             self._run = wandb.init(
                 project=tracking.wandb_project,
                 group=tracking.wandb_group,
-                mode=tracking.wandb_mode,  # type: ignore[arg-type]
+                mode=tracking.wandb_mode,  # type: ignore[arg-type]  # --wandb-mode has wandb's own choices
                 dir=str(run_dir),
                 name=Path(run_dir).name,
                 id=_wandb_id(Path(run_dir)),

@@ -26,10 +26,10 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vime.config.parse import Config
 from vime.handoff.ledger_types import LedgerMark
+from vime.ray.checkpoint_identity import Facts
 from vime.types import CheckpointError, Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.files import sync, sync_tree
@@ -56,10 +56,10 @@ class RunState:
 
     rollout_id: int
     version: Version
-    data_source: dict[str, Any]
+    data_source: dict[str, object]
     ledger: LedgerMark | None = None
     receipt: str | None = None
-    written_with: dict[str, Any] | None = None
+    written_with: Facts | None = None
     metrics: dict[str, float] | None = None
 
 
@@ -118,7 +118,7 @@ class Draft:
         return self._directory / "model"
 
     def begin(self) -> None:
-        with self._explained():
+        with self.explained():
             _prepare(self.root)
             self.model.mkdir(parents=True)
         failpoint(Point.DRAFT)
@@ -128,7 +128,7 @@ class Draft:
         wrote them know: the rest is hashed here. Then all but the newest `keep` (None: all) are removed, but never
         `protected`. Until then the disk holds `keep` + 1 of them."""
         failpoint(Point.WRITTEN)
-        with self._explained():
+        with self.explained():
             (self._directory / "run_state.json").write_text(json.dumps(asdict(self.state)))
             write_manifest(self._directory, {f"model/{name}": entry for name, entry in written.items()})
             sync_tree(self._directory)
@@ -143,7 +143,7 @@ class Draft:
         return final
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -165,7 +165,7 @@ def save_checkpoint(
     sizes and hashes for `Draft.publish`."""
     draft = Draft(root=root, state=state)
     draft.begin()
-    with draft._explained():
+    with draft.explained():
         written = save_model(draft.model)
     return draft.publish(written or {}, keep=keep, protected=protected)
 

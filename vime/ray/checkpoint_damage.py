@@ -43,8 +43,9 @@ def doubts(checkpoint: Path, load: str | None) -> Iterator[str]:
     if not _has_manifest(checkpoint):
         yield f"{checkpoint} has no {MANIFEST}: it was written before manifests existed; damage would not be seen."
     if load is not None and Path(load) != checkpoint:  # the marker chose it
-        later = complete_checkpoints(checkpoint.parent)
-        later = [path.name for path in later[later.index(checkpoint) + 1 :] if path.name > checkpoint.name]
+        complete = complete_checkpoints(checkpoint.parent)
+        behind = complete[complete.index(checkpoint) + 1 :]
+        later = [path.name for path in behind if path.name > checkpoint.name]
         if later:
             yield (
                 f"{checkpoint.parent / LATEST} names {checkpoint.name}, but {', '.join(later)} was written later. "

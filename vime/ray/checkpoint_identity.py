@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config
@@ -24,7 +24,18 @@ SIZES = {
 """The settings of a model that decide the shapes of its tensors."""
 
 
-def facts_of(config: Config) -> dict[str, Any]:
+class Facts(TypedDict, total=False):
+    """What is written down. A key may be missing in what another version wrote."""
+
+    train_backend: str
+    bf16: bool
+    use_distributed_optimizer: bool
+    has_optimizer: bool
+    roles: list[str]
+    model: dict[str, object]
+
+
+def facts_of(config: Config) -> Facts:
     """Return the facts that `refuse_other_run` needs about the run that writes a checkpoint."""
     try:
         shape = asdict(read_model_shape(config.model.hf_checkpoint))
@@ -40,14 +51,14 @@ def facts_of(config: Config) -> dict[str, Any]:
     }
 
 
-def refuse_other_run(checkpoint: Path, written: dict[str, Any] | None, config: Config) -> None:
+def refuse_other_run(checkpoint: Path, written: Facts | None, config: Config) -> None:
     """Raise ConfigError with every reason why this run cannot load the checkpoint."""
     reasons = list(_reasons(written, facts_of(config))) if written else []
     if reasons:
         raise ConfigError(f"--load {checkpoint}: does not fit this run. " + " ".join(reasons))
 
 
-def _reasons(written: dict[str, Any], mine: dict[str, Any]) -> Iterator[str]:
+def _reasons(written: Facts, mine: Facts) -> Iterator[str]:
     was, now = written.get("train_backend"), mine["train_backend"]
     if was != now:
         yield (
@@ -56,9 +67,9 @@ def _reasons(written: dict[str, Any], mine: dict[str, Any]) -> Iterator[str]:
         )
     elif now == "megatron" and written.get("has_optimizer"):
         yield from _optimizer_reasons(written, mine)
-    was, now = written.get("model") or {}, mine["model"]
+    its, ours = written.get("model") or {}, mine["model"]
     other = [
-        f"{name} {was[name]}, not {now[name]}" for name in sorted(was.keys() & now.keys()) if was[name] != now[name]
+        f"{name} {its[name]}, not {ours[name]}" for name in sorted(its.keys() & ours.keys()) if its[name] != ours[name]
     ]
     if other:
         yield (
@@ -72,16 +83,16 @@ def _reasons(written: dict[str, Any], mine: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _optimizer_reasons(written: dict[str, Any], mine: dict[str, Any]) -> Iterator[str]:
+def _optimizer_reasons(written: Facts, mine: Facts) -> Iterator[str]:
     """megatron-core stores moments and main weights in another form for each of these; only its distributed optimizer
     keeps main weights in fp32 with and without --bf16."""
-    name = "use_distributed_optimizer"
-    if written.get(name) != mine[name]:
+    was, now = written.get("use_distributed_optimizer"), mine["use_distributed_optimizer"]
+    if was != now:
         yield (
-            f"Its optimizer state was written {_with(written.get(name))} --use-distributed-optimizer, this run is "
-            f"{_with(mine[name])} it: give the flag as it was, or {EXPORT}."
+            f"Its optimizer state was written {_with(was)} --use-distributed-optimizer, this run is "
+            f"{_with(now)} it: give the flag as it was, or {EXPORT}."
         )
-    elif not mine[name] and written.get("bf16") != mine["bf16"]:
+    elif not now and written.get("bf16") != mine["bf16"]:
         yield (
             f"Its optimizer state was written {_with(written.get('bf16'))} --bf16, this run is "
             f"{_with(mine['bf16'])} it, and only --use-distributed-optimizer can change that: give the flag as it was, "

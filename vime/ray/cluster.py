@@ -15,13 +15,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import cast
 
 import psutil
 import ray
 from ray._private import parameter, ray_constants, services
 from ray._private import utils as ray_utils
-from ray._raylet import AuthenticationTokenLoader
-from ray._raylet import Config as RayletConfig
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled, and left out of its types
+from ray._raylet import Config as RayletConfig  # type: ignore[attr-defined]  # the same
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.backends.vllm_utils.guard import session_members, weigh_session
@@ -251,14 +253,20 @@ def _servers_alone() -> Iterator[None]:
     reader of logs (which serves `log_to_driver`) and most of the agent's modules: 4 of Ray's 6 CPU seconds and half of
     the time that its start takes. They are asked for in three places of Ray's Python part, by module.
     """
-    stock = parameter.RayParams, services.start_api_server, ray_utils.get_dashboard_dependency_error
-    parameter.RayParams = functools.partial(stock[0], no_monitor=True, include_log_monitor=False)
-    services.start_api_server = lambda *_, **__: (None, None)  # its result for a dashboard that did not start
-    ray_utils.get_dashboard_dependency_error = lambda: "not wanted"  # as in an installation without the dashboard
+    less = {"no_monitor": True, "include_log_monitor": False}
+    replaced: list[tuple[ModuleType, str, Callable[..., object]]] = [
+        (parameter, "RayParams", functools.partial(cast("Callable[..., object]", parameter.RayParams), **less)),
+        (services, "start_api_server", lambda *_, **__: (None, None)),  # its result for a dashboard that did not start
+        (ray_utils, "get_dashboard_dependency_error", lambda: "not wanted"),  # as where no dashboard is installed
+    ]
+    stock = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, stand_in in replaced:
+        setattr(module, name, stand_in)
     try:
         yield
     finally:
-        parameter.RayParams, services.start_api_server, ray_utils.get_dashboard_dependency_error = stock
+        for (module, name, _), original in zip(replaced, stock, strict=True):
+            setattr(module, name, original)
 
 
 def _is_timeout(error: Exception) -> bool:
@@ -278,6 +286,7 @@ def _end_what_was_started(others: set[psutil.Process]) -> None:
 def _join_ray(config: Config) -> None:
     """Join the cluster of `--ray-address`, with a token where it asks for one."""
     asked = config.cluster.ray_address
+    assert asked is not None, "else a local Ray is started"
     try:
         address = services.canonicalize_bootstrap_address_or_die(asked)
     except (ConnectionError, ValueError) as error:

@@ -11,24 +11,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+
+from ray import ObjectRef
 
 from vime.config.parse import Config
 from vime.handoff.receipts import ReceiptFile
+from vime.handoff.ticket import RoundTicket
 from vime.observability.events import EventKind, EventLog, span
 from vime.observability.screen import Screen
+from vime.ray.actor import Actor
 from vime.ray.checkpoint import RunState, Start, checkpoint_root
 from vime.ray.checkpoint_identity import facts_of
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
 from vime.ray.mismatch_guard import MismatchGuard
 from vime.ray.probe import check_engines_agree
-from vime.ray.rollout_manager import GeneratedRound
+from vime.ray.rollout_manager import GeneratedRound, RolloutManager
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
-from vime.ray.waits import said_meanwhile, wait_for
+from vime.ray.waits import Answer, said_meanwhile, wait_for
 from vime.types import MismatchError
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
@@ -50,7 +53,7 @@ class Doing(Enum):
 class Parts:
     """The live objects of a run. `trainers` or `engines` is None in the debug modes that run only one half."""
 
-    manager: Any
+    manager: Actor[RolloutManager]
     trainers: Trainers | None
     engines: Engines | None
     num_rollout: int
@@ -79,7 +82,7 @@ class Components:
         self.loaded = start.checkpoint
         self.checkpoint_root = checkpoint_root(config, run_dir)
         self.trained_round = start.rollout_id - 1
-        self._cursor: dict[str, Any] = {}  # the data cursor after the last trained round
+        self._cursor: dict[str, object] = {}  # the data cursor after the last trained round
         self.open_round: int | None = None  # its line is not written yet
         self.doing: Doing | None = None
         self.receipts = ReceiptFile(run_dir, start_round=start.rollout_id, link=start.receipt)
@@ -116,15 +119,15 @@ class Components:
             self.watchers.round_metrics.finish(rollout_id, self.versions.trained)
             self.open_round = None
 
-    def start_generation(self, rollout_id: int) -> Any:
+    def start_generation(self, rollout_id: int) -> ObjectRef[GeneratedRound]:
         """Begin a round of generation and return at once."""
         self._rest_trainers()
-        return self.parts.manager.generate.remote(rollout_id)
+        return self.parts.manager.ask(RolloutManager.generate, rollout_id)
 
-    def finish_generation(self, pending: Any) -> GeneratedRound:
+    def finish_generation(self, pending: ObjectRef[GeneratedRound]) -> GeneratedRound:
         """Wait until the round is generated, scored and put."""
         with self.watchers.round_metrics.timed("perf/wait_time"):
-            generated: GeneratedRound = self._wait_for_manager(pending, "a round of generation")
+            generated = self._wait_for_manager(pending, "a round of generation")
             self._mismatch.after_generation(generated, self.versions)
         self.watchers.round_metrics.add(generated.metrics)
         if self.parts.stream is not None and generated.lease is not None:
@@ -132,7 +135,7 @@ class Components:
         self.watchers.events.emit(EventKind.ROUND_GENERATED, rollout_id=generated.rollout_id)
         return generated
 
-    def generate(self, rollout_id: int, pending: Any = None) -> GeneratedRound:
+    def generate(self, rollout_id: int, pending: ObjectRef[GeneratedRound] | None = None) -> GeneratedRound:
         """Wait for a round of generation, or for the rest of one that was started. With --train-early-groups the
         trainers begin with it meanwhile."""
         pending = pending or self.start_generation(rollout_id)
@@ -140,7 +143,7 @@ class Components:
             self._begin_training(rollout_id)
         return self.finish_generation(pending)
 
-    def wait_until_generated(self, pending: Any) -> None:
+    def wait_until_generated(self, pending: ObjectRef[GeneratedRound]) -> None:
         """Let a prefetched round finish, so that weights do not change while it is generated. In mode streaming they
         may change: each token's version is known, and the ledger enforces the staleness bound."""
         if self.parts.stream is not None:
@@ -190,6 +193,7 @@ class Components:
         self.watchers.round_metrics.add(metrics)
         failpoint(Point.CLEAR)
         with span("transferqueue_ack_groups", rollout_id=generated.rollout_id):
+            assert generated.ticket is not None, "it was trained"
             self._clear(generated.ticket)
 
     def publish(self) -> None:
@@ -230,7 +234,7 @@ class Components:
         self._rest_trainers()
         self.watchers.screen.activity("evaluating")
         with self.watchers.round_metrics.timed("perf/eval_time"):
-            metrics = self._wait_for_manager(self.parts.manager.evaluate.remote(rollout_id), "evaluation")
+            metrics = self._wait_for_manager(self.parts.manager.ask(RolloutManager.evaluate, rollout_id), "evaluation")
         self.watchers.round_metrics.log_eval(rollout_id, metrics)
         self.watchers.events.emit(EventKind.EVAL_DONE, rollout_id=rollout_id, metrics=metrics)
 
@@ -269,7 +273,7 @@ class Components:
             if self.config.model.save_hf:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
 
-    def _wait_for_manager(self, ref: Any, name: str) -> Any:
+    def _wait_for_manager(self, ref: ObjectRef[Answer], name: str) -> Answer:
         [result] = wait_for(
             [ref],
             name=name,
@@ -290,7 +294,7 @@ class Components:
                 self.watchers.interrupts.raise_if_asked("generation")
             if interruptible and self.watchers.screen.is_live and time.monotonic() - asked >= PROGRESS_S:
                 asked = time.monotonic()
-                progress = said_meanwhile(self.parts.manager.progress.remote(), within_s=0.2)
+                progress = said_meanwhile(self.parts.manager.ask(RolloutManager.progress), within_s=0.2)
                 if progress is not None:
                     self.watchers.screen.activity(progress)
             if self.parts.engines is not None:
@@ -321,7 +325,7 @@ class Components:
         while True:
             with round_metrics.timed("perf/wait_time"):
                 ticket = self._wait_for_manager(
-                    parts.manager.early_batch.remote(rollout_id), "groups to begin a round with"
+                    parts.manager.ask(RolloutManager.early_batch, rollout_id), "groups to begin a round with"
                 )
             if ticket is None:
                 return
@@ -329,7 +333,7 @@ class Components:
                 parts.trainers.begin(rollout_id, ticket, self.versions.trained)
             self._clear(ticket)
 
-    def _clear(self, ticket: Any) -> None:
+    def _clear(self, ticket: RoundTicket) -> None:
         """Have the RolloutManager remove from the queue what every rank has read. The driver is not a client of the
         queue, because a client imports torch, which would be most of its memory. Mode off: the objects are freed with
         their ticket."""
@@ -337,7 +341,7 @@ class Components:
         if queue.transferqueue_mode == "off":
             return
         wait_for(
-            [self.parts.manager.clear.remote(ticket)],
+            [self.parts.manager.ask(RolloutManager.clear, ticket)],
             name="a trained round to leave the queue",
             owner="RolloutManager",
             deadline_s=queue.transferqueue_timeout_secs + GRACE_S,

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import ray
+from ray import ObjectRef
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.backends.vllm_utils.access import EngineKeys
@@ -19,6 +20,7 @@ from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.router import RouterProcess
 from vime.config.parse import Config
 from vime.observability.logs import setup_logging
+from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import ENGINE_CPUS, keep_collectives_on_interface, listen_host, yield_to_trainers
 from vime.ray.waits import wait_for
 from vime.types import EngineAddress, WaitTimeoutError
@@ -29,7 +31,16 @@ ASKED_TIMEOUT_S = 60.0  # a busy engine is asked while it generates
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 
 
-@ray.remote(max_concurrency=4)
+MAX_CALLS = 4  # at a time in an actor
+
+
+class ServerActor(Protocol):
+    """What the driver asks an engine and the router alike."""
+
+    def check(self, deadline_s: float, is_updating: bool) -> None: ...
+    def stop(self) -> None: ...
+
+
 class EngineActor:
     """Owns one `vllm serve` child. The child dies with this actor."""
 
@@ -55,7 +66,6 @@ class EngineActor:
         self._process.stop()
 
 
-@ray.remote(max_concurrency=4)
 class RouterActor:
     """Owns the router child: one address for N engines, data only. It listens on loopback, beside the RolloutManager,
     which alone talks to it: the router has no way to know its callers."""
@@ -87,16 +97,18 @@ class Engines:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
         gpus = config.cluster.rollout_num_gpus_per_engine if config.cluster.device == "cuda" else 0
-        options: dict[str, Any] = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus}
+        options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS}
         count = config.cluster.rollout_num_engines or 1
         self._actors = [
-            EngineActor.options(**options).remote(config, index, str(run_dir), self._keys) for index in range(count)
+            start_actor(EngineActor, options, config, index, str(run_dir), self._keys) for index in range(count)
         ]
-        self._router: Any = None
+        self._router: Actor[RouterActor] | None = None
         self._deadline_s = config.cluster.start_timeout_secs
-        self._starting = [actor.start.remote(self._deadline_s) for actor in self._actors]
-        self._watched = {f"engine-{index}": actor for index, actor in enumerate(self._actors)}  # and the started router
-        self._checks: dict[Any, str] = {}  # begun and not finished yet, by name
+        self._starting = [actor.ask(EngineActor.start, self._deadline_s) for actor in self._actors]
+        self._watched: dict[str, Actor[ServerActor]] = {  # and the started router
+            f"engine-{index}": actor for index, actor in enumerate(self._actors)
+        }
+        self._checks: dict[ObjectRef[None], str] = {}  # begun and not finished yet, by name
         self._asked = -math.inf  # when the last check began
         self.addresses: list[EngineAddress] = []
 
@@ -117,9 +129,8 @@ class Engines:
         """Wait for engines and router, which starts on the node `node_id`. Returns the configuration with the router's
         address filled in."""
         beside = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        self._router = RouterActor.options(num_cpus=0, scheduling_strategy=beside).remote(
-            self._config, str(self._run_dir)
-        )
+        options: Options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "scheduling_strategy": beside}
+        self._router = router = start_actor(RouterActor, options, self._config, str(self._run_dir))
         self.addresses = wait_for(
             self._starting,
             name="engines to start",
@@ -136,14 +147,14 @@ class Engines:
             self.check()
 
         [(host, port)] = wait_for(
-            [self._router.start.remote(self.addresses, self._deadline_s)],
+            [router.ask(RouterActor.start, self.addresses, self._deadline_s)],
             name="router to start",
             owner="vllm-router",
             deadline_s=self._deadline_s + 30,
             on_poll=poll,
             parties=["router"],
         )
-        self._watched["router"] = self._router
+        self._watched["router"] = router
         engine = dataclasses.replace(self._config.engine, vllm_router_ip=host, vllm_router_port=port)
         return dataclasses.replace(self._config, engine=engine)
 
@@ -165,7 +176,9 @@ class Engines:
         elif elapsed >= engine.engine_health_interval_secs:
             self._asked = time.monotonic()
             deadline_s = engine.engine_health_timeout_secs
-            self._checks = {actor.check.remote(deadline_s, is_updating): name for name, actor in self._watched.items()}
+            self._checks = {
+                actor.ask(ServerActor.check, deadline_s, is_updating): name for name, actor in self._watched.items()
+            }
 
     def stop(self, grace_s: float = STOP_S) -> None:
         """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
@@ -173,13 +186,14 @@ class Engines:
         that none outlives the run."""
         if self.addresses:
             self.fleet.close()
-        routers = [] if self._router is None else [self._router]
-        for actors in (routers, self._actors) if grace_s else ([*routers, *self._actors],):
+        routers: list[Actor[ServerActor]] = [] if self._router is None else [self._router]
+        engines: list[Actor[ServerActor]] = [*self._actors]
+        for actors in (routers, engines) if grace_s else ([*routers, *engines],):
             if not actors:
                 continue
-            refs = [actor.stop.remote() for actor in actors]
+            refs = [actor.ask(ServerActor.stop) for actor in actors]
             deadline_s = grace_s or AT_START_STOP_S
             with waiting("servers to stop", "router", "engine", deadline_s=deadline_s):
                 ray.wait(refs, num_returns=len(refs), timeout=deadline_s)
-        for actor in [*routers, *self._actors]:
-            ray.kill(actor)
+        for actor in [*routers, *engines]:
+            actor.kill()

@@ -7,7 +7,7 @@ plug-ins.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import ParamSpec
 
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
 from vime.backends.megatron_utils.hf_tensors import EMBEDDING, HEAD, VALUE_HEAD, expected_tensors
@@ -19,6 +19,8 @@ from vime.rollout.data_check import data_faults
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError, DataError, EngineSpec, Role, VimeError
 
+P = ParamSpec("P")
+
 
 class Refusals:
     """What is wrong so far, in the order in which it was found."""
@@ -26,7 +28,7 @@ class Refusals:
     def __init__(self) -> None:
         self._errors: list[VimeError] = []
 
-    def attempt(self, check: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    def attempt(self, check: Callable[P, object], *arguments: P.args, **options: P.kwargs) -> None:
         """Call a check and keep its refusal. Other errors after a refusal are ignored, because they follow from it."""
         try:
             check(*arguments, **options)

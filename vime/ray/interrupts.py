@@ -13,10 +13,10 @@ import stat
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from vime.ray.waits import Interrupted
 
+Handler = Callable[[int, types.FrameType | None], object] | int | None
 NOTICE = b"\nstopping when this step is done, then saving the state; once more: stop at once, without saving\n"
 NOTICE_WITHOUT_WORK = (
     b"\nstopping: nothing has been trained that is not saved, so there is nothing to save; once more: stop at once\n"
@@ -29,7 +29,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.is_asked = False
         self.has_work: Callable[[], bool] = nothing_to_save  # whether a stop now saves something; called by the handler
-        self._former: dict[int, Any] = {}
+        self._former: dict[int, Handler] = {}
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -276,8 +276,10 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
     """Audit the run: every run that trained ends with this."""
     try:
         newest = find_latest(checkpoint_root(config, path))
-        state = None if newest is None else read_run_state(newest)
-        saved = state and SavedFacts(round_id=state.rollout_id, mark=state.ledger, receipt=state.receipt)
+        saved = None
+        if newest is not None:
+            state = read_run_state(newest)
+            saved = SavedFacts(round_id=state.rollout_id, mark=state.ledger, receipt=state.receipt)
         has_ledger = config.queue.transferqueue_mode == STREAMING
         report = audit_run(path, saved=saved, claims=partial(read_claims, path), has_ledger=has_ledger)
     except VimeError as error:

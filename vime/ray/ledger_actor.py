@@ -13,9 +13,9 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Concatenate, cast
+from typing import Concatenate, cast
 
-import ray
+from ray import ObjectRef
 
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import P, Part, R, call_ledger
@@ -24,8 +24,9 @@ from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.spool import Spools
 from vime.handoff.spool_check import check_spool
 from vime.observability.logs import setup_logging
+from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import LEDGER_CPUS
-from vime.ray.waits import wait_for, wait_for_async
+from vime.ray.waits import Answer, wait_for, wait_for_async
 from vime.types import VimeError
 from vime.utils.failpoints import Point, failpoint
 
@@ -118,8 +119,8 @@ def _has_none(task: Task, checksum: int) -> bool:  # noqa: ARG001
 class LedgerClient:
     """The ledger as callers in other processes see it, each call with a deadline. A `LedgerPort`. Picklable."""
 
-    def __init__(self, handle: Any, deadline_s: float) -> None:
-        self._handle, self._deadline_s = handle, deadline_s
+    def __init__(self, actor: Actor[LedgerActor], deadline_s: float) -> None:
+        self._actor, self._deadline_s = actor, deadline_s
 
     @classmethod
     def start(
@@ -127,10 +128,13 @@ class LedgerClient:
     ) -> LedgerClient:
         """Start the actor `vime-<run_id>-ledger` and wait until it responds. The driver calls it once, before any other
         actor; the actor lives as long as any process holds a client of it."""
-        actor = ray.remote(LedgerActor).options(
-            name=f"vime-{run_id}-ledger", num_cpus=LEDGER_CPUS, max_restarts=-1, max_task_retries=-1
-        )
-        client = cls(actor.remote(str(run_dir), rules, synchronous), deadline_s)
+        options: Options = {
+            "name": f"vime-{run_id}-ledger",
+            "num_cpus": LEDGER_CPUS,
+            "max_restarts": -1,
+            "max_task_retries": -1,
+        }
+        client = cls(start_actor(LedgerActor, options, str(run_dir), rules, synchronous), deadline_s)
         client.pid()
         return client
 
@@ -139,41 +143,41 @@ class LedgerClient:
     ) -> RestoreReport:
         """Go back to this checkpoint after a restart of the run; the first call after `start`. `may_be_torn`: see
         `check_spool`."""
-        result = self._handle.restore.remote(checkpoint_round, mark, may_be_torn)
-        report: RestoreReport = self._wait(result, "the ledger to restore")
-        return report
+        result = self._actor.ask_coroutine(LedgerActor.restore, checkpoint_round, mark, may_be_torn)
+        return self._wait(result, "the ledger to restore")
 
     def close(self) -> None:
         """Close the ledger, which no process calls any more: its file alone is the ledger when this returns."""
-        self._wait(self._handle.close.remote(), "the ledger to close its file")
+        self._wait(self._actor.ask_coroutine(LedgerActor.close), "the ledger to close its file")
 
     def pid(self) -> int:
         """Return the pid of the actor now; it changes with a restart."""
-        return int(self._wait(self._handle.pid.remote(), "the ledger to start"))
+        return self._wait(self._actor.ask_coroutine(LedgerActor.pid), "the ledger to start")
 
     def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         """Run the method in the ledger's process. It must be one of `ledger_port.CALLS`."""
         name = method.__qualname__
-        return cast("R", self._wait(self._handle.call.remote(name, arguments, options), _answer_to(name)))
+        answer = self._actor.ask_coroutine(LedgerActor.call, name, arguments, options)
+        return cast("R", self._wait(answer, _answer_to(name)))
 
     async def call_async(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         """The same on the caller's event loop."""
         name = method.__qualname__
-        ref = self._handle.call.remote(name, arguments, options)
+        ref = self._actor.ask_coroutine(LedgerActor.call, name, arguments, options)
         return cast("R", await wait_for_async(ref, name=_answer_to(name), owner="ledger", deadline_s=self._deadline_s))
 
     def wait_for_news(self, seen: int, timeout_s: float, **has: int) -> int:
-        ref = self._handle.wait_for_news.remote(seen, timeout_s, has)
+        ref = self._actor.ask_coroutine(LedgerActor.wait_for_news, seen, timeout_s, has)
         longest_s = self._deadline_s + timeout_s
         [result] = wait_for([ref], name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
-        return int(result)
+        return result
 
     async def wait_for_news_async(self, seen: int, timeout_s: float, **has: int) -> int:
-        ref = self._handle.wait_for_news.remote(seen, timeout_s, has)
+        ref = self._actor.ask_coroutine(LedgerActor.wait_for_news, seen, timeout_s, has)
         longest_s = self._deadline_s + timeout_s
-        return int(await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=()))
+        return await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
 
-    def _wait(self, ref: Any, name: str) -> Any:
+    def _wait(self, ref: ObjectRef[Answer], name: str) -> Answer:
         [result] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
         return result
 

@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
-from vime.data.rows import TrainRow
 from vime.observability.events import EventKind, EventLog
 from vime.observability.mismatch_record import Stage, write_record
 from vime.observability.screen import Screen
+from vime.ray.actor import Actor
 from vime.ray.mismatch_probes import MismatchProbes
-from vime.ray.rollout_manager import GeneratedRound, SampleText
+from vime.ray.probe import compare_with_engines
+from vime.ray.rollout_manager import GeneratedRound, RolloutManager, SampleText
 from vime.ray.trainers import TrainedRound, Trainers
 from vime.ray.waits import wait_for
 from vime.training.evidence import COMPARED, RESCORED, MeasuredMismatch, merge, of_rows
-from vime.types import MismatchError, SamplingRule, Version, VimeError
+from vime.types import EngineError, MismatchError, SamplingRule, Version, VimeError
 from vime.weights.versions import VersionLedger
 
 logger = logging.getLogger(__name__)
@@ -48,7 +44,7 @@ class MismatchGuard:
         run_dir: Path,
         *,
         trainers: Trainers | None,
-        manager: Any,
+        manager: Actor[RolloutManager],
         fleet: FleetControl | None,
         screen: Screen,
         events: EventLog,
@@ -65,6 +61,7 @@ class MismatchGuard:
         """One round on every rank. A mismatch is recorded before any weight moves; with `warn` the round is then
         trained as it is (its first step is computed again)."""
         rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
+        assert ticket is not None, "a run that trains has tickets"
         trained = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
         if not isinstance(trained, TrainedRound):
             found, stage = merge(trained), Stage.BEFORE_TRAINING
@@ -101,16 +98,13 @@ class MismatchGuard:
         generated, self._unconfirmed = self._unconfirmed, None
         if generated is None or not (generated.probe and self._fleet and self._is_judged):
             return {}
-        rows, rule = list(generated.probe), SamplingRule()
-        with ThreadPoolExecutor(1, thread_name_prefix="mismatch") as beside:
-            asked = beside.submit(self._probes.engine_logprobs, rows)
-            own = self._ranks.log_probs(rows, rule)
-            fresh = asked.result()
-        found = [of_rows(_with_recorded(rows, engine.log_probs), own) for engine in fresh]
-        if not found:
+        try:
+            found = compare_with_engines(self._fleet, self._ranks, generated.probe)
+        except EngineError as error:
+            logger.warning("engines and trainer are not compared after round %d: %s", generated.rollout_id, error)
             return {}
-        worst, stage = max(found, key=lambda measured: measured.mean), Stage.AFTER_PUBLISH
-        self._record_above(worst, rollout_id=generated.rollout_id, stage=stage, version=version, rule=rule)
+        worst, stage = max(found.values(), key=lambda measured: measured.mean), Stage.AFTER_PUBLISH
+        self._record_above(worst, rollout_id=generated.rollout_id, stage=stage, version=version, rule=SamplingRule())
         return worst.metrics()
 
     @property
@@ -173,7 +167,7 @@ class MismatchGuard:
         """What the samples said, from the RolloutManager, which may be generating meanwhile."""
         try:
             [texts] = wait_for(
-                [self._manager.texts_of.remote(rollout_id, indices)],
+                [self._manager.ask(RolloutManager.texts_of, rollout_id, indices)],
                 name="the texts of the samples that differ",
                 owner="RolloutManager",
                 deadline_s=30,
@@ -182,11 +176,3 @@ class MismatchGuard:
             logger.warning("no texts of the samples that differ: %s", error)
             return [None] * len(indices)
         return list(texts)
-
-
-def _with_recorded(rows: Sequence[TrainRow], log_probs: Sequence[Sequence[float]]) -> list[TrainRow]:
-    """The rows as if these had been recorded."""
-    return [
-        dataclasses.replace(row, rollout_log_probs=np.asarray(values, dtype=np.float32))
-        for row, values in zip(rows, log_probs, strict=True)
-    ]

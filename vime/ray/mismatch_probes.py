@@ -28,6 +28,7 @@ from vime.observability.mismatch_record import (
     Scores,
     Stage,
 )
+from vime.ray.probe import rescore
 from vime.ray.retokenization import retokenizations
 from vime.ray.rollout_manager import SampleText
 from vime.ray.trainers import Trainers
@@ -60,20 +61,10 @@ class MismatchProbes:
         if self._fleet is None:
             return []
         try:
-            reports = self._fleet.reports()
-            scores = self._fleet.prompt_log_probs([row.tokens.tolist() for row in rows])
+            return rescore(self._fleet, rows)
         except EngineError as error:
             logger.warning("no fresh score of the rows that differ: %s", error)
             return []
-        return [
-            EngineLogprobs(
-                engine=report.engine,
-                version=report.version,
-                content_hash=report.content_hash,
-                log_probs=[values[-row.response_length :] for values, row in zip(by_row, rows, strict=True)],
-            )
-            for report, by_row in zip(reports, scores, strict=True)
-        ]
 
     def record(
         self,

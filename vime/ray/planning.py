@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ class PlannedRound:
     """`plan` covers the given rows; `work` and `metrics` the whole round, including its early batches."""
 
     plan: RoundPlan
-    rows: NDArray[Any]  # FACTS of each row
+    rows: NDArray[np.void]  # FACTS of each row
     work: RoundWork
     metrics: dict[str, float]
 
@@ -48,7 +47,7 @@ class RoundPlanner:
     def plan(
         self,
         rollout_id: int,
-        rows: NDArray[Any],
+        rows: NDArray[np.void],
         begun: Sequence[PlannedRound] = (),
         *,
         is_early_batch: bool = False,
@@ -81,7 +80,7 @@ class RoundPlanner:
         work = round_work(self._config, self._shape, whole, every_row)
         return PlannedRound(plan=plan, rows=rows, work=work, metrics=metrics)
 
-    def _loads(self, rows: NDArray[Any]) -> tuple[list[int], dict[str, list[int]]]:
+    def _loads(self, rows: NDArray[np.void]) -> tuple[list[int], dict[str, list[int]]]:
         """Return the tokens of each row and its cost."""
         lengths: list[int] = rows["total_length"].tolist()
         sizes = zip(lengths, rows["response_length"].tolist(), strict=True)
@@ -104,7 +103,7 @@ class RoundPlanner:
         )
 
 
-def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: NDArray[Any]) -> RoundWork:
+def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: NDArray[np.void]) -> RoundWork:
     """Return the passes of a round by role. The policy learns; in a round of the critic alone it is run forward once,
     to be compared with the engines. The old policy, the reference and a teacher are run forward where the algorithm
     needs them; a critic is run forward and learns. Models of other roles are counted as if they had the policy's

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ray
+from ray import ObjectRef
 
 from vime.ray.waits import wait_for
 from vime.utils.manifest import Entry
@@ -13,7 +12,7 @@ from vime.utils.manifest import Entry
 class RanksSave:
     """A checkpoint that the ranks are writing: one pending result for each, by process name."""
 
-    def __init__(self, owed: dict[Any, str]) -> None:
+    def __init__(self, owed: dict[ObjectRef[dict[str, Entry]], str]) -> None:
         self._owed, self._refs = owed, list(owed)
 
     def is_over(self) -> bool:
@@ -28,7 +27,7 @@ class RanksSave:
         return {name: entry for mine in written for name, entry in mine.items()}
 
 
-def _has_failed(ref: Any) -> bool:
+def _has_failed(ref: ObjectRef[dict[str, Entry]]) -> bool:
     try:
         ray.get(ref, timeout=10)
     except ray.exceptions.RayError:

@@ -8,26 +8,26 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from vime.batching.flops import RoundWork
-from vime.config.parse import Config
+from vime.config.parse import Args, Config
 from vime.config.queue_checks import BUFFER, STREAMING
 from vime.data.groups import GroupFacts, check_versions
 from vime.data.rows import TrainRow
 from vime.handoff.group_store import groups_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import RoundLease
-from vime.handoff.stores import PayloadStore
+from vime.handoff.stores import Handle, PayloadStore
 from vime.handoff.ticket import RoundTicket, make_ticket, read_some
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.observability.samples import RoundGroup
-from vime.protocols import calling_plugin
+from vime.protocols import DataSource, RolloutFunction, calling_plugin
 from vime.ray.checkpoint import LEDGER_RUN
 from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
@@ -42,12 +42,13 @@ from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
-from vime.rollout.worker import RolloutWorker
+from vime.rollout.worker import PromptsByNumber, RolloutWorker
 from vime.types import ConfigError, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import collect_garbage, collect_when_asked
 
 if TYPE_CHECKING:
+    from vime.handoff.queue_client import QueueAddress
     from vime.ray.planning import PlannedRound
 
 NUM_PROBES = 4
@@ -71,7 +72,7 @@ class GeneratedRound:
     metrics: dict[str, float]
     probe: tuple[TrainRow, ...] = ()  # a few rows, where tokens may be older than the weights that train them
     work: RoundWork | None = None  # None when nothing is trained
-    cursor: dict[str, Any] = field(default_factory=dict)  # state of the data source after this round was drawn
+    cursor: dict[str, object] = field(default_factory=dict)  # state of the data source after this round was drawn
     lease: RoundLease | None = None  # mode streaming: assigns these groups to this round
     num_begun: int = 0  # early batches that the trainers have already; the ticket holds the other groups
 
@@ -80,10 +81,11 @@ class GeneratedRound:
 class FoundRound:
     """The groups of a round before planning, in every mode: facts of each group and the handles of its chunks."""
 
-    groups: Sequence[tuple[GroupFacts, Sequence[Any]]]
+    groups: Sequence[tuple[GroupFacts, Sequence[Handle]]]
     partition: str
     metrics: Mapping[str, float]
-    cursor: dict[str, Any]
+    generated_s: float  # until its last group was there; not what it took to encode and store the round
+    cursor: dict[str, object]
     to_be_read: Sequence[RoundGroup]  # for `vime samples`
     lease: RoundLease | None = None
     begun: Sequence[PlannedRound] = ()
@@ -97,11 +99,13 @@ class SampleText:
     response: str
 
 
-@ray.remote(max_concurrency=4)
+MAX_CALLS = 4  # at a time in the RolloutManager
+
+
 class RolloutManager:
     """Prompt -> scored group -> ticket. One round at a time; `progress` and `clear` may be asked meanwhile."""
 
-    def __init__(self, config: Config, run_dir: str, queue_address: Any) -> None:
+    def __init__(self, config: Config, run_dir: str, queue_address: QueueAddress | None) -> None:
         limit_threads(config)
         yield_to_trainers(config)
         self._config, self._run_dir = config, Path(run_dir)
@@ -111,12 +115,12 @@ class RolloutManager:
         self._queue_address, self._engine_key = queue_address, ""
         self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
         self._taken: dict[int, Sequence[TakenGroup]] = {}  # mode streaming, whose samples lie elsewhere: the same
-        self._source: Any = None  # a run that replays recorded rounds has none
+        self._source: DataSource | None = None  # a run that replays recorded rounds has none
         self._coordinator: RoundCoordinator | None = None  # mode streaming
         self._early_lock = threading.Lock()  # of `_begun`, held until a claimed early batch has its ticket
         self._begun: list[PlannedRound] = []  # early batches of the round in hand
 
-    def prepare(self, resumed: dict[str, Any] | None = None) -> ManagerInfo:
+    def prepare(self, resumed: dict[str, object] | None = None) -> ManagerInfo:
         """Load plug-ins and prompts, and report everything that is wrong with them before the wait for engines.
         `resumed`: the data cursor of the checkpoint that the run continues from."""
         args = self._config.flat
@@ -142,6 +146,10 @@ class RolloutManager:
         collect_when_asked()
         return ManagerInfo(num_prompts=len(self._source), num_too_long=too_long)
 
+    def node(self) -> str:
+        """The node of this process, as Ray names it."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def connect(self, config: Config, engine_key: str) -> None:
         """Take the configuration that knows the router's address, and what its engines ask for."""
         self._config = config
@@ -166,7 +174,7 @@ class RolloutManager:
             )
         else:
             store = group_store(self._config, self._run_dir, self._store)
-            workers = RolloutWorker(args, source=self._source, ledger=ledger, store=store)
+            workers = RolloutWorker(args, source=cast("PromptsByNumber", self._source), ledger=ledger, store=store)
         self._coordinator = RoundCoordinator(
             args,
             ledger=ledger,
@@ -192,18 +200,16 @@ class RolloutManager:
         freed = self._coordinator.workers.compact(needed)
         return freed + compact_other_spools(self._config, self._run_dir, needed)
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, object]) -> None:
         """Continue where a checkpoint's `GeneratedRound.cursor` points."""
-        if not self._config.debug.load_debug_rollout_data:
+        if self._source is not None:
             self._source.load(state)
 
     def generate(self, rollout_id: int) -> GeneratedRound:
         """Produce one round: generate (or replay, or lease) its groups, plan it, and return where its rows lie."""
         collect_garbage()
-        began = time.monotonic()
-        with span("generate_round", rollout_id=rollout_id):
-            found = self._lease(rollout_id) if self._coordinator is not None else self._generate_round(rollout_id)
-        metrics = {**found.metrics, "perf/rollout_time": time.monotonic() - began}
+        found = self._lease(rollout_id) if self._coordinator is not None else self._generate_round(rollout_id)
+        metrics = {**found.metrics, "perf/rollout_time": found.generated_s}
         sample_recorder.RECORDER.write_round(rollout_id, found.to_be_read)
         if self._config.debug.debug_rollout_only:
             return GeneratedRound(rollout_id=rollout_id, ticket=None, metrics=metrics)
@@ -224,10 +230,12 @@ class RolloutManager:
 
     def _generate_round(self, rollout_id: int) -> FoundRound:
         """Encode and store the samples of a rollout function, or of a record (modes off and buffer)."""
-        config, args = self._config, self._config.flat
-        output = _samples(config, self._generate, self._source, rollout_id)
+        config, args, began = self._config, self._config.flat, time.monotonic()
+        with span("generate_round", rollout_id=rollout_id):
+            output = _samples(config, self._generate, self._source, rollout_id)
+        generated_s = time.monotonic() - began
         # which prompts were drawn up to this round
-        cursor: dict[str, Any] = {} if self._source is None else self._source.save(rollout_id)
+        cursor: dict[str, object] = {} if self._source is None else self._source.save(rollout_id)
         with span("convert_round", rollout_id=rollout_id):
             groups = [encoded_group(args, samples, producer_id=PROCESS) for samples in output.samples]
             facts = [group.facts for group in groups]
@@ -236,7 +244,8 @@ class RolloutManager:
             check_versions(facts, rollout_id, config.queue.transferqueue_max_staleness)
         self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
-        metrics, partition, handles = dict(output.metrics), "", [[] for _ in groups]
+        metrics, partition = dict(output.metrics), ""
+        handles: list[list[Handle]] = [[] for _ in groups]
         if not config.debug.debug_rollout_only:
             began = time.monotonic()
             with span("transferqueue_put_group", rollout_id=rollout_id, num_groups=len(groups)):
@@ -247,16 +256,20 @@ class RolloutManager:
             groups=list(zip(facts, handles, strict=True)),
             partition=partition,
             metrics=metrics,
+            generated_s=generated_s,
             cursor=cursor,
             to_be_read=[RoundGroup.of(samples) for samples in output.samples],
         )
 
     def _lease(self, rollout_id: int) -> FoundRound:
         """Lease the next finished groups, whose rows lie in the queue already (mode streaming)."""
-        config, coordinator = self._config, self._coordinator
+        config, coordinator, began = self._config, self._coordinator, time.monotonic()
         assert coordinator is not None
-        coordinator.begin(rollout_id)
-        taken = coordinator.take(config.rollout.rollout_batch_size)
+        assert self._source is not None
+        with span("generate_round", rollout_id=rollout_id):
+            coordinator.begin(rollout_id)
+            taken = coordinator.take(config.rollout.rollout_batch_size)
+        generated_s = time.monotonic() - began
         with self._early_lock:
             begun, self._begun = self._begun, []
         self._keep_taken(rollout_id, taken.groups)
@@ -272,6 +285,7 @@ class RolloutManager:
             groups=[(group.facts, group.handles) for group in taken.left],
             partition=groups_partition(config.queue.transferqueue_partition),
             metrics=coordinator.metrics(taken),
+            generated_s=generated_s,
             # the prompts' own state, to recognise them; where the queue stands is in the ledger
             cursor={**self._source.save(rollout_id), LEDGER_RUN: str(self._run_dir)},
             to_be_read=[_to_be_read(coordinator, group) for group in taken.groups],
@@ -279,7 +293,7 @@ class RolloutManager:
             begun=begun if taken.begun else [],
         )
 
-    def _plan(self, rollout_id: int, rows: NDArray[Any], begun: Sequence[PlannedRound] = ()) -> PlannedRound:
+    def _plan(self, rollout_id: int, rows: NDArray[np.void], begun: Sequence[PlannedRound] = ()) -> PlannedRound:
         failpoint(Point.CONVERT)
         with span("plan_round", rollout_id=rollout_id):
             planned = self._planner.plan(rollout_id, rows, begun)
@@ -342,7 +356,8 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate with the serving weights; the samples go to RUN_DIR/eval."""
-        output = self._generate(self._config.flat, rollout_id, self._source, evaluation=True)
+        source = cast("DataSource", self._source)  # an evaluation draws nothing from it
+        output = self._generate(self._config.flat, rollout_id, source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             raise PluginError(
                 f"--rollout-function-path {self._config.rollout.rollout_function_path}: returned "
@@ -366,12 +381,15 @@ class RolloutManager:
         self._store.close()
 
 
-def _samples(config: Config, generate: Any, source: Any, rollout_id: int) -> RolloutFnTrainOutput:
+def _samples(
+    config: Config, generate: RolloutFunction, source: DataSource | None, rollout_id: int
+) -> RolloutFnTrainOutput:
     """A round as it is generated, or as it was recorded."""
     debug = config.debug
     if debug.load_debug_rollout_data:
         samples = load_rollout(Path(debug.load_debug_rollout_data.format(rollout_id=rollout_id)))
         return RolloutFnTrainOutput(samples=samples, metrics=_replay_metrics(config.flat, samples))
+    assert source is not None, "prompts are loaded unless recorded rounds are replayed"
     path = config.rollout.rollout_function_path
     is_ours = path.startswith("vime.")  # an error that escapes from it is unforeseen, and the user cannot correct it
     with contextlib.nullcontext() if is_ours else calling_plugin(f"--rollout-function-path {path}", generate):
@@ -405,5 +423,5 @@ def _to_be_read(coordinator: RoundCoordinator, group: TakenGroup) -> RoundGroup:
     return RoundGroup(group_index=group.task.group, num_tokens=num_tokens, read=lambda: coordinator.samples([group])[0])
 
 
-def _replay_metrics(args: Any, groups: list[list[Sample]]) -> dict[str, float]:
+def _replay_metrics(args: Args, groups: list[list[Sample]]) -> dict[str, float]:
     return sample_metrics(args, [sample for group in groups for sample in group], "rollout")

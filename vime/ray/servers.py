@@ -56,7 +56,7 @@ def _hold_connections(pid: int, pidfd: int) -> list[socket.socket]:
     Ray on them then waits, where it would end this process before the thread that watches has heard of the death. (A
     process that dies closes its files first, and is reported afterwards.) Empty where the kernel does not allow it."""
     library = ctypes.CDLL(None, use_errno=True)
-    held = []
+    held: list[socket.socket] = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         descriptor = library.syscall(PIDFD_GETFD, pidfd, int(name), 0)
         if descriptor < 0:

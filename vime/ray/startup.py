@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -21,6 +21,7 @@ from vime.config.schedule import steps_of_round
 from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
+from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.checkpoint_damage import doubts
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
@@ -29,7 +30,7 @@ from vime.ray.engines import STOP_S as ENGINES_STOP_S
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal, nothing_to_save
 from vime.ray.ledger_choice import choose_ledger
-from vime.ray.rollout_manager import ManagerInfo, RolloutManager
+from vime.ray.rollout_manager import MAX_CALLS, ManagerInfo, RolloutManager
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.servers import watched_ray
 from vime.ray.stores import start_queue, stop_queue
@@ -40,6 +41,9 @@ from vime.ray.waits import wait_for
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 from vime.weights.versions import VersionLedger
+
+if TYPE_CHECKING:
+    from vime.handoff.queue_client import QueueAddress
 
 STOP_S = 10.0
 
@@ -108,7 +112,7 @@ def start_components(
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
-                stack.callback(stop_queue, address)
+            stack.callback(stop_queue, address)
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends after all parts
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
         parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor)
@@ -144,14 +148,15 @@ def start_components(
 def _start_parts(
     config: Config,
     run_dir: Path,
-    queue_address: Any,
+    queue_address: QueueAddress | None,
     engines: Engines | None,
     starter: Starter,
     stack: contextlib.ExitStack,
-    cursor: dict[str, Any] | None,
+    cursor: dict[str, object] | None,
 ) -> Parts:
     deadline_s = config.cluster.start_timeout_secs
-    manager = RolloutManager.options(num_cpus=MANAGER_CPUS).remote(config, str(run_dir), queue_address)
+    options: Options = {"num_cpus": MANAGER_CPUS, "max_concurrency": MAX_CALLS}
+    manager = start_actor(RolloutManager, options, config, str(run_dir), queue_address)
     stack.callback(_stop_manager, manager, starter)
     if engines is not None:
         stack.callback(lambda: engines.stop(starter.grace(ENGINES_STOP_S)))
@@ -161,7 +166,7 @@ def _start_parts(
         stack.callback(lambda: trainers.stop(starter.grace(TRAINERS_STOP_S)))
     with starter.part("rollout_manager", "reading prompts and plug-ins"):
         [info] = wait_for(
-            [manager.prepare.remote(cursor)],
+            [manager.ask(RolloutManager.prepare, cursor)],
             name="prompts to load",
             owner="RolloutManager",
             deadline_s=deadline_s,
@@ -174,11 +179,11 @@ def _start_parts(
     if engines is not None:
         with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about 15 s"):
             [node_id] = wait_for(
-                [manager.__ray_call__.remote(_node_of)], name="its node", owner="RolloutManager", deadline_s=30
+                [manager.ask(RolloutManager.node)], name="its node", owner="RolloutManager", deadline_s=30
             )
             connected = engines.wait_ready(node_id, starter.poll)
         wait_for(
-            [manager.connect.remote(connected, engines.generate_key)],
+            [manager.ask(RolloutManager.connect, connected, engines.generate_key)],
             name="the router's address",
             owner="RolloutManager",
             deadline_s=30,
@@ -187,11 +192,6 @@ def _start_parts(
         with starter.part("trainers", f"building the model on {len(trainers)} trainer rank(s)"):
             trainers.wait_ready(starter.poll)
     return Parts(manager, trainers, engines, num_rollout)
-
-
-def _node_of(_actor: Any) -> str:
-    """Runs in the actor's process."""
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> Stream:
@@ -212,7 +212,7 @@ def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:
     if parts.trainers is not None:
         parts.trainers.load(checkpoint)
     wait_for(
-        [parts.manager.load_state.remote(state.data_source)],
+        [parts.manager.ask(RolloutManager.load_state, state.data_source)],
         name="the data cursor to be restored",
         owner="RolloutManager",
         deadline_s=60,
@@ -230,8 +230,8 @@ def _num_rollout(config: Config, info: ManagerInfo) -> int:
     return num_rollout
 
 
-def _stop_manager(manager: Any, starter: Starter) -> None:
+def _stop_manager(manager: Actor[RolloutManager], starter: Starter) -> None:
     if grace_s := starter.grace(STOP_S):
         with waiting("the RolloutManager to close", "rollout-manager", deadline_s=grace_s):
-            ray.wait([manager.close.remote()], timeout=grace_s)
-    ray.kill(manager)
+            ray.wait([manager.ask(RolloutManager.close)], timeout=grace_s)
+    manager.kill()

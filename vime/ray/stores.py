@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import ray
 
@@ -15,30 +15,34 @@ from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
 from vime.handoff.stores import ObjectStore, PayloadStore
 from vime.ray.cluster import QUEUE_CPUS
+
+if TYPE_CHECKING:
+    from vime.handoff.queue_client import ActorClass, QueueAddress
 from vime.rollout.prompts import decode_response
 
 
-def start_queue(config: Config) -> Any:
-    """Start TransferQueue for this run, in the driver and before any actor. Mode off starts and imports nothing."""
-    if config.queue.transferqueue_mode == "off":
-        return None
+def start_queue(config: Config) -> QueueAddress:
+    """Start TransferQueue for this run, in the driver and before any actor. Not called in mode off."""
     from vime.handoff import queue_client
 
-    return queue_client.start_queue(config.queue, remote=ray.remote, num_cpus=QUEUE_CPUS)
+    remote = cast("Callable[[type], ActorClass]", ray.remote)
+    return queue_client.start_queue(config.queue, remote=remote, num_cpus=QUEUE_CPUS)
 
 
-def stop_queue(address: Any) -> None:
+def stop_queue(address: QueueAddress) -> None:
     """End the queue's actors, in the driver and after every process has left the queue."""
     from vime.handoff import queue_client
 
     queue_client.stop_queue(address)
 
 
-def connect_store(config: Config, queue_address: Any) -> PayloadStore:
+def connect_store(config: Config, queue_address: QueueAddress | None) -> PayloadStore:
     """Return the payload store of one process; `queue_address` is None in mode off."""
     timeout_s = config.queue.transferqueue_timeout_secs
     if queue_address is None:
-        return ObjectStore(put=ray.put, get=lambda refs: list(ray.get(refs, timeout=timeout_s)))
+        return ObjectStore(
+            put=ray.put, get=lambda refs: ray.get(cast("list[ray.ObjectRef[bytes]]", refs), timeout=timeout_s)
+        )
     from vime.handoff.queue_client import QueueClient
 
     return QueueClient(queue_address, timeout_s)

@@ -12,7 +12,8 @@ import logging
 import threading
 import uuid
 from pathlib import Path
-from typing import Any
+
+from ray import ObjectRef
 
 from vime.config.parse import Config
 from vime.handoff.ledger import Ledger
@@ -21,9 +22,11 @@ from vime.handoff.queue_view import copy_queue
 from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Fsync
 from vime.observability.events import span
+from vime.ray.actor import Actor
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.ledger_choice import ORIGIN_NAME, LedgerChoice
-from vime.ray.waits import wait_for
+from vime.ray.rollout_manager import RolloutManager
+from vime.ray.waits import Answer, wait_for
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.worker import STOP_S
 from vime.types import Version, VimeError
@@ -37,6 +40,7 @@ def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
     """Return the bounds of this run, as the ledger counts them."""
     queue, batch = config.queue, config.rollout.rollout_batch_size
     staleness = queue.transferqueue_max_staleness
+    assert queue.transferqueue_round_order is not None, "config/checks.py fills it in"
     return LedgerRules(
         max_slots=(staleness + 1) * batch,
         max_staleness=staleness,
@@ -55,7 +59,7 @@ def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
 class Stream:
     """Owned by the driver. A thread of its own keeps the leases of the rounds in hand alive."""
 
-    def __init__(self, config: Config, run_dir: Path, ledger: LedgerClient, manager: Any) -> None:
+    def __init__(self, config: Config, run_dir: Path, ledger: LedgerClient, manager: Actor[RolloutManager]) -> None:
         self._config, self._run_dir, self.ledger, self._manager = config, run_dir, ledger, manager
         self._leases: dict[int, RoundLease] = {}
         self._is_closed = threading.Event()
@@ -66,7 +70,7 @@ class Stream:
         cls,
         config: Config,
         run_dir: Path,
-        manager: Any,
+        manager: Actor[RolloutManager],
         *,
         num_rollout: int,
         checkpoint_round: int | None,
@@ -98,13 +102,13 @@ class Stream:
                 len(report.regenerated),
             )
         stream = cls(config, run_dir, ledger, manager)
-        stream._ask(manager.open_stream.remote(ledger), "the queue to be opened")
+        stream._ask(manager.ask(RolloutManager.open_stream, ledger), "the queue to be opened")
         stream._beat.start()
         return stream
 
     def begin(self) -> None:
         """Begin generation: the first weights are confirmed."""
-        self._ask(self._manager.produce.remote(True), "the producer to start")
+        self._ask(self._manager.ask(RolloutManager.produce, True), "the producer to start")
 
     def leased(self, lease: RoundLease) -> None:
         """Keep the lease of this round alive until `trained`."""
@@ -135,7 +139,7 @@ class Stream:
         try:
             self.ledger.call(RoundLedger.durable, rollout_id)
             failpoint(Point.COMPACT)
-            self._ask(self._manager.compact.remote(), "the spool to be compacted")
+            self._ask(self._manager.ask(RolloutManager.compact), "the spool to be compacted")
         except VimeError as error:
             logger.warning("rounds up to %d are saved, but not marked durable: %s", rollout_id, error)
 
@@ -144,7 +148,7 @@ class Stream:
         is_first = not self._is_closed.is_set()
         self._is_closed.set()
         if is_first and self._config.rollout.partial_rollout:
-            stopped = self._manager.produce.remote(False)
+            stopped = self._manager.ask(RolloutManager.produce, False)
             try:
                 wait_for([stopped], name="completions in flight to be kept", owner="RolloutManager", deadline_s=CLOSE_S)
             except VimeError as error:  # they are generated again
@@ -157,7 +161,7 @@ class Stream:
         except VimeError as error:
             logger.warning("the ledger's log stays beside its file: %s", error)
 
-    def _ask(self, ref: Any, name: str) -> Any:
+    def _ask(self, ref: ObjectRef[Answer], name: str) -> Answer:
         deadline_s = self._config.queue.transferqueue_timeout_secs
         [result] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
         return result

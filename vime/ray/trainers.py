@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import ray
+from ray import ObjectRef
 
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
@@ -23,6 +23,7 @@ from vime.handoff.receipts import SteppedGroup, add_up, stepped_groups
 from vime.handoff.staleness import check_staleness, staleness_metrics
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
+from vime.ray.actor import Options, sent_once, start_actor
 from vime.ray.backends import make_backend
 from vime.ray.checkpoint_damage import refuse_any_damage
 from vime.ray.cluster import (
@@ -50,7 +51,11 @@ GRACE_S = 60.0  # beyond the weight update's own deadline, so that its more deta
 
 STOP_S = 20.0
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 if TYPE_CHECKING:
+    from vime.handoff.queue_client import QueueAddress
     from vime.handoff.stores import PayloadStore
     from vime.handoff.ticket import RoundTicket
     from vime.protocols import PendingSave
@@ -84,11 +89,15 @@ class TrainedRound:
     stepped: list[SteppedGroup]
 
 
-@ray.remote(max_concurrency=3)  # a round, a checkpoint being written, and `close`
+MAX_CALLS = 3  # at a time in a rank: a round, a checkpoint being written, and `close`
+
+
 class TrainerActor:
     """One trainer rank, playing `roles`."""
 
-    def __init__(self, config: Config, rank: int, run_dir: str, queue_address: Any, roles: tuple[Role, ...]) -> None:
+    def __init__(
+        self, config: Config, rank: int, run_dir: str, queue_address: QueueAddress | None, roles: tuple[Role, ...]
+    ) -> None:
         limit_threads(config)
         keep_collectives_on_interface(config)
         name = f"{'trainer' if Role.ACTOR in roles else roles[0]}-{rank}"
@@ -269,23 +278,21 @@ class TrainerActor:
         with doing("hashing the weights"):
             return weights_hash(self._worker.actor)
 
+    def compare_share(self, directory: Path, files: dict[str, Entry], num_ranks: int) -> list[str]:
+        """Return what is wrong with those files of a checkpoint that this rank of so many has to read."""
+        with doing("reading the checkpoint's files"):
+            return compare_hashes(directory, {name: files[name] for name in share_of(files, self._rank, num_ranks)})
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Return the rendezvous address of this rank, which is rank 0 and listens there from now on."""
+        host = listen_host(self._config)
+        return host, kept_port(host, backlog=max(128, num_trainer_ranks(self._config)))
+
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
         self._store.close()
         self._worker.backend.close()
-
-
-def _compare_share(actor: TrainerActor, directory: Path, files: dict[str, Entry], num_ranks: int) -> list[str]:
-    """Return what is wrong with those files of a checkpoint that this rank has to read. Runs in the rank's process."""
-    with doing("reading the checkpoint's files"):
-        return compare_hashes(directory, {name: files[name] for name in share_of(files, actor._rank, num_ranks)})
-
-
-def _meeting_place(_rank_0: Any, config: Config) -> tuple[str, int]:
-    """Return the rendezvous address of rank 0, which listens there from now on. Runs in rank 0's process."""
-    host = listen_host(config)
-    return host, kept_port(host, backlog=max(128, num_trainer_ranks(config)))
 
 
 def _fetch(
@@ -307,20 +314,31 @@ def _fetch(
         )
 
 
+class Wait(Protocol[R]):
+    """For every rank's answer to a call that was begun."""
+
+    def __call__(self, *, on_poll: Callable[[], None] | None = None, deadline_s: float | None = None) -> list[R]:
+        """The deadline (default: --train-timeout-secs) is for the whole call, however many collectives it makes: those
+        have --distributed-timeout-minutes each. A rank that dies ends the wait at once."""
+        ...
+
+
 class Ranks:
     """Trainer ranks that form one world in the layout of the run and play `roles`. Each call reaches every rank and
     fails with the first rank's error."""
 
-    def __init__(self, config: Config, run_dir: Path, queue_address: Any, roles: tuple[Role, ...]) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, queue_address: QueueAddress | None, roles: tuple[Role, ...]
+    ) -> None:
         gpus = 1 if config.cluster.device == "cuda" else 0
-        options: dict[str, Any] = {"num_cpus": TRAINER_CPUS, "num_gpus": gpus}
+        options: Options = {"num_cpus": TRAINER_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS}
         self._actors = [
-            TrainerActor.options(**options).remote(config, rank, str(run_dir), queue_address, roles)
+            start_actor(TrainerActor, options, config, rank, str(run_dir), queue_address, roles)
             for rank in range(num_trainer_ranks(config))
         ]
         self._name = "trainer" if Role.ACTOR in roles else str(roles[0])
         self._config = config
-        self._running: list[Any] = []  # the call that the ranks are in, or that the driver gave up waiting for
+        self._running: Sequence[object] = []  # the call that the ranks are in, or that nobody waits for any more
         self._is_asleep = False
 
     def __len__(self) -> int:
@@ -329,68 +347,69 @@ class Ranks:
     def start(self, total_steps: int, on_poll: Callable[[], None] | None = None) -> None:
         """Begin start-up on every rank; `wait_ready` waits for it."""
         deadline_s = self._config.cluster.start_timeout_secs
-        self._running = [self._actors[0].__ray_call__.remote(_meeting_place, self._config)]
-        [master] = self._wait(f"{self._name} rank 0 to be placed", deadline_s, on_poll)
-        self._running = [actor.start.remote(len(self._actors), master, total_steps) for actor in self._actors]
+        placed = self._begun([self._actors[0].ask(TrainerActor.meeting_place)])
+        [master] = self._wait(placed, f"{self._name} rank 0 to be placed", deadline_s, on_poll)
+        self._starting = self._begun(
+            [actor.ask(TrainerActor.start, len(self._actors), master, total_steps) for actor in self._actors]
+        )
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> str:
         """Return the name of rank 0's device."""
         deadline_s = self._config.cluster.start_timeout_secs
-        return str(self._wait(f"{self._name} ranks to build the model", deadline_s, on_poll)[0])
+        return self._wait(self._starting, f"{self._name} ranks to build the model", deadline_s, on_poll)[0]
 
     def sleep(self) -> None:
         """Give device memory back until the next call."""
         if not self._is_asleep:
-            self.call("set_asleep", True)
+            self.call(TrainerActor.set_asleep, True)
             self._is_asleep = True
 
-    def call(
-        self,
-        method: str | Callable[..., Any],
-        *arguments: Any,
-        on_poll: Callable[[], None] | None = None,
-        deadline_s: float | None = None,
-    ) -> list[Any]:
-        """Return every rank's result. The deadline is for the whole call, however many collectives it makes: those have
-        --distributed-timeout-minutes each. A rank that dies ends the wait at once."""
-        return self.begin(method, *arguments, on_poll=on_poll, deadline_s=deadline_s)()
+    def call(self, method: Callable[Concatenate[TrainerActor, P], R], *arguments: P.args, **named: P.kwargs) -> list[R]:
+        """Return every rank's result; see `begin`."""
+        return self.begin(method, *arguments, **named)()
 
     def begin(
-        self,
-        method: str | Callable[..., Any],
-        *arguments: Any,
-        on_poll: Callable[[], None] | None = None,
-        deadline_s: float | None = None,
-    ) -> Callable[[], list[Any]]:
-        """Begin a call; the returned function waits for the ranks. Takes a method's name, or a function of the
-        actor."""
+        self, method: Callable[Concatenate[TrainerActor, P], R], *arguments: P.args, **named: P.kwargs
+    ) -> Wait[R]:
+        """Begin a call; the returned function waits for the ranks."""
         self._settle()
         if self._is_asleep:
             self._is_asleep = False
-            self.call("set_asleep", False)
-        name, before = (method, ()) if isinstance(method, str) else ("__ray_call__", (method,))
-        self._running = [getattr(actor, name).remote(*before, *arguments) for actor in self._actors]
-        whole_s = self._config.cluster.train_timeout_secs if deadline_s is None else deadline_s
-        what = method if isinstance(method, str) else method.__name__.strip("_")
-        return partial(self._wait, f"{self._name} ranks to {what}", whole_s, on_poll)
+            self.call(TrainerActor.set_asleep, False)
+        refs = self._begun([actor.ask(method, *arguments, **named) for actor in self._actors])
 
-    def save(self, directory: Path, *, in_background: bool) -> dict[Any, str]:
+        def wait(*, on_poll: Callable[[], None] | None = None, deadline_s: float | None = None) -> list[R]:
+            whole_s = self._config.cluster.train_timeout_secs if deadline_s is None else deadline_s
+            return self._wait(refs, f"{self._name} ranks to {method.__name__}", whole_s, on_poll)
+
+        return wait
+
+    def save(self, directory: Path, *, in_background: bool) -> dict[ObjectRef[dict[str, Entry]], str]:
         """Return when every rank has written, or in the background copied, its state. The result waits until every
         rank's bytes are on disk, and names the ranks' processes."""
-        self.call("save", str(directory), in_background)
+        self.call(TrainerActor.save, str(directory), in_background)
         deadline_s = self._config.cluster.train_timeout_secs
-        return {actor.finish_save.remote(deadline_s): f"{self._name}-{rank}" for rank, actor in enumerate(self._actors)}
+        return {
+            actor.ask(TrainerActor.finish_save, deadline_s): f"{self._name}-{rank}"
+            for rank, actor in enumerate(self._actors)
+        }
 
     def stop(self, grace_s: float = STOP_S) -> None:
         if grace_s:
-            refs = [actor.close.remote() for actor in self._actors]
+            refs = [actor.ask(TrainerActor.close) for actor in self._actors]
             with waiting(f"{self._name} ranks to close", self._name, deadline_s=grace_s):
                 ray.wait(refs, num_returns=len(refs), timeout=grace_s)
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
 
-    def _wait(self, name: str, deadline_s: float, on_poll: Callable[[], None] | None = None) -> list[Any]:
-        results = wait_for(self._running, name=name, owner=self._name, deadline_s=deadline_s, on_poll=on_poll)
+    def _begun(self, refs: list[ObjectRef[R]]) -> list[ObjectRef[R]]:
+        self._running = refs
+        return refs
+
+    def _wait(
+        self, refs: list[ObjectRef[R]], name: str, deadline_s: float, on_poll: Callable[[], None] | None = None
+    ) -> list[R]:
+        results = wait_for(refs, name=name, owner=self._name, deadline_s=deadline_s, on_poll=on_poll)
         self._running = []
         return results
 
@@ -401,7 +420,8 @@ class Ranks:
             return
         deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
         with waiting(f"{self._name} ranks to end the call before", self._name, deadline_s=deadline_s):
-            _, pending = ray.wait(self._running, num_returns=len(self._running), timeout=deadline_s)
+            refs = cast("list[ObjectRef[object]]", self._running)
+            _, pending = ray.wait(refs, num_returns=len(refs), timeout=deadline_s)
         if pending:
             name = f"{len(pending)} of {len(self)} {self._name} ranks to end the call before"
             raise WaitTimeoutError(name, deadline_s, self._name, "See RUN_DIR/logs.")
@@ -412,7 +432,7 @@ class Trainers:
     """The driver's handle on all trainer ranks: those of the policy, and one world for each of --separate-roles, whose
     columns it moves."""
 
-    def __init__(self, config: Config, run_dir: Path, queue_address: Any) -> None:
+    def __init__(self, config: Config, run_dir: Path, queue_address: QueueAddress | None) -> None:
         self._config = config
         self._is_buffered = config.queue.transferqueue_mode == BUFFER
         self.device_name = ""  # of the policy's ranks; known when they are ready
@@ -441,7 +461,7 @@ class Trainers:
 
     def begin(self, rollout_id: int, ticket: RoundTicket, version: Version) -> None:
         """Train an early batch of a round that is not whole yet."""
-        self._policy.call("begin", rollout_id, ray.put(ticket), version)
+        self._policy.call(TrainerActor.begin, rollout_id, sent_once(ticket), version)
 
     def train(
         self, rollout_id: int, ticket: RoundTicket, version: Version, *, is_judged: bool, num_begun: int = 0
@@ -452,17 +472,21 @@ class Trainers:
         `num_begun`: the early batches of it that `begin` got. Each rank checked the staleness of its own rows. Replicas
         have equally many ranks, so their rows together give the mean of the round.
         """
-        ticket = ray.put(ticket)  # once, instead of once for each rank
+        ticket = sent_once(ticket)
         given: ArrayColumns = {}
-        for columns in all_answers([ranks.begin("compute", rollout_id, ticket) for ranks in self._separate.values()]):
+        waits = [ranks.begin(TrainerActor.compute, rollout_id, ticket) for ranks in self._separate.values()]
+        for columns in all_answers(waits):
             given |= _merged(columns)
-        results = self._policy.call("train", rollout_id, ticket, version, ray.put(given), is_judged, num_begun)
-        if not isinstance(results[0], RankRound):
-            return results
+        said = self._policy.call(
+            TrainerActor.train, rollout_id, ticket, version, sent_once(given), is_judged, num_begun
+        )
+        results = [result for result in said if isinstance(result, RankRound)]
+        if not results:
+            return [result for result in said if not isinstance(result, RankRound)]
         learned: dict[str, float] = {}
         if Role.CRITIC in self._separate:
-            taught = ray.put(given | _merged([result.taught for result in results]))
-            learned = self._separate[Role.CRITIC].call("learn", rollout_id, ticket, taught)[0]
+            taught = sent_once(given | _merged([result.taught for result in results]))
+            learned = self._separate[Role.CRITIC].call(TrainerActor.learn, rollout_id, ticket, taught)[0]
         metrics = {
             **learned,
             **results[0].metrics,
@@ -476,34 +500,37 @@ class Trainers:
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
     ) -> PublishReport:
         deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
-        return self._policy.call("publish", version, engines, on_poll=on_poll, deadline_s=deadline_s)[0]
+        wait = self._policy.begin(TrainerActor.publish, version, engines)
+        report = wait(on_poll=on_poll, deadline_s=deadline_s)[0]
+        assert report is not None, "rank 0 publishes"
+        return report
 
     def log_probs(self, rows: list[TrainRow], rule: SamplingRule | None = None) -> list[list[float]]:
-        return self._policy.call("log_probs", rows, rule)[0]
+        return self._policy.call(TrainerActor.log_probs, rows, rule)[0]
 
     def save(self, directory: Path, *, in_background: bool = False) -> RanksSave:
-        owed: dict[Any, str] = {}
+        owed: dict[ObjectRef[dict[str, Entry]], str] = {}
         for ranks in _learning(self._policy, self._separate):
             owed |= ranks.save(directory, in_background=in_background)
         return RanksSave(owed)
 
     def save_hf(self, directory: Path) -> None:
-        self._policy.call("save_hf", str(directory))
+        self._policy.call(TrainerActor.save_hf, str(directory))
 
     def load(self, checkpoint: Path) -> None:
         """Load a checkpoint, unless any of its files is not as it was written: the policy's ranks share the reading of
         all files."""
 
         def compare(directory: Path, files: dict[str, Entry]) -> list[str]:
-            results = self._policy.call(_compare_share, directory, files, len(self._policy))
+            results = self._policy.call(TrainerActor.compare_share, directory, files, len(self._policy))
             return sorted(finding for findings in results for finding in findings)
 
         refuse_any_damage(checkpoint, compare)
         for ranks in _learning(self._policy, self._separate):
-            ranks.call("load", str(checkpoint / "model"))
+            ranks.call(TrainerActor.load, str(checkpoint / "model"))
 
     def weights_hash(self) -> str:
-        return self._policy.call("weights_hash")[0]
+        return self._policy.call(TrainerActor.weights_hash)[0]
 
     def sleep(self) -> None:
         """Free the device memory of every rank (--offload-train); its next call wakes it up."""

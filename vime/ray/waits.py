@@ -12,15 +12,17 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import ray
+from ray import ObjectRef
 
 from vime.observability.stuck import explain
 from vime.types import ClusterError, LostError, PartError, VimeError, WaitTimeoutError, may_pass
 from vime.utils.waits import run_directory, waiting
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 POLL_S = 0.25
 DEATH_GRACE_S = 2.0  # after a failure, for Ray to report that an actor died
 
@@ -34,14 +36,14 @@ class _ActorDiedError(ClusterError):
 
 
 def wait_for(
-    refs: Sequence[Any],
+    refs: Sequence[ObjectRef[Answer]],
     *,
     name: str,
     owner: str,
     deadline_s: float,
     on_poll: Callable[[], None] | None = None,
     parties: Sequence[str] | None = None,
-) -> list[Any]:
+) -> list[Answer]:
     """Return the results of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait.
     `parties`: the process that must return each (default: `owner`, and of several refs `<owner>-<index>`); none when
     the call itself waits for another process.
@@ -70,8 +72,8 @@ def wait_for(
 
 
 async def wait_for_async(
-    ref: Any, *, name: str, owner: str, deadline_s: float, parties: Sequence[str] | None = None
-) -> Any:
+    ref: ObjectRef[Answer], *, name: str, owner: str, deadline_s: float, parties: Sequence[str] | None = None
+) -> Answer:
     """`wait_for` of one ref on the caller's event loop."""
     try:
         with waiting(name, *([owner] if parties is None else parties), deadline_s=deadline_s):
@@ -82,7 +84,7 @@ async def wait_for_async(
         _raise_named(error, name, owner)
 
 
-def said_meanwhile(ref: Any, within_s: float) -> Any:
+def said_meanwhile(ref: ObjectRef[Answer], within_s: float) -> Answer | None:
     """Poll `ref` while another wait is in progress. Returns None if it is not ready. Never raises: the wait itself
     reports what is wrong."""
     try:
@@ -104,11 +106,17 @@ def blocking_party() -> str:
         return ""
 
 
-def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: str, owner: str) -> None:
+def _raise_failure(
+    done: list[ObjectRef[Answer]],
+    pending: list[ObjectRef[Answer]],
+    refs: list[ObjectRef[Answer]],
+    name: str,
+    owner: str,
+) -> None:
     """Return the most informative failure among `done`: a peer of a dead rank fails in a collective first ("connection
     reset"), and Ray reports the death a moment later."""
 
-    def failures(of: list[Any]) -> list[VimeError]:
+    def failures(of: list[ObjectRef[Answer]]) -> list[VimeError]:
         """Rank failures: a death first, then what an actor raised by itself, because these cause the others."""
         found: list[VimeError] = []
         for ref in of:
@@ -126,7 +134,7 @@ def _raise_failure(done: list[Any], pending: list[Any], refs: list[Any], name: s
         raise found[0]
 
 
-def _value(ref: Any, name: str, owner: str) -> Any:
+def _value(ref: ObjectRef[Answer], name: str, owner: str) -> Answer:
     try:
         return ray.get(ref, timeout=10)
     except ray.exceptions.GetTimeoutError as error:
@@ -163,17 +171,18 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def all_answers(waits: Sequence[Callable[[], list[Any]]]) -> list[list[Any]]:
+def all_answers(waits: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
     """Wait for worlds that work side by side. All have ended when the first error is raised; other errors are
     logged."""
-    results, errors = [], []
+    results: list[list[Answer]] = []
+    errors: list[VimeError] = []
     for wait in waits:
         try:
             results.append(wait())
         except VimeError as error:
             errors.append(error)
-    for error in errors[1:]:
-        logger.error("failed too: %s", error)
+    for other in errors[1:]:
+        logger.error("failed too: %s", other)
     if errors:
         raise errors[0]
     return results

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
+from ray import ObjectRef
 
 from vime.config.parse import Config
 from vime.handoff.group_store import StoredGroup
@@ -25,6 +26,7 @@ from vime.handoff.prompt_ledger import PromptLedger
 from vime.observability.events import EventKind, EventLog, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.samples import DroppedGroup
+from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import WORKER_CPUS, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import connect_store, group_store
@@ -35,10 +37,15 @@ from vime.rollout.generation import use_engine_key
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.plugins import load_data_source
 from vime.rollout.vllm_rollout import close_generation
-from vime.rollout.worker import STOP_S, RolloutWorker, worker_name
+from vime.rollout.worker import STOP_S, PromptsByNumber, RolloutWorker, worker_name
 from vime.types import ClusterError, HandoffLostError, Sample, VimeError
 from vime.utils.waits import waiting
 
+if TYPE_CHECKING:
+    from vime.handoff.queue_client import QueueAddress
+
+P = ParamSpec("P")
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
@@ -63,7 +70,14 @@ class RolloutWorkerActor:
     """One rollout worker in a process of its own."""
 
     def __init__(
-        self, config: Config, number: int, name: str, run_dir: str, queue_address: Any, ledger: LedgerClient, key: str
+        self,
+        config: Config,
+        number: int,
+        name: str,
+        run_dir: str,
+        queue_address: QueueAddress | None,
+        ledger: LedgerClient,
+        key: str,
     ) -> None:
         limit_threads(config)
         yield_to_trainers(config)
@@ -74,7 +88,8 @@ class RolloutWorkerActor:
         sample_recorder.RECORDER.collect()
         args = config.flat
         store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
-        self._worker = RolloutWorker(args, source=load_data_source(args), ledger=ledger, store=store, name=name)
+        source = cast("PromptsByNumber", load_data_source(args))  # the RolloutManager has looked
+        self._worker = RolloutWorker(args, source=source, ledger=ledger, store=store, name=name)
 
     def start(self, num_workers: int) -> None:
         """Begin to generate; `num_workers` share the slots."""
@@ -130,9 +145,9 @@ class _Host:
 
     number: int
     name: str  # of the worker, as the ledger knows it
-    actor: Any
+    actor: Actor[RolloutWorkerActor]
     report: WorkerReport | None = None
-    asked: Any = None  # a report that was requested and has not arrived yet
+    asked: ObjectRef[WorkerReport] | None = None  # a report that was requested and has not arrived yet
 
 
 class RemoteWorkers:
@@ -142,7 +157,7 @@ class RemoteWorkers:
         self,
         config: Config,
         run_dir: Path,
-        queue_address: Any,
+        queue_address: QueueAddress | None,
         ledger: LedgerClient,
         *,
         engine_key: str,
@@ -160,7 +175,7 @@ class RemoteWorkers:
         count = config.queue.num_rollout_workers
         self._hosts = [self._start_host(number) for number in range(count)]
         wait_for(
-            [host.actor.report.remote() for host in self._hosts],
+            [host.actor.ask(RolloutWorkerActor.report) for host in self._hosts],
             name="rollout workers to start",
             owner="rollout-worker",
             deadline_s=config.cluster.start_timeout_secs,
@@ -191,13 +206,13 @@ class RemoteWorkers:
     def start(self) -> None:
         self._is_producing = True
         hosts = self._alive()
-        self._ask(hosts, "start", len(hosts))
+        self._ask(hosts, ANSWER_S, RolloutWorkerActor.start, len(hosts))
 
     def stop(self) -> None:
         """End their work; with --partial-rollout keep unfinished completions. A worker that dies meanwhile keeps
         nothing."""
         self._is_producing = False
-        self._ask(self._alive(), "stop", deadline_s=KEEP_S + 2 * STOP_S)
+        self._ask(self._alive(), KEEP_S + 2 * STOP_S, RolloutWorkerActor.stop)
 
     def raise_if_failed(self) -> None:
         """Raise the error that ended a worker, unless it was killed: the next worker would end in the same way."""
@@ -210,7 +225,7 @@ class RemoteWorkers:
     def take_stats(self) -> WorkerStats:
         """Take the workers' statistics. Those of a worker that died since the last call are lost; the ledger counts
         groups."""
-        results = self._ask(self._alive(), "take_stats")
+        results = self._ask(self._alive(), ANSWER_S, RolloutWorkerActor.take_stats)
         for _, dropped in results:
             for group in dropped:
                 sample_recorder.RECORDER.note_dropped(group.group_index, group.reason, group.samples)
@@ -222,7 +237,7 @@ class RemoteWorkers:
         found: dict[Task, list[Sample]] = {}
         for host, own in self._by_owner(groups).items():
             [result] = wait_for(
-                [self._host(host).actor.samples.remote(own)],
+                [self._host(host).actor.ask(RolloutWorkerActor.samples, own)],
                 name="samples of finished groups",
                 owner=f"rollout-worker-{host}",
                 deadline_s=ANSWER_S,
@@ -234,7 +249,7 @@ class RemoteWorkers:
         hosts = self._alive()
         shares = {host.number: groups[at :: len(hosts)] for at, host in enumerate(hosts)}
         wait_for(
-            [host.actor.restore.remote(shares[host.number]) for host in hosts if shares[host.number]],
+            [host.actor.ask(RolloutWorkerActor.restore, shares[host.number]) for host in hosts if shares[host.number]],
             name="groups of an earlier start of this run to be put into the queue",
             owner="rollout-worker",
             deadline_s=self._config.queue.transferqueue_timeout_secs,
@@ -242,10 +257,10 @@ class RemoteWorkers:
 
     def release(self, tasks: Sequence[Task]) -> None:
         for host in self._alive():
-            host.actor.release.remote(tasks)  # not waited for: it only frees memory
+            host.actor.ask(RolloutWorkerActor.release, tasks)  # not waited for: it only frees memory
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
-        return sum(self._ask(self._alive(), "compact", needed))
+        return sum(self._ask(self._alive(), ANSWER_S, RolloutWorkerActor.compact, needed))
 
     def close(self) -> None:
         """End every worker. Calling it again does nothing."""
@@ -254,9 +269,9 @@ class RemoteWorkers:
         self._is_closed.set()
         self._watcher.join(2 * ANSWER_S)
         hosts = self._alive()
-        self._ask(hosts, "close", deadline_s=2 * STOP_S)
+        self._ask(hosts, 2 * STOP_S, RolloutWorkerActor.close)
         for host in hosts:
-            ray.kill(host.actor)
+            host.actor.kill()
 
     def _alive(self) -> list[_Host]:
         with self._lock:
@@ -279,36 +294,48 @@ class RemoteWorkers:
     def _start_host(self, number: int) -> _Host:
         """Start a worker, without waiting for it."""
         name = worker_name(number)
-        options: dict[str, Any] = {
+        options: Options = {
             "num_cpus": WORKER_CPUS,
             "max_concurrency": 4,
             "scheduling_strategy": "SPREAD",  # over the nodes of a cluster, as the engines are
         }
-        actor = (
-            ray.remote(RolloutWorkerActor)
-            .options(**options)
-            .remote(self._config, number, name, str(self._run_dir), self._queue_address, self._ledger, self._engine_key)
+        actor = start_actor(
+            RolloutWorkerActor,
+            options,
+            self._config,
+            number,
+            name,
+            str(self._run_dir),
+            self._queue_address,
+            self._ledger,
+            self._engine_key,
         )
         with self._lock:
             self._names.add(name)
         return _Host(number=number, name=name, actor=actor)
 
-    def _ask(self, hosts: Iterable[_Host], method: str, *arguments: Any, deadline_s: float = ANSWER_S) -> list[Any]:
+    def _ask(
+        self,
+        hosts: Iterable[_Host],
+        deadline_s: float,
+        method: Callable[Concatenate[RolloutWorkerActor, P], R],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> list[R]:
         """Return the results of the live workers. Waits for: the slowest of them. One that dies meanwhile returns
         nothing; the watching thread replaces it."""
-        refs = {getattr(host.actor, method).remote(*arguments): host for host in hosts}
-        results = []
-        with waiting(
-            f"rollout workers to {method}", *(_process(host) for host in refs.values()), deadline_s=deadline_s
-        ):
+        name = method.__name__
+        refs = {host.actor.ask(method, *arguments, **named): host for host in hosts}
+        results: list[R] = []
+        with waiting(f"rollout workers to {name}", *(_process(host) for host in refs.values()), deadline_s=deadline_s):
             done, pending = ray.wait(list(refs), num_returns=len(refs), timeout=deadline_s) if refs else ([], [])
         for ref in pending:
-            logger.warning("%s did not %s within %g s", _process(refs[ref]), method, deadline_s)
+            logger.warning("%s did not %s within %g s", _process(refs[ref]), name, deadline_s)
         for ref in done:
             try:
                 results.append(ray.get(ref))
             except ray.exceptions.RayActorError:
-                logger.info("%s died before it could %s", _process(refs[ref]), method)
+                logger.info("%s died before it could %s", _process(refs[ref]), name)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, VimeError) else error from error
         return results
@@ -326,7 +353,7 @@ class RemoteWorkers:
 
     def _is_dead(self, host: _Host) -> bool:
         if host.asked is None:
-            host.asked = host.actor.report.remote()
+            host.asked = host.actor.ask(RolloutWorkerActor.report)
         done, _ = ray.wait([host.asked], timeout=0)
         if not done:
             return False
@@ -349,7 +376,7 @@ class RemoteWorkers:
             self._hosts.remove(host)
         left = self._alive()
         for other in left:
-            other.actor.share.remote(max(1, len(left)))
+            other.actor.ask(RolloutWorkerActor.share, max(1, len(left)))
         stored = self._taken + self.stats.committed_groups
         self._deaths = self._deaths + 1 if stored == self._stored else 1
         self._stored = stored
@@ -364,7 +391,7 @@ class RemoteWorkers:
         host = self._start_host(number)
         try:
             wait_for(
-                [host.actor.report.remote()],
+                [host.actor.ask(RolloutWorkerActor.report)],
                 name="a rollout worker to take a dead one's place",
                 owner=_process(host),
                 deadline_s=self._config.cluster.start_timeout_secs,
@@ -373,15 +400,15 @@ class RemoteWorkers:
             self._failure = error
             return
         if self._is_closed.is_set():
-            ray.kill(host.actor)
+            host.actor.kill()
             return
         with self._lock:
             self._hosts = sorted([*self._hosts, host], key=lambda each: each.number)
         hosts = self._alive()
         if self._is_producing:
-            host.actor.start.remote(len(hosts))
+            host.actor.ask(RolloutWorkerActor.start, len(hosts))
         for other in hosts:
-            other.actor.share.remote(len(hosts))
+            other.actor.ask(RolloutWorkerActor.share, len(hosts))
 
 
 def _process(host: _Host) -> str:

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from vime.config.parse import Args
 from vime.data.groups import GroupFacts, check_versions, decode_facts
 from vime.handoff.group_store import StoredGroup, chunk_keys
 from vime.handoff.ledger import Ledger, LedgerStatus
@@ -99,7 +100,7 @@ class RoundCoordinator:
     """Used by the RolloutManager, one round at a time; `claim_early_batch` may be called during `take`."""
 
     def __init__(
-        self, args: Any, *, ledger: LedgerPort, workers: Workers, early_batches: EarlyBatches | None = None
+        self, args: Args, *, ledger: LedgerPort, workers: Workers, early_batches: EarlyBatches | None = None
     ) -> None:
         self._args, self._ledger, self.workers = args, ledger, workers
         self.early_batches = early_batches or EarlyBatches()

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from vime.config.parse import Args
 from vime.protocols import calling_plugin
 from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.prompts import Prompt, Prompts, check_lengths, read_prompts
@@ -27,7 +28,7 @@ class RolloutDataSource:
     whole run. The order of epoch e depends only on --rollout-seed and e.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self._args = args
         self._prompts = _load_prompts(args)
         self._fingerprint = _fingerprint(self._prompts)
@@ -57,7 +58,7 @@ class RolloutDataSource:
                 "(--data-source-path)."
             )
 
-    def save(self, rollout_id: int) -> dict[str, Any]:
+    def save(self, rollout_id: int) -> dict[str, object]:
         """Return the state from which `load` continues; JSON-ready."""
         return {
             "rollout_id": rollout_id,
@@ -122,7 +123,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     """The default data source: unused groups come first, lowest group index first, or those that --buffer-filter-path
     chooses."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__(args)
         self._buffer: list[list[Sample]] = []
         self._dropped: list[list[Sample]] = []
@@ -143,7 +144,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def add_samples(self, groups: list[list[Sample]]) -> None:
         self._buffer = sorted([*self._buffer, *groups], key=lambda group: group[0].group_index)
 
-    def save(self, rollout_id: int) -> dict[str, Any]:
+    def save(self, rollout_id: int) -> dict[str, object]:
         buffer = [[sample.to_dict() for sample in group] for group in self._buffer]
         return {**super().save(rollout_id), "buffer": buffer}
 
@@ -156,7 +157,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups waiting in the buffer."""
         return len(self._buffer)
 
-    def _chosen(self, choose: Callable[..., Any], num_groups: int) -> list[list[Sample]]:
+    def _chosen(self, choose: Callable[..., object], num_groups: int) -> list[list[Sample]]:
         """Return what the filter takes out of the buffer, which it may change in place as slime's filters do. A group
         that it returns leaves the buffer in any case, or it would be trained twice."""
         where, known = f"--buffer-filter-path {self._args.buffer_filter_path}", {id(group) for group in self._buffer}
@@ -192,7 +193,7 @@ def new_sample(prompt: Prompt, *, group_index: int, index: int) -> Sample:
     )
 
 
-def _load_prompts(args: Any) -> Prompts:
+def _load_prompts(args: Args) -> Prompts:
     if args.reasoning_gym:
         return check_lengths(args, make_prompts(args))
     if not args.prompt_data:

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
+from vime.config.parse import Args
 from vime.handoff.ledger_types import Task
 from vime.rollout.abort_scope import AbortScope
 from vime.rollout.drop_limit import DropStreak
@@ -75,7 +75,7 @@ class GroupWorker(ABC):
     """Runs on the rollout loop; each group is an asyncio task of its own. An error of a plug-in, or a lost engine, ends
     all of them and is raised by `run`."""
 
-    def __init__(self, args: Any, errors: ErrorShare) -> None:
+    def __init__(self, args: Args, errors: ErrorShare) -> None:
         self._args, self._errors, self._streak = args, errors, DropStreak(args)
         self.stats = WorkerStats()
         self._running: dict[Task, asyncio.Task[None]] = {}

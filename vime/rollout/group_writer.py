@@ -1,4 +1,4 @@
-"""Stores and commits finished groups, several at once when nobody has to wait for that.
+"""Stores and commits finished groups, several at once when no round has to wait for that.
 
 A write costs the same few round trips and one fsync whether it carries one group or ten. So groups that finish during a
 write are written together by the next one. A group that no round can use yet, because an earlier group is still being
@@ -72,7 +72,7 @@ class GroupWriter:
                 if not mine.is_written.done():
                     await self._linger()
                     await self._write(mine)
-        except BaseException:  # boundary: raised again; a group that nobody waits for is not stored
+        except BaseException:  # boundary: raised again; a group whose caller is gone is not stored
             mine.is_written.cancel()
             self._waiting = [entry for entry in self._waiting if entry is not mine]
             raise

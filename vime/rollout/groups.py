@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping
-from typing import Any
 
+from vime.config.parse import Args
 from vime.observability.events import span
-from vime.protocols import calling_plugin
+from vime.protocols import SamplingParams, calling_plugin
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.exchanges import complete, recording
 from vime.rollout.generation import generate_group
@@ -25,7 +24,7 @@ UNUSABLE = frozenset({SampleStatus.ABORTED, SampleStatus.FAILED})
 
 
 async def generate_and_rm_group(
-    args: Any, group: list[Sample], sampling_params: Mapping[str, Any], *, evaluation: bool = False
+    args: Args, group: list[Sample], sampling_params: SamplingParams, *, evaluation: bool = False
 ) -> list[Sample]:
     """Return completions and rewards for one prompt.
 
@@ -53,7 +52,7 @@ async def generate_and_rm_group(
     return samples
 
 
-async def _score(args: Any, samples: list[Sample], waiting: list[Sample]) -> None:
+async def _score(args: Args, samples: list[Sample], waiting: list[Sample]) -> None:
     if args.group_rm:
         waiting, rewards = samples, await batched_async_rm(args, samples)
     elif len(waiting) == 1:
@@ -71,7 +70,7 @@ def unusable_reason(samples: list[Sample]) -> str | None:
     return next((str(sample.status) for sample in samples if sample.status in UNUSABLE), None)
 
 
-def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+def filter_verdict(args: Args, samples: list[Sample]) -> DynamicFilterOutput:
     """Return the verdict of --dynamic-sampling-filter-path on a finished group; without a filter the group is kept."""
     keep = plugin(args, "dynamic_sampling_filter_path")
     if keep is None:
@@ -86,7 +85,7 @@ def filter_verdict(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
     raise PluginError(f"{where}: returned {type(verdict).__name__}, expected bool or DynamicFilterOutput.")
 
 
-def mark_samples(args: Any, groups: list[list[Sample]]) -> None:
+def mark_samples(args: Args, groups: list[list[Sample]]) -> None:
     """Let --rollout-sample-filter-path set `remove_sample` on samples of a round."""
     mark = plugin(args, "rollout_sample_filter_path")
     if mark is None:
@@ -96,7 +95,7 @@ def mark_samples(args: Any, groups: list[list[Sample]]) -> None:
 
 
 async def _generate(
-    args: Any, group: list[Sample], sampling_params: Mapping[str, Any], *, evaluation: bool
+    args: Args, group: list[Sample], sampling_params: SamplingParams, *, evaluation: bool
 ) -> list[Sample]:
     todo = [sample for sample in group if sample.status in OPEN]
     if plugin(args, "custom_generate_function_path") is None:
@@ -117,7 +116,7 @@ async def _generate(
 
 
 async def _generate_custom(
-    args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, evaluation: bool
+    args: Args, sample: Sample, sampling_params: SamplingParams, *, evaluation: bool
 ) -> list[Sample]:
     """Call the custom generate function, which returns one sample or a list of them (fan-out)."""
     function = plugin(args, "custom_generate_function_path")
@@ -125,7 +124,7 @@ async def _generate_custom(
     where = f"--custom-generate-function-path {args.custom_generate_function_path}, sample {sample.index}"
     deadline_s = args.generate_timeout_secs
     group_index, index = sample.group_index, sample.index
-    call = generate_call(function, args, sample, copy.deepcopy(dict(sampling_params)), evaluation=evaluation)
+    call = generate_call(function, args, sample, copy.deepcopy(sampling_params), evaluation=evaluation)
     try:
         with waiting("--custom-generate-function-path", deadline_s=deadline_s):
             async with asyncio.timeout(deadline_s):
@@ -133,10 +132,11 @@ async def _generate_custom(
                     returned = await call()
     except TimeoutError as error:
         raise PluginError(f"{where}: did not return within {deadline_s:g} s. Raise --generate-timeout-secs.") from error
-    samples = returned if isinstance(returned, list) else [returned]
-    if not samples:
+    answers: list[object] = returned if isinstance(returned, list) else [returned]
+    if not answers:
         raise PluginError(f"{where}: returned an empty list, expected at least one Sample.")
-    for entry in samples:
+    samples: list[Sample] = []
+    for entry in answers:
         if not isinstance(entry, Sample):
             raise PluginError(f"{where}: returned {type(entry).__name__}, expected a Sample or a list of them.")
         entry.status = _status(entry.status, where)
@@ -146,13 +146,14 @@ async def _generate_custom(
         entry.index = index if entry.index is None or entry.index < 0 else entry.index
         if entry.status in FINISHED:
             complete(entry, record, where=where)
+        samples.append(entry)
     return samples
 
 
-def _status(value: Any, where: str) -> SampleStatus:
+def _status(value: object, where: str) -> SampleStatus:
     """Return the status, which plug-ins may have given by name."""
     try:
-        return SampleStatus(getattr(value, "value", value))
+        return SampleStatus(str(getattr(value, "value", value)))
     except ValueError:
         raise PluginError(
             f"{where}: returned a sample of status {value!r}, expected one of {', '.join(SampleStatus)}."

@@ -73,7 +73,7 @@ def _check_kind(found: Callable[..., object], name: str, path: str) -> None:
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         raise ConfigError(f"{flag} {path}: is a generator (it has `yield`). Return one value instead.")
     if name in _ANSWERS_AT_ONCE and inspect.iscoroutinefunction(found):
-        raise ConfigError(f"{flag} {path}: is `async def`, but nobody would await it. Write `def`.")
+        raise ConfigError(f"{flag} {path}: is `async def`, but it is not awaited. Write `def`.")
 
 
 def plugin(args: Args, name: str) -> Callable[..., object] | None:

@@ -1,6 +1,6 @@
 """Rewards: built-in ones by --rm-type or by the record, the user's by --custom-rm-path, each call with a deadline.
 
-`async_rm` scores one sample, `batched_async_rm` a list. Whatever a reward function does (raise, answer NaN or a wrong
+`async_rm` scores one sample, `batched_async_rm` a list. Whatever a reward function does (raise, return NaN or a wrong
 type, never return, block its thread) becomes a RewardError that names the function and the sample.
 """
 

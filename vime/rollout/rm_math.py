@@ -22,7 +22,7 @@ class MathJudge:
     """A pool of workers. Belongs to one event loop; workers start at first use."""
 
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
-        # # Last in, first out: a worker that already runs is preferred to one that must start.
+        # Last in, first out: a worker that already runs is preferred to one that must start.
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         self._num_workers, self._num_waiting = num_workers, 0
         for _ in range(num_workers):
@@ -38,7 +38,7 @@ class MathJudge:
             verdict = await _ask(asked, gold, answer, timeout_s)
             is_late = verdict is None
             if is_late:
-                logger.warning("math reward: an answer could not be judged in %g s and counts as wrong", timeout_s)
+                logger.warning("math reward: an answer could not be scored in %g s and counts as wrong", timeout_s)
             return verdict or 0.0
         finally:
             if asked is not None and is_late:
@@ -88,7 +88,7 @@ async def _start() -> asyncio.subprocess.Process:
         raise WaitTimeoutError("a math reward worker to start", START_SECONDS, "vime.rollout.rm_math")
     if verdict != 1.0:
         _kill(worker)
-        raise RewardError(f"--rm-type math: the judge scored 0.5 against 1/2 as {verdict}. Reinstall math-verify.")
+        raise RewardError(f"--rm-type math: the worker scored 0.5 against 1/2 as {verdict}. Reinstall math-verify.")
     return worker
 
 
@@ -108,7 +108,7 @@ async def _ask(worker: asyncio.subprocess.Process, gold: str, answer: str, timeo
         line = b""
     if not line:
         raise RewardError(
-            "--rm-type math: the judge process died. See its error output above; is math-verify installed?"
+            "--rm-type math: the worker process died. See its error output above; is math-verify installed?"
         )
     return float(json.loads(line)["score"])
 

@@ -54,7 +54,7 @@ def complete_with_label(args: Args, sample: Sample, *, version: int) -> None:
         return
     if not isinstance(sample.label, str) or not sample.label:
         raise DataError(
-            f"sample {sample.index}: the label is {sample.label!r}, expected the text of the answer to imitate. Name "
+            f"sample {sample.index}: the label is {sample.label!r}, expected the text to imitate. Name "
             "its key with --label-key, or give conversations: lists of messages with turns of the assistant."
         )
     tokenizer = load_tokenizer(args.hf_checkpoint)

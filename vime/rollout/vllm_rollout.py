@@ -18,8 +18,8 @@ import copy
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
 
+from vime.config.parse import Args
 from vime.handoff.ledger_types import Task
 from vime.protocols import DataSource, calling_plugin
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -62,10 +62,10 @@ BUFFER_FILTER = "buffer_filter"
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Run one round, or one evaluation, on the rollout loop; waits for it with --rollout-timeout-secs."""
-    work: Coroutine[Any, Any, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
+    work: Coroutine[object, object, RolloutFnTrainOutput | RolloutFnEvalOutput] = (
         evaluate_all(args, rollout_id) if evaluation else RoundWorker(args, rollout_id, data_source).round()
     )
     return rollout_loop().run(
@@ -94,7 +94,7 @@ class RoundWorker(GroupWorker):
     the order in which they were asked for: what is kept, and when more are asked for, must not depend on time.
     """
 
-    def __init__(self, args: Any, rollout_id: int, source: DataSource) -> None:
+    def __init__(self, args: Args, rollout_id: int, source: DataSource) -> None:
         super().__init__(args, error_share(args, source))
         self._rollout_id, self._source = rollout_id, source
         self._wanted: int = args.rollout_batch_size
@@ -117,9 +117,11 @@ class RoundWorker(GroupWorker):
         args = self._args
         try:
             with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=args.rollout_timeout_secs):
-                async with asyncio.timeout(args.rollout_timeout_secs):
+                async with asyncio.timeout(args.rollout_timeout_secs) as deadline:
                     await self.run()
         except TimeoutError as error:
+            if not deadline.expired():
+                raise  # of somebody's code
             raise WaitTimeoutError(
                 f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._pending)} in "
                 f"flight, dropped {dict(self.stats.dropped)}",
@@ -144,8 +146,8 @@ class RoundWorker(GroupWorker):
         return asked
 
     def _ask(self) -> None:
-        """Ask for prompts until as many groups as are missing are under way. A source that has none for the moment is
-        asked again when the next group is judged."""
+        """Ask for prompts until as many groups as are missing are in progress. A source that has none for the moment is
+        asked again when the next group is decided."""
         while len(self.kept) + len(self._pending) < self._wanted:
             groups = self._drawn()
             if not groups and self._pending:
@@ -199,7 +201,7 @@ class RoundWorker(GroupWorker):
             else:
                 await super().finish(assignment, samples)
             del self._pending[assignment.task]
-            self._ask()  # before another group is judged: a filter and a data source may share state
+            self._ask()  # before another group is decided: a filter and a data source may share state
             self._post_progress()
             self._decided.notify_all()
 
@@ -228,7 +230,7 @@ class RoundWorker(GroupWorker):
         return self._oldest
 
     async def end(self) -> None:
-        """The round is complete: give back what is in progress, with --partial-rollout with its tokens."""
+        """End a complete round: give back what is in progress, with --partial-rollout with its tokens."""
         if self._args.partial_rollout:
             await self._abort_scope.end(list(self._running.values()))
         left = list(self._running.values())

@@ -19,8 +19,9 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Protocol
+from typing import Protocol
 
+from vime.config.parse import Args
 from vime.data.groups import encode_facts
 from vime.data.payload import bytes_to_samples, samples_to_bytes
 from vime.handoff.group_store import EncodedGroup, GroupStore, StoredGroup
@@ -64,7 +65,7 @@ class RolloutWorker(GroupWorker):
     capacity; unblocked by changes of the ledger. `GroupWriter` stores finished groups."""
 
     def __init__(
-        self, args: Any, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore, name: str | None = None
+        self, args: Args, *, source: PromptsByNumber, ledger: LedgerPort, store: GroupStore, name: str | None = None
     ) -> None:
         super().__init__(args, ErrorShare(args))
         self._source, self._ledger, self._store = source, ledger, store
@@ -157,7 +158,10 @@ class RolloutWorker(GroupWorker):
         seen = -1
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while not self._abort_scope.is_set:
-                wanted = min(self._args.over_sampling_batch_size, self._max_running - len(self._running))
+                wanted = min(
+                    self._args.over_sampling_batch_size or self._args.rollout_batch_size,
+                    self._max_running - len(self._running),
+                )
                 if wanted < 1:
                     await self._wait_until_one_ends()
                     continue

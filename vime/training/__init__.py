@@ -1,4 +1,4 @@
-"""What a round of training is, whatever engine computes it: roles, columns, losses, statistics, steps.
+"""A round of training, independent of the backend: roles, columns, losses, statistics, steps.
 
-`worker.TrainWorker` is the door. This package imports no backend: it is handed one (`protocols.TrainBackend`).
+The entry point is `worker.TrainWorker`. This package imports no backend: it is given one (`protocols.TrainBackend`).
 """

@@ -1,15 +1,16 @@
 """Per-token columns that the trainer adds to its rows before the first step of a round. R: response tokens of a row.
 
-They exist where the loss is (`RankPlace.holds_tokens`); elsewhere every dict of a column is empty.
+They exist on the ranks that compute the loss (`RankPlace.holds_tokens`); elsewhere every dict of a column is empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vime.algo.advantages import (
@@ -28,14 +29,14 @@ from vime.types import RankPlace, RoundPlan, StepPlan
 OLD_LOGP, REF_LOGP, TEACHER_LOGP = "old_logp", "ref_logp", "teacher_logp"
 ADVANTAGE, STALENESS = "advantage", "staleness"
 VALUE, RETURN = "value", "return"
-"""Of a critic: what it predicted at the start of the round, and what it is taught."""
+"""Columns of a critic: its prediction at the start of the round, and its target."""
 
 Columns = dict[str, dict[int, Tensor]]
 """Column name -> row number -> [R] values."""
 
 
-ArrayColumns = dict[str, dict[int, Any]]
-"""The same with float32 numpy arrays: how columns travel between processes."""
+ArrayColumns = dict[str, dict[int, NDArray[np.float32]]]
+"""The same as numpy arrays: how columns travel between processes."""
 
 
 def to_arrays(columns: Columns) -> ArrayColumns:
@@ -43,12 +44,12 @@ def to_arrays(columns: Columns) -> ArrayColumns:
 
 
 def from_arrays(columns: ArrayColumns, rows: Mapping[int, TrainRow]) -> Columns:
-    """Those of `rows`, bit for bit."""
+    """Return the columns of `rows`, bit for bit."""
     return {name: {row: torch.tensor(column[row]) for row in rows if row in column} for name, column in columns.items()}
 
 
 def has_token_advantages(algo: AlgoConfig) -> bool:
-    """Whether the advantages of a row differ from its one number `TrainRow.reward`."""
+    """Return whether the advantages of a row differ from its one number `TrainRow.reward`."""
     if algo.loss_type == "sft_loss":
         return False
     is_return = algo.advantage_estimator in ("reinforce_plus_plus", "ppo")
@@ -56,9 +57,9 @@ def has_token_advantages(algo: AlgoConfig) -> bool:
 
 
 def needs_old_log_prob(plan: RoundPlan, algo: AlgoConfig, *, policy_moves: bool = True) -> bool:
-    """Whether a forward pass for the old (proximal) policy is due. In a round of one step it is the policy itself, and
-    in a round of the critic alone nothing is compared with it, so none is, unless --kl-coef or --use-opd needs it for
-    the advantages before the step begins."""
+    """Return whether a forward pass for the old (proximal) policy is needed. In a round of one step it is the policy
+    itself, and in a round of the critic alone nothing is compared with it; then it is needed only if --kl-coef or
+    --use-opd uses it for the advantages before the step begins."""
     num_steps = len(plan.steps) * algo.num_ppo_epochs
     return (policy_moves and num_steps > 1) or algo.kl_coef > 0 or algo.use_opd
 
@@ -72,12 +73,13 @@ def advantage_columns(
     place: RankPlace,
     device: torch.device,
 ) -> Columns:
-    """{ADVANTAGE: ...} when advantages differ by token, with RETURN when there is a critic, else {}. Collective over
-    all trainer ranks, which agree on `algo`. The tokens of the ranks that speak enter the moments of the whitening."""
+    """Return {ADVANTAGE: ...} when advantages differ by token, with RETURN when there is a critic, else {}. Collective
+    over all trainer ranks, which agree on `algo`. Ranks for which `RankPlace.speaks` holds contribute their tokens to
+    the moments of the whitening."""
     if not has_token_advantages(algo):
         return {}
     if VALUE in columns:
-        columns = {**columns, **_judged(rows, columns, algo=algo)}
+        columns = {**columns, **_critic_columns(rows, columns, algo=algo)}
     advantage: dict[int, Tensor] = {}
     for step in plan.steps:
         numbers = [row for batch in step.micro_batches[place.dp_rank] for row in batch] if place.holds_tokens else []
@@ -91,7 +93,7 @@ def advantage_columns(
 
 
 def token_advantages(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
-    """[R] float64: the row's advantage at each of its tokens, before whitening."""
+    """Return [R] float64: the row's advantage at each of its tokens, before whitening."""
     advantage_R = _estimated(row, number, columns, algo=algo)
     if not algo.use_opd:
         return advantage_R
@@ -105,7 +107,7 @@ def token_advantages(row: TrainRow, number: int, columns: Columns, *, algo: Algo
 
 
 def _estimated(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
-    """What --advantage-estimator says, with the KL penalty of --kl-coef."""
+    """Return the advantage by --advantage-estimator, with the KL penalty of --kl-coef."""
     if algo.advantage_estimator == "ppo":
         return columns[ADVANTAGE][number]
     penalty_R = _penalty(row, number, columns, algo=algo)
@@ -116,8 +118,8 @@ def _estimated(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig
     return penalised_advantages(row.reward, penalty_R)
 
 
-def _judged(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig) -> Columns:
-    """ADVANTAGE before whitening and RETURN of every row that has values, float64."""
+def _critic_columns(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig) -> Columns:
+    """Return ADVANTAGE before whitening and RETURN of every row that has values, float64."""
     judged = {
         number: generalized_advantages(
             rows[number].reward,
@@ -135,7 +137,7 @@ def _judged(rows: Mapping[int, TrainRow], columns: Columns, *, algo: AlgoConfig)
 
 
 def _penalty(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) -> Tensor:
-    """[R] float64: what --kl-coef takes off the reward of each token; k1, as `kl_estimate` derives."""
+    """Return [R] float64: what --kl-coef subtracts from the reward of each token; k1, as `kl_estimate` derives."""
     if algo.kl_coef == 0:
         return torch.zeros(row.response_length, dtype=torch.float64)
     old_logp_R, ref_logp_R = columns[OLD_LOGP][number].double(), columns[REF_LOGP][number].double()
@@ -143,7 +145,8 @@ def _penalty(row: TrainRow, number: int, columns: Columns, *, algo: AlgoConfig) 
 
 
 def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Sequence[int]) -> Columns:
-    """Versions from the oldest trainable token of a row to the weights of the round (its number), at its tokens."""
+    """Return, at a row's tokens, the versions between its oldest trainable token and the weights of the round (its
+    number)."""
     return {
         STALENESS: {
             row: torch.full((rows[row].response_length,), float(max(0, rollout_id - rows[row].oldest_version)))
@@ -160,14 +163,14 @@ def _whitened(
     speaks: bool,
     device: torch.device,
 ) -> dict[int, Tensor]:
-    """Mean 0 and variance 1 over the trainable tokens of the step. Collective over all trainer ranks."""
+    """Scale to mean 0 and variance 1 over the trainable tokens of the step. Collective over all trainer ranks."""
     count = max(step.num_tokens, 1)
 
     def step_sum(values: Mapping[int, Tensor]) -> Tensor:
         total = sum((float(value_R[masks[row]].sum()) for row, value_R in values.items()), 0.0) if speaks else 0.0
-        answer = torch.tensor(total, dtype=torch.float64, device=device)
-        dist.all_reduce(answer)
-        return answer.cpu()
+        summed = torch.tensor(total, dtype=torch.float64, device=device)
+        dist.all_reduce(summed)
+        return summed.cpu()
 
     mean = step_sum(advantages) / count
     variance = step_sum({row: (value_R - mean).square() for row, value_R in advantages.items()}) / count

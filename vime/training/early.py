@@ -1,9 +1,9 @@
-"""A round of one optimizer step, begun on the groups that are finished while others of it are still being answered.
+"""A round of one optimizer step that starts on finished groups while other groups of it are still generated.
 
-What allows it: a group's advantages need the group only, the weights do not move before the round is whole, and every
-loss is a sum over rows divided by counts of the step. The counts are known last, so early batches are divided by those
-of the first one, and gradients and statistics are multiplied by the ratio before the weights move. That, and the order
-of summation, is all that differs from the round trained at once: the last bits (docs/decisions/0010).
+This is possible because a group's advantages need the group only, the weights do not move before the round is complete,
+and every loss is a sum over rows divided by counts of the step. The counts are known last. So early batches are divided
+by the counts of the first one, and gradients and statistics are multiplied by the ratio before the weights move. That,
+and the order of summation, is the only difference from training the round at once: the last bits (docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class EarlyBatch:
 
 
 class BegunRound:
-    """Of one rank; every call is collective over all trainer ranks, with the same early batches in the same order."""
+    """The early batches of one rank. Every call is collective over all trainer ranks, which pass the same early batches
+    in the same order."""
 
     def __init__(self, config: Config, worker: TrainWorker, rollout_id: int) -> None:
         self._algo, self._worker, self.rollout_id = config.algo, worker, rollout_id
@@ -45,18 +46,18 @@ class BegunRound:
         self._columns: list[Columns] = []
         self._shares: list[Tensor] = []
         self._logps: list[dict[int, Tensor]] = []
-        self.is_spent = False  # the gradients are not those of the early batches any more
+        self.is_spent = False  # the gradients no longer belong to the early batches
 
     def __len__(self) -> int:
         return len(self._early_batches)
 
     def begin(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> None:
-        """Columns, forward and backward of an early batch; another one will follow."""
+        """Run columns, forward and backward of an early batch; another one will follow."""
         self._add(plan, rows, is_last=False)
 
     def finish(self, plan: RoundPlan, rows: Mapping[int, TrainRow], judge: Judge) -> dict[str, float]:
-        """The last early batch, and the optimizer step of the whole round. Metrics as of `TrainWorker.update`; raises
-        LogprobMismatch before a weight moves, and then the round is to be trained at once: `joined`, without this."""
+        """Run the last early batch, and the optimizer step of the whole round. Metrics as of `TrainWorker.update`.
+        Raises LogprobMismatch before a weight moves; then the caller trains the round at once, from `joined`."""
         self.is_spent = True
         unit = (self._early_batches[0].plan if self._early_batches else plan).steps[0]
         self._add(plan, rows, is_last=True)
@@ -89,11 +90,11 @@ class BegunRound:
         }
 
     def rows_with(self, rows: Mapping[int, TrainRow]) -> list[TrainRow]:
-        """Those of this rank so far, and `rows`."""
+        """Return the rows of this rank so far, and `rows`."""
         return [*(row for early_batch in self._early_batches for row in early_batch.rows.values()), *rows.values()]
 
     def joined(self) -> tuple[RoundPlan, dict[int, TrainRow]]:
-        """What was begun, as one round."""
+        """Return the early batches so far as one round."""
         plan = join_plans([early_batch.plan for early_batch in self._early_batches])
         return plan, self._shifted([early_batch.rows for early_batch in self._early_batches])
 
@@ -119,7 +120,7 @@ class BegunRound:
         self._logps.append(recording.logps(step.micro_batches[worker.place.dp_rank]))
 
     def _shifted(self, early_batches: Sequence[Mapping[int, Value]]) -> dict[int, Value]:
-        """By row number of the whole round."""
+        """Return the values by row number of the whole round."""
         found: dict[int, Value] = {}
         first = 0
         for early_batch, values in zip(self._early_batches, early_batches, strict=True):

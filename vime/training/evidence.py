@@ -1,4 +1,4 @@
-"""How far trainer and engine are apart over a round, and its worst rows. No torch here: the driver carries these about.
+"""The measured difference between trainer and engine over a round, and its worst rows. No torch: the driver imports it.
 
 R: response tokens of a row.
 """
@@ -25,7 +25,7 @@ class Suspect:
     is_compared_R: Sequence[bool]  # trainable, and sampled by the version that trains
 
     def gaps(self) -> list[float]:
-        """|recorded - trainer| of each compared token."""
+        """Return |recorded - trainer| of each compared token."""
         pairs = zip(self.row.rollout_log_probs.tolist(), self.logp_R, self.is_compared_R, strict=True)
         return [abs(recorded - own) for recorded, own, is_compared in pairs if is_compared]
 
@@ -38,7 +38,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMismatch:
-    """Over all tokens of the round that can be compared, the same on every rank; `suspects` are this rank's."""
+    """The difference over all comparable tokens of the round, the same on every rank; `suspects` are this rank's."""
 
     num_tokens: int
     mean: float  # nats a token
@@ -46,13 +46,13 @@ class MeasuredMismatch:
     suspects: tuple[Suspect, ...] = ()
 
     def metrics(self) -> dict[str, float]:
-        """Without a token to compare there is no difference to report."""
+        """Return the metrics; without a token to compare there are none."""
         found = {DIFFERENCE: self.mean, LARGEST: self.largest} if self.num_tokens else {}
         return {**found, COMPARED: float(self.num_tokens)}
 
 
 def of_rows(rows: Sequence[TrainRow], logps: Sequence[Sequence[float]]) -> MeasuredMismatch:
-    """Of a few rows, without a collective: recorded against [R] log-probabilities, at every trainable token."""
+    """Measure a few rows, without a collective: recorded against [R] log-probabilities, at every trainable token."""
     suspects = [
         Suspect(row=row, logp_R=logp_R, is_compared_R=[bool(mask) for mask in row.loss_mask])
         for row, logp_R in zip(rows, logps, strict=True)
@@ -62,8 +62,8 @@ def of_rows(rows: Sequence[TrainRow], logps: Sequence[Sequence[float]]) -> Measu
     return MeasuredMismatch(num_tokens=len(gaps), mean=mean, largest=largest, suspects=tuple(suspects))
 
 
-def merge(answers: Sequence[MeasuredMismatch]) -> MeasuredMismatch:
-    """One of all ranks' answers to the same round: the numbers are equal, the suspects are put together."""
-    suspects = [suspect for answer in answers for suspect in answer.suspects]
+def merge(parts: Sequence[MeasuredMismatch]) -> MeasuredMismatch:
+    """Merge all ranks' results of one round: the numbers are equal, the suspects are joined."""
+    suspects = [suspect for part in parts for suspect in part.suspects]
     worst = sorted(suspects, key=lambda suspect: suspect.difference, reverse=True)[:NUM_SUSPECTS]
-    return replace(answers[0], suspects=tuple(worst))
+    return replace(parts[0], suspects=tuple(worst))

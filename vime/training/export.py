@@ -1,4 +1,4 @@
-"""What leaves an engine besides a publish: the content hash of its weights, and a Hugging Face directory."""
+"""Outputs of an engine besides a publish: the content hash of its weights, and a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vime.weights.hashing import ContentHash
 
 
 def weights_hash(engine: TrainEngine) -> str:
-    """The content hash that a generation engine reports for these weights, the same on all ranks. Collective like
-    `TrainEngine.export_weights`, over every replica that asks. It covers the order of the stream, so two layouts agree
-    when they export in the same order."""
+    """Return the content hash that a generation engine reports for these weights, the same on all ranks. Collective
+    like `TrainEngine.export_weights`, over every replica that calls it. It covers the order of the stream, so two
+    layouts agree when they export in the same order."""
     content = ContentHash()
     for meta, (_, tensor) in zip(engine.weight_metadata(), engine.export_weights(), strict=True):
         content.add(meta, tensor)
@@ -23,7 +23,7 @@ def weights_hash(engine: TrainEngine) -> str:
 
 
 def save_hf(engine: TrainEngine, directory: Path, *, source: Path) -> None:
-    """A Hugging Face directory of the present weights, with everything but the weights copied from `source`.
+    """Write a Hugging Face directory of the present weights, with everything but the weights copied from `source`.
 
     Collective over all trainer ranks; rank 0 writes. A failure of rank 0 reaches every rank as CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""The numbers reported about an optimizer step: shares and sums that packs and ranks add up, then made into metrics."""
+"""The numbers reported about an optimizer step: sums over packs and ranks, then made into metrics."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ MISMATCH = ("mismatch_kl", "mismatch_k3_kl", "mismatch_chi2", "mismatch_train_nl
 """Means over trainable tokens, of --get-mismatch-metrics: KL(engine || trainer) by k1 and k3, chi-squared divergence
 (mean of the squared ratio, minus 1), and mean -logp under either."""
 BUCKETS = ("0", "1", "2", "3", "4_7", "8_up")
-"""Staleness of a row, versions, by which clip fraction, ESS and KL are told apart."""
+"""Staleness of a row in versions: clip fraction, ESS and KL are reported for each of these buckets."""
 BUCKET_STARTS = (0, 1, 2, 3, 4, 8)
 BUCKET_SUMS = ("count", "weight", "square", "clipped", "kl")
 """Sums over the trainable tokens of each bucket: tokens, policy / engine ratios and their squares, clipped tokens, and
 k3 estimates of KL(engine || policy)."""
 STATISTICS = (*SHARES, *MISMATCH, *(f"{name}/{bucket}" for bucket in BUCKETS for name in BUCKET_SUMS))
-"""The vector that is added up over packs and ranks, in order."""
+"""The vector that is summed over packs and ranks, in order."""
 
 
 def rescale(*, of_loss: float, of_tokens: float) -> list[float]:
-    """Factors of STATISTICS when the denominators that the shares were divided by are replaced: the loss's own, and
+    """Return factors for STATISTICS when the denominators change by which the shares were divided: the loss's own, and
     the trainable tokens of the step. Sums have none."""
     shares = [of_loss if at < NUM_LIKE_LOSS else of_tokens for at in range(len(SHARES))]
     return shares + [of_tokens] * len(MISMATCH) + [1.0] * (len(BUCKETS) * len(BUCKET_SUMS))
 
 
 def mismatch_values(old_logp_T: Tensor, rollout_logp_T: Tensor) -> list[Tensor]:
-    """[T] float64 of each name in MISMATCH. `old_logp_T`: the trainer's policy at the start of the round."""
+    """Return [T] float64 of each name in MISMATCH. `old_logp_T`: the trainer's policy at the start of the round."""
     old_logp_T, rollout_logp_T = old_logp_T.detach().double(), rollout_logp_T.double()
     ratio_T = ratio(old_logp_T - rollout_logp_T)
     return [
@@ -53,7 +53,7 @@ def mismatch_values(old_logp_T: Tensor, rollout_logp_T: Tensor) -> list[Tensor]:
 def bucket_sums(
     logp_T: Tensor, rollout_logp_T: Tensor, is_clipped_T: Tensor, staleness_T: Tensor, mask_T: Tensor
 ) -> Tensor:
-    """[BUCKETS x BUCKET_SUMS] float64, flat."""
+    """Return [BUCKETS x BUCKET_SUMS] float64, flat."""
     logp_T, rollout_logp_T = logp_T.detach().double(), rollout_logp_T.double()
     weight_T = ratio(logp_T - rollout_logp_T)
     is_clipped_T = is_clipped_T.double()
@@ -66,7 +66,7 @@ def bucket_sums(
 
 
 def to_metrics(totals: Sequence[float], *, with_mismatch: bool) -> dict[str, float]:
-    """Metrics of one step from the sums over all packs and ranks. Names appear on every rank alike.
+    """Return the metrics of one step from the sums over all packs and ranks. Every rank gets the same names.
 
     Buckets that hold no token are left out, and so is a lone bucket 0: it is the whole step.
     """
@@ -90,6 +90,7 @@ def to_metrics(totals: Sequence[float], *, with_mismatch: bool) -> dict[str, flo
 
 
 def _k3(logp_T: Tensor, rollout_logp_T: Tensor) -> Tensor:
-    """k3 estimate of KL(engine || trainer) at tokens that the engine sampled: x = rollout - logp, cut like a ratio."""
+    """Return the k3 estimate of KL(engine || trainer) at tokens that the engine sampled: x = rollout - logp, clamped
+    like a ratio."""
     difference_T = (rollout_logp_T - logp_T).clamp(-20.0, 20.0)
     return kl_estimate(difference_T, torch.zeros_like(difference_T), "k3")

@@ -1,9 +1,9 @@
-"""How far are trainer and engine apart on the tokens of a round? Measured every round, before its first step.
+"""The difference of log-probabilities between trainer and engine, measured every round before its first step.
 
-Like with like: a token counts when it is trainable and was sampled by the version that trains. The trainer's
-log-probabilities are those the round computes anyway: the forward pass of the old policy, or, in a round of one step,
-the step's own. When they are too far from the engine's, `LogprobMismatch` is raised on every rank alike, with the worst
-rows. The weights have not moved, so that the trainer can still be asked about them (`ray/mismatch_probes.py`).
+A token counts when it is trainable and was sampled by the version that trains. The trainer's log-probabilities are
+those that the round computes anyway: the forward pass of the old policy, or, in a round of one step, the step's own.
+When they are too far from the engine's, `LogprobMismatch` is raised on every rank, with the worst rows. The weights
+have not moved then, so the trainer can still compute with them (`ray/mismatch_probes.py`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class LogprobMismatch(VimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """What to compare with, and how far apart is too far."""
+    """The version to compare, and the largest difference allowed."""
 
     version: Version  # of the trainer's weights
-    threshold: float | None = None  # nats a token; None: measure, do not judge
+    threshold: float | None = None  # nats a token; None: measure only
 
 
 class Recording:
-    """A loss that keeps the log-probabilities passing through it, in the order of the packs."""
+    """A loss that keeps the log-probabilities it gets, in the order of the packs."""
 
     def __init__(self, loss: PackLoss) -> None:
         self._loss = loss
@@ -57,19 +57,20 @@ class Recording:
         return self._loss(logp_T, entropy_T, batch)
 
     def logps(self, numbers: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-        """[R] by row number; `numbers`: the rows of each pack. Empty where no tokens are held."""
+        """Return [R] by row number; `numbers`: the rows of each pack. Empty on ranks without tokens."""
         rows = [row for batch in numbers for row in batch]
         return dict(zip(rows, [logp_R for logps in self._packs for logp_R in logps], strict=bool(self._packs)))
 
 
 class MismatchCheck:
-    """Of one round on this rank. It compares once: the old policy's column when there is one (`compare`), else what
-    passes through the loss of the first step (`watched`). Collective over all trainer ranks either way."""
+    """The comparison of one round on this rank, made once: with the old policy's column if there is one (`compare`),
+    else with what passes through the loss of the first step (`watched`). Collective over all trainer ranks either
+    way."""
 
     def __init__(
         self, rows: Mapping[int, TrainRow], judge: Judge, backend: TrainBackend, *, is_open: bool = True
     ) -> None:
-        """`is_open`: a comparison is still due."""
+        """`is_open`: the comparison is still to be made."""
         self.is_open = is_open
         self._found: MeasuredMismatch | None = None
         self._rows, self._judge, self._backend = rows, judge, backend
@@ -78,8 +79,8 @@ class MismatchCheck:
         return {} if self._found is None else self._found.metrics()
 
     def watched(self, loss: PackLoss, step: StepPlan) -> tuple[PackLoss, Callable[[], None] | None]:
-        """`loss`, and what to call when it has seen every pack of the step, before the weights move. While a comparison
-        is due the loss keeps the log-probabilities, in the order of the packs."""
+        """Return `loss`, and a function to call when the loss has had every pack of the step, before the weights move.
+        While the comparison is open the loss keeps the log-probabilities, in the order of the packs."""
         if not self.is_open:
             return loss, None
         numbers = step.micro_batches[self._backend.place.dp_rank]
@@ -87,7 +88,8 @@ class MismatchCheck:
         return recording, lambda: self.compare(recording.logps(numbers))
 
     def compare(self, logps: Mapping[int, Tensor]) -> None:
-        """[R] by row number, empty where no tokens are held. Above the threshold every rank raises LogprobMismatch."""
+        """Compare [R] by row number, empty on ranks without tokens. Above the threshold every rank raises
+        LogprobMismatch."""
         if not self.is_open:
             return
         self.is_open = False
@@ -103,7 +105,7 @@ class MismatchCheck:
         total, count = sums.tolist()
         self._found = MeasuredMismatch(num_tokens=int(count), mean=total / max(1.0, count), largest=float(largest))
         threshold = self._judge.threshold
-        if threshold is None or not self._found.mean > threshold:  # nan passes: the step's own check says more about it
+        if threshold is None or not self._found.mean > threshold:  # nan passes: the step's own check reports it better
             return
         chosen = sorted(gaps, key=lambda row: float(gaps[row].mean()), reverse=True)
         suspects = [
@@ -114,7 +116,7 @@ class MismatchCheck:
 
 
 def comparable(row: TrainRow, version: Version) -> list[bool]:
-    """[R] trainable, and sampled by `version`."""
+    """Return [R]: trainable, and sampled by `version`."""
     is_compared = [False] * row.response_length
     for span in row.token_policy_versions:
         if span.version == version:
@@ -123,5 +125,5 @@ def comparable(row: TrainRow, version: Version) -> list[bool]:
 
 
 def _gaps(row: TrainRow, logp_R: Tensor) -> Tensor:
-    """[R] float64: |trainer - recorded|."""
+    """Return [R] float64: |trainer - recorded|."""
     return (logp_R.double().cpu() - torch.as_tensor(row.rollout_log_probs, dtype=torch.float64)).abs()

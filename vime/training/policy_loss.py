@@ -31,18 +31,18 @@ CustomLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The policy term of each token, and what was done to it; all [T]."""
+    """The policy term of each token, and how it was computed; all [T]."""
 
     value_T: Tensor
-    is_clipped_T: Tensor  # the clip of the ratio decided
-    is_reweighted_T: Tensor  # the off-policy weight was cut or dropped
+    is_clipped_T: Tensor  # the clipped term was the one taken
+    is_reweighted_T: Tensor  # the off-policy weight was truncated or dropped
     is_left_out_T: Tensor  # by --use-opsm
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss that --loss-type and --advantage-estimator name, with KL and entropy terms, as a share of the step's
-    loss.
+    """The loss that --loss-type and --advantage-estimator name, with KL and entropy terms: this pack's share of the
+    loss of the step.
 
     Denominators are the step's, over all ranks and micro-batches (`StepPlan.num_samples`, `num_tokens`); see
     `reductions.reduce_loss`. A token that a correction drops still counts in them. The old (proximal) policy of a token
@@ -55,7 +55,7 @@ class PolicyLoss:
     custom_loss: CustomLoss | None = None
 
     def __call__(self, logp_T: Tensor, entropy_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(loss scalar with graph, statistics [S] float64 in the order of `loss_statistics.STATISTICS`)."""
+        """Return (loss scalar with graph, statistics [S] float64 in the order of `loss_statistics.STATISTICS`)."""
         algo = self.algo
         start_logp_T = batch.extra_T[OLD_LOGP] if OLD_LOGP in batch.extra_T else logp_T.detach()
         old_logp_T = batch.rollout_logp_T if algo.use_rollout_logprobs else start_logp_T
@@ -128,7 +128,7 @@ class PolicyLoss:
         return policy_loss(log_ratio_T, advantage_T, eps_clip=low, eps_clip_high=high, eps_clip_c=algo.eps_clip_c)
 
     def _off_policy_weight(self, old_logp_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
-        """(weight, is it not the plain ratio), both [T]; None without a correction."""
+        """Return (weight, is it different from the plain ratio), both [T]; None without a correction."""
         algo = self.algo
         log_ratio_T = old_logp_T.detach() - batch.rollout_logp_T
         low, high = algo.weight_range
@@ -158,7 +158,7 @@ class PolicyLoss:
         if not isinstance(value_T, Tensor) or value_T.shape != logp_T.shape:
             got = tuple(value_T.shape) if isinstance(value_T, Tensor) else type(value_T).__name__
             raise PluginError(
-                f"--custom-loss-path: answered {got}, expected a tensor of shape {tuple(logp_T.shape)}: the loss of "
+                f"--custom-loss-path: returned {got}, expected a tensor of shape {tuple(logp_T.shape)}: the loss of "
                 "every token. Vime masks and averages it."
             )
         # a constant (for a pack without rows, say) has no graph, and the peers of this rank wait in its backward pass
@@ -175,5 +175,5 @@ class PolicyLoss:
         )
 
     def _token_mean(self, value_T: Tensor, batch: PackedBatch) -> Tensor:
-        """This pack's share of the mean over the trainable tokens of the step."""
+        """Return this pack's share of the mean over the trainable tokens of the step."""
         return torch.where(batch.mask_T > 0, value_T.double(), 0.0).sum() / max(self.step.num_tokens, 1)

@@ -1,4 +1,4 @@
-"""Which models a run needs, and where the weights of each come from."""
+"""The models that a run needs, and where the weights of each come from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEARNING = (Role.ACTOR, Role.CRITIC)
 
 
 def needed_roles(config: Config) -> tuple[Role, ...]:
-    """The roles of this run in the order of `Role`: the order in which engines are built, which is collective."""
+    """Return the roles of this run in the order of `Role`. Engines are built in this order, which is collective."""
     is_needed = {
         Role.ACTOR: True,
         Role.REFERENCE: needs_reference(config.algo),
@@ -25,24 +25,24 @@ def needed_roles(config: Config) -> tuple[Role, ...]:
 
 
 def policy_moves(plan: RoundPlan, config: Config) -> bool:
-    """Not in the first --num-critic-only-steps rounds."""
+    """Return whether the policy is trained: not in the first --num-critic-only-steps rounds."""
     return plan.rollout_id >= config.critic.num_critic_only_steps
 
 
 def shared_roles(config: Config) -> tuple[Role, ...]:
-    """Those that the policy's ranks play; each of the others has ranks of its own."""
+    """Return the roles that run on the policy's ranks; each of the others has its own ranks."""
     return tuple(role for role in needed_roles(config) if role not in config.cluster.separate_roles)
 
 
 def role_folder(directory: Path, role: Role) -> Path:
-    """Where a role lies in a checkpoint: the policy in DIRECTORY itself, as it did when it was alone; others below it
-    under their role's name."""
+    """Return the directory of a role in a checkpoint: the policy is in DIRECTORY itself, as when it was the only role;
+    the others are below it under their role's name."""
     return directory if role is Role.ACTOR else directory / role
 
 
 def engine_spec(role: Role, config: Config, *, total_steps: int) -> EngineSpec:
-    """What `TrainBackend.build` needs to know. `total_steps`: optimizer steps of the whole run, for the schedules; the
-    policy's has none in the rounds of the critic alone."""
+    """Return what `TrainBackend.build` needs to know. `total_steps`: optimizer steps of the whole run, for the
+    schedules; the policy has none in the rounds of the critic alone."""
     optimizer, critic = config.optimizer, config.critic
     waits = critic.num_critic_only_steps * steps_of_round(config)
     lr = optimizer.lr if critic.critic_lr is None else critic.critic_lr

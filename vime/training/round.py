@@ -1,4 +1,4 @@
-"""The parts of a round of training on this rank: forward columns, optimizer steps, and what is said about them."""
+"""The parts of a round of training on this rank: forward columns, optimizer steps, and their metrics."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from vime.utils.failpoints import Point, failpoint
 
 
 def check_delivered(plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int) -> None:
-    """Every row that the plan gives to this data-parallel index must be there."""
+    """Check that every row that the plan gives to this data-parallel index is there."""
     missing = set(plan.rows_of(dp_rank)) - set(rows)
     if missing:
         raise HandoffError(
             f"round {plan.rollout_id}: the plan gives rows {sorted(missing)[:10]} to data-parallel index {dp_rank}, "
-            f"but they were not handed over (got {sorted(rows)[:10]}, ...). The carrier lost groups of the round."
+            f"but they did not arrive (got {sorted(rows)[:10]}, ...). The queue lost groups."
         )
 
 
 def forward_column(
     engine: TrainEngine, plan: RoundPlan, rows: Mapping[int, TrainRow], *, dp_rank: int
 ) -> dict[int, Tensor]:
-    """[R] of `TrainEngine.forward` by row number, over the micro-batches of the whole round; empty where no tokens are
-    held. Collective like `forward`."""
+    """Return [R] of `TrainEngine.forward` by row number, over the micro-batches of the whole round; empty on ranks that
+    hold no tokens. Collective like `forward`."""
     numbers = [batch for step in plan.steps for batch in step.micro_batches[dp_rank]]
     with span("forward_column", rollout_id=plan.rollout_id):
-        answers = engine.forward([[rows[row] for row in batch] for batch in numbers])
+        outputs = engine.forward([[rows[row] for row in batch] for batch in numbers])
     return {
         row: value_R
-        for batch, values in zip(numbers, answers, strict=bool(answers))
+        for batch, values in zip(numbers, outputs, strict=bool(outputs))
         for row, value_R in zip(batch, values, strict=True)
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Of one optimizer step, the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     totals: list[float]  # [S] statistics summed over all packs and replicas
     grad_norm: float
@@ -66,10 +66,11 @@ def optimizer_step(
     rate_flag: str = "--lr",
     before_move: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Accumulate and apply. `statistics` names the entries that `loss` answers, `rate_flag` is for messages. Collective
-    over all trainer ranks.
+    """Accumulate and apply the gradients. `statistics` names the entries that `loss` returns, `rate_flag` is for
+    messages. Collective over all trainer ranks.
 
-    `before_move` runs when the gradients stand and the weights do not move yet; it may raise, on every rank alike.
+    `before_move` is called when the gradients are complete and the weights have not moved; it may raise, on every rank
+    alike.
 
     A loss or gradient norm that is not finite raises on every rank, before the weights move.
     """
@@ -100,8 +101,8 @@ def accumulate(
     is_first: bool = True,
     is_last: bool = True,
 ) -> list[Tensor]:
-    """Forward and backward of a step or of an early batch of one: this rank's statistics, one [S] a pack. Collective
-    over all trainer ranks."""
+    """Run forward and backward of a step, or of an early batch of one. Return this rank's statistics, one [S] a pack.
+    Collective over all trainer ranks."""
     numbers = step.micro_batches[backend.place.dp_rank]
     holds_tokens = backend.place.holds_tokens
     with span("forward_backward", step=name):
@@ -131,8 +132,8 @@ def apply_step(
     rate_flag: str = "--lr",
     before_move: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Apply the gradients that stand. `shares`: statistics of this rank's packs; `scale`: a factor for the sum of each,
-    `of_gradients`: one for the gradients. The rest as in `optimizer_step`."""
+    """Apply the accumulated gradients. `shares`: statistics of this rank's packs; `scale`: a factor for the sum of
+    each, `of_gradients`: one for the gradients. The rest as in `optimizer_step`."""
     numbers = step.micro_batches[backend.place.dp_rank]
     sums = _sum_over_replicas(shares, len(statistics), backend)
     totals = [value * factor for value, factor in zip(sums, scale, strict=True)]
@@ -159,15 +160,15 @@ def apply_step(
 
 
 def mean_over_steps(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the steps that have it, names in order of appearance."""
+    """Return the mean of each metric over the steps that have it, names in order of appearance."""
     names = dict.fromkeys(name for entry in metrics for name in entry)
     held = {name: [entry[name] for entry in metrics if name in entry] for name in names}
     return {name: sum(values) / len(values) for name, values in held.items()}
 
 
 def _sum_over_replicas(shares: Sequence[Tensor], count: int, backend: TrainBackend) -> list[float]:
-    """[S] statistics of all packs of all replicas; of each replica one rank speaks. Collective over all trainer
-    ranks."""
+    """Return [S] statistics of all packs of all replicas; one rank of each replica contributes. Collective over all
+    trainer ranks."""
     total_S = torch.zeros(count, dtype=torch.float64, device=backend.device)
     if shares and backend.place.speaks:
         total_S = torch.stack(list(shares)).sum(0)
@@ -178,7 +179,8 @@ def _sum_over_replicas(shares: Sequence[Tensor], count: int, backend: TrainBacke
 def _rows_not_finite(
     numbers: Sequence[Sequence[int]], rows: Mapping[int, TrainRow], shares: Sequence[Tensor]
 ) -> list[str]:
-    """Samples of the micro-batches whose statistics are not finite, over all ranks. Collective; failure path only."""
+    """Return samples of the micro-batches whose statistics are not finite, over all ranks. Collective; called only
+    after a failure."""
     mine = [
         f"row {row} (sample {rows[row].sample_index})"
         for batch, statistics in zip(numbers, shares, strict=bool(shares))
@@ -198,22 +200,23 @@ def row_log_probs(
     batch: BatchConfig,
     rule: SamplingRule | None = None,
 ) -> list[Tensor]:
-    """[R] fp32 on the CPU per row, valid on every rank. Collective like `TrainEngine.forward`; all ranks pass the same
-    rows."""
+    """Return [R] fp32 on the CPU per row, valid on every rank. Collective like `TrainEngine.forward`; all ranks pass
+    the same rows."""
     if not rows:
         return []
-    answers = [logp_R for logps in engine.forward(_cut(rows, batch), rule) for logp_R in logps]
+    found = [logp_R for logps in engine.forward(_cut(rows, batch), rule) for logp_R in logps]
     if dist.get_world_size(backend.replica_group) == 1:
-        return answers
+        return found
     lengths = [row.response_length for row in rows]
-    flat = torch.cat(answers) if backend.place.speaks else torch.zeros(sum(lengths))
+    flat = torch.cat(found) if backend.place.speaks else torch.zeros(sum(lengths))
     flat = flat.to(backend.device)
     dist.all_reduce(flat, group=backend.replica_group)  # the others add zeros: exact
     return list(torch.split(flat.cpu(), lengths))
 
 
 def _cut(rows: Sequence[TrainRow], batch: BatchConfig) -> list[list[TrainRow]]:
-    """Consecutive rows, as many to a micro-batch as training takes: by tokens when that is set, else by rows."""
+    """Split into micro-batches of consecutive rows, of the size that training uses: by tokens when that is set, else by
+    rows."""
     limit = batch.max_tokens_per_gpu if batch.use_dynamic_batch_size else None
     batches: list[list[TrainRow]] = [[]]
     for row in rows:

@@ -24,10 +24,10 @@ def write_hf(
 ) -> None:
     """Consume `stream` into DIRECTORY, in files of at most 4 GiB, with everything but the weights copied from `source`.
 
-    The directory appears complete or not at all: files are written beside it and renamed. A kill at any moment leaves
-    the export before, the new one, or, between two renames, both under other names; the next call puts the old one back
-    before it writes. On an error the stream is still consumed to its end before CheckpointError is raised, so that
-    peers inside its collectives do not wait.
+    The directory appears complete or not at all: files are written beside it and renamed. After a kill at any moment
+    there is the earlier export, the new one, or, between two renames, both under other names; the next call restores
+    the earlier one before it writes. On an error the stream is still consumed to its end before CheckpointError is
+    raised, so that peers inside its collectives do not wait.
     """
     partial, former = directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".former")
     try:
@@ -52,7 +52,7 @@ def write_hf(
 
 
 def _recover(directory: Path, former: Path) -> None:
-    """What a kill between the two renames, or before the last removal, left behind."""
+    """Restore or remove what a kill between the two renames, or before the last removal, left behind."""
     if former.exists() and not directory.exists():
         former.rename(directory)
     shutil.rmtree(former, ignore_errors=True)
@@ -66,18 +66,18 @@ def _write_tensors(directory: Path, stream: Iterator[tuple[str, Tensor]], metada
         for meta in metas:
             hf_name, tensor = next(stream)
             assert hf_name == meta.name, (hf_name, meta.name)
-            tensors[hf_name] = tensor.detach().cpu().clone()  # whole and alone: safetensors refuses shared storage
+            tensors[hf_name] = tensor.detach().cpu().clone()  # a contiguous copy: safetensors refuses shared storage
             total_bytes += tensors[hf_name].nbytes
         save_file(tensors, str(directory / name), metadata={"format": "pt"})
     if len(files) > 1:
         weight_map = {meta.name: name for name, metas in files.items() for meta in metas}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    assert next(stream, None) is None, "the export goes on after the last tensor of its metadata"
+    assert next(stream, None) is None, "the export continues after the last tensor of its metadata"
 
 
 def _plan_files(metadata: Sequence[TensorMeta]) -> dict[str, list[TensorMeta]]:
-    """File name -> its tensors, in export order."""
+    """Return file name -> its tensors, in export order."""
     shards: list[list[TensorMeta]] = [[]]
     used = 0
     for meta in metadata:
@@ -92,7 +92,7 @@ def _plan_files(metadata: Sequence[TensorMeta]) -> dict[str, list[TensorMeta]]:
 
 
 def _copy_companions(directory: Path, source: Path, *, dtype: str) -> None:
-    """config.json with the dtype of these weights, and the tokenizer's files as they are."""
+    """Write config.json with the dtype of these weights, and copy the tokenizer's files."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, directory / file.name)

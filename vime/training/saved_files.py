@@ -1,4 +1,4 @@
-"""Size and hash of what a rank wrote into a checkpoint, taken on the machine that wrote it."""
+"""Size and hash of what a rank wrote into a checkpoint, computed on the machine that wrote it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vime.utils.hashing import hash_file
 from vime.utils.manifest import Entry
 
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-"""What torch's distributed checkpoint, with which both backends write, calls a file of rank (1)."""
+"""The file name pattern of rank (1) in torch's distributed checkpoint, which both backends use."""
 
 
 def hash_files(
     directory: Path, roles: Iterable[Role], pending: Iterable[PendingSave], *, rank: int
 ) -> dict[str, Entry]:
-    """Of RANK's files of those of its roles that learn, by their names below DIRECTORY, which is complete; rank 0 has
-    the tables of contents too. What PENDING, which has ended, did not hash on its way to the disk is read: the bytes
-    are in this machine's memory still, so that no network has to bring them back."""
+    """Return size and hash of RANK's files of the roles that learn, by their names below DIRECTORY, which is complete;
+    rank 0 also returns those of the tables of contents. Files that PENDING, which has ended, did not hash while writing
+    are read: their bytes are still in this machine's memory, so no network has to fetch them."""
     known = {path: entry for save in pending for path, entry in save.hashes.items()}
     entries: dict[str, Entry] = {}
     try:

@@ -16,15 +16,15 @@ from vime.training.columns import RETURN, VALUE
 from vime.types import StepPlan
 
 VALUE_STATISTICS = ("value_loss", "value_clipfrac", "value_mean", "target", "target_square", "error", "error_square")
-"""The vector that is added up over packs and ranks, in order. The first is reduced like the policy's loss; the others
-are means over the trainable tokens of the step: of the value and the return (target), and of return minus value."""
+"""The vector that is summed over packs and ranks, in order. The first is reduced like the policy's loss; the others are
+means over the trainable tokens of the step: of the value and the return (target), and of return minus value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
     """`protocols.PackLoss` of a model with a value head; denominators as in `policy_loss.PolicyLoss`.
 
-    The columns VALUE (at the start of the round, what the advantages were made of) and RETURN are constants.
+    The columns VALUE (at the start of the round, used for the advantages) and RETURN are constants.
     """
 
     step: StepPlan
@@ -32,7 +32,8 @@ class ValueLoss:
     per_token: bool
 
     def __call__(self, value_T: Tensor, entropy_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """(loss scalar with graph, statistics [S] float64 in the order of VALUE_STATISTICS). Entropies are not read."""
+        """Return (loss scalar with graph, statistics [S] float64 in the order of VALUE_STATISTICS). Entropies are
+        unused."""
         old_value_T, return_T = batch.extra_T[VALUE], batch.extra_T[RETURN]
         loss_T, is_clipped_T = value_loss(value_T, old_value_T, return_T, value_clip=self.value_clip)
         loss = reduce_loss(
@@ -49,12 +50,12 @@ class ValueLoss:
         return loss, torch.stack(shares)
 
     def _token_mean(self, value_T: Tensor, batch: PackedBatch) -> Tensor:
-        """This pack's share of the mean over the trainable tokens of the step."""
+        """Return this pack's share of the mean over the trainable tokens of the step."""
         return torch.where(batch.mask_T > 0, value_T.double(), 0.0).sum() / max(self.step.num_tokens, 1)
 
 
 def value_metrics(totals: Sequence[float]) -> dict[str, float]:
-    """Metrics of one step of the critic from the sums over all packs and ranks; the same on every rank.
+    """Return the metrics of one step of the critic from the sums over all packs and ranks; the same on every rank.
 
     The explained variance is left out of a step whose returns are all equal.
     """

@@ -1,4 +1,4 @@
-"""`TrainWorker`: the roles that one trainer rank plays, and a round of training with them."""
+"""`TrainWorker`: the roles that run on one trainer rank, and a round of training with them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, StepPlan
 
 
 class TrainWorker:
-    """One rank's engines, one per role, and everything they do together.
+    """One rank's engines, one per role, and the calls that use them together.
 
     Every method is collective over all trainer ranks unless it says otherwise. The order in which engines are built and
     called is fixed here, so no two ranks can disagree on it. `rows` are by row number: at least those that the plan
     gives to this data-parallel index.
     """
 
-    actor: TrainEngine  # the policy: trained, published and exported; absent where it is not played
+    actor: TrainEngine  # the policy: trained, published and exported; absent on ranks of other roles
 
     def __init__(
         self, config: Config, backend: TrainBackend, *, total_steps: int, roles: Sequence[Role] | None = None
     ) -> None:
-        """`total_steps`: optimizer steps of the whole run. `roles`: those played here, empty for all that
-        share the policy's ranks; columns of the others are given to `compute_columns`."""
+        """`total_steps`: optimizer steps of the whole run. `roles`: those that run here, empty for all that share the
+        policy's ranks; columns of the others are given to `compute_columns`."""
         self._config = config
         self.backend, self.place = backend, backend.place
         played = shared_roles(config) if roles is None else roles
@@ -61,20 +61,20 @@ class TrainWorker:
     def train_round(
         self, plan: RoundPlan, rows: Mapping[int, TrainRow], judge: Judge | None = None
     ) -> dict[str, float]:
-        """A round of which every role is played here: columns, then every optimizer step of the plan."""
+        """Train a round of which every role runs here: columns, then every optimizer step of the plan."""
         return self.update(plan, rows, self.compute_columns(plan, rows), judge)
 
     def update(
         self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns, judge: Judge | None = None
     ) -> dict[str, float]:
-        """Every optimizer step of the models that learn here; metrics are the same on every rank. `judge`: how far
-        trainer and engine may differ (empty: measured, not judged)."""
+        """Run every optimizer step of the models that learn here; metrics are the same on every rank. `judge`: how far
+        trainer and engine may differ (empty: measured, never refused)."""
         check_delivered(plan, rows, dp_rank=self.place.dp_rank)
         metrics = {
             "train/num_tokens": float(sum(step.num_tokens for step in plan.steps)),
             "train/num_samples": float(sum(step.num_samples for step in plan.steps)),
         }
-        # the policy first: LogprobMismatch refuses its first step, and then nothing at all has moved
+        # the policy first: LogprobMismatch refuses its first step, and then no weight has moved at all
         if Role.ACTOR in self.engines:
             metrics |= self.update_actor(plan, rows, columns, judge)
         if Role.CRITIC in self.engines:
@@ -82,8 +82,9 @@ class TrainWorker:
         return metrics
 
     def compute_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow], given: Columns | None = None) -> Columns:
-        """Every column that the losses read besides those of the rows: forward passes of the roles played here over the
-        whole round, what other workers computed (`given`), then what is made of them. Where the policy is played."""
+        """Return every column that the losses read besides those of the rows: forward passes of the roles that run here
+        over the whole round, what other workers computed (`given`), and what is derived from them. Called where the
+        policy runs."""
         algo, place = self._config.algo, self.place
         computed = self.forward_columns(plan, rows)
         mine = plan.rows_of(place.dp_rank) if place.holds_tokens else ()
@@ -95,7 +96,7 @@ class TrainWorker:
         return {**columns, **advantages, **staleness_columns(plan.rollout_id, rows, plan.rows_of(place.dp_rank))}
 
     def forward_columns(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> Columns:
-        """The column of each role played here beside the policy: what a worker without the policy has to give. While
+        """Return the column of each role that runs here beside the policy, for the worker that has the policy. While
         the policy does not move only --kl-coef reads the reference."""
         check_delivered(plan, rows, dp_rank=self.place.dp_rank)
         is_read = policy_moves(plan, self._config) or self._config.algo.kl_coef > 0
@@ -109,19 +110,21 @@ class TrainWorker:
         return columns
 
     def compute_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
-        """log p of the present policy, [R] by row number; empty where no tokens are held. Collective like `forward`."""
+        """Return log p of the present policy, [R] by row number; empty on ranks without tokens. Collective like
+        `forward`."""
         return forward_column(self.actor, plan, rows, dp_rank=self.place.dp_rank)
 
     def compute_ref_log_prob(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
-        """The same of the reference model."""
+        """Return the same of the reference model."""
         return forward_column(self.engines[Role.REFERENCE], plan, rows, dp_rank=self.place.dp_rank)
 
     def compute_values(self, plan: RoundPlan, rows: Mapping[int, TrainRow]) -> dict[int, Tensor]:
-        """The return that the critic predicts before each response token."""
+        """Return the critic's prediction of the return before each response token."""
         return forward_column(self.engines[Role.CRITIC], plan, rows, dp_rank=self.place.dp_rank)
 
     def update_critic(self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns) -> dict[str, float]:
-        """Every optimizer step of the critic, towards the column RETURN; means over the steps, the last step's rate."""
+        """Run every optimizer step of the critic, towards the column RETURN; means over the steps, the last step's
+        rate."""
         engine, per_token = self.engines[Role.CRITIC], self._config.algo.calculate_per_token_loss
         metrics: list[dict[str, float]] = []
         for number, step in enumerate(_passes(plan, self._config.algo)):
@@ -143,13 +146,13 @@ class TrainWorker:
     def update_actor(
         self, plan: RoundPlan, rows: Mapping[int, TrainRow], columns: Columns, judge: Judge | None = None
     ) -> dict[str, float]:
-        """Every optimizer step of the policy, none in a round of the critic alone. LogprobMismatch before a move.
+        """Run every optimizer step of the policy; none in a round of the critic alone. LogprobMismatch before a move.
 
         Metrics are means over the steps of the round that have them (a bucket of staleness may be empty); the rate is
         the last step's.
         """
         algo, moves = self._config.algo, policy_moves(plan, self._config)
-        is_sampled = algo.loss_type != "sft_loss"  # else the answers carry no log-probabilities of an engine
+        is_sampled = algo.loss_type != "sft_loss"  # otherwise the completions carry no log-probabilities of an engine
         check = MismatchCheck(rows, judge or Judge(version=plan.rollout_id), self.backend, is_open=is_sampled)
         if OLD_LOGP in columns:
             check.compare(columns[OLD_LOGP])
@@ -182,8 +185,8 @@ class TrainWorker:
         return {**mean_over_steps(metrics), "train/lr": metrics[-1]["train/lr"], **check.metrics()}
 
     def log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule | None = None) -> list[Tensor]:
-        """log p of each row's response tokens under the policy, [R] fp32 on the CPU, at the sampling temperature or
-        under `rule`, valid on every rank.
+        """Return log p of each row's response tokens under the policy, [R] fp32 on the CPU, at the sampling temperature
+        or under `rule`, valid on every rank.
 
         Collective over the replica; its ranks pass the same rows. With expert parallelism or shards over all trainer
         ranks, and all pass the same rows, because they compute each other's parts.
@@ -191,38 +194,38 @@ class TrainWorker:
         return row_log_probs(self.actor, self.backend, rows, batch=self._config.batch, rule=rule)
 
     def save(self, directory: Path, *, in_background: bool = False) -> list[PendingSave]:
-        """Every model that learns, with optimizer, schedule and random states, into a new DIRECTORY; one handle each
-        for the bytes that are still on their way."""
+        """Save every model that learns, with optimizer, schedule and random states, into a new DIRECTORY. Return one
+        handle for each model whose bytes are still being written."""
         return [
             engine.save(role_folder(directory, role), in_background=in_background)
             for role, engine in _learning(self.engines)
         ]
 
     def load(self, directory: Path) -> None:
-        """Inverse of `save`, also from another parallel layout."""
+        """Load what `save` wrote, also from another parallel layout."""
         for role, engine in _learning(self.engines):
             folder = role_folder(directory, role)
             if directory.is_dir() and not folder.is_dir():
                 raise CheckpointError(
                     f"--load {directory}: holds no {role}: it was written with another --advantage-estimator. Load one "
-                    "of this, or start anew from its --save-hf export (--hf-checkpoint)."
+                    "of this, or start a new run from its --save-hf export (--hf-checkpoint)."
                 )
             engine.load(folder)
 
     def sleep(self) -> None:
-        """Give back the device memory of every engine; values and random states stay."""
+        """Free the device memory of every engine; values and random states stay."""
         for engine in self.engines.values():
             engine.sleep()
 
     def wake_up(self) -> None:
-        """Inverse of `sleep`."""
+        """Undo `sleep`."""
         for engine in self.engines.values():
             engine.wake_up()
 
 
 def _passes(plan: RoundPlan, algo: AlgoConfig) -> Sequence[StepPlan]:
-    """The steps of the round in their order, --num-ppo-epochs times. Not shuffled: rows would move to other steps, and
-    the denominators are the plan's."""
+    """Return the steps of the round in their order, --num-ppo-epochs times. They are not shuffled: rows would move to
+    other steps, and the denominators are the plan's."""
     return plan.steps * algo.num_ppo_epochs
 
 
@@ -231,7 +234,7 @@ def _learning(engines: Mapping[Role, TrainEngine]) -> list[tuple[Role, TrainEngi
 
 
 def _load_custom_loss(config: Config) -> CustomLoss | None:
-    """--custom-loss-path, bound to the configuration; its signature is checked again in this process."""
+    """Load --custom-loss-path, bound to the configuration; its signature is checked again in this process."""
     path = config.algo.custom_loss_path
     if path is None:
         return None

@@ -15,7 +15,6 @@ from vime.types import EngineError, WaitTimeoutError
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-@ray.remote(num_cpus=0, max_concurrency=2)
 class Stub:
     """Both an engine's and the router's actor. The index says what is wrong with it."""
 
@@ -32,7 +31,6 @@ class Stub:
             time.sleep(600)
 
 
-@ray.remote(num_cpus=0)
 class RouterThatWaits:
     """As the real one does for engines that do not answer."""
 
@@ -58,7 +56,7 @@ def start(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Engines]]:
     yield started
     for engines in made:
         for actor in [*engines._actors, *([engines._router] if engines._router else [])]:
-            ray.kill(actor)
+            actor.kill()
 
 
 def check_until_raised(engines: Engines, deadline_s: float = 60, **how: bool) -> None:

@@ -35,11 +35,10 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def client(ray_cluster, tmp_path):
-    import ray
 
     client = LedgerClient.start(tmp_path, RULES, run_id=tmp_path.name, deadline_s=DEADLINE_S)
     yield client
-    ray.kill(client._handle)
+    client._actor.kill()
 
 
 def kill(client):

@@ -30,6 +30,7 @@ from vime.types import EngineReport, MismatchError, SamplingRule, VersionSpan
 from vime.weights.versions import VersionLedger
 
 SERVING, TRAINED, R = 3, 4, 8
+TICKET: Any = object()  # nobody reads rows here
 
 
 class Ranks:
@@ -105,7 +106,7 @@ def mismatch() -> MeasuredMismatch:
 
 
 def generated(**kind: Any) -> GeneratedRound:
-    return GeneratedRound(rollout_id=TRAINED, ticket=None, metrics={}, probe=(row(**kind),))
+    return GeneratedRound(rollout_id=TRAINED, ticket=TICKET, metrics={}, probe=(row(**kind),))
 
 
 def test_a_sound_round_is_trained_once(tmp_path: Path, engine: FakeEngine) -> None:

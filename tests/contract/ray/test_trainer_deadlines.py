@@ -4,7 +4,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import ray
 
 from vime.config.parse import parse
 from vime.ray import trainers as trainers_module
@@ -17,14 +16,13 @@ FLAGS = ["--device", "cpu", "--actor-num-gpus-per-node", "2", "--distributed-tim
 FLAGS += ["--train-timeout-secs", "7000"]
 
 
-@ray.remote(num_cpus=0, max_concurrency=3)
 class Stub:
     """A rank whose publish goes on until `release`."""
 
     def __init__(self, _config, rank: int, _run_dir, _address, _roles) -> None:
         self._rank, self._released, self._is_publishing = rank, threading.Event(), False
 
-    def address(self):
+    def meeting_place(self):
         return "127.0.0.1", 1
 
     def start(self, *_) -> None:
@@ -75,7 +73,7 @@ def test_each_wait_has_its_own_deadline(trainers, monkeypatch) -> None:
     trainers.start(1)
     trainers.wait_ready()
     trainers.save(Path("unused"))
-    trainers._policy.call("release")
+    trainers._policy.call(Stub.release)
     trainers.publish(1, [])
     assert waited == {
         "trainer rank 0 to be placed": 300,  # --start-timeout-secs
@@ -106,7 +104,7 @@ def test_a_save_does_not_begin_beside_a_publish_that_was_given_up(trainers) -> N
     with pytest.raises(EngineError):
         trainers.publish(1, [], poll)
     for actor in trainers._policy._actors:
-        actor.release.remote()
+        actor.ask(Stub.release)
     trainers.save(Path("unused"))  # the stub asserts
 
 

@@ -218,7 +218,7 @@ class TestFailures:
             ({"logprobs": None}, "2 tokens with 0 log-probabilities"),
             ({"weight_versions": None}, "weight_versions cover 0 of 2 tokens"),
             ({"weight_versions": [{"version": "abc", "start": 0, "end": 2}]}, "abc"),
-            ({"finish_reason": "tired"}, "ended an answer with 'tired'"),
+            ({"finish_reason": "tired"}, "ended a completion with 'tired'"),
             ({"token_ids": [1, 2.5]}, r"Expected `int`, got `float` - at `\$.choices\[0\].token_ids\[1\]`"),
             ({"token_ids": "12"}, "Expected `array \\| null`, got `str`"),
             ({"index": None}, "Expected `int`, got `null`"),
@@ -327,4 +327,4 @@ class TestHalt:
         with ScriptedEngine(lambda _: Hang()) as engine:
             engine.workers = None
             asyncio.run(run(engine))
-        assert "does not say which engines there are" in caplog.text
+        assert "does not list its engines" in caplog.text

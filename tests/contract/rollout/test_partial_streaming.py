@@ -1,4 +1,4 @@
-"""--partial-rollout in mode streaming: tokens of aborted answers wait in the spool and are gone on with, once each."""
+"""--partial-rollout in mode streaming: tokens of aborted completions wait in the spool and are continued, each once."""
 
 from tests.helpers.scripted_engine import Held, Reply, ScriptedEngine
 from tests.helpers.streaming import LETTER, Streaming, groups_of, wait_until

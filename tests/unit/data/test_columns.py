@@ -19,7 +19,7 @@ def test_every_optional_column_may_be_requested_and_so_may_a_name_that_nobody_kn
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("tokens", "is always stored"), ("raw_reward", "is always carried"), ("a-b", "no name of")]
+    ("name", "reason"), [("tokens", "is always stored"), ("raw_reward", "is always stored"), ("a-b", "no name of")]
 )
 def test_a_field_that_cannot_be_requested_is_refused_before_start(name, reason):
     with pytest.raises(ConfigError, match=f"--transfer-queue-extra-data-fields '?{name}'?: .*{reason}"):

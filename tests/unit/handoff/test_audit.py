@@ -144,7 +144,7 @@ BREACHES = [
     (
         "spool",
         "update prompt_group set partial_checksum = 1 where state = 'retry'",
-        "goes on from tokens that cannot be",
+        "continues tokens that cannot be",
     ),
     ("eval", "update prompt_group set state = 'trained', round = 2 where partition = 2", "trained in round 2; only"),
     ("eval", tell("leased", 0, 1, partition=2, round_id=3, note="3"), "leased for training in round 3"),

@@ -228,7 +228,7 @@ def test_receipts_that_are_gone_cut_or_damaged_are_named(run: Path) -> None:
     path.write_bytes(b"".join([*lines[:2], lines[2].replace(b",4,", b",5,", 1), lines[3]]))
     assert any("line 3 is damaged" in line for line in breaches(look(run)))
     path.unlink()
-    assert any("is not there: nobody can say what the trainer stepped on" in line for line in breaches(look(run)))
+    assert any("is not there: what the trainer stepped on is unknown" in line for line in breaches(look(run)))
 
 
 def test_a_ledger_that_was_told_of_a_round_that_no_rank_stepped_on_is_named(run: Path) -> None:
@@ -272,7 +272,7 @@ def test_without_a_ledger_the_events_know_which_receipts_there_were(run: Path) -
     path.write_bytes(b"\xff\xfe")  # less than a line
     assert [line.split(": ")[1] for line in found()] == ["round 0", "round 1", "round 2"]
     path.unlink()
-    assert any("is not there: nobody can say what the trainer stepped on" in line for line in found())
+    assert any("is not there: what the trainer stepped on is unknown" in line for line in found())
 
 
 def test_rounds_from_before_there_were_receipts_are_not_found_fault_with(run: Path) -> None:

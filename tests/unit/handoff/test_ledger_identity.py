@@ -67,7 +67,7 @@ def test_the_mark_of_another_ledger_is_refused_by_its_id(tmp_path: Path) -> None
     ledger = open_ledger(tmp_path / "run")
     assert mark.sequence == other.sequence
     with pytest.raises(
-        LedgerFileError, match=f"is ledger {other.ledger_id}, and the checkpoint belongs to.*{mark.ledger_id}"
+        LedgerFileError, match=f"is ledger {other.ledger_id}, but the checkpoint belongs to.*{mark.ledger_id}"
     ):
         ledger.rounds.restore(0, has_all, mark)
     ledger.close()

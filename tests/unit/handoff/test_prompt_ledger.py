@@ -43,7 +43,7 @@ def test_prompts_are_issued_in_order_and_never_more_than_the_slots(ledger):
     assert numbers(first.prompts) == [(group, 1) for group in range(5)]
     assert numbers(second.prompts) == [(5, 1), (6, 1), (7, 1)]  # 8 slots
     assert third.prompts == ()
-    assert "8 groups are under way" in third.waits_for
+    assert "8 groups hold one" in third.waits_for
 
 
 def test_a_repeated_request_gets_the_same_prompts(ledger):

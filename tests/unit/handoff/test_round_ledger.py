@@ -226,7 +226,7 @@ def test_after_a_restart_rounds_behind_the_checkpoint_are_the_same_groups_in_the
     report = ledger.rounds.restore(0, has_all)
     assert (report.replayed_rounds, report.reissued, report.regenerated) == ((1, 2, 3), (a,), ())
     # 6 replayed groups hold 6 slots: the retried prompt waits, or weights 1 would sample it for round 4
-    assert "6 groups are under way and 1 to be retried" in ledger.prompts.issue("p", 1, request="x").waits_for
+    assert "6 groups hold one and 1 to be retried" in ledger.prompts.issue("p", 1, request="x").waits_for
     for round_id, expected in ((1, seen[1]), (2, seen[2]), (3, leased)):
         found = lease(ledger, round_id)
         assert groups_of(found) == expected

@@ -91,7 +91,7 @@ def test_a_known_record_that_is_cut_off_is_refused_unless_a_power_cut_may_tear_i
             check(run)
         with caplog.at_level(logging.WARNING):
             check(run, may_be_torn=True)
-        assert "group train/2#1. It is answered again (--transferqueue-fsync never)" in caplog.text
+        assert "group train/2#1. It is generated again (--transferqueue-fsync never)" in caplog.text
 
 
 def test_a_record_that_the_ledger_never_heard_of_may_be_cut_off_at_any_byte(run: Path) -> None:

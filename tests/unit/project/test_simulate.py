@@ -99,7 +99,7 @@ def test_more_workers_bring_more_tokens_until_the_knee_and_none_behind_it() -> N
 
 
 def test_the_knee_of_one_worker_is_the_worker() -> None:
-    _, [first] = knees(Run(workers=1), most=512, count=1, fewest=128)
+    _, [first] = knees(Run(workers=1, rounds=4), most=512, count=1, fewest=128)
     assert (first.full, first.cause, first.without) == ("coordinator", "coordinator", ())
     assert 256 <= first.engines <= 512
 

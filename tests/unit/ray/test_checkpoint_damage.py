@@ -15,7 +15,7 @@ from vime.config.parse import parse
 from vime.ray import checkpoint_damage, launch
 from vime.ray.checkpoint import LATEST, RunState, save_checkpoint
 from vime.ray.checkpoint_damage import doubts, refuse_any_damage, refuse_damage
-from vime.ray.trainers import Trainers
+from vime.ray.trainers import TrainerActor, Trainers
 from vime.types import CheckpointError, EngineError
 from vime.utils.manifest import MANIFEST, compare_hashes
 
@@ -53,7 +53,7 @@ class InProcess:
         return self._num_ranks
 
     def call(self, method: Any, *arguments: Any) -> list[Any]:
-        if method == "load":
+        if method is TrainerActor.load:
             self.num_loads += 1
             return [None] * len(self)
 

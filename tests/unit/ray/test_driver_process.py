@@ -101,7 +101,7 @@ def test_a_run_keeps_as_many_checkpoints_as_asked_and_the_one_it_was_loaded_from
     components = Components(config, tmp_path, parts, watchers, VersionLedger(), start)
     rounds = list(components.rounds())
     for rollout_id in rounds:
-        components.train(SimpleNamespace(rollout_id=rollout_id, ticket=None, work=None, cursor={}, num_begun=0))
+        components.train(SimpleNamespace(rollout_id=rollout_id, ticket=object(), work=None, cursor={}, num_begun=0))
         components.save_if_due(rollout_id)
     assert rounds == [2, 3, 4, 5]
     kept = sorted(path.name for path in tmp_path.glob("iter_*"))

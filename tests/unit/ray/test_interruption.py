@@ -20,6 +20,7 @@ from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
 from vime.ray import engines, launch, rollout_manager
+from vime.ray.actor import Actor
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.components import Components, Parts, Watchers
 from vime.ray.interrupts import Interrupts
@@ -43,6 +44,7 @@ from vime.weights.versions import VersionLedger
 
 FIRST_PROGRAM: Any = SimpleNamespace(loss=None, is_alone=True, adopt_orphans=lambda: None)
 WRITTEN = SimpleNamespace(wait=lambda _name, _deadline_s: {})
+TICKET: Any = object()  # nobody reads rows here
 
 
 class FakeTrainers:
@@ -119,7 +121,7 @@ def test_a_save_is_promised_from_the_first_step_of_a_round_until_it_is_saved(
     monkeypatch.setattr(
         components.parts.trainers, "train", lambda *_, **__: seen.append(components.has_work()) or trained
     )
-    components.train(GeneratedRound(rollout_id=0, ticket=None, metrics={}))
+    components.train(GeneratedRound(rollout_id=0, ticket=TICKET, metrics={}))
     assert seen == [True]
     assert components.has_work()
     components.save()
@@ -162,8 +164,8 @@ def test_servers_of_a_start_that_ends_are_waited_for_together(
     fleet = engines.Engines.__new__(engines.Engines)
     fleet.addresses = []
     fleet._router, fleet._actors = (
-        SimpleNamespace(stop=SimpleNamespace(remote=lambda: "router")),
-        [SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine"))],
+        Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "router"))),
+        [Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine")))],
     )
     fleet.stop(grace_s)
     assert seen == waited
@@ -188,7 +190,7 @@ def test_a_round_that_was_trained_is_booked_when_the_interruption_comes_before_i
         for rollout_id in components.rounds():
             if rollout_id == 2:
                 raise Interrupted("generation")
-            components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            components.train(GeneratedRound(rollout_id=rollout_id, ticket=TICKET, metrics={}))
             if rollout_id == 1:
                 raise Interrupted("evaluation")
 
@@ -210,7 +212,7 @@ def train_then_raise(error: Exception, *, rounds: int) -> launch.Schedule:
         for rollout_id in components.rounds():
             if rollout_id == rounds:
                 raise error
-            components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            components.train(GeneratedRound(rollout_id=rollout_id, ticket=TICKET, metrics={}))
             components.save_if_due(rollout_id)
             components.publish()
 
@@ -337,7 +339,7 @@ def test_weights_in_the_middle_of_a_round_are_not_saved(components: Components) 
         for rollout_id in components.rounds():
             if rollout_id == 3:
                 trainers.faults["train"] = ClusterError("rank 1 died")
-            components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+            components.train(GeneratedRound(rollout_id=rollout_id, ticket=TICKET, metrics={}))
             components.save_if_due(rollout_id)
 
     end = launch._drive(components, schedule)
@@ -487,7 +489,7 @@ def test_rare_updates_still_serve_what_the_last_round_trained(tmp_path: Path) ->
     components.parts.engines = engines
     components.publish()
     for rollout_id in components.rounds():
-        components.train(GeneratedRound(rollout_id=rollout_id, ticket=None, metrics={}))
+        components.train(GeneratedRound(rollout_id=rollout_id, ticket=TICKET, metrics={}))
         components.publish()
     # version 0 at start, 2 because the interval is over, 3 because it is the last
     assert components.parts.trainers.published == [0, 2, 3]  # type: ignore[union-attr]
@@ -508,6 +510,6 @@ def test_a_replayed_run_evaluates_without_a_data_source(tmp_path: Path, monkeypa
         "--rollout-function-path",
         f"{plugin}:generate_rollout",
     ]
-    manager = rollout_manager.RolloutManager.__ray_metadata__.modified_class(parse(flags), str(tmp_path), None)
+    manager = rollout_manager.RolloutManager(parse(flags), str(tmp_path), None)
     assert manager.prepare().num_prompts == 0
     assert manager.evaluate(0) == {"eval/own/reward_mean": 0.5}

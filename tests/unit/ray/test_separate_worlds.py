@@ -28,18 +28,18 @@ def test_every_world_computes_before_one_is_waited_for(
         def __init__(self, _config: Any, _run_dir: Path, _address: Any, roles: tuple[Role, ...]) -> None:
             self.role = roles[0]
 
-        def begin(self, method: str, *_: Any) -> Callable[[], list[Any]]:
+        def begin(self, method: Callable[..., Any], *_: Any) -> Callable[[], list[Any]]:
             order.append(f"{self.role} begins")
 
             def wait() -> list[Any]:
                 order.append(f"{self.role} ends")
                 if self.role in broken:
-                    raise ClusterError(f"{self.role} ranks to {method}: died")
+                    raise ClusterError(f"{self.role} ranks to {method.__name__}: died")
                 return [{str(self.role): {0: 1.0}}]
 
             return wait
 
-        def call(self, _method: str, *arguments: Any) -> list[Any]:
+        def call(self, _method: Callable[..., Any], *arguments: Any) -> list[Any]:
             given = arguments[3]
             assert given == {"reference": {0: 1.0}, "teacher": {0: 1.0}}
             # two replicas that hold three rows and one row: peaks are compared, staleness is pooled

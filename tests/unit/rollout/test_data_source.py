@@ -308,7 +308,7 @@ def test_a_prompt_with_an_id_beyond_the_embedding_is_refused_with_its_line(tmp_p
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 20}))
     data = write_jsonl(tmp_path / "z.jsonl", [{"input": "a"}, {"input": "z"}])  # a is 5, z is 30
-    with pytest.raises(DataError, match=r"z.jsonl:2: the prompt has token id 30 .* has 20 rows"):
+    with pytest.raises(DataError, match=r"z.jsonl:2: the prompt has token id 30, but the embedding .* has 20 rows"):
         RolloutDataSource(make_args("--hf-checkpoint", model, "--prompt-data", data))
 
 

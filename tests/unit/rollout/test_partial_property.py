@@ -1,4 +1,4 @@
-"""Whatever is cut, stored and gone on with, and whenever weights move: each token is there once, with its version."""
+"""Whatever is cut, stored and continued, and whenever weights move: each token is there once, with its version."""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Which answers of a cut group are gone on with, which begin anew, and which tokens leave the loss."""
+"""Which completions of an aborted group are continued, which begin again, and which tokens leave the loss."""
 
 import asyncio
 

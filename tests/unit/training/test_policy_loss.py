@@ -185,7 +185,7 @@ def test_a_custom_loss_sees_constants_and_answers_every_token() -> None:
     loss, _ = PolicyLoss(AlgoConfig(loss_type="custom_loss"), STEP, custom)(LOGP, torch.zeros(5), packed())
     assert float(loss) == pytest.approx((3 - 6) / 2)
     assert set(seen) == {"advantage", "old_logp", "rollout_logp", "mask"}
-    with pytest.raises(PluginError, match=r"answered \(\), expected a tensor of shape \(5,\)"):
+    with pytest.raises(PluginError, match=r"returned \(\), expected a tensor of shape \(5,\)"):
         PolicyLoss(AlgoConfig(loss_type="custom_loss"), STEP, lambda *_: LOGP.sum())(LOGP, torch.zeros(5), packed())
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import pytest
 
 from vime.data.payload import bytes_to_samples, samples_to_bytes
@@ -83,3 +85,37 @@ def test_text_of_other_tokens_than_the_rows_is_stored_as_text(sample: Sample) ->
     sample.append_response_tokens([3], [0.0], trainable=False)
     [back] = bytes_to_samples(samples_to_bytes([sample]), decode)
     assert (back.response, DECODED) == ("bc", [[1, 2]])
+
+
+def test_a_plug_in_may_put_an_array_in_the_place_of_the_tokens(sample: Sample) -> None:
+    sample.tokens = np.array(sample.tokens)  # type: ignore[assignment]
+    [back] = bytes_to_samples(samples_to_bytes([sample]), decode)
+    assert (back.tokens, back.response) == ([0, 1, 2], "bc")
+
+
+def test_what_a_plug_in_writes_is_read_back_as_it_is(sample: Sample) -> None:
+    sample.response = None  # type: ignore[assignment]
+    assert sample.response is None
+
+
+@dataclass
+class WithOwnField(Sample):
+    score: float = 0.0
+
+
+@dataclass
+class WithOwnResponse(Sample):
+    response: str = ""
+
+
+@dataclass(slots=True)
+class WithSlots(Sample):
+    score: float = 0.0
+
+
+@pytest.mark.parametrize("kind", [WithOwnField, WithOwnResponse, WithSlots])
+def test_a_plug_ins_own_kind_of_sample_has_the_text_too(sample: Sample, kind: type[Sample]) -> None:
+    other = kind(**{entry.name: getattr(sample, entry.name) for entry in fields(Sample) if entry.name != "response"})
+    assert other.response == ""
+    other.set_pending_text(PendingText([1, 2], decode))
+    assert (other.response, replace(other, index=1).response) == ("bc", "bc")

@@ -112,9 +112,18 @@ def test_the_queue_loads_torch_s_compiler_only_where_something_may_be_compiled(o
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT, env=environment)
 
 
-@pytest.mark.parametrize("said", [{"TORCH_COMPILE_DISABLE": "1"}, {"TORCHDYNAMO_DISABLE": "1"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"TORCH_COMPILE_DISABLE": "1"},
+        pytest.param({"TORCHDYNAMO_DISABLE": "1"}, marks=pytest.mark.nightly),
+        pytest.param({}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_an_engine_s_imports_work_whatever_the_environment_says_of_the_compiler(said: dict[str, str]) -> None:
-    """With TORCH_COMPILE_DISABLE alone, `torch.compile` still asks the compiler for its settings."""
+    """With TORCH_COMPILE_DISABLE alone, `torch.compile` still asks the compiler for its settings. The other two are
+    what engines of a local run and of a joined cluster are told in tests/e2e."""
     code = "from vime.backends.vllm_utils import cpu_server\nprint(cpu_server.import_engine().__name__)\n"
     names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     environment = {name: value for name, value in os.environ.items() if name not in names} | said

@@ -78,12 +78,12 @@ class MegatronEngine:
         self._require_awake()
         missing = -len(batches) % self._parallel.micro_batch_multiple
         packs = [pack_rows(batch, self._parallel) for batch in [*batches, *[[]] * missing]]
-        values = forward_values(self._chunks, packs, self._sampling, rule)
-        if not values:
+        packed = forward_values(self._chunks, packs, self._sampling, rule)
+        if not packed:
             return []
         values = [
             [value_T[positions].cpu() for positions in batch.row_slices]
-            for batch, value_T in zip(packs, values, strict=True)
+            for batch, value_T in zip(packs, packed, strict=True)
         ]
         return values[: len(batches)]
 
