@@ -75,7 +75,7 @@ def test_a_warm_start_that_misses_the_window_is_refused_and_writes_nothing(
     guesses = warm_start.Measured(accuracy=0.14, think_share=0.02, accuracy_when_thinking=0.9)
     monkeypatch.setattr(warm_start, "measure", lambda model: guesses)
     recipe = warm_start.WarmStart(steps=2, more_steps=1, most_measurements=2)
-    with pytest.raises(SystemExit, match="nothing is written: it thinks in 2% of its answers, expected 25% to 35%"):
+    with pytest.raises(SystemExit, match="nothing is written: it thinks in 2% of its completions, expected 25% to 35%"):
         warm_start.make_model(tmp_path / "model", recipe, seed=0)
     assert not (tmp_path / "model").exists()
 

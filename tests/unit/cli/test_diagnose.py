@@ -83,7 +83,7 @@ def test_each_recorded_round_is_said_with_cause_evidence_and_what_to_do(
         "round 12, before it was trained: 1.83 nats a token apart (largest 2.5, 6 tokens), expected at most 0.0001",
         "  cause     off-by-one",
         "  evidence  taken as those of the next token, the difference goes from 2.1 to 0",
-        "  next      Align log-probabilities with their tokens: grow answers by Sample.append_response_tokens only.",
+        "  next      Align log-probabilities with their tokens: use Sample.append_response_tokens only.",
     ]
 
 

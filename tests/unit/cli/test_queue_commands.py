@@ -179,7 +179,7 @@ def test_a_run_without_a_ledger_is_refused(tmp_path, capsys, command):
 def test_audit_names_the_checkpoint_whose_bytes_changed(run, capsys):
     checkpoint = run / "checkpoints" / "iter_0000000"
     assert main(["audit", str(run)]) == 0
-    assert "without a manifest, whose bytes nobody can check: iter_0000000" in capsys.readouterr().out
+    assert "without a manifest, whose bytes cannot be checked: iter_0000000" in capsys.readouterr().out
     (checkpoint / "weights").write_bytes(b"aaaa")
     write_manifest(checkpoint, {})
     assert main(["audit", str(run)]) == 0

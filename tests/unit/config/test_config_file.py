@@ -107,7 +107,7 @@ def test_derived_values_survive_json() -> None:
     [
         ("a.toml", "lr = ", "a.toml: is not TOML"),
         ("a.toml", "lr = [1, [2]]", "Expected a list of texts or numbers"),
-        ("a.toml", "lr = 1e-3\n[x]\nlr = 2e-3", "'lr' stands there twice"),
+        ("a.toml", "lr = 1e-3\n[x]\nlr = 2e-3", "'lr' is there twice"),
         ("a.toml", "rollout_batch_size = 'many'", r"a\.toml: --rollout-batch-size: invalid int"),
         ("a.toml", "rollout_batchsize = 4", r"a\.toml: unknown flag --rollout-batchsize.*--rollout-batch-size"),
         ("a.toml", "lr = 2026-11-23", "lr is date"),

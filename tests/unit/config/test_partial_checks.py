@@ -87,7 +87,7 @@ def test_a_generate_function_has_to_say_that_it_can_go_on(resolved, tmp_path: Pa
     (tmp_path / "once.py").write_text(source)
     (tmp_path / "again.py").write_text(source + "generate.resumes = True\n")
     flags = [*SURPLUS, "--max-staleness", "1", "--custom-generate-function-path"]
-    with pytest.raises(ConfigError, match=r"once\.py:generate: it does not say .*resumes = True"):
+    with pytest.raises(ConfigError, match=r"once\.py:generate: it does not declare .*resumes = True"):
         check_plugins(resolved(*flags, f"{tmp_path / 'once.py'}:generate").flat)
     check_plugins(resolved(*flags, f"{tmp_path / 'again.py'}:generate").flat)
     check_plugins(resolved("--custom-generate-function-path", f"{tmp_path / 'once.py'}:generate").flat)

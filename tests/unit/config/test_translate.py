@@ -125,7 +125,7 @@ def test_what_is_always_so_is_accepted_only_where_it_says_so(
     given = ["--attention-dropout", "0.0", "--optimizer", "adam", "--attention-softmax-in-fp32"]
     assert started(model_dir, *given) == started(model_dir)
     assert "--optimizer adam: always so here" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"--attention-dropout 0\.1: there is no dropout, so only 0 can be said"):
+    with pytest.raises(ConfigError, match=r"--attention-dropout 0\.1: there is no dropout, so only 0 is accepted"):
         started(model_dir, "--attention-dropout", "0.1")
     with pytest.raises(ConfigError, match="--optimizer sgd"):
         started(model_dir, "--optimizer", "sgd")
@@ -240,6 +240,6 @@ def test_flags_of_the_queue_that_changed_nothing_any_more_are_accepted_with_a_no
 
 def test_a_joined_value_may_begin_with_a_dash_and_a_word_too_many_is_refused() -> None:
     assert parse(["--rollout-top-k=-1", "--rollout-stop=--end"]).rollout.rollout_stop == ("--end",)
-    assert "--lr 1 2: 2 is too much behind --lr" in refusal("--lr", "1", "2")
-    assert "--bf16 true: true is too much behind --bf16" in refusal("--bf16", "true")
+    assert "--lr 1 2: 2 is too much after --lr" in refusal("--lr", "1", "2")
+    assert "--bf16 true: true is too much after --bf16" in refusal("--bf16", "true")
     assert "train.jsonl: expected a flag in front" in refusal("train.jsonl")

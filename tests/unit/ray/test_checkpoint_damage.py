@@ -114,7 +114,7 @@ def test_the_refusal_names_every_file_what_was_expected_and_the_checkpoints_that
         "model/__0_0.distcp: its bytes changed",
     ):
         assert line in said
-    assert f"Go on with --load {second} instead (whole beside it: iter_0000001, iter_0000000)" in said
+    assert f"Continue with --load {second} instead (whole beside it: iter_0000001, iter_0000000)" in said
 
 
 def test_without_another_whole_checkpoint_the_refusal_says_so(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_cluster_that_does_not_answer_is_said_and_not_waited_for() -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     config = parse(["--device", "cpu", "--ray-address", f"127.0.0.1:{port}"])
-    with pytest.raises(ClusterError, match=rf"--ray-address 127\.0\.0\.1:{port}.*: no Ray cluster answers"):
+    with pytest.raises(ClusterError, match=rf"--ray-address 127\.0\.0\.1:{port}.*: no Ray cluster responds there"):
         start_ray(config)
 
 

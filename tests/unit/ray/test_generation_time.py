@@ -34,8 +34,9 @@ def test_storing_a_round_is_not_in_the_time_of_its_generation(tmp_path: Path, mo
         return "train_0", [[] for _ in groups]
 
     config = parse(["--hf-checkpoint", str(write_model_directory(tmp_path / "model")), "--rm-type", "exact_match"])
-    manager = object.__new__(rollout_manager.RolloutManager.__ray_metadata__.modified_class)
-    manager._config, manager._generate, manager._source, manager._texts = config, generate, None, {}
+    manager = object.__new__(rollout_manager.RolloutManager)
+    source = SimpleNamespace(save=lambda _rollout_id: {})
+    manager._config, manager._generate, manager._source, manager._texts = config, generate, source, {}
     manager._rounds = SimpleNamespace(put=put)
     monkeypatch.setattr(rollout_manager, "time", SimpleNamespace(monotonic=monotonic))
     found = manager._generate_round(0)

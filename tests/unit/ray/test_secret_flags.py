@@ -67,5 +67,5 @@ def test_wandb_s_own_pages_are_no_server(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_key_that_is_missing_is_said() -> None:
-    with pytest.raises(ConfigError, match="--wandb-key: expected one value behind it"):
+    with pytest.raises(ConfigError, match="--wandb-key: expected one value after it"):
         parse_command_line(["--wandb-key", "--use-wandb"])

@@ -52,11 +52,11 @@ class _Swiglu(torch.autograd.Function):
         """d/d up = silu(gate); d/d gate = silu'(gate) up."""
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
-        grad_both = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_both.chunk(2, -1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
         torch.mul(grad, F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_both
+        return grad_gate_up
 
 
 class _RMSNorm(torch.autograd.Function):
