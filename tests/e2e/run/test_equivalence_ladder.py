@@ -85,7 +85,7 @@ def test_the_walk_of_mode_off_is_the_way_of_a_real_round(never_stopped: Finished
 def test_a_page_with_a_step_too_many_or_a_file_too_few_is_found_out(never_stopped: Finished) -> None:
     page = walk.read_page(walk.ROOT / "docs" / "walk-off.md")
     trace = walk.entered(trace_of(never_stopped.run_dir), never_stopped.run_dir, rollout_id=2)
-    swapped = replace(page, steps=(page.steps[-1], *page.steps[:-1]))
+    swapped = replace(page, steps=(*page.steps[1:], page.steps[0]))  # what is first comes last
     assert any("entered only before" in fault for fault in walk.faults(swapped, trace))
     unknown = replace(page, steps=(*page.steps, walk.Step(99, "ray/driver.py", "no_such_function")))
     assert any("never entered" in fault for fault in walk.faults(unknown, trace))
