@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -43,7 +44,7 @@ from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.rollout.worker import PromptsByNumber, RolloutWorker
-from vime.types import ConfigError, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
+from vime.types import ConfigError, PendingText, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import collect_garbage, collect_when_asked
 
@@ -99,6 +100,7 @@ class SampleText:
     response: str
 
 
+MakeText = Callable[[], SampleText]
 MAX_CALLS = 4  # at a time in the RolloutManager
 
 
@@ -113,7 +115,7 @@ class RolloutManager:
         self._events = open_events(self._run_dir, PROCESS)
         sample_recorder.RECORDER.open(self._run_dir, max_bytes=config.tracking.keep_samples_mib << 20)
         self._queue_address, self._engine_key = queue_address, ""
-        self._texts: dict[int, dict[int, SampleText]] = {}  # round -> sample index; of the last rounds only
+        self._texts: dict[int, dict[int, MakeText]] = {}  # round -> sample index; of the last rounds only
         self._taken: dict[int, Sequence[TakenGroup]] = {}  # mode streaming, whose samples lie elsewhere: the same
         self._source: DataSource | None = None  # a run that replays recorded rounds has none
         self._coordinator: RoundCoordinator | None = None  # mode streaming
@@ -242,7 +244,8 @@ class RolloutManager:
             set_custom_rewards(args, facts, lambda: output.samples)
         if not (config.debug.debug_rollout_only or config.debug.load_debug_rollout_data):
             check_versions(facts, rollout_id, config.queue.transferqueue_max_staleness)
-        self._texts[rollout_id] = _texts(output.samples)
+        if config.agreement.on_train_rollout_diff != "ignore":  # else nobody asks for them
+            self._texts[rollout_id] = _texts(output.samples)
         self._texts.pop(rollout_id - 2, None)  # one round trains while the next is generated
         metrics, partition = dict(output.metrics), ""
         handles: list[list[Handle]] = [[] for _ in groups]
@@ -352,7 +355,7 @@ class RolloutManager:
                 if not wanted.isdisjoint(group.facts.rows["sample_index"].tolist())
             ]
             texts = _texts(self._coordinator.samples(groups))
-        return [texts.get(index) for index in indices]
+        return [texts[index]() if index in texts else None for index in indices]
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate with the serving weights; the samples go to RUN_DIR/eval."""
@@ -408,14 +411,19 @@ def _samples(
     return output
 
 
-def _texts(groups: list[list[Sample]]) -> dict[int, SampleText]:
-    return {
-        sample.index: SampleText(
-            prompt=sample.prompt if isinstance(sample.prompt, str) else None, response=sample.response
-        )
-        for group in groups
-        for sample in group
-    }
+def _texts(groups: list[list[Sample]]) -> dict[int, MakeText]:
+    return {sample.index: _make_text(sample) for group in groups for sample in group}
+
+
+def _make_text(sample: Sample) -> MakeText:
+    """Return what makes the sample's text. A text that nobody has read stays token ids until then, 4 bytes each; the
+    sample itself is not held."""
+    prompt = sample.prompt if isinstance(sample.prompt, str) else None
+    pending = vars(sample).get("response")
+    if not isinstance(pending, PendingText):
+        return partial(SampleText, prompt=prompt, response=sample.response)
+    tokens, decode = np.array(pending.tokens, dtype=np.int32), pending.decode
+    return lambda: SampleText(prompt=prompt, response=decode(tokens.tolist()))
 
 
 def _to_be_read(coordinator: RoundCoordinator, group: TakenGroup) -> RoundGroup:
