@@ -33,7 +33,9 @@ THINKING = """{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m
 HEADERS = """{{ '<s>' }}{%- for m in messages %}{%- if m.tool_calls %}<|start|>assistant<|end|>
 
 {{ m.tool_calls[0].function | tojson }}<|eot|>{%- elif m.role == 'tool' %}
-{%- if not (messages[loop.index0 - 1].tool_calls or messages[loop.index0 - 1].role == 'tool') %}{{ raise_exception('no call') }}{%- endif %}<|start|>ipython<|end|>
+{%- set before = messages[loop.index0 - 1] %}
+{%- if not (before.tool_calls or before.role == 'tool') %}{{ raise_exception('no call') }}{%- endif %}
+{{- '<|start|>ipython' }}<|end|>
 
 {{ m.content | trim }}<|eot|>{%- else %}<|start|>{{ m.role }}<|end|>
 
@@ -41,8 +43,8 @@ HEADERS = """{{ '<s>' }}{%- for m in messages %}{%- if m.tool_calls %}<|start|>a
 
 {% endif %}"""
 
-INST = """{{ '<s>' }}{%- for m in messages %}{%- if m.role == 'assistant' %} {{ m.content }}</s>{%- else %}[INST] {{ m.content
-}} [/INST]{%- endif %}{%- endfor %}"""
+INST = """{{ '<s>' }}{%- for m in messages %}{%- if m.role == 'assistant' %} {{ m.content }}</s>{%- else %}
+{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}{%- endfor %}"""
 
 TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "headers": HEADERS, "inst": INST}
 END = {"chatml": "<|im_end|>", "thinking": "<|im_end|>", "headers": "<|eot|>", "inst": "</s>"}

@@ -1,8 +1,8 @@
 """The prompt of an agent's next turn: the recorded tokens as they are, and after them only what is new, rendered.
 
 An agent sends its whole conversation with every request. Rendering it again would not give the tokens that the engine
-sampled: text has several tokenisations, templates drop earlier reasoning, and parsed tool calls are written differently.
-So the assistant's recorded message is replaced by a marker, the template renders the conversation, and what stands after
+sampled: text has several tokenisations, templates drop earlier reasoning, and parsed calls are written differently. So
+the assistant's recorded message is replaced by a marker, the template renders the conversation, and what stands after
 the marker is what the template writes after a message of the assistant. Nothing before the marker is used, therefore a
 template may rewrite earlier turns as it likes.
 """
