@@ -130,9 +130,9 @@ setup(
         # Exact: the weight-transfer API and the generate route of this release are what weights/ and rollout/ speak.
         "gpu": ["vllm==0.32.0", "torch==2.13.0"],
         "dev": [
-            # Ranges: the SDKs of agents, unmodified, in tests/contract/sessions; from these releases on, measured there.
-            "anthropic>=2.12",
-            "openai>=2.54",
+            # Ranges: the SDKs of agents, unmodified; tests/contract/sessions ran with these releases.
+            "anthropic>=2.13",
+            "openai>=3.57",
             "httpx>=0.28",
             "hypothesis>=6.100",
             "mypy>=1.15",

@@ -46,7 +46,7 @@ class World:
     def _answer(self, request: Request) -> Reply:
         prompt = TOKENIZER.decode(request.token_ids)
         asks_for_call = "Tools:" in prompt and "result 3" not in prompt
-        text = CALL if asks_for_call else f"number {request.number}"
+        text = CALL if asks_for_call else f"on the {request.number}"
         ids = [number for character in text for number in TOKENIZER.encode(character)]  # not the tokenizer's own way
         return Reply(token_ids=[*ids, *TOKENIZER.encode("<|im_end|>")], version=str(request.number))
 
@@ -204,7 +204,7 @@ def test_three_turns_are_one_row_token_for_token(
     for turn in range(3):
         messages.append({"role": "user", "content": f"question {turn}"})
         answer = say(client, messages, stream=stream)
-        assert answer == f"number {turn}"
+        assert answer == f"on the {turn}"
         messages.append({"role": "assistant", "content": answer})
     assert len(world.engine.requests) == 3
     assert world.prompts_extend()
@@ -213,7 +213,7 @@ def test_three_turns_are_one_row_token_for_token(
     (row,) = world.rows()
     last = world.engine.requests[-1]["token_ids"]
     assert row.tokens[: len(last)] == last
-    # "number 0<end>" is 9 tokens, three times; versions are the engine's numbers 0, 1 and 2.
+    # "on the 0<end>" is 9 tokens, three times; versions are the engine's numbers 0, 1 and 2.
     assert sum(row.loss_mask) == 27
     assert row.weight_versions == [0, 1, 2]
     assert (row.reward, row.status) == (0.5, SampleStatus.COMPLETED)
@@ -236,7 +236,7 @@ def test_a_lost_answer_is_sampled_once_and_comes_back_also_after_a_kill(
         answer = say(client, messages, stream=stream)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "r"}]
         # Answers 0 and 2 are lost, 1 and 3 are the same turns again.
-        assert (answer, say(client, messages, stream=stream), proxy.count) == ("number 0", "number 1", 4)
+        assert (answer, say(client, messages, stream=stream), proxy.count) == ("on the 0", "on the 1", 4)
     assert len(world.engine.requests) == 2
     assert world.prompts_extend()
 
@@ -247,7 +247,7 @@ def test_two_equal_first_requests_are_two_completions_and_each_retry_gets_its_ow
     with LossyProxy(world.port, {1}) as proxy:
         client = _openai(proxy.before(session))
         answers = [_chat(client, messages, stream=False) for _ in range(2)]
-    assert answers == ["number 0", "number 1"]
+    assert answers == ["on the 0", "on the 1"]
     assert len(world.engine.requests) == 2
 
 
@@ -323,7 +323,7 @@ def test_a_call_that_vllm_parsed_is_continued_token_for_token_in_three_dialects(
     asked = {"role": "user", "content": "q"}
     for connect in (_call_chat, _call_responses, _call_messages):
         world.engine.requests.clear()
-        assert connect(world.session(), asked, stream) == "number 1"
+        assert connect(world.session(), asked, stream) == "on the 1"
         assert world.prompts_extend()
 
 

@@ -6,12 +6,14 @@ Importing them takes about 6 s of CPU time, once, and happens when a parser is m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vime.types import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from vllm.tokenizers import TokenizerLike
+    from vllm.tool_parsers.abstract_tool_parser import Tool
 
 
 class Parsed(NamedTuple):
@@ -31,9 +33,11 @@ def make_reply_parser(tokenizer: PreTrainedTokenizerBase, *, tools: str | None, 
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser.parser_manager import ParserManager
 
+    like = cast("TokenizerLike", tokenizer)  # the two differ in annotations only
+
     try:
         kind = ParserManager.get_parser(
-            tool_parser_name=tools, reasoning_parser_name=reasoning, enable_auto_tools=True, tokenizer=tokenizer
+            tool_parser_name=tools, reasoning_parser_name=reasoning, enable_auto_tools=True, tokenizer=like
         )
     except (TypeError, KeyError) as error:
         raise ConfigError(f"parsers of vLLM: tools {tools!r}, reasoning {reasoning!r}: {error}") from error
@@ -47,7 +51,7 @@ def make_reply_parser(tokenizer: PreTrainedTokenizerBase, *, tools: str | None, 
         request = ChatCompletionRequest.model_validate(
             {"messages": [{"role": "user", "content": ""}], "tools": list(given) or None, "model": ""}
         )
-        parser = kind(tokenizer, request.tools)
+        parser = kind(like, cast("list[Tool] | None", request.tools))
         parser.set_prompt_token_ids(list(prompt_ids))
         thought, content, calls = parser.parse(
             text, request, enable_auto_tools=bool(given), model_output_token_ids=ended
