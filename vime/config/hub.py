@@ -22,7 +22,7 @@ MODEL_KNOBS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 CONVERTED = "refs/convert/parquet"
 """A branch that the hub itself adds to data sets in other formats."""
-ANSWER_S = 10.0
+HUB_CALL_S = 10.0
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<split>[\w.-]+))?")
 _FORMATS = (".parquet", ".jsonl")
 
@@ -59,7 +59,7 @@ def fetch_model(name: str, *, flag: str) -> str:
     _say(f"{flag} {name}: looking on the hub")
     try:
         return str(
-            snapshot_download(name, allow_patterns=list(MODEL_FILES), endpoint=_endpoint(), etag_timeout=ANSWER_S)
+            snapshot_download(name, allow_patterns=list(MODEL_FILES), endpoint=_endpoint(), etag_timeout=HUB_CALL_S)
         )
     except Exception as error:
         raise _refusal(flag, name, error, f"hf download {name} --local-dir DIR") from error
@@ -73,14 +73,14 @@ def fetch_data(name: str, split: str, *, flag: str) -> str:
     wanted = split or "train"
     try:
         for revision in (None, CONVERTED):
-            told = HfApi(endpoint=_endpoint()).dataset_info(name, revision=revision, timeout=ANSWER_S)
+            told = HfApi(endpoint=_endpoint()).dataset_info(name, revision=revision, timeout=HUB_CALL_S)
             every = [entry.rfilename for entry in told.siblings or []]
             files = files_of_split(every, wanted)
             if files:
                 pattern = _pattern(files, every, flag, name)
                 root = snapshot_download(
                     name, repo_type="dataset", revision=revision, allow_patterns=files, endpoint=_endpoint(),
-                    etag_timeout=ANSWER_S,
+                    etag_timeout=HUB_CALL_S,
                 )  # fmt: skip
                 return str(Path(root) / pattern)
     except ConfigError:

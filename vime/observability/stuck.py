@@ -220,7 +220,7 @@ def _path(chain: Chain) -> str:
 
 
 def quoted(wait: SeenWait) -> str:
-    """`'an answer'`, or of several `'an answer' (4 of them, the oldest 41 s)`."""
+    """`'a completion'`, or of several `'a completion' (4 of them, the oldest 41 s)`."""
     return f"'{wait.name}'" + (f" ({wait.count} of them, the oldest {wait.age_s:.0f} s)" if wait.count > 1 else "")
 
 

@@ -31,7 +31,7 @@ from vime.ray.round_metrics import RoundMetrics
 from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
-from vime.ray.waits import Answer, said_meanwhile, wait_for
+from vime.ray.waits import Result, said_meanwhile, wait_for
 from vime.types import MismatchError
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
@@ -273,7 +273,7 @@ class Components:
             if self.config.model.save_hf:
                 trainers.save_hf(Path(self.config.model.save_hf.format(rollout_id=rollout_id)))
 
-    def _wait_for_manager(self, ref: ObjectRef[Answer], name: str) -> Answer:
+    def _wait_for_manager(self, ref: ObjectRef[Result], name: str) -> Result:
         [result] = wait_for(
             [ref],
             name=name,

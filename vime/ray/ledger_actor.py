@@ -26,7 +26,7 @@ from vime.handoff.spool_check import check_spool
 from vime.observability.logs import setup_logging
 from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import LEDGER_CPUS
-from vime.ray.waits import Answer, wait_for, wait_for_async
+from vime.ray.waits import Result, wait_for, wait_for_async
 from vime.types import VimeError
 from vime.utils.failpoints import Point, failpoint
 
@@ -177,7 +177,7 @@ class LedgerClient:
         longest_s = self._deadline_s + timeout_s
         return await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
 
-    def _wait(self, ref: ObjectRef[Answer], name: str) -> Answer:
+    def _wait(self, ref: ObjectRef[Result], name: str) -> Result:
         [result] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
         return result
 

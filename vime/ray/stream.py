@@ -26,7 +26,7 @@ from vime.ray.actor import Actor
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.ledger_choice import ORIGIN_NAME, LedgerChoice
 from vime.ray.rollout_manager import RolloutManager
-from vime.ray.waits import Answer, wait_for
+from vime.ray.waits import Result, wait_for
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.worker import STOP_S
 from vime.types import Version, VimeError
@@ -161,7 +161,7 @@ class Stream:
         except VimeError as error:
             logger.warning("the ledger's log stays beside its file: %s", error)
 
-    def _ask(self, ref: ObjectRef[Answer], name: str) -> Answer:
+    def _ask(self, ref: ObjectRef[Result], name: str) -> Result:
         deadline_s = self._config.queue.transferqueue_timeout_secs
         [result] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
         return result

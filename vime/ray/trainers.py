@@ -35,7 +35,7 @@ from vime.ray.cluster import (
 )
 from vime.ray.ranks_save import RanksSave
 from vime.ray.stores import connect_store
-from vime.ray.waits import all_answers, wait_for
+from vime.ray.waits import all_results, wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import EngineAddress, RankInfo, Role, RoundPlan, SamplingRule, Version, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
@@ -475,7 +475,7 @@ class Trainers:
         ticket = sent_once(ticket)
         given: ArrayColumns = {}
         waits = [ranks.begin(TrainerActor.compute, rollout_id, ticket) for ranks in self._separate.values()]
-        for columns in all_answers(waits):
+        for columns in all_results(waits):
             given |= _merged(columns)
         said = self._policy.call(
             TrainerActor.train, rollout_id, ticket, version, sent_once(given), is_judged, num_begun

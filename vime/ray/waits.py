@@ -22,7 +22,7 @@ from vime.types import ClusterError, LostError, PartError, VimeError, WaitTimeou
 from vime.utils.waits import run_directory, waiting
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 POLL_S = 0.25
 DEATH_GRACE_S = 2.0  # after a failure, for Ray to report that an actor died
 
@@ -36,14 +36,14 @@ class _ActorDiedError(ClusterError):
 
 
 def wait_for(
-    refs: Sequence[ObjectRef[Answer]],
+    refs: Sequence[ObjectRef[Result]],
     *,
     name: str,
     owner: str,
     deadline_s: float,
     on_poll: Callable[[], None] | None = None,
     parties: Sequence[str] | None = None,
-) -> list[Answer]:
+) -> list[Result]:
     """Return the results of `refs` in order. `on_poll` runs about four times a second and may raise to end the wait.
     `parties`: the process that must return each (default: `owner`, and of several refs `<owner>-<index>`); none when
     the call itself waits for another process.
@@ -72,8 +72,8 @@ def wait_for(
 
 
 async def wait_for_async(
-    ref: ObjectRef[Answer], *, name: str, owner: str, deadline_s: float, parties: Sequence[str] | None = None
-) -> Answer:
+    ref: ObjectRef[Result], *, name: str, owner: str, deadline_s: float, parties: Sequence[str] | None = None
+) -> Result:
     """`wait_for` of one ref on the caller's event loop."""
     try:
         with waiting(name, *([owner] if parties is None else parties), deadline_s=deadline_s):
@@ -84,7 +84,7 @@ async def wait_for_async(
         _raise_named(error, name, owner)
 
 
-def said_meanwhile(ref: ObjectRef[Answer], within_s: float) -> Answer | None:
+def said_meanwhile(ref: ObjectRef[Result], within_s: float) -> Result | None:
     """Poll `ref` while another wait is in progress. Returns None if it is not ready. Never raises: the wait itself
     reports what is wrong."""
     try:
@@ -107,16 +107,16 @@ def blocking_party() -> str:
 
 
 def _raise_failure(
-    done: list[ObjectRef[Answer]],
-    pending: list[ObjectRef[Answer]],
-    refs: list[ObjectRef[Answer]],
+    done: list[ObjectRef[Result]],
+    pending: list[ObjectRef[Result]],
+    refs: list[ObjectRef[Result]],
     name: str,
     owner: str,
 ) -> None:
     """Return the most informative failure among `done`: a peer of a dead rank fails in a collective first ("connection
     reset"), and Ray reports the death a moment later."""
 
-    def failures(of: list[ObjectRef[Answer]]) -> list[VimeError]:
+    def failures(of: list[ObjectRef[Result]]) -> list[VimeError]:
         """Rank failures: a death first, then what an actor raised by itself, because these cause the others."""
         found: list[VimeError] = []
         for ref in of:
@@ -134,7 +134,7 @@ def _raise_failure(
         raise found[0]
 
 
-def _value(ref: ObjectRef[Answer], name: str, owner: str) -> Answer:
+def _value(ref: ObjectRef[Result], name: str, owner: str) -> Result:
     try:
         return ray.get(ref, timeout=10)
     except ray.exceptions.GetTimeoutError as error:
@@ -171,10 +171,10 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def all_answers(waits: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
+def all_results(waits: Sequence[Callable[[], list[Result]]]) -> list[list[Result]]:
     """Wait for worlds that work side by side. All have ended when the first error is raised; other errors are
     logged."""
-    results: list[list[Answer]] = []
+    results: list[list[Result]] = []
     errors: list[VimeError] = []
     for wait in waits:
         try:

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """Seconds between two checks of the workers: a dead one is noticed after this time at most."""
-ANSWER_S = 60.0
+CALL_S = 60.0
 MAX_DEATHS = 3
 """Workers that may die one after the other without a group stored in between: then something kills every one."""
 
@@ -206,7 +206,7 @@ class RemoteWorkers:
     def start(self) -> None:
         self._is_producing = True
         hosts = self._alive()
-        self._ask(hosts, ANSWER_S, RolloutWorkerActor.start, len(hosts))
+        self._ask(hosts, CALL_S, RolloutWorkerActor.start, len(hosts))
 
     def stop(self) -> None:
         """End their work; with --partial-rollout keep unfinished completions. A worker that dies meanwhile keeps
@@ -225,7 +225,7 @@ class RemoteWorkers:
     def take_stats(self) -> WorkerStats:
         """Take the workers' statistics. Those of a worker that died since the last call are lost; the ledger counts
         groups."""
-        results = self._ask(self._alive(), ANSWER_S, RolloutWorkerActor.take_stats)
+        results = self._ask(self._alive(), CALL_S, RolloutWorkerActor.take_stats)
         for _, dropped in results:
             for group in dropped:
                 sample_recorder.RECORDER.note_dropped(group.group_index, group.reason, group.samples)
@@ -240,7 +240,7 @@ class RemoteWorkers:
                 [self._host(host).actor.ask(RolloutWorkerActor.samples, own)],
                 name="samples of finished groups",
                 owner=f"rollout-worker-{host}",
-                deadline_s=ANSWER_S,
+                deadline_s=CALL_S,
             )
             found |= zip([group.task for group in own], result, strict=True)
         return [found[group.task] for group in groups]
@@ -260,14 +260,14 @@ class RemoteWorkers:
             host.actor.ask(RolloutWorkerActor.release, tasks)  # not waited for: it only frees memory
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
-        return sum(self._ask(self._alive(), ANSWER_S, RolloutWorkerActor.compact, needed))
+        return sum(self._ask(self._alive(), CALL_S, RolloutWorkerActor.compact, needed))
 
     def close(self) -> None:
         """End every worker. Calling it again does nothing."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        self._watcher.join(2 * ANSWER_S)
+        self._watcher.join(2 * CALL_S)
         hosts = self._alive()
         self._ask(hosts, 2 * STOP_S, RolloutWorkerActor.close)
         for host in hosts:

@@ -82,7 +82,7 @@ class EngineClient:
             with contextlib.ExitStack() as stack:
                 if scope is not None:
                     stack.enter_context(scope.holding(request_id, self.abort))
-                stack.enter_context(waiting("an answer", *SERVERS, deadline_s=self._timeout_s))
+                stack.enter_context(waiting("a completion", *SERVERS, deadline_s=self._timeout_s))
                 async with asyncio.timeout(self._timeout_s):
                     data = await self._post(body, headers)
         except TimeoutError as error:

@@ -22,7 +22,7 @@ MODES = {
     # before the kill too; in the usual session four workers go on with what none began
     "four workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "4"],
 }
-NIGHTLY = ("four workers",)
+NIGHTLY = ("buffer", "four workers")
 GOES_ON_WITH = {"buffer": ["--rollout-num-engines", "1"], "streaming": ["--num-rollout-workers", "4"]}
 """Flags of the life after the kill alone: who generates may change."""
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""

@@ -32,7 +32,7 @@ GENERATION = process("driver", wait("a round of generation", "RolloutManager", a
 MANAGER = process(
     "rollout-manager",
     wait("the groups of round 3", age_s=43),
-    wait("an answer", "router", "engine", age_s=41, count=4),
+    wait("a completion", "router", "engine", age_s=41, count=4),
     work=(SeenWork(name="generate_round (rollout_id 3)", age_s=43),),
 )
 
@@ -42,7 +42,7 @@ def test_a_stopped_engine_is_named_through_the_manager_that_waits_for_it() -> No
     found = verdict(GENERATION, MANAGER, process("router"), process("engine-0", cpu_share=0.9), stopped)
     assert found.is_stuck
     assert found.line == (
-        "driver waits 43 s for 'a round of generation' from rollout-manager, which waits 41 s for 'an answer' (4 of "
+        "driver waits 43 s for 'a round of generation' from rollout-manager, which waits 41 s for 'a completion' (4 of "
         "them, the oldest 41 s) from engine-1; engine-1 (pid 100) is STOPPED (VLLM::EngineCore, pid 7: SIGSTOP)"
     )
 
@@ -58,7 +58,7 @@ def test_owners_that_all_idle_are_named_once_patience_is_over() -> None:
     found = verdict(*idle)
     assert found.is_stuck
     assert found.line.endswith("from router; router, engine-0: alive, but no wait is known and no CPU is used")
-    short = process("rollout-manager", wait("an answer", "router", "engine", age_s=PATIENCE_S - 1))
+    short = process("rollout-manager", wait("a completion", "router", "engine", age_s=PATIENCE_S - 1))
     assert not verdict(GENERATION, short, process("router"), process("engine-0")).is_stuck
 
 
@@ -101,7 +101,7 @@ def test_two_that_wait_for_each_other_are_a_circle_once_it_has_lasted() -> None:
 
 def test_a_producer_that_waits_for_the_trainer_while_others_generate_is_no_circle() -> None:
     """Streaming: the manager waits for a slot that the driver will free, and for answers that are being computed."""
-    manager = process("rollout-manager", wait("a slot", "driver", age_s=100), wait("an answer", "engine", age_s=50))
+    manager = process("rollout-manager", wait("a slot", "driver", age_s=100), wait("a completion", "engine", age_s=50))
     found = verdict(GENERATION, manager, process("engine-0", cpu_share=1.0))
     assert not found.is_stuck
 

@@ -61,8 +61,8 @@ def test_only_what_lasts_is_on_disk_and_it_leaves_with_its_end(tmp_path: Path) -
 def test_equal_waits_are_one_line_with_their_number_and_the_oldest(tmp_path: Path) -> None:
     open_registry(tmp_path, "rollout-manager")
     # 3 requests begun 5, 9 and 7 s ago, and one of 0 s, which counts although it is not old enough to be shown alone
-    requests = [begun(waiting("an answer", "engine", deadline_s=60), seconds_ago=age) for age in (5, 9, 7, 0)]
-    begun(waiting("an answer", "router", deadline_s=60), seconds_ago=2)
+    requests = [begun(waiting("a completion", "engine", deadline_s=60), seconds_ago=age) for age in (5, 9, 7, 0)]
+    begun(waiting("a completion", "router", deadline_s=60), seconds_ago=2)
     first, second = on_disk(tmp_path)["waits"]
     assert (first["count"], first["since"]) == (4, requests[1].since)
     assert (second["count"], second["owners"]) == (1, ["router"])
@@ -128,7 +128,7 @@ def test_entering_and_leaving_writes_nothing(tmp_path: Path, monkeypatch: pytest
     writes: list[object] = []
     monkeypatch.setattr(waits._Registry, "_write", lambda _, found: writes.append(found))
     for _ in range(10_000):
-        with waiting("an answer", "engine", deadline_s=60):
+        with waiting("a completion", "engine", deadline_s=60):
             pass
     waits._registry.tick()
     assert writes == []  # nor does a look that finds what it found before
@@ -147,7 +147,7 @@ def test_the_thread_brings_a_wait_to_the_disk_by_itself(tmp_path: Path) -> None:
     open_registry(tmp_path, "driver")
     [path] = (tmp_path / "waits").glob("*.json")
     ends = time.monotonic() + 60
-    with waiting("an answer", "engine", deadline_s=60):
+    with waiting("a completion", "engine", deadline_s=60):
         while not json.loads(path.read_text())["waits"]:
             assert time.monotonic() < ends
             time.sleep(0.05)
