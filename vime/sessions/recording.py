@@ -64,6 +64,8 @@ def branches(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
         while place is not None:
             path.append(place)
             place = above[place]
+        while not turns[path[-1]].token_ids:
+            path.pop()  # a beginning that said nothing belongs to the prompt of the turn after it
         paths.append(tuple(reversed(path)))
     return paths
 

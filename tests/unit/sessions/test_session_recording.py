@@ -55,6 +55,11 @@ def test_a_turn_that_two_branches_share_is_trained_once() -> None:
     assert (second.metadata["session_row"], second.metadata["session_rows"]) == (1, 2)
 
 
+def test_an_empty_first_completion_is_part_of_the_prompt() -> None:
+    (row,) = row_samples([turn(0, [1], []), turn(1, [1, 9], [2])], Sample())
+    assert (row.tokens, row.prompt_length, row.loss_mask) == ([1, 9, 2], 2, [1])
+
+
 def test_a_cut_completion_is_truncated() -> None:
     assert row_samples([turn(0, [1], [2], reason="length")], Sample())[0].status is SampleStatus.TRUNCATED
 

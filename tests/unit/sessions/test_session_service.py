@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.chat_tokenizers import make_chat_tokenizer
+from tests.helpers.converted import trained_rows
+from tests.helpers.rollout_setup import make_args
 from tests.helpers.session_server import plain_parser
 from vime.rollout.exchanges import Completion
 from vime.sessions.service import Ask, Refused, Sessions, member_samples
@@ -174,3 +176,22 @@ def test_branches_of_a_member_are_rows_with_its_reward(tmp_path: Path) -> None:
         assert [(row.index, row.reward, row.metadata["session_row"]) for row in rows] == [(2, 0.25, 0), (2, 0.25, 1)]
 
     run(tmp_path, story, completion("x<|im_end|>"), completion("y<|im_end|>"), now=[0.0])
+
+
+def test_the_samples_of_two_members_are_a_group_that_can_be_stored(tmp_path: Path) -> None:
+    async def story(sessions: Sessions, _: Engine) -> None:
+        for index, reward in enumerate((0.0, 1.0)):
+            session, _key = await sessions.create(7, index, Budget())
+            live = sessions.by_id(session.id)
+            first = await sessions.ask(live, ASK, digest="a")
+            said = {"role": "assistant", "content": first.reply.content}
+            more = [*(ASK.messages or []), said, {"role": "user", "content": "r"}]
+            await sessions.ask(live, Ask(messages=more), digest="b")
+            await sessions.complete(live, reward)
+        rows = trained_rows(make_args(), [sessions.samples(7)], 0)[0]
+        # Rewards 0 and 1: deviations -+1/2, standard deviation sqrt(1/2).
+        assert [row.reward for row in rows] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+        assert [int(row.loss_mask.sum()) for row in rows] == [4, 4]  # two turns of a letter and the end
+
+    answers = [completion(f"{text}<|im_end|>") for text in "wxyz"]
+    run(tmp_path, story, *answers, now=[0.0])
