@@ -216,7 +216,8 @@ def plan(options: argparse.Namespace) -> list[str]:
                 max_tokens_per_micro_batch=None, loads=lengths,
             ),
         )  # fmt: skip
-        before, now = measured(sides, options.repeats)
+        # The RolloutManager plans; a full collection here is not the plan's.
+        before, now = measured(sides, options.repeats, freeze=(False, True))
         found.append(now)
         print(f"| {size} rows | {before:.3f} (the shares alone) | {now:.3f} |")
     return grown("plan", sizes, found)
