@@ -31,6 +31,14 @@ class Dialect:
     stream: Callable[[Entry, Json, str], Iterator[tuple[str, object]]] | None
 
 
+def read_ask(dialect: Dialect, body: Json) -> Ask:
+    """Return what is asked. Refused, status 400, for a body that the dialect cannot read."""
+    try:
+        return dialect.read(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(400, "body", f"the body cannot be read: {type(error).__name__} {error}") from error
+
+
 def text_of(content: object) -> str:
     """Return the text of a content: a string, or parts of text. Refused for images and other parts."""
     if content is None or isinstance(content, str):

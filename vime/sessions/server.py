@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events
-from vime.sessions.service import Ask, Live, Refused, Sessions
+from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events, read_ask
+from vime.sessions.service import Live, Refused, Sessions
 from vime.sessions.store import Budget
-from vime.types import VimeError
+from vime.types import EngineError, LostError
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def make_routes(*, admin_key: str, model: str) -> list[Route]:
 
     async def count(request: Request) -> Response:
         live = _service(request).by_key(_key(request))
-        ask = _read(DIALECTS["/v1/messages"], _json(await _body(request)))
+        ask = read_ask(DIALECTS["/v1/messages"], _json(await _body(request)))
         return JSONResponse({"input_tokens": _service(request).count(live, ask)})
 
     async def models(_: Request) -> Response:
@@ -122,7 +122,7 @@ def _turn(path: str, dialect: Dialect, model: str) -> Handler:
         retry = request.headers.get("x-stainless-retry-count", "0")
         entry = await service.ask(
             live,
-            _read(dialect, body),
+            read_ask(dialect, body),
             digest=hashlib.sha256(path.encode() + b"\0" + content).hexdigest(),
             retry_count=int(retry) if retry.isdecimal() else 0,
             idempotency_key=request.headers.get("idempotency-key", ""),
@@ -141,9 +141,12 @@ def _guarded(handle: Handler) -> Handler:
             return await handle(request)
         except Refused as error:
             return _error(error.status, error.code, str(error))
-        except VimeError as error:  # the engines: SDKs ask again after 503
+        except LostError as error:  # SDKs ask again after 503
             logger.warning("a turn failed: %s", error)
             return _error(503, "engine", "the engines did not answer; ask again")
+        except EngineError as error:
+            logger.warning("the engine refused a turn: %s", error)
+            return _error(400, "engine_refused", "the engine refused the request")
 
     return guarded
 
@@ -153,13 +156,6 @@ def _error(status: int, code: str, message: str) -> JSONResponse:
     return JSONResponse(
         {"type": "error", "error": {"type": code, "code": code, "message": message, "param": None}}, status
     )
-
-
-def _read(dialect: Dialect, body: Json) -> Ask:
-    try:
-        return dialect.read(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refused(400, "body", f"the body cannot be read: {type(error).__name__} {error}") from error
 
 
 async def _body(request: Request) -> bytes:
@@ -175,7 +171,7 @@ async def _body(request: Request) -> bytes:
 def _json(content: bytes) -> Json:
     try:
         body = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(400, "body", f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, "body", "the body is no JSON object")

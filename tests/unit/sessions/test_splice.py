@@ -1,5 +1,8 @@
 """The next prompt keeps the recorded tokens and adds what the template writes after them."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +44,26 @@ def test_the_spliced_text_is_the_rendered_conversation_where_the_template_rewrit
     following = continuation(tokenizer, messages[:-1], messages[-1], last, None, ids[-1])
     assert following is not None
     assert tokenizer.decode([*ids, *following]) == tokenizer.render([*messages, *last], None, asks=True)
+
+
+@pytest.mark.parametrize("name", ["template_chatml", "template_deepseek_vl2"])
+@given(answered=TEXT, question=TEXT)
+def test_templates_that_vllm_brings_are_spliced_as_they_render(name: str, answered: str, question: str) -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.submodule_search_locations
+    made = make_chat_tokenizer("chatml")
+    templates = Path(found.submodule_search_locations[0]) / "transformers_utils/chat_templates"
+    made.chat_template = (templates / f"{name}.jinja").read_text()
+    tokenizer = HfChatTokenizer(made)
+    asked: list[Message] = [{"role": "user", "content": "q"}]
+    said: Message = {"role": "assistant", "content": answered}
+    new: list[Message] = [{"role": "user", "content": question}]
+    ids = tokenizer.encode(tokenizer.render(asked, None, asks=True))
+    ids += [*spelled(tokenizer, answered), *tokenizer.encode("<|im_end|>")]
+    following = continuation(tokenizer, asked, said, new, None, ids[-1])
+    assert following is not None
+    assert tokenizer.decode([*ids, *following]) == tokenizer.render([*asked, said, *new], None, asks=True)
 
 
 @given(thought=TEXT, answered=TEXT, question=TEXT)
