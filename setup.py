@@ -34,6 +34,9 @@ CORE = [
     "msgpack>=1.1",
     # Range: reads engines' answers by type, an eighth of json's time (benchmarks/unit_costs.py); vLLM brings it too.
     "msgspec>=0.19",
+    # Range: serve agents (vime/sessions); what vLLM's server accepts.
+    "starlette>=1.0.1",
+    "uvicorn>=0.30",
     "pyarrow>=17",
     "pyyaml",
     "rich>=14",
@@ -127,6 +130,9 @@ setup(
         # Exact: the weight-transfer API and the generate route of this release are what weights/ and rollout/ speak.
         "gpu": ["vllm==0.32.0", "torch==2.13.0"],
         "dev": [
+            # Ranges: the SDKs of agents, unmodified; tests/contract/sessions ran with these releases.
+            "anthropic>=2.13",
+            "openai>=3.57",
             "httpx>=0.28",
             "hypothesis>=6.100",
             "mypy>=1.15",

@@ -28,6 +28,7 @@ LAYER = {
     "rollout": 5,
     "training": 5,
     "gateway": 5,
+    "sessions": 5,
     "backends.megatron_utils": 5,
     "backends.fsdp_utils": 5,
     "backends.vllm_utils": 5,

@@ -23,6 +23,7 @@ NUM_ANY = {
     "observability": 0,
     "ray": 0,
     "rollout": 3,
+    "sessions": 0,
     "protocols": 1,
     "training": 0,
     "types": 2,

@@ -1,0 +1,62 @@
+"""A body of any JSON is read or refused with status 400."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime.sessions.dialects import DIALECTS, read_ask
+from vime.sessions.service import Refused, canonical
+
+NAMES = [
+    "messages",
+    "input",
+    "tools",
+    "content",
+    "role",
+    "type",
+    "text",
+    "function",
+    "name",
+    "arguments",
+    "id",
+    "tool_calls",
+    "tool_use_id",
+    "call_id",
+    "output",
+    "token_ids",
+    "sampling_params",
+    "max_tokens",
+    "stop",
+    "system",
+    "instructions",
+    "previous_response_id",
+    "n",
+]
+WORDS = ("user", "assistant", "tool", "text", "function", "function_call", "function_call_output", "message")
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 9),
+    st.floats(),
+    st.text(max_size=3),
+    st.sampled_from([*WORDS, "tool_use", "tool_result", "thinking", "reasoning"]),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=1000)
+@given(st.sampled_from(sorted(DIALECTS)), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5))
+def test_any_body_is_read_or_refused(path: str, body: dict[str, object]) -> None:
+    status, ask = 400, None
+    try:
+        ask = read_ask(DIALECTS[path], body)
+    except Refused as refused:
+        status = refused.status
+    assert status == 400
+    for message in (ask and ask.messages) or []:
+        canonical(message)

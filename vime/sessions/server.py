@@ -1,0 +1,220 @@
+"""The HTTP face of sessions: `make_routes` for a server that mounts them, `make_app` for one of its own.
+
+Who has the admin key makes sessions; a session's own key opens that session and nothing else. SDKs send it in
+Authorization or x-api-key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events, read_ask
+from vime.sessions.service import Live, Refused, Sessions
+from vime.sessions.store import Budget
+from vime.types import EngineError, LostError
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 26
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Create(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    group_index: int
+    index: int
+    budget: Budget = msgspec.field(default_factory=Budget)
+
+
+class _Complete(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A reward, or the reason why there is none."""
+
+    reward: float | None = None
+    failed: str | None = None
+
+
+def make_app(sessions: Callable[[], Awaitable[Sessions]], *, admin_key: str, model: str) -> Starlette:
+    """Return a server of its own; `sessions` makes the service on the server's event loop."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.state.sessions = service = await sessions()
+        await service.open()
+        yield
+        await service.close()
+
+    return Starlette(routes=make_routes(admin_key=admin_key, model=model), lifespan=lifespan)
+
+
+def make_routes(*, admin_key: str, model: str) -> list[Route]:
+    """Return the routes; the application's `state.sessions` is the open service."""
+
+    async def create(request: Request) -> Response:
+        _admit(request, admin_key)
+        try:
+            given = msgspec.json.decode(await _body(request), type=_Create)
+        except msgspec.DecodeError as error:
+            raise Refused(400, "body", str(error)) from error
+        session, key = await _service(request).create(given.group_index, given.index, given.budget)
+        root = str(request.base_url).rstrip("/")
+        urls = {"base_url": f"{root}/v1", "anthropic_base_url": root}  # as the SDKs want them
+        return JSONResponse({"id": session.id, "key": key, **urls})
+
+    async def complete(request: Request) -> Response:
+        live = _own(request, admin_key)
+        try:
+            given = msgspec.json.decode(await _body(request), type=_Complete)
+        except msgspec.DecodeError as error:
+            raise Refused(400, "body", str(error)) from error
+        if given.failed is not None:
+            await _service(request).fail(live, given.failed)
+        elif given.reward is not None and math.isfinite(given.reward):
+            await _service(request).complete(live, given.reward)
+        else:
+            raise Refused(400, "reward", "expected a finite reward, or failed with a reason")
+        return _described(live)
+
+    async def show(request: Request) -> Response:
+        return _described(_own(request, admin_key))
+
+    async def delete(request: Request) -> Response:
+        await _service(request).delete(_own(request, admin_key))
+        return JSONResponse({})
+
+    async def count(request: Request) -> Response:
+        live = _service(request).by_key(_key(request))
+        ask = read_ask(DIALECTS["/v1/messages"], _json(await _body(request)))
+        return JSONResponse({"input_tokens": _service(request).count(live, ask)})
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "vime"}]})
+
+    turns = [Route(path, _guarded(_turn(path, dialect, model)), methods=["POST"]) for path, dialect in DIALECTS.items()]
+    return [
+        *turns,
+        Route("/v1/messages/count_tokens", _guarded(count), methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/sessions", _guarded(create), methods=["POST"]),
+        Route("/v1/sessions/{id}", _guarded(show), methods=["GET"]),
+        Route("/v1/sessions/{id}", _guarded(delete), methods=["DELETE"]),
+        Route("/v1/sessions/{id}/complete", _guarded(complete), methods=["POST"]),
+    ]
+
+
+def _turn(path: str, dialect: Dialect, model: str) -> Handler:
+    async def handle(request: Request) -> Response:
+        service = _service(request)
+        live = service.by_key(_key(request))
+        content = await _body(request)
+        body = _json(content)
+        retry = request.headers.get("x-stainless-retry-count", "0")
+        entry = await service.ask(
+            live,
+            read_ask(dialect, body),
+            digest=hashlib.sha256(path.encode() + b"\0" + content).hexdigest(),
+            retry_count=int(retry) if retry.isdecimal() else 0,
+            idempotency_key=request.headers.get("idempotency-key", ""),
+        )
+        name = str(body.get("model") or model)
+        if body.get("stream") and dialect.stream is not None:
+            return StreamingResponse(encode_events(dialect.stream(entry, body, name)), media_type="text/event-stream")
+        return JSONResponse(dialect.write(entry, body, name))
+
+    return handle
+
+
+def _guarded(handle: Handler) -> Handler:
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except Refused as error:
+            return _error(error.status, error.code, str(error))
+        except LostError as error:  # SDKs ask again after 503
+            logger.warning("a turn failed: %s", error)
+            return _error(503, "engine", "the engines did not answer; ask again")
+        except EngineError as error:
+            logger.warning("the engine refused a turn: %s", error)
+            return _error(400, "engine_refused", "the engine refused the request")
+
+    return guarded
+
+
+def _error(status: int, code: str, message: str) -> JSONResponse:
+    """The body has what both families of SDKs read."""
+    return JSONResponse(
+        {"type": "error", "error": {"type": code, "code": code, "message": message, "param": None}}, status
+    )
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MOST_BYTES:
+            raise Refused(413, "too_large", f"the body has more than {MOST_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _json(content: bytes) -> Json:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "body", f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "body", "the body is no JSON object")
+    return body
+
+
+def _service(request: Request) -> Sessions:
+    return cast("Sessions", request.app.state.sessions)
+
+
+def _key(request: Request) -> str:
+    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def _admit(request: Request, admin_key: str) -> None:
+    if not admin_key or not hmac.compare_digest(_key(request).encode(), admin_key.encode()):
+        raise Refused(401, "unknown_key", "this wants the admin key")
+
+
+def _own(request: Request, admin_key: str) -> Live:
+    """Return the session of the path, for its own key or the admin's."""
+    service, session_id = _service(request), request.path_params["id"]
+    with contextlib.suppress(Refused):
+        _admit(request, admin_key)
+        return service.by_id(session_id)
+    live = service.by_key(_key(request))
+    if live.session.id != session_id:
+        raise Refused(401, "unknown_key", "this key belongs to another session")
+    return live
+
+
+def _described(live: Live) -> JSONResponse:
+    session = live.session
+    return JSONResponse(
+        {
+            "id": session.id,
+            "group_index": session.group_index,
+            "index": session.index,
+            "state": session.state,
+            "reason": session.reason,
+            "stopped": session.stopped,
+            "reward": session.reward,
+            "turns": len(live.entries),
+            "tokens": sum(len(entry.turn.token_ids) for entry in live.entries),
+        }
+    )

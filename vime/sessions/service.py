@@ -1,0 +1,423 @@
+"""Sessions of agents: who may ask, what was said, and the samples that come out of it. No HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from vime.sessions.recording import Turn, row_samples
+from vime.sessions.splice import ChatTokenizer, Message, continuation
+from vime.sessions.store import Budget, Entry, Reply, Session, SessionStore, State
+from vime.types import Sample, SampleStatus, VersionSpan, VimeError
+
+MOST_RESUMPTIONS = 64
+"""How often one completion may be aborted by a pause of the engines and continued."""
+
+
+class Completed(Protocol):
+    """What is read of `vime.rollout.exchanges.Completion`."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def log_probs(self) -> Sequence[float]: ...
+    @property
+    def versions(self) -> Sequence[VersionSpan]: ...
+    @property
+    def finish_reason(self) -> str: ...
+
+
+class Generates(Protocol):
+    """What is used of `vime.rollout.engine_client.EngineClient`."""
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling_params: Mapping[str, object], *, n: int = 1, session_id: str = ""
+    ) -> Sequence[Completed]: ...
+
+
+ReplyParser = Callable[[Sequence[int], Sequence[int], Sequence[Message]], Reply]
+"""(prompt ids, completion ids, tools) -> what the completion says."""
+
+
+class Refused(VimeError):
+    """A request that is answered with an HTTP status and a code; SDKs repeat 408, 409, 429 and 5xx, no others."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request of any dialect: a conversation, or the tokens themselves."""
+
+    messages: list[dict[str, object]] | None = None
+    token_ids: tuple[int, ...] = ()
+    tools: list[dict[str, object]] = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    follows: int | None = None  # the number of the turn whose conversation comes before `messages`
+
+
+@dataclass(slots=True)
+class Answer:
+    """A turn under way or recorded, as retries look for it."""
+
+    digest: str
+    idempotency_key: str
+    claimed: int
+    task: asyncio.Future[Entry]
+
+
+@dataclass(slots=True)
+class Live:
+    session: Session
+    entries: list[Entry] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    next_number: int = 0
+
+
+class Sessions:
+    """The sessions of one server, made on its event loop by `open`. `idle_s`: a session that asks nothing for so long
+    has failed. `sampling_params` are the run's: a request may shorten a completion and give stop strings, nothing
+    else, because the trainer's log-probabilities assume the run's temperature."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        engine: Generates,
+        tokenizer: ChatTokenizer,
+        parse: ReplyParser,
+        *,
+        context_length: int,
+        sampling_params: Mapping[str, object],
+        idle_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._engine, self._tokenizer, self._parse = store, engine, tokenizer, parse
+        self._context_length, self._sampling, self._idle_s, self._clock = (
+            context_length,
+            dict(sampling_params),
+            idle_s,
+            clock,
+        )
+        self._live: dict[str, Live] = {}
+        self._by_key: dict[str, Live] = {}
+        self._tasks: set[asyncio.Task[Entry]] = set()
+
+    async def open(self) -> None:
+        """Read what an earlier process recorded."""
+        for session, entries in await self._store.load():
+            live = Live(session, entries, next_number=max((entry.turn.number + 1 for entry in entries), default=0))
+            for entry in entries:
+                done: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+                done.set_result(entry)
+                live.answers.append(Answer(entry.digest, entry.idempotency_key, entry.claimed, done))
+            self._live[session.id] = self._by_key[session.key_hash] = live
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._store.close()
+
+    async def create(self, group_index: int, index: int, budget: Budget) -> tuple[Session, str]:
+        """Return a new session and its key, which is kept as a hash only."""
+        key, now = secrets.token_urlsafe(32), self._clock()
+        session = Session(
+            id=secrets.token_hex(8),
+            key_hash=hash_of(key),
+            group_index=group_index,
+            index=index,
+            budget=budget,
+            created=now,
+            last_asked=now,
+        )
+        await self._store.put_session(session)
+        self._live[session.id] = self._by_key[session.key_hash] = Live(session)
+        return session, key
+
+    def by_key(self, key: str) -> Live:
+        live = self._by_key.get(hash_of(key))
+        if live is None:
+            raise Refused(401, "unknown_key", "no session has this key. POST /v1/sessions gives one.")
+        return live
+
+    def by_id(self, session_id: str) -> Live:
+        live = self._live.get(session_id)
+        if live is None:
+            raise Refused(404, "unknown_session", f"there is no session {session_id[:40]!r}")
+        return live
+
+    async def ask(self, live: Live, ask: Ask, *, digest: str, retry_count: int = 0, idempotency_key: str = "") -> Entry:
+        """Return the turn that answers this request: a recorded one, one under way, or a new one.
+
+        A retry (`retry_count` at least 1) is answered with the newest turn of the same body that no retry of this count
+        has had: two equal requests whose answers were both lost get one each. A caller who goes away does not stop the
+        turn: it will ask again.
+        """
+        answer = self._recorded(live, digest, retry_count, idempotency_key)
+        if answer is None:
+            stopped = live.session.stopped
+            try:
+                self._check(live)
+            except Refused:
+                if live.session.stopped != stopped:
+                    await self._store.put_session(live.session)
+                raise
+            task = asyncio.create_task(self._turn(live, ask, digest, idempotency_key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            answer = Answer(digest, idempotency_key, retry_count, task)
+            live.answers.append(answer)
+        try:
+            entry = await asyncio.shield(answer.task)
+        except Exception:
+            if answer in live.answers:
+                live.answers.remove(answer)  # nothing was recorded: a retry samples anew
+            raise
+        if retry_count > entry.claimed:
+            entry.claimed = answer.claimed = retry_count
+            await self._store.put_turn(live.session, entry)
+        return entry
+
+    def _recorded(self, live: Live, digest: str, retry_count: int, idempotency_key: str) -> Answer | None:
+        if idempotency_key:
+            for answer in live.answers:
+                if answer.idempotency_key == idempotency_key:
+                    if answer.digest != digest:
+                        raise Refused(422, "idempotency_key_reused", "this Idempotency-Key came with another body")
+                    return answer
+            return None
+        same = [answer for answer in live.answers if answer.digest == digest] if retry_count else []
+        fresh = [answer for answer in same if answer.claimed < retry_count]
+        found = (fresh or same)[-1:]
+        for answer in found:
+            answer.claimed = max(answer.claimed, retry_count)
+        return found[0] if found else None
+
+    def _check(self, live: Live) -> None:
+        """Refuse a new turn of a session that has ended or has used its budget."""
+        session, budget = live.session, live.session.budget
+        self._expire(live)
+        if session.state is not State.OPEN:
+            raise Refused(
+                403, "session_ended", f"the session is {session.state}: {session.reason or 'it was completed'}"
+            )
+        num_turns = len(live.answers)
+        num_tokens = sum(len(entry.turn.token_ids) for entry in live.entries)
+        age_s = self._clock() - session.created
+        for name, used, limit in (
+            ("turns", num_turns, budget.turns),
+            ("tokens", num_tokens, budget.tokens),
+            ("seconds", age_s, budget.seconds),
+        ):
+            if limit is not None and used >= limit:
+                session.stopped = session.stopped or f"budget of {limit:g} {name}"
+                raise Refused(403, f"budget_{name}", f"the session has used its budget of {limit:g} {name}")
+
+    def _expire(self, live: Live) -> None:
+        session = live.session
+        idle_s = self._clock() - session.last_asked
+        is_busy = any(not answer.task.done() for answer in live.answers)
+        if session.state is State.OPEN and idle_s > self._idle_s and not is_busy:
+            session.state, session.reason = State.FAILED, f"it asked nothing for {self._idle_s:g} s"
+
+    async def expire(self) -> list[str]:
+        """End sessions that ask nothing any more; returns their ids."""
+        ended = []
+        for live in list(self._live.values()):
+            was = live.session.state
+            self._expire(live)
+            if live.session.state is not was:
+                await self._store.put_session(live.session)
+                ended.append(live.session.id)
+        return ended
+
+    async def _turn(self, live: Live, ask: Ask, digest: str, idempotency_key: str) -> Entry:
+        live.session.last_asked = self._clock()
+        messages = ask.messages
+        if messages is not None and ask.follows is not None:
+            messages = [*self.conversation(live, ask.follows), *messages]
+        prompt = list(ask.token_ids) if messages is None else self._prompt(live, messages, ask.tools)
+        turn = await self._generate(live, prompt, ask)
+        entry = Entry(
+            turn=turn,
+            digest=digest,
+            idempotency_key=idempotency_key,
+            messages=messages,
+            tools=ask.tools,
+            reply=Reply() if messages is None else self._parse(prompt, turn.token_ids, ask.tools),
+            created=self._clock(),
+        )
+        if live.session.id not in self._live:
+            raise Refused(404, "unknown_session", "the session was deleted")
+        live.session.last_asked = self._clock()
+        await self._store.put_turn(live.session, entry)
+        live.entries.append(entry)
+        return entry
+
+    def conversation(self, live: Live, number: int) -> list[dict[str, object]]:
+        """Return the messages of a recorded turn with its reply."""
+        for entry in live.entries:
+            if entry.turn.number == number and entry.messages is not None:
+                return [*entry.messages, message_of(entry.reply)]
+        raise Refused(404, "unknown_response", f"the session has no recorded response {number}")
+
+    def _prompt(self, live: Live, messages: list[dict[str, object]], tools: list[dict[str, object]]) -> list[int]:
+        """Return the recorded tokens of the longest conversation that `messages` goes on with and what follows; or the
+        rendered messages, which begin a branch."""
+        asked = [canonical(message) for message in messages]
+        best: Entry | None = None
+        longest = 0
+        for entry in live.entries:
+            if entry.messages is None or entry.tools != tools:
+                continue
+            length = len(entry.messages) + 1
+            said = [canonical(message) for message in [*entry.messages, message_of(entry.reply)]]
+            if longest <= length < len(asked) and asked[:length] == said:
+                best, longest = entry, length
+        if best is not None and best.turn.token_ids:
+            new = messages[longest:]
+            reply, last_id = message_of(best.reply), best.turn.token_ids[-1]
+            following = continuation(self._tokenizer, messages[: longest - 1], reply, new, tools, last_id)
+            if following is not None:
+                return [*best.turn.sequence, *following]
+        try:
+            return self._tokenizer.encode(self._tokenizer.render(messages, tools, asks=True))
+        except Exception as error:  # boundary: a chat template is a program of others and raises anything
+            raise Refused(400, "template", f"the chat template refused the messages: {error}") from error
+
+    def count(self, live: Live, ask: Ask) -> int:
+        """Return how many tokens the prompt would have; nothing is recorded."""
+        return len(self._prompt(live, ask.messages or [], ask.tools))
+
+    async def _generate(self, live: Live, prompt: list[int], ask: Ask) -> Turn:
+        """Generate until the completion ends for another reason than a pause of the engines."""
+        room = self._context_length - len(prompt)
+        if room < 1:
+            raise Refused(
+                400, "context_length_exceeded", f"{len(prompt)} tokens; the context has {self._context_length}"
+            )
+        limits = [room, *(limit for limit in (ask.max_tokens, self._sampling.get("max_tokens")) if limit is not None)]
+        budget = live.session.budget.tokens
+        if budget is not None:
+            limits.append(budget - sum(len(entry.turn.token_ids) for entry in live.entries))
+        most = max(1, min(cast("list[int]", limits)))
+        ids: list[int] = []
+        log_probs: list[float] = []
+        spans: list[VersionSpan] = []
+        for _ in range(MOST_RESUMPTIONS):
+            params = {**self._sampling, "max_tokens": most - len(ids)} | ({"stop": list(ask.stop)} if ask.stop else {})
+            (part,) = await self._engine.generate([*prompt, *ids], params, session_id=live.session.id)
+            spans += [VersionSpan(span.version, span.start + len(ids), span.end + len(ids)) for span in part.versions]
+            ids += part.token_ids
+            log_probs += part.log_probs
+            if part.finish_reason != "abort" or len(ids) >= most:
+                break
+        else:
+            raise Refused(503, "aborted", f"the engines aborted the completion {MOST_RESUMPTIONS} times")
+        number, live.next_number = live.next_number, live.next_number + 1
+        return Turn(
+            number=number,
+            prompt_ids=tuple(prompt),
+            token_ids=tuple(ids),
+            log_probs=tuple(log_probs),
+            versions=tuple(spans),
+            finish_reason="length" if part.finish_reason == "abort" else part.finish_reason,
+        )
+
+    async def complete(self, live: Live, reward: float) -> None:
+        """Give the reward. The same again is accepted; another one is refused."""
+        session = live.session
+        self._expire(live)
+        if session.state is State.COMPLETE and session.reward == reward:
+            return
+        if session.state is not State.OPEN:
+            raise Refused(403, "session_ended", f"the session is {session.state} already")
+        if any(not answer.task.done() for answer in live.answers):
+            raise Refused(409, "turn_under_way", "a turn of this session is still under way")
+        if not any(entry.turn.token_ids for entry in live.entries):
+            raise Refused(403, "no_turns", "the session has no turn to reward; let it fail instead")
+        session.state, session.reward = State.COMPLETE, reward
+        await self._store.put_session(session)
+
+    async def fail(self, live: Live, reason: str) -> None:
+        if live.session.state is State.COMPLETE:
+            raise Refused(403, "session_ended", "the session is complete already")
+        live.session.state, live.session.reason = State.FAILED, reason
+        await self._store.put_session(live.session)
+
+    async def delete(self, live: Live) -> None:
+        self._live.pop(live.session.id, None)
+        self._by_key.pop(live.session.key_hash, None)
+        await self._store.delete(live.session.id)
+
+    def samples(self, group_index: int) -> list[Sample]:
+        """Return the samples of a group, by member and branch: see `member_samples`."""
+        members = [live for live in self._live.values() if live.session.group_index == group_index]
+        members.sort(key=lambda live: live.session.index)
+        return [sample for live in members for sample in member_samples(live.session, live.entries)]
+
+
+def member_samples(session: Session, entries: Sequence[Entry]) -> list[Sample]:
+    """Return a sample for each branch of a finished session, all with its reward and index. A session that has failed
+    gives one sample without tokens and reward, status FAILED: never a zero."""
+    base = Sample(group_index=session.group_index, index=session.index, session_id=session.id, reward=session.reward)
+    if session.state is not State.COMPLETE:
+        base.status = SampleStatus.FAILED
+        base.metadata["session_reason"] = session.reason or "it has not ended"
+        return [base]
+    rows = row_samples(sorted((entry.turn for entry in entries), key=lambda turn: turn.number), base)
+    for row in rows:
+        if session.stopped:
+            row.status = SampleStatus.TRUNCATED
+            row.metadata["session_reason"] = session.stopped
+    return rows
+
+
+def hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def message_of(reply: Reply) -> dict[str, object]:
+    """Return the reply as chat templates read it: arguments of calls are objects where they are JSON."""
+    message: dict[str, object] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": parsed_arguments(call.arguments)},
+            }
+            for call in reply.calls
+        ]
+    return message
+
+
+def parsed_arguments(text: object) -> object:
+    """Return the arguments of a call as an object; text that is no JSON stays text."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
+
+
+def canonical(message: Mapping[str, object]) -> str:
+    """Return what makes two messages the same for a client that sends them back: its reasoning may be gone."""
+    calls = cast("Sequence[Mapping[str, Mapping[str, object]]]", message.get("tool_calls") or ())
+    kept = [
+        message.get("role"),
+        message.get("content") or "",
+        message.get("tool_call_id") or "",
+        [[call["function"]["name"], call["function"]["arguments"]] for call in calls],
+    ]
+    return json.dumps(kept, sort_keys=True)

@@ -1,0 +1,161 @@
+"""The durable state of sessions: one SQLite file, written before anything is answered.
+
+Every write is one transaction with `synchronous=FULL`: what was acknowledged survives a SIGKILL and a power cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from vime.sessions.recording import Turn
+from vime.types import Version
+
+T = TypeVar("T")
+
+
+class State(StrEnum):
+    OPEN = "open"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool; `arguments` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a completion says, read by the parsers of the model's family."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a session may use; None is no limit. Tokens are sampled ones."""
+
+    turns: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """One sample of a group. `reason` says why it failed, `stopped` which budget ended it."""
+
+    id: str
+    key_hash: str
+    group_index: int
+    index: int
+    budget: Budget
+    created: float  # seconds since 1970, as are the others
+    last_asked: float
+    state: State = State.OPEN
+    reason: str = ""
+    stopped: str = ""
+    reward: float | None = None
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """One turn with what is needed to answer it again: its answer is a function of this alone.
+
+    `messages` is the conversation that was asked; None for a request made of tokens. `claimed` is the largest retry
+    count that this turn was the answer to.
+    """
+
+    turn: Turn
+    digest: str
+    idempotency_key: str
+    messages: list[dict[str, object]] | None
+    tools: list[dict[str, object]]
+    reply: Reply
+    created: float
+    claimed: int = 0
+
+    @property
+    def versions(self) -> list[Version]:
+        return sorted({span.version for span in self.turn.versions})
+
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, key_hash TEXT UNIQUE NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS turns (session TEXT NOT NULL, number INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (session, number));
+"""
+
+
+class SessionStore:
+    """All calls run in one thread of its own, in the order in which they were made."""
+
+    def __init__(self, path: Path) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="session-store")
+        self._database = self._thread.submit(self._open, path).result()
+
+    @staticmethod
+    def _open(path: Path) -> sqlite3.Connection:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(path)
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=FULL")
+        database.executescript(SCHEMA)
+        return database
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        def transaction() -> T:
+            with self._database:
+                return work(self._database)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
+
+    async def put_session(self, session: Session) -> None:
+        row = (session.id, session.key_hash, msgspec.msgpack.encode(session))
+        await self._run(lambda database: database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row))
+
+    async def put_turn(self, session: Session, entry: Entry) -> None:
+        """Write the turn and its session (whose time and budget it moves) together."""
+        turn = (session.id, entry.turn.number, msgspec.msgpack.encode(entry))
+        row = (session.id, session.key_hash, msgspec.msgpack.encode(session))
+
+        def work(database: sqlite3.Connection) -> None:
+            database.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", turn)
+            database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row)
+
+        await self._run(work)
+
+    async def delete(self, session_id: str) -> None:
+        def work(database: sqlite3.Connection) -> None:
+            database.execute("DELETE FROM turns WHERE session = ?", (session_id,))
+            database.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+
+        await self._run(work)
+
+    async def load(self) -> list[tuple[Session, list[Entry]]]:
+        """Return every session with its turns in order."""
+
+        def work(database: sqlite3.Connection) -> list[tuple[Session, list[Entry]]]:
+            turns: dict[str, list[Entry]] = {}
+            for session_id, body in database.execute("SELECT session, body FROM turns ORDER BY session, number"):
+                turns.setdefault(session_id, []).append(msgspec.msgpack.decode(body, type=Entry))
+            sessions = [
+                msgspec.msgpack.decode(body, type=Session)
+                for (body,) in database.execute("SELECT body FROM sessions ORDER BY rowid")
+            ]
+            return [(session, turns.get(session.id, [])) for session in sessions]
+
+        return await self._run(work)
+
+    async def close(self) -> None:
+        await self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+        self._thread.submit(self._database.close).result()
+        self._thread.shutdown()
