@@ -127,6 +127,13 @@ class GroupStore:
             [checksum] = self._spool.append([(task, data)])
         return checksum
 
+    def kept(self, task: Task) -> list[bytes]:
+        """Return everything that this store's own spool has of an attempt, oldest first; nothing without a spool."""
+        with self._lock:
+            if self._spool is None:
+                return []
+            return [self._spool.read(task, checksum) for held, checksum, _ in self._spool.entries() if held == task]
+
     def record(self, task: Task, checksum: int) -> bytes:
         """Return what `put` or `keep` stored with this checksum."""
         with self._lock:

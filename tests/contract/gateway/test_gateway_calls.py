@@ -1,0 +1,281 @@
+"""The gateway's calls over real HTTP, against the real ledger, spool and data source."""
+
+import concurrent.futures
+import errno
+
+import msgspec
+import pytest
+
+from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, sample
+from vime.gateway.messages import ErrorBody, Prompts, WeightManifest
+from vime.gateway.tokens import Scope
+from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_types import Task
+from vime.handoff.prompt_ledger import PromptLedger
+from vime.types import HandoffError
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = GatewayRun(tmp_path)
+    yield run
+    run.close()
+
+
+def refused(response, status, code):
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body["code"] == code
+    assert all(body[part] for part in ("what", "got", "expected", "next")), body
+    assert set(body) == set(ErrorBody.__struct_fields__)
+    return body
+
+
+def num_ready(run):
+    return run.port.call(Ledger.status).ready
+
+
+def test_a_leased_prompt_that_is_put_whole_is_ready_and_has_the_jobs_tokens(run):
+    client = run.client()
+    [prompt] = lease(client)
+    assert (prompt["prompt"], prompt["label"], prompt["attempt"]) == ("a", "a", 1)
+    put = client.post("/v1/groups", json=group_of(prompt)).json()
+    assert put == {"group": 0, "attempt": 1, "is_committed": True, "missing": [], "repeated": False}
+    assert num_ready(run) == 1
+    task = Task("train", 0, 1)
+    [stored] = [checksum for held, checksum, _ in run.spool.entries() if held == task]
+    found = run.store.samples(task, stored)
+    assert [s.tokens for s in found] == [[1, 5, 7, 8, 9]] * 2
+    assert [s.reward for s in found] == [0.0, 1.0]
+    assert len(run.queue.chunks) == 1
+
+
+def test_a_group_put_sample_by_sample_is_ready_with_its_last_sample_and_not_before(run):
+    client = run.client()
+    [prompt] = lease(client)
+    first, last = (sample(s["index"]) for s in prompt["samples"])
+    call = {"lease": prompt["lease"], "sample": first}
+    assert client.post("/v1/samples", json=call).json()["missing"] == [last["index"]]
+    repeated = client.post("/v1/samples", json=call).json()
+    assert (repeated["missing"], repeated["repeated"], num_ready(run)) == ([last["index"]], True, 0)
+    done = client.post("/v1/samples", json=call | {"sample": last}).json()
+    assert (done["is_committed"], num_ready(run)) == (True, 1)
+    again = client.post("/v1/samples", json=call).json()
+    assert (again["is_committed"], again["repeated"], num_ready(run)) == (True, True, 1)
+
+
+def test_repeated_calls_count_once_also_when_they_arrive_together(run):
+    client = run.client()
+    [prompt] = lease(client, request="one")
+    assert lease(client, request="one") == [prompt]
+    group = group_of(prompt)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.post("/v1/groups", json=group).json(), range(8)))
+    assert sorted(answer["repeated"] for answer in answers) == [False] + [True] * 7
+    assert all(answer["is_committed"] for answer in answers)
+    assert num_ready(run) == 1
+    [dropped, returned] = lease(client, 2, request="two")
+    for path, prompt in (("drop", dropped), ("give-back", returned)):
+        end = {"lease": prompt["lease"], "reason": "no reward"}
+        assert [client.post(f"/v1/leases/{path}", json=end).json()["repeated"] for _ in range(2)] == [False, True]
+    [again] = lease(client, 1, request="three")
+    assert (again["group"], again["attempt"]) == (returned["group"], 2)
+    refused(client.post("/v1/groups", json=group_of(returned)), 409, "lease_lost")
+
+
+def test_no_producer_sees_or_ends_another_ones_leases(run):
+    client, thief = run.client("job-a"), run.client("job-b")
+    [prompt] = lease(client)
+    end = {"lease": prompt["lease"], "reason": "mine now"}
+    for path, call in (
+        ("/v1/groups", group_of(prompt)),
+        ("/v1/samples", {"lease": prompt["lease"], "sample": sample(prompt["samples"][0]["index"])}),
+        ("/v1/leases/drop", end),
+        ("/v1/leases/give-back", end),
+    ):
+        theirs = refused(thief.post(path, json=call), 404, "unknown_lease")
+        invented = refused(thief.post(path, json=call | {"lease": "train/7#1." + "A" * 32}), 404, "unknown_lease")
+        assert {**theirs, "got": ""} == {**invented, "got": ""}, "the answer must not tell whether a lease exists"
+    assert thief.post("/v1/producers/heartbeat", json={}).json()["leases"] == []
+    assert thief.post("/v1/producers/leave", json={}).json() == {"given_back": 0}
+    assert prompt["lease"] not in [other["lease"] for other in lease(thief, 4, request="r")]
+    refused(thief.get("/v1/producers"), 403, "forbidden")
+    assert client.post("/v1/producers/heartbeat", json={}).json()["leases"] == [prompt["lease"]]
+    assert client.post("/v1/groups", json=group_of(prompt)).json()["is_committed"]
+
+
+def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_refused(run):
+    client = run.client(confirms=False)
+    reader = run.client("eyes", scopes=(Scope.READ,), confirms=False)
+    empty = client.post("/v1/leases", json={"request": "r"}).json()
+    assert (empty["prompts"], empty["waits_for"]) == (
+        [], "job-a to load version 0 and report its hash; it has confirmed none",
+    )  # fmt: skip
+    wrong = {"version": 0, "engines": {"left": "hash-of-version-0", "right": "other"}}
+    assert "'right'" in refused(client.post("/v1/weights/loaded", json=wrong), 409, "wrong_hash")["got"]
+    confirm(client)
+    [prompt] = lease(client)
+    group = group_of(prompt, versions=[[0, 1, 0], [1, 3, 1]])
+    assert refused(client.post("/v1/groups", json=group), 409, "unconfirmed_version")["may_repeat"]
+    run.weights.release(WeightManifest(version=1, content_hash="hash-of-version-1", location="weights/1"))
+    [job] = reader.get("/v1/producers").json()["producers"]
+    assert (job["name"], job["newest_version"], job["refused"]) == (
+        "job-a", 0, {"wrong_hash": 1, "unconfirmed_version": 1},
+    )  # fmt: skip
+    assert job["lags"].startswith("job-a to load version 1")
+    assert lease(client, request="later") == []
+    assert client.get("/v1/weights/serving").json()["content_hash"] == "hash-of-version-1"
+    confirm(client, 1)
+    assert client.post("/v1/groups", json=group).json()["is_committed"]
+    assert len(lease(client, request="later")) == 1
+
+
+def test_an_empty_response_says_what_is_waited_for_and_a_freed_slot_ends_a_long_poll(run):
+    client = run.client()
+    first, *_ = lease(client, 4)
+    empty = client.post("/v1/leases", json={"request": "next"}).json()
+    assert empty["waits_for"].startswith("a slot: 4 groups hold one")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        polled = pool.submit(client.post, "/v1/leases", json={"request": "next", "wait_s": 15})
+        client.post("/v1/leases/drop", json={"lease": first["lease"], "reason": "too long"})
+        assert [prompt["group"] for prompt in polled.result(15).json()["prompts"]] == [4]
+
+
+def test_every_wrong_number_is_refused_by_name_and_stores_nothing(run):
+    client = run.client()
+    [prompt] = lease(client)
+    cases = {
+        "tokens": [1, 5, 7, 8, 64],  # the vocabulary ends at 63
+        "response_length": 5,  # no prompt left
+        "log_probs": [-0.5, -0.25],
+        "loss_mask": [1, 1],
+        "versions": [[0, 2, 0]],
+        "reward": 1e300,
+    }
+    for name, value in cases.items():
+        refused(client.post("/v1/groups", json=group_of(prompt) | {
+            "samples": [sample(s["index"]) | {name: value} for s in prompt["samples"]]
+        }), 422, "invalid")  # fmt: skip
+    for value in (float("nan"), float("-inf"), 0.5):
+        body = msgspec.msgpack.encode(group_of(prompt, log_probs=[value, -1.0, -1.0]))
+        response = client.post("/v1/groups", content=body, headers={"content-type": "application/msgpack"})
+        assert response.status_code == 422
+        assert msgspec.msgpack.decode(response.content)["code"] == "invalid"
+    alone = group_of(prompt)
+    alone["samples"].pop()
+    refused(client.post("/v1/groups", json=alone), 422, "invalid")
+    refused(client.post("/v1/groups", json=group_of(prompt) | {"smaples": []}), 400, "not_this_message")
+    assert (list(run.spool.entries()), run.queue.chunks, num_ready(run)) == ([], {}, 0)
+
+
+def test_json_and_msgpack_carry_the_same(run):
+    client = run.client()
+    headers = {"content-type": "application/msgpack"}
+    body = msgspec.msgpack.encode({"request": "r"})
+    response = client.post("/v1/leases", content=body, headers=headers)
+    assert response.headers["content-type"] == "application/msgpack"
+    assert msgspec.to_builtins(msgspec.msgpack.decode(response.content, type=Prompts))["prompts"] == lease(client)
+    refused(client.post("/v1/leases", content=b"r", headers={"content-type": "text/plain"}), 415, "unknown_encoding")
+
+
+def test_size_and_rate_are_bounded_before_anything_is_parsed(tmp_path):
+    run = GatewayRun(tmp_path, limits={"calls_per_s": 2.0, "max_body_bytes": 1000})
+    try:
+        client = run.client()  # one call
+        refused(
+            client.post("/v1/groups", content=b"[" * 1001, headers={"content-type": "application/json"}),
+            413,
+            "too_large",
+        )
+        chunks = (b"[" * 400 for _ in range(3))
+        refused(
+            client.post("/v1/groups", content=chunks, headers={"content-type": "application/json"}), 413, "too_large"
+        )
+        answers = [client.post("/v1/producers/heartbeat", json={}) for _ in range(8)]
+        slow = next(answer for answer in answers if answer.status_code != 200)
+        refused(slow, 429, "too_many_calls")
+        assert slow.headers["retry-after"] == "1"
+    finally:
+        run.close()
+
+
+def test_a_full_queue_tells_when_to_repeat_and_a_too_large_group_is_named(tmp_path):
+    run = GatewayRun(tmp_path, max_tokens=10)  # a group has 2 samples of 5 tokens
+    try:
+        client = run.client()
+        first, second, third = lease(client, 3)
+        assert client.post("/v1/groups", json=group_of(first)).status_code == 200
+        full = client.post("/v1/groups", json=group_of(second))
+        assert (refused(full, 429, "no_room")["may_repeat"], full.headers["retry-after"]) == (True, "1")
+        refused(client.post("/v1/groups", json=group_of(third, tokens=[1] * 6)), 413, "too_large")
+        assert num_ready(run) == 1
+    finally:
+        run.close()
+
+
+def test_what_cannot_be_stored_is_not_acknowledged_and_the_same_call_is_accepted_later(run, monkeypatch):
+    client = run.client()
+    [prompt] = lease(client)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vime.handoff.spool._write_all", full)
+        answer = client.post("/v1/groups", json=group_of(prompt))
+        assert refused(answer, 503, "unavailable")["may_repeat"]
+        one = {"lease": prompt["lease"], "sample": sample(prompt["samples"][0]["index"])}
+        refused(client.post("/v1/samples", json=one), 503, "unavailable")
+    with monkeypatch.context() as patched:
+
+        def lost(*_):
+            raise HandoffError("the queue is gone")
+
+        patched.setattr(run.queue, "put", lost)
+        refused(client.post("/v1/groups", json=group_of(prompt)), 503, "unavailable")
+    assert num_ready(run) == 0
+    assert client.post("/v1/groups", json=group_of(prompt)).json()["repeated"] is False
+    assert num_ready(run) == 1
+
+
+def test_a_lease_that_another_producer_got_after_its_time_is_refused(run):
+    client, other = run.client("job-a"), run.client("job-b")
+    [prompt] = lease(client)
+    run.port.call(PromptLedger.abandon, "external/job-a")
+    [again] = lease(other)
+    assert (again["group"], again["attempt"]) == (prompt["group"], 2)
+    refused(client.post("/v1/groups", json=group_of(prompt)), 409, "lease_lost")
+    assert other.post("/v1/groups", json=group_of(again)).json()["is_committed"]
+    refused(client.post("/v1/groups", json=group_of(prompt)), 409, "lease_lost")
+
+
+def test_tokens_are_checked_at_every_call_and_only_hashes_are_kept(run, tmp_path):
+    clock = [1000.0]
+    run.tokens._clock = lambda: clock[0]
+    token = run.tokens.make("job-a", (Scope.TRAIN,), seconds=60)
+    client = job_client(run.server.url, token)
+    assert token.split("_")[2] not in (tmp_path / "gateway_tokens.json").read_text()
+    assert (tmp_path / "gateway_tokens.json").stat().st_mode & 0o777 == 0o600
+    assert client.post("/v1/producers/register", json={}).json()["producer"] == "job-a"
+    forged = job_client(run.server.url, token[:-1] + ("0" if token[-1] != "0" else "1"))
+    answer = forged.post("/v1/producers/register", json={})
+    assert (refused(answer, 401, "unauthorized"), answer.headers["www-authenticate"])[1] == "Bearer"
+    clock[0] += 61
+    refused(client.post("/v1/producers/register", json={}), 401, "unauthorized")
+    clock[0] -= 61
+    run.tokens.revoke(token.split("_")[1])
+    refused(client.post("/v1/producers/register", json={}), 401, "unauthorized")
+
+
+def test_the_schema_names_every_call_and_message(run):
+    client = run.client()
+    document = client.get("/v1/openapi.json").json()
+    assert document["paths"]["/v1/groups"]["post"]["requestBody"]["content"]["application/msgpack"]["schema"] == {
+        "$ref": "#/components/schemas/PutGroup"
+    }
+    for path, methods in document["paths"].items():
+        for method in methods:
+            response = client.request(method, path.replace("{version}", "0"), json={} if method == "post" else None)
+            assert response.status_code in (200, 400, 403), f"{method} {path}: {response.text}"
+    refused(client.get("/v1/groups"), 405, "no_such_call")
+    refused(client.get("/v2/groups"), 404, "no_such_call")

@@ -1,0 +1,313 @@
+"""The gateway as an ASGI application: who calls, how much, in which encoding; then `Gateway` does the call.
+
+The order is: token, rate, size, encoding, content. Nothing is read of a body before its sender is known, and nothing is
+parsed before it is small enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vime.gateway import messages as m
+from vime.gateway.refusal import Refusal
+from vime.gateway.service import Gateway
+from vime.gateway.tokens import Scope, TokenFile
+from vime.types import HandoffError, LostError, VimeError
+from vime.utils.waits import waiting
+
+logger = logging.getLogger(__name__)
+JSON, MSGPACK = "application/json", "application/msgpack"
+BODY_S = 60.0
+"""A body that has not arrived by then is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the protocol that takes a message."""
+
+    path: str
+    scope: Scope
+    takes: type[m.Message]
+    returns: type[m.Message]
+    name: str  # of the method of Gateway
+
+
+CALLS = (
+    Call("/v1/producers/register", Scope.TRAIN, m.Register, m.Registered, "register"),
+    Call("/v1/producers/heartbeat", Scope.TRAIN, m.Heartbeat, m.Alive, "heartbeat"),
+    Call("/v1/producers/leave", Scope.TRAIN, m.Leave, m.Left, "leave"),
+    Call("/v1/leases", Scope.TRAIN, m.LeasePrompts, m.Prompts, "lease"),
+    Call("/v1/leases/drop", Scope.TRAIN, m.EndLease, m.Ended, "drop"),
+    Call("/v1/leases/give-back", Scope.TRAIN, m.EndLease, m.Ended, "give_back"),
+    Call("/v1/groups", Scope.TRAIN, m.PutGroup, m.Put, "put_group"),
+    Call("/v1/samples", Scope.TRAIN, m.PutSample, m.Put, "put_sample"),
+    Call("/v1/weights/loaded", Scope.TRAIN, m.Loaded, m.Confirmed, "loaded"),
+)
+"""All are POST, and each may be repeated."""
+VIEWS = (
+    ("/v1/weights/{version}", Scope.TRAIN, m.WeightManifest),
+    ("/v1/queue", Scope.READ, m.QueueState),
+    ("/v1/producers", Scope.READ, m.Producers),
+)
+
+
+class Rate:
+    """A bucket of calls for each token: `per_s` flow in, twice as many fit."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, name: str) -> None:
+        now = time.monotonic()
+        left, since = self._left.get(name, (2 * self._per_s, now))
+        left = min(2 * self._per_s, left + (now - since) * self._per_s)
+        if left < 1:
+            self._left[name] = (left, now)
+            raise Refusal(
+                429,
+                "too_many_calls",
+                "this token calls too often.",
+                got=f"more than {self._per_s:g} calls a second",
+                expected=f"at most {self._per_s:g} on average",
+                next_action="Repeat the call after Retry-After.",
+                retry_after_s=1,
+            )
+        self._left[name] = (left - 1, now)
+
+
+def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
+    rate, document = Rate(gateway.limits.calls_per_s), msgspec.json.encode(openapi())
+
+    async def take(call: Call, request: Request) -> m.Message:
+        producer = _admitted(gateway, tokens, rate, request, call.scope)
+        request.state.producer = producer
+        body = await _body(request, gateway.limits.max_body_bytes)
+        message = _decoded(body, _encoding(request), call.takes)
+        run: Callable[[str, m.Message], Awaitable[m.Message]] = getattr(gateway, call.name)
+        return await run(producer, message)
+
+    async def weights(request: Request) -> m.Message:
+        _admitted(gateway, tokens, rate, request, Scope.TRAIN)
+        wanted = request.path_params["version"]
+        version = int(wanted) if wanted.isdecimal() and len(wanted) < 10 else -1
+        return gateway.weights.manifest(gateway.weights.serving if wanted == "serving" else version)
+
+    async def queue(request: Request) -> m.Message:
+        _admitted(gateway, tokens, rate, request, Scope.READ)
+        return await gateway.queue()
+
+    async def producers(request: Request) -> m.Message:
+        _admitted(gateway, tokens, rate, request, Scope.READ)
+        return await gateway.producers()
+
+    async def schema(request: Request) -> Response:  # noqa: ARG001
+        return Response(document, media_type=JSON)
+
+    routes = [Route(call.path, partial(_answer, gateway, partial(take, call)), methods=["POST"]) for call in CALLS]
+    routes += [
+        Route(path, partial(_answer, gateway, view), methods=["GET"])
+        for (path, *_), view in zip(VIEWS, (weights, queue, producers), strict=True)
+    ]
+    routes.append(Route("/v1/openapi.json", schema, methods=["GET"]))
+    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+
+
+async def _answer(gateway: Gateway, run: Callable[[Request], Awaitable[m.Message]], request: Request) -> Response:
+    """Run a call; every failure becomes an error body."""
+    try:
+        return _response(request, 200, await run(request))
+    except Refusal as error:
+        refusal = error
+    except (VimeError, OSError) as error:
+        refusal = _unavailable(error)
+    except Exception as error:  # boundary: a caller gets no trace; the log has it
+        logger.exception("%s failed", request.url.path)
+        refusal = Refusal(
+            500,
+            "internal",
+            "the gateway has a fault.",
+            got=type(error).__name__,
+            expected="a result",
+            next_action="Repeat the call; tell whoever started the run: the gateway's log has the trace.",
+            retry_after_s=5,
+        )
+    producer = getattr(request.state, "producer", None)
+    if producer is not None:
+        gateway.job(producer).refused[refusal.code] += 1
+    return _refused(request, refusal)
+
+
+def _admitted(gateway: Gateway, tokens: TokenFile, rate: Rate, request: Request, scope: Scope) -> str:
+    producer = tokens.check(request.headers.get("authorization"), scope)
+    rate.take(producer)
+    if scope is Scope.TRAIN:
+        gateway.job(producer).called = time.monotonic()
+    return producer
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Waits for: the sender, BODY_S at most."""
+    too_large = Refusal(
+        413,
+        "too_large",
+        "the body is too large.",
+        got=f"content-length {request.headers.get('content-length', 'unknown')[:20]}",
+        expected=f"at most {most} bytes",
+        next_action="Put the group sample by sample (POST /v1/samples).",
+    )
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and (len(said) > 15 or int(said) > most):
+        raise too_large
+    body = bytearray()
+    try:
+        with waiting("the body of a call", "external job", deadline_s=BODY_S):
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise too_large
+    except (TimeoutError, ClientDisconnect) as error:
+        raise Refusal(
+            408,
+            "body_missing",
+            "the body has not arrived.",
+            got=f"{len(body)} bytes within {BODY_S:g} s",
+            expected="the whole body",
+            next_action="Send the call again.",
+            retry_after_s=0,
+        ) from error
+    return bytes(body)
+
+
+def _encoding(request: Request) -> str:
+    said = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if said not in (JSON, MSGPACK):
+        raise Refusal(
+            415,
+            "unknown_encoding",
+            "the body's encoding is unknown.",
+            got=f"content-type {said[:80]!r}",
+            expected=f"{JSON} or {MSGPACK}",
+            next_action="Set the header content-type.",
+        )
+    return said
+
+
+def _decoded(body: bytes, encoding: str, kind: type[m.Message]) -> m.Message:
+    try:
+        decode = msgspec.json.decode if encoding == JSON else msgspec.msgpack.decode
+        return decode(body or (b"{}" if encoding == JSON else b"\x80"), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(
+            400,
+            "not_this_message",
+            f"the body is no {kind.__name__}.",
+            got=str(error)[:300],
+            expected=f"the schema {kind.__name__} of /v1/openapi.json",
+            next_action="Correct the body; nothing of it was used.",
+        ) from error
+
+
+def _unavailable(error: Exception) -> Refusal:
+    """A failure of ledger, spool or queue: nothing was acknowledged, so the same call may be repeated."""
+    is_known = isinstance(error, (HandoffError, LostError, OSError))
+    logger.warning("a call was not carried out: %s", error)
+    return Refusal(
+        503,
+        "unavailable" if is_known else "failed",
+        "the run cannot store this now; nothing of it counts.",
+        got=type(error).__name__,
+        expected="a ledger, spool and queue that respond, and space on the disk",
+        next_action="Repeat the same call after Retry-After; the gateway's log has the cause.",
+        retry_after_s=2,
+    )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = int(getattr(error, "status_code", 404))
+    return _refused(
+        request,
+        Refusal(
+            status,
+            "no_such_call",
+            "the protocol has no such call.",
+            got=f"{request.method[:16]} {request.url.path[:120]}",
+            expected="a method and path of /v1/openapi.json",
+            next_action="Correct the address.",
+        ),
+    )
+
+
+def _refused(request: Request, refusal: Refusal) -> Response:
+    response = _response(request, refusal.status, refusal.body)
+    if refusal.retry_after_s is not None:
+        response.headers["retry-after"] = str(refusal.retry_after_s)
+    if refusal.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
+
+
+def _response(request: Request, status: int, message: m.Message) -> Response:
+    """In the encoding that the caller accepts, else in that of its body, else JSON."""
+    wanted = request.headers.get("accept", "") + request.headers.get("content-type", "")
+    is_msgpack = MSGPACK in wanted and JSON not in request.headers.get("accept", "")
+    encode, media = (msgspec.msgpack.encode, MSGPACK) if is_msgpack else (msgspec.json.encode, JSON)
+    return Response(encode(message), status_code=status, media_type=media)
+
+
+def openapi() -> dict[str, object]:
+    """The protocol as an OpenAPI document, made from the messages themselves."""
+    kinds = {kind for call in CALLS for kind in (call.takes, call.returns)} | {kind for *_, kind in VIEWS}
+    kinds |= {m.ErrorBody}
+    _, schemas = msgspec.json.schema_components(
+        sorted(kinds, key=lambda kind: kind.__name__),
+        ref_template="#/components/schemas/{name}",
+        schema_hook=lambda _: {"description": "any value"},  # of `object`
+    )
+
+    def content(kind: type[m.Message]) -> dict[str, object]:
+        schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+        return {"content": {JSON: schema, MSGPACK: schema}}
+
+    def responses(kind: type[m.Message]) -> dict[str, object]:
+        return {
+            "200": {"description": "done", **content(kind)},
+            "default": {"description": "refused", **content(m.ErrorBody)},
+        }
+
+    paths: dict[str, object] = {
+        call.path: {
+            "post": {
+                "operationId": call.name,
+                "summary": f"Scope {call.scope}.",
+                "requestBody": {"required": True, **content(call.takes)},
+                "responses": responses(call.returns),
+            }
+        }
+        for call in CALLS
+    }
+    for path, scope, kind in VIEWS:
+        views: dict[str, object] = {"summary": f"Scope {scope}.", "responses": responses(kind)}
+        if "{version}" in path:
+            schema = {"type": "string"}
+            views["parameters"] = [{"name": "version", "in": "path", "required": True, "schema": schema}]
+        paths[path] = {"get": views}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Vime's gateway for external rollout jobs", "version": str(m.PROTOCOL)},
+        "security": [{"bearer": []}],
+        "components": {"schemas": schemas, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+        "paths": paths,
+    }

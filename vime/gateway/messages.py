@@ -1,0 +1,193 @@
+"""Every message of the gateway's protocol `/v1`. JSON and msgpack have the same fields; docs/producer-protocol.md.
+
+An unknown field is refused: a misspelt optional field would otherwise be lost in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+PROTOCOL = 1
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Reason = Annotated[str, Meta(min_length=1, max_length=500)]
+Count = Annotated[int, Meta(ge=1, le=4096)]
+VersionNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Span = tuple[TokenId, TokenId, VersionNumber]
+
+
+class Message(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The base of all messages."""
+
+
+class Register(Message):
+    """What a job says about itself. It may be repeated at any time; the last call counts."""
+
+    model: str = ""
+    engines: Annotated[int, Meta(ge=0, le=100_000)] = 0
+
+
+class Registered(Message):
+    """What a job must know before its first prompt."""
+
+    producer: str
+    protocol: int
+    serving: int  # the version whose weights the job must load and confirm
+    samples_per_prompt: int
+    max_staleness: int
+    lease_timeout_s: float  # a lease that is not renewed by a heartbeat for so long goes to another producer
+    max_body_bytes: int
+
+
+class Heartbeat(Message):
+    """Renews every lease of the producer."""
+
+
+class Alive(Message):
+    leases: list[str]  # those that the producer still has; work on any other one will be refused
+    serving: int
+    lags: str = ""  # why the job gets no prompts; empty when it gets them
+
+
+class Leave(Message):
+    """The job ends: its leases go to others at once."""
+
+
+class Left(Message):
+    given_back: int
+
+
+class LeasePrompts(Message):
+    """Asks for prompts. `request` is chosen by the caller: a call that is repeated with it returns the same leases."""
+
+    request: Name
+    count: Count = 1
+    wait_s: Annotated[float, Meta(ge=0, le=300)] = 0.0
+
+
+class PromptSample(Message):
+    index: int
+    metadata: dict[str, object]
+
+
+class Prompt(Message):
+    """One group to generate: a completion for each of `samples`."""
+
+    lease: str
+    group: int
+    attempt: int
+    prompt: str | list[dict[str, object]]
+    label: object
+    samples: list[PromptSample]
+
+
+class Prompts(Message):
+    prompts: list[Prompt]
+    serving: int
+    waits_for: str = ""  # when there is no prompt: what must happen first
+    is_exhausted: bool = False  # no prompt is left, and none can come back: the job may leave
+
+
+class GivenSample(Message):
+    """One completion. T: tokens of prompt and completion, R: those of the completion."""
+
+    index: int
+    tokens: list[TokenId]  # [T]
+    response_length: Annotated[int, Meta(ge=1)]  # R
+    log_probs: list[float]  # [R] natural logarithms, of the distribution that was sampled from
+    versions: list[Span]  # [start, end, version]: tile [0, R)
+    reward: float
+    loss_mask: list[Literal[0, 1]] | None = None  # [R] 1: the policy chose this token; all of them when left out
+    status: Literal["completed", "truncated"] = "completed"
+    response: str = ""
+
+
+class PutGroup(Message):
+    """A whole group: a sample for each index of the prompt, in any order."""
+
+    lease: Name
+    samples: Annotated[list[GivenSample], Meta(min_length=1, max_length=4096)]
+
+
+class PutSample(Message):
+    """One sample of a group, which is committed when its last one is there."""
+
+    lease: Name
+    sample: GivenSample
+
+
+class Put(Message):
+    """The outcome of a put. `repeated`: an earlier call had this outcome already; nothing was counted again."""
+
+    group: int
+    attempt: int
+    is_committed: bool
+    missing: list[int] = []  # indices of samples that the group still waits for
+    repeated: bool = False
+
+
+class EndLease(Message):
+    """Ends a lease without a group."""
+
+    lease: Name
+    reason: Reason
+
+
+class Ended(Message):
+    repeated: bool
+
+
+class WeightManifest(Message):
+    """The weights of one version. `location`: where a job finds them; `content_hash`: what its engines must report."""
+
+    version: VersionNumber
+    content_hash: Name
+    location: str
+
+
+class Loaded(Message):
+    """What each engine of the job has loaded: engine -> content hash."""
+
+    version: VersionNumber
+    engines: Annotated[dict[str, Name], Meta(min_length=1)]
+
+
+class Confirmed(Message):
+    version: int
+    serving: int
+
+
+class QueueState(Message):
+    active: int
+    ready: int
+    retry: int
+    held_groups: int
+    held_tokens: int
+    held_bytes: int
+    leases: dict[str, int]  # attempts in progress by producer
+
+
+class ProducerState(Message):
+    name: str
+    seconds_since_call: float
+    newest_version: int  # that it has confirmed; -1: none
+    committed: int  # since the gateway started
+    refused: dict[str, int]  # code of the error -> calls
+    lags: str
+
+
+class Producers(Message):
+    producers: list[ProducerState]
+
+
+class ErrorBody(Message):
+    """The body of every response that is not 200."""
+
+    code: str  # stable: clients decide by it
+    what: str
+    got: str
+    expected: str
+    next: str
+    may_repeat: bool  # the same call may succeed later, unchanged
