@@ -34,7 +34,7 @@ CORE = [
     "msgpack>=1.1",
     # Range: reads engines' answers by type, an eighth of json's time (benchmarks/unit_costs.py); vLLM brings it too.
     "msgspec>=0.19",
-    # Range: serve agents (vime/sessions); what vLLM's server accepts.
+    # Range: serve external jobs (vime/gateway) and agents (vime/sessions); what vLLM's server accepts.
     "starlette>=1.0.1",
     "uvicorn>=0.30",
     "pyarrow>=17",

@@ -19,6 +19,7 @@ NUM_ANY = {
     "cli": 0,
     "config": 2,
     "data": 0,
+    "gateway": 0,
     "handoff": 3,
     "observability": 0,
     "ray": 0,
