@@ -126,7 +126,7 @@ class GatewayProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.gateway_run", str(directory)],
             cwd=ROOT,
-            env={**os.environ, "VIME_FAILPOINTS": failpoints},
+            env={**os.environ, "VIME_FAILPOINTS": failpoints, "VIME_FAILPOINTS_DIR": str(directory / "notes")},
         )
         ends = time.monotonic() + START_S
         while not self._url.exists():
