@@ -101,8 +101,9 @@ class Training:
             time.sleep(0.1)
         pytest.fail(f"no event {kind} x {count} within {deadline_s} s:\n{self._log.read_text()}")
 
-    def finish(self, deadline_s: float = 560) -> Finished:
-        """Wait for the end; a run that does not end, or leaves a process behind, fails the test."""
+    def finish(self, deadline_s: float = 560, *, grace_s: float = 30) -> Finished:
+        """Wait for the end; a run that does not end, or leaves a process behind for `grace_s`, fails the test. Behind a
+        driver that was killed Ray's two agents take up to a minute to end, longer on a busy machine."""
         try:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -111,7 +112,7 @@ class Training:
         except BaseException:  # Ctrl-C: the run is of another session and would live on
             self.kill()
             raise
-        survivors = self.survivors(grace_s=30)
+        survivors = self.survivors(grace_s=grace_s)
         self.kill()
         assert not survivors, f"left running: {survivors}\n{self._log.read_text()[-2000:]}"
         return Finished(code, self._log.read_text(), self.run_dir)

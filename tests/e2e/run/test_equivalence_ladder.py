@@ -111,7 +111,7 @@ def test_another_mode_killed_in_the_middle_and_resumed(
     training = Training("train.py", flags, tmp_path / "killed")
     training.wait_for_event("weights_confirmed", count=2)  # round 0 is trained and saved; round 1 begins
     os.kill(training.process.pid, signal.SIGKILL)
-    killed = training.finish()
+    killed = training.finish(grace_s=120)
     assert killed.code == -signal.SIGKILL
     resumed = train(
         [*flags, *GOES_ON_WITH.get(mode, []), "--load", str(tmp_path / "checkpoints")],
