@@ -75,6 +75,7 @@ class Training:
     ) -> None:
         """`variables`: of its environment, beside those of this process."""
         self.run_dir, self._mark = run_dir, uuid.uuid4().hex
+        self._seen: set[psutil.Process] = set()
         self._log = run_dir.with_suffix(".out")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         ours = {MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -95,15 +96,15 @@ class Training:
         ends = time.monotonic() + deadline_s
         while time.monotonic() < ends:
             if len(Finished(0, "", self.run_dir).events(kind)) >= count:
+                self._members()  # remembered: what loses its parent by a kill that follows could not be found any more
                 return
             if self.process.poll() is not None:
                 pytest.fail(f"the run ended with {self.process.returncode} before {kind}:\n{self._log.read_text()}")
             time.sleep(0.1)
         pytest.fail(f"no event {kind} x {count} within {deadline_s} s:\n{self._log.read_text()}")
 
-    def finish(self, deadline_s: float = 560, *, grace_s: float = 30) -> Finished:
-        """Wait for the end; a run that does not end, or leaves a process behind for `grace_s`, fails the test. Behind a
-        driver that was killed Ray's two agents take up to a minute to end, longer on a busy machine."""
+    def finish(self, deadline_s: float = 560) -> Finished:
+        """Wait for the end; a run that does not end, or leaves a process behind, fails the test."""
         try:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -112,7 +113,7 @@ class Training:
         except BaseException:  # Ctrl-C: the run is of another session and would live on
             self.kill()
             raise
-        survivors = self.survivors(grace_s=grace_s)
+        survivors = self.survivors(grace_s=30)
         self.kill()
         assert not survivors, f"left running: {survivors}\n{self._log.read_text()[-2000:]}"
         return Finished(code, self._log.read_text(), self.run_dir)
@@ -147,17 +148,17 @@ class Training:
 
     def _members(self) -> list[tuple[psutil.Process, str]]:
         """Each live process of this run with its command line: those with its mark and what they started, which may
-        have overwritten the mark with a title. Not by `process_iter`: it remembers processes, and leaves out one whose
-        number another had before."""
-        table, numbers, members = read_processes(), set(), []
+        have overwritten the mark with a title, also after it lost its parent. Not by `process_iter`: it remembers
+        processes, and leaves out one whose number another had before."""
+        table, members = read_processes(), []
         for pid in table:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if pid != os.getpid() and psutil.Process(pid).environ().get(MARK) == self._mark:
-                    numbers |= {seen.pid for seen in tree(pid, table)}
-        for pid in sorted(numbers):
+                    self._seen |= {psutil.Process(seen.pid) for seen in tree(pid, table)}
+        for process in sorted(self._seen, key=lambda seen: seen.pid):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                process = psutil.Process(pid)
-                members.append((process, " ".join(process.cmdline()) or process.name()))
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    members.append((process, " ".join(process.cmdline()) or process.name()))
         return members
 
 

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from vime.config.paths import path_flags
 from vime.config.queue_checks import STREAMING
 from vime.ray.waits import wait_for
 from vime.types import ClusterError, ConfigError, describe
+from vime.utils import die_with_parent
 from vime.utils.network import LOOPBACK, address_of_interface, loopback_interface
 from vime.utils.waits import waiting
 
@@ -252,12 +254,21 @@ def _servers_alone() -> Iterator[None]:
     Ray's option for the dashboard leaves out its pages, not its process. Left out are that one, the autoscaler, the
     reader of logs (which serves `log_to_driver`) and most of the agent's modules: 4 of Ray's 6 CPU seconds and half of
     the time that its start takes. They are asked for in three places of Ray's Python part, by module.
+
+    The two agents that are left end with the raylet, their parent. By themselves they would tell the cluster server of
+    its death first: after a kill of the driver, which ends both servers, they would try that for a minute.
     """
+    python_command = cast("Callable[..., list[str]]", services._build_python_executable_command_memory_profileable)  # noqa: SLF001
+
+    def of_an_agent(*arguments: object, **options: object) -> list[str]:
+        return [sys.executable, "-I", "-S", die_with_parent.__file__, *python_command(*arguments, **options)]
+
     less = {"no_monitor": True, "include_log_monitor": False}
     replaced: list[tuple[ModuleType, str, Callable[..., object]]] = [
         (parameter, "RayParams", functools.partial(cast("Callable[..., object]", parameter.RayParams), **less)),
         (services, "start_api_server", lambda *_, **__: (None, None)),  # its result for a dashboard that did not start
         (ray_utils, "get_dashboard_dependency_error", lambda: "not wanted"),  # as where no dashboard is installed
+        (services, "_build_python_executable_command_memory_profileable", of_an_agent),
     ]
     stock = [getattr(module, name) for module, name, _ in replaced]
     for module, name, stand_in in replaced:
