@@ -25,9 +25,8 @@ from vime.observability.metrics import METRICS_FILE, VERSION, read_metrics
 from vime.types import WaitTimeoutError
 from vime.utils.failpoints import ARMED, DIRECTORY, Action, Point, arm, go_ahead
 
-END_GRACE_S = 75.0
-"""Seconds for what a killed driver leaves to end by itself. Ray's two agents take 60 s: they try to report their end to
-Ray's server, which is gone too (ray/_private/utils.py, publish_error_to_driver); Ray has no setting for it."""
+END_GRACE_S = 30.0
+"""Seconds for what a killed driver leaves to end by itself."""
 AUDIT_S = 300
 MORE_RESTARTS = 3  # than kills
 KEPT, EQUAL, WHOLE = "kept", "equal", "whole"
