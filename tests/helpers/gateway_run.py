@@ -27,6 +27,7 @@ from vime.handoff.spool import Spool
 from vime.handoff.stores import MemoryStore
 from vime.rollout.convert import encoded_group
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
+from vime.rollout.group_writer import GroupWriter
 from vime.rollout.worker import payload_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,7 @@ class GatewayRun:
         self.store = GroupStore(
             self.queue if wraps_store is None else wraps_store(self.queue), self.spool, partition="train"
         )
+        self.writer = GroupWriter(self.store, self.port)
         self.tokens = TokenFile(directory)
         self.weights = Weights(WeightManifest(version=0, content_hash=f"{HASH}0", location="weights/0"))
         usual = {
@@ -63,6 +65,7 @@ class GatewayRun:
         self.gateway = Gateway(
             ledger=self.port,
             store=self.store,
+            writer=self.writer,
             prompts=RolloutDataSourceWithBuffer(self.args),
             encode=self._encode,
             weights=self.weights,
@@ -85,6 +88,7 @@ class GatewayRun:
 
     def close(self):
         self.server.stop()
+        self.writer.close()
         self.store.close()
         self.ledger.close()
 

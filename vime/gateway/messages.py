@@ -23,9 +23,9 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Register(Message):
-    """What a job says about itself. It may be repeated at any time; the last call counts."""
+    """What a job says about itself; GET /v1/producers shows it. It may be repeated; the last call counts."""
 
-    model: str = ""
+    model: Annotated[str, Meta(max_length=200)] = ""
     engines: Annotated[int, Meta(ge=0, le=100_000)] = 0
 
 
@@ -171,6 +171,8 @@ class QueueState(Message):
 
 class ProducerState(Message):
     name: str
+    model: str  # as the job said; so is the next
+    engines: int
     seconds_since_call: float
     newest_version: int  # that it has confirmed; -1: none
     committed: int  # since the gateway started

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -35,7 +35,6 @@ from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import CapacityError, IssuedPrompt, Payload, Task, TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.types import LARGEST_REWARD, HandoffError, Sample, SampleStatus, VersionSpan, tiling_fault
-from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
 SAMPLE_MARK = b"vime-gateway-sample-1\n"  # begins the record of a single sample in the spool
@@ -48,6 +47,14 @@ class Prompts(Protocol):
     """A data source that returns any group by its number: samples with index, prompt, label and metadata."""
 
     def group_at(self, group_index: int) -> list[Sample]: ...
+
+
+class Writer(Protocol):
+    """What is used of `vime.rollout.group_writer.GroupWriter`."""
+
+    async def put(self, task: Task, group: EncodedGroup, payload: Payload) -> float:
+        """Store and commit. Raises TransitionError for a group that comes too late."""
+        ...
 
 
 Encode = Callable[[str, list[Sample]], tuple[EncodedGroup, Payload]]
@@ -72,6 +79,7 @@ class Job:
     """What is known of a producer since the gateway started; nothing depends on it."""
 
     called: float = 0.0
+    said: m.Register = field(default_factory=m.Register)
     committed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
@@ -85,13 +93,15 @@ class Gateway:
         *,
         ledger: LedgerPort,
         store: GroupStore,
+        writer: Writer,
         prompts: Prompts,
         encode: Encode,
         weights: Weights,
         limits: Limits,
         lease_key: bytes,
     ) -> None:
-        self._ledger, self._store, self._prompts, self._encode = ledger, store, prompts, encode
+        """`writer` is that of a rollout worker, on `store`, used on this loop alone."""
+        self._ledger, self._store, self._writer, self._prompts, self._encode = ledger, store, writer, prompts, encode
         self.weights, self.limits, self._lease_key = weights, limits, lease_key
         self.jobs: dict[str, Job] = {}
         self._samples: dict[Task, dict[int, m.GivenSample]] = {}  # of groups that are not whole, by index
@@ -101,8 +111,8 @@ class Gateway:
     def job(self, producer: str) -> Job:
         return self.jobs.setdefault(producer, Job())
 
-    async def register(self, producer: str, said: m.Register) -> m.Registered:  # noqa: ARG002  shown by nobody yet
-        limits = self.limits
+    async def register(self, producer: str, said: m.Register) -> m.Registered:
+        limits, self.job(producer).said = self.limits, said
         return m.Registered(
             producer=producer,
             protocol=m.PROTOCOL,
@@ -204,6 +214,8 @@ class Gateway:
             producers=[
                 m.ProducerState(
                     name=name,
+                    model=job.said.model,
+                    engines=job.said.engines,
                     seconds_since_call=round(now - job.called, 3),
                     newest_version=self.weights.newest(name),
                     committed=job.committed,
@@ -267,15 +279,11 @@ class Gateway:
                 next_action="Repeat the same call after Retry-After; send heartbeats meanwhile.",
                 retry_after_s=1,
             )
-        failpoint(Point.SPOOL)
-        [checksum] = await asyncio.to_thread(self._store.put, [(task, group)])
-        failpoint(Point.COMMIT)
-        stored = replace(payload, checksum=checksum)
-        [outcome] = await self._ledger.call_async(Ledger.commit_each, [(task, stored)])
-        if isinstance(outcome, TransitionError):
+        try:
+            await self._writer.put(task, group, payload)
+        except TransitionError as error:
             await asyncio.to_thread(self._store.forget_attempt, task)
-            _refuse_late(outcome)
-        failpoint(Point.COMMITTED)
+            _refuse_late(error)
         self._forget(task)
         self.job(producer).committed += 1
 

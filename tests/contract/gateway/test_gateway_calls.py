@@ -107,6 +107,7 @@ def test_no_producer_sees_or_ends_another_ones_leases(run):
 def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_refused(run):
     client = run.client(confirms=False)
     reader = run.client("eyes", scopes=(Scope.READ,), confirms=False)
+    client.post("/v1/producers/register", json={"model": "tiny", "engines": 2})
     empty = client.post("/v1/leases", json={"request": "r"}).json()
     assert (empty["prompts"], empty["waits_for"]) == (
         [], "job-a to load version 0 and report its hash; it has confirmed none",
@@ -122,6 +123,7 @@ def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_re
     assert (job["name"], job["newest_version"], job["refused"]) == (
         "job-a", 0, {"wrong_hash": 1, "unconfirmed_version": 1},
     )  # fmt: skip
+    assert (job["model"], job["engines"]) == ("tiny", 2)
     assert job["lags"].startswith("job-a to load version 1")
     assert lease(client, request="later") == []
     assert client.get("/v1/weights/serving").json()["content_hash"] == "hash-of-version-1"

@@ -18,7 +18,6 @@ from vime.utils.failpoints import Point
 RULES = LedgerRules(max_slots=4, max_staleness=1, lease_timeout_s=30.0, num_rounds=3, groups_per_round=2)
 # Whether the group counted before the kill. A kill of the ledger itself is tests/contract/ray/test_ledger_actor.py's.
 STEPS = {
-    Point.SPOOL: False,
     Point.SPOOLED: False,
     Point.COMMIT: False,
     Point.COMMITTED: True,

@@ -104,7 +104,7 @@ def test_a_real_ray_that_never_starts_in_time_ends_the_run_by_name(
     monkeypatch.setenv(PORT_WAIT, "0")
     finished = train([*tiny_task.flags(), "--num-rollout", "1", "--start-timeout-secs", "5"], tmp_path / "run")
     assert finished.code == 3, finished.output
-    assert "--start-timeout-secs" in finished.output
+    assert "--start-timeout-secs" in finished.output, finished.output  # seen to fail once, in silence
     assert "Traceback" not in finished.output
 
 

@@ -114,20 +114,11 @@ def test_a_point_without_a_place_to_note_it_is_refused() -> None:
         read_armed({ARMED: "trainer.optimizer:1:kill"})
 
 
-def passed_in(paths: list[Path]) -> list[str]:
-    return sorted(
+def test_every_point_of_the_table_is_passed_at_one_place() -> None:
+    calls = [
         ast.unparse(node.args[0])
-        for path in paths
+        for path in clone_files(ROOT / "vime", "*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint"
-    )
-
-
-def test_every_point_of_the_table_is_passed_at_one_place_of_a_run_and_the_gateway_passes_those_of_a_commit() -> None:
-    """An external job's gateway is another process that stores and commits groups, in the steps of a worker."""
-    paths = clone_files(ROOT / "vime", "*.py")
-    gateway = [path for path in paths if path.is_relative_to(ROOT / "vime/gateway")]
-    assert passed_in([path for path in paths if path not in gateway]) == sorted(
-        f"Point.{point.name}" for point in Point
-    )
-    assert passed_in(gateway) == ["Point.COMMIT", "Point.COMMITTED", "Point.SPOOL"]
+    ]
+    assert sorted(calls) == sorted(f"Point.{point.name}" for point in Point)
