@@ -121,7 +121,9 @@ def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
         for (path, *_), view in zip(VIEWS, (weights, queue, producers), strict=True)
     ]
     routes.append(Route("/v1/openapi.json", schema, methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+    app = Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+    app.router.redirect_slashes = False  # a redirect has no error body, and repeats what the caller wrote as its host
+    return app
 
 
 async def _answer(gateway: Gateway, run: Callable[[Request], Awaitable[m.Message]], request: Request) -> Response:

@@ -6,6 +6,7 @@ Authorization or x-api-key.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -52,10 +53,24 @@ def make_app(sessions: Callable[[], Awaitable[Sessions]], *, admin_key: str, mod
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.sessions = service = await sessions()
         await service.open()
+        watch = asyncio.create_task(_end_idle_sessions(service))
         yield
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
         await service.close()
 
     return Starlette(routes=make_routes(admin_key=admin_key, model=model), lifespan=lifespan)
+
+
+async def _end_idle_sessions(service: Sessions) -> None:
+    """End sessions that ask nothing any more, and name each in the log."""
+    while True:
+        await asyncio.sleep(service.idle_s / 4)
+        try:
+            for session_id in await service.expire():
+                logger.warning("session %s has failed: it asked nothing for %g s", session_id, service.idle_s)
+        except Exception:  # boundary: a disk that is full now may have room at the next look
+            logger.exception("idle sessions could not be ended")
 
 
 def make_routes(*, admin_key: str, model: str) -> list[Route]:

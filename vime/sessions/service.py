@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from vime.sessions.recording import Turn, row_samples
 from vime.sessions.splice import ChatTokenizer, Message, continuation
 from vime.sessions.store import Budget, Entry, Reply, Session, SessionStore, State
-from vime.types import Sample, SampleStatus, VersionSpan, VimeError
+from vime.types import HandoffError, Sample, SampleStatus, VersionSpan, VimeError
 
 MOST_RESUMPTIONS = 64
 """How often one completion may be aborted by a pause of the engines and continued."""
@@ -66,8 +66,8 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Answer:
-    """A turn under way or recorded, as retries look for it."""
+class Asked:
+    """A request whose turn is under way or recorded, as retries look for it."""
 
     digest: str
     idempotency_key: str
@@ -79,7 +79,7 @@ class Answer:
 class Live:
     session: Session
     entries: list[Entry] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
     next_number: int = 0
 
 
@@ -101,12 +101,8 @@ class Sessions:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._engine, self._tokenizer, self._parse = store, engine, tokenizer, parse
-        self._context_length, self._sampling, self._idle_s, self._clock = (
-            context_length,
-            dict(sampling_params),
-            idle_s,
-            clock,
-        )
+        self._context_length, self._sampling, self._clock = context_length, dict(sampling_params), clock
+        self.idle_s = idle_s
         self._live: dict[str, Live] = {}
         self._by_key: dict[str, Live] = {}
         self._tasks: set[asyncio.Task[Entry]] = set()
@@ -118,7 +114,7 @@ class Sessions:
             for entry in entries:
                 done: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
                 done.set_result(entry)
-                live.answers.append(Answer(entry.digest, entry.idempotency_key, entry.claimed, done))
+                live.asked.append(Asked(entry.digest, entry.idempotency_key, entry.claimed, done))
             self._live[session.id] = self._by_key[session.key_hash] = live
 
     async def close(self) -> None:
@@ -159,47 +155,47 @@ class Sessions:
         """Return the turn that answers this request: a recorded one, one under way, or a new one.
 
         A retry (`retry_count` at least 1) is answered with the newest turn of the same body that no retry of this count
-        has had: two equal requests whose answers were both lost get one each. A caller who goes away does not stop the
-        turn: it will ask again.
+        has had: two equal requests whose responses were both lost get one each. A caller who goes away does not stop
+        the turn: it will ask again.
         """
-        answer = self._recorded(live, digest, retry_count, idempotency_key)
-        if answer is None:
-            stopped = live.session.stopped
+        known = self._recorded(live, digest, retry_count, idempotency_key)
+        if known is None:
+            before = (live.session.state, live.session.stopped)
             try:
                 self._check(live)
             except Refused:
-                if live.session.stopped != stopped:
+                if (live.session.state, live.session.stopped) != before:
                     await self._store.put_session(live.session)
                 raise
             task = asyncio.create_task(self._turn(live, ask, digest, idempotency_key))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            answer = Answer(digest, idempotency_key, retry_count, task)
-            live.answers.append(answer)
+            known = Asked(digest, idempotency_key, retry_count, task)
+            live.asked.append(known)
         try:
-            entry = await asyncio.shield(answer.task)
+            entry = await asyncio.shield(known.task)
         except Exception:
-            if answer in live.answers:
-                live.answers.remove(answer)  # nothing was recorded: a retry samples anew
+            if known in live.asked:
+                live.asked.remove(known)  # nothing was recorded: a retry samples anew
             raise
         if retry_count > entry.claimed:
-            entry.claimed = answer.claimed = retry_count
+            entry.claimed = known.claimed = retry_count
             await self._store.put_turn(live.session, entry)
         return entry
 
-    def _recorded(self, live: Live, digest: str, retry_count: int, idempotency_key: str) -> Answer | None:
+    def _recorded(self, live: Live, digest: str, retry_count: int, idempotency_key: str) -> Asked | None:
         if idempotency_key:
-            for answer in live.answers:
-                if answer.idempotency_key == idempotency_key:
-                    if answer.digest != digest:
+            for known in live.asked:
+                if known.idempotency_key == idempotency_key:
+                    if known.digest != digest:
                         raise Refused(422, "idempotency_key_reused", "this Idempotency-Key came with another body")
-                    return answer
+                    return known
             return None
-        same = [answer for answer in live.answers if answer.digest == digest] if retry_count else []
-        fresh = [answer for answer in same if answer.claimed < retry_count]
+        same = [known for known in live.asked if known.digest == digest] if retry_count else []
+        fresh = [known for known in same if known.claimed < retry_count]
         found = (fresh or same)[-1:]
-        for answer in found:
-            answer.claimed = max(answer.claimed, retry_count)
+        for known in found:
+            known.claimed = max(known.claimed, retry_count)
         return found[0] if found else None
 
     def _check(self, live: Live) -> None:
@@ -210,7 +206,7 @@ class Sessions:
             raise Refused(
                 403, "session_ended", f"the session is {session.state}: {session.reason or 'it was completed'}"
             )
-        num_turns = len(live.answers)
+        num_turns = len(live.asked)
         num_tokens = sum(len(entry.turn.token_ids) for entry in live.entries)
         age_s = self._clock() - session.created
         for name, used, limit in (
@@ -225,9 +221,9 @@ class Sessions:
     def _expire(self, live: Live) -> None:
         session = live.session
         idle_s = self._clock() - session.last_asked
-        is_busy = any(not answer.task.done() for answer in live.answers)
-        if session.state is State.OPEN and idle_s > self._idle_s and not is_busy:
-            session.state, session.reason = State.FAILED, f"it asked nothing for {self._idle_s:g} s"
+        is_busy = any(not known.task.done() for known in live.asked)
+        if session.state is State.OPEN and idle_s > self.idle_s and not is_busy:
+            session.state, session.reason = State.FAILED, f"it asked nothing for {self.idle_s:g} s"
 
     async def expire(self) -> list[str]:
         """End sessions that ask nothing any more; returns their ids."""
@@ -341,7 +337,7 @@ class Sessions:
             return
         if session.state is not State.OPEN:
             raise Refused(403, "session_ended", f"the session is {session.state} already")
-        if any(not answer.task.done() for answer in live.answers):
+        if any(not known.task.done() for known in live.asked):
             raise Refused(409, "turn_under_way", "a turn of this session is still under way")
         if not any(entry.turn.token_ids for entry in live.entries):
             raise Refused(403, "no_turns", "the session has no turn to reward; let it fail instead")
@@ -360,10 +356,21 @@ class Sessions:
         await self._store.delete(live.session.id)
 
     def samples(self, group_index: int) -> list[Sample]:
-        """Return the samples of a group, by member and branch: see `member_samples`."""
+        """Return the samples of a group, one for each member, as `member_samples` makes them. HandoffError for a member
+        of several rows: the loss and the baseline would count it several times (docs/decisions/0034-sessions.md)."""
         members = [live for live in self._live.values() if live.session.group_index == group_index]
         members.sort(key=lambda live: live.session.index)
-        return [sample for live in members for sample in member_samples(live.session, live.entries)]
+        samples = []
+        for live in members:
+            rows = member_samples(live.session, live.entries)
+            if len(rows) > 1:
+                raise HandoffError(
+                    f"session {live.session.id}, sample {live.session.index} of group {group_index}: got {len(rows)} "
+                    "branches, expected one: each would count as a sample of its own. Drop the group, or use an agent "
+                    "that goes on with its conversation."
+                )
+            samples += rows
+        return samples
 
 
 def member_samples(session: Session, entries: Sequence[Entry]) -> list[Sample]:

@@ -13,10 +13,11 @@ from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
 from tests.helpers.session_server import plain_parser
 from vime.rollout.exchanges import Completion
+from vime.sessions.server import make_app
 from vime.sessions.service import Ask, Refused, Sessions, member_samples
 from vime.sessions.store import Budget, SessionStore, State
 from vime.sessions.tokenizer import HfChatTokenizer
-from vime.types import EngineLostError, SampleStatus, VersionSpan
+from vime.types import EngineLostError, HandoffError, SampleStatus, VersionSpan
 
 TOKENIZER = HfChatTokenizer(make_chat_tokenizer("chatml"))
 ASK = Ask(messages=[{"role": "user", "content": "q"}])
@@ -164,7 +165,7 @@ def test_budgets_of_tokens_and_seconds_end_a_session_and_cut_the_last_completion
     run(tmp_path, story, completion("abc", reason="length"), now=now)
 
 
-def test_branches_of_a_member_are_rows_with_its_reward(tmp_path: Path) -> None:
+def test_branches_of_a_member_are_rows_with_its_reward_and_no_group_yet(tmp_path: Path) -> None:
     async def story(sessions: Sessions, _: Engine) -> None:
         session, _key = await sessions.create(4, 2, Budget())
         live = sessions.by_id(session.id)
@@ -172,10 +173,37 @@ def test_branches_of_a_member_are_rows_with_its_reward(tmp_path: Path) -> None:
         subagent = Ask(messages=[{"role": "user", "content": "search"}])
         await sessions.ask(live, subagent, digest="b")
         await sessions.complete(live, 0.25)
-        rows = sessions.samples(4)
+        rows = member_samples(live.session, live.entries)
+        with pytest.raises(HandoffError, match=rf"session {session.id}, sample 2 of group 4: got 2 branches"):
+            sessions.samples(4)  # the loss would count the member twice
         assert [(row.index, row.reward, row.metadata["session_row"]) for row in rows] == [(2, 0.25, 0), (2, 0.25, 1)]
 
     run(tmp_path, story, completion("x<|im_end|>"), completion("y<|im_end|>"), now=[0.0])
+
+
+def test_a_session_that_asks_nothing_is_ended_by_its_server_and_stays_failed_after_a_restart(tmp_path: Path) -> None:
+    path, now = tmp_path / "sessions.sqlite", [0.0]
+
+    async def made() -> Sessions:
+        parse = plain_parser(TOKENIZER, "<|im_end|>")
+        return Sessions(
+            SessionStore(path), Engine(), TOKENIZER, parse,
+            context_length=200, sampling_params={}, idle_s=0.05, clock=lambda: now[0],
+        )  # fmt: skip
+
+    async def play() -> None:
+        app = make_app(made, admin_key="admin", model="tiny")
+        async with app.router.lifespan_context(app):
+            session, _key = await app.state.sessions.create(0, 0, Budget())
+            now[0] = 1.0
+            while session.state is State.OPEN:
+                await asyncio.sleep(0.01)
+        store = SessionStore(path)
+        [(stored, _turns)] = await store.load()
+        await store.close()
+        assert (stored.state, stored.reason) == (State.FAILED, "it asked nothing for 0.05 s")
+
+    asyncio.run(asyncio.wait_for(play(), 60))
 
 
 def test_the_samples_of_two_members_are_a_group_that_can_be_stored(tmp_path: Path) -> None:
