@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import socket
 
 import msgspec
 import pytest
@@ -193,6 +194,11 @@ def test_size_and_rate_are_bounded_before_anything_is_parsed(tmp_path):
         refused(
             client.post("/v1/groups", content=chunks, headers={"content-type": "application/json"}), 413, "too_large"
         )
+        host, port = run.server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:  # says a size and sends nothing
+            head = f"POST /v1/groups HTTP/1.1\r\nhost: x\r\nauthorization: {client.headers['authorization']}\r\n"
+            connection.sendall(f"{head}content-type: application/json\r\ncontent-length: 1001\r\n\r\n".encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
         answers = [client.post("/v1/producers/heartbeat", json={}) for _ in range(8)]
         slow = next(answer for answer in answers if answer.status_code != 200)
         refused(slow, 429, "too_many_calls")

@@ -82,18 +82,20 @@ def test_samples_of_a_group_that_is_not_whole_and_leases_outlive_a_kill(tmp_path
         token = token_of(tmp_path)
         client = job_client(first.url, token)
         confirm(client)
-        [prompt] = lease(client)
+        prompt, other = lease(client, 2)
         one, last = (sample(entry["index"], float(n)) for n, entry in enumerate(prompt["samples"]))
         client.post("/v1/samples", json={"lease": prompt["lease"], "sample": one})
+        of_another_group = sample(other["samples"][0]["index"])
+        client.post("/v1/samples", json={"lease": other["lease"], "sample": of_another_group})
     finally:
         first.kill()
-    assert left_behind(tmp_path)[1] == [Task("train", 0, 1)]
+    assert left_behind(tmp_path)[1] == [Task("train", 0, 1), Task("train", 1, 1)]
     second = GatewayProcess(tmp_path)
     try:
         client = job_client(second.url, token)
         confirm(client)
-        assert client.post("/v1/producers/heartbeat", json={}).json()["leases"] == [prompt["lease"]]
-        assert lease(client) == [prompt]  # the same request: the same lease
+        assert client.post("/v1/producers/heartbeat", json={}).json()["leases"] == [prompt["lease"], other["lease"]]
+        assert lease(client, 2) == [prompt, other]  # the same request: the same leases
         put = client.post("/v1/samples", json={"lease": prompt["lease"], "sample": last}).json()
         assert (put["is_committed"], put["missing"]) == (True, [])
     finally:
