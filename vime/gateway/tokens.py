@@ -79,7 +79,9 @@ class TokenFile:
     def revoke(self, token_id: str) -> None:
         """Refuse this token from the next call on."""
         if token_id not in [token.id for token in self.tokens()]:
-            raise ConfigError(f"{self._path}: no token has id {token_id!r}. `vime token ls RUN` shows them.")
+            raise ConfigError(
+                f"{self._path}: no token has id {token_id!r}; expected one of {[token.id for token in self.tokens()]}."
+            )
         self._change(
             lambda contents: msgspec.structs.replace(
                 contents, tokens=tuple(token for token in contents.tokens if token.id != token_id)
@@ -104,7 +106,7 @@ class TokenFile:
                 "the call has no valid token.",
                 got="no token, or one that is unknown, revoked or expired",
                 expected="Authorization: Bearer TOKEN",
-                next_action="Ask who started the run for a token: `vime token make RUN NAME`.",
+                next_action="Ask who started the run for a token.",
             )
         if scope not in token.scopes:
             raise Refusal(
