@@ -169,6 +169,16 @@ class Gateway:
                 return m.Put(group=task.group, attempt=task.attempt, is_committed=True, repeated=True)
             have = await self._samples_of(producer, task)
             is_repeated = given.index in have
+            if is_repeated and have[given.index] != given:
+                raise Refusal(
+                    409,
+                    "other_sample",
+                    f"sample {given.index} of this lease is stored already, with other content.",
+                    got=f"{len(given.tokens)} tokens, reward {given.reward:g}",
+                    expected=f"the same call again: {len(have[given.index].tokens)} tokens, "
+                    f"reward {have[given.index].reward:g}",
+                    next_action="Go on with the other samples, or give the lease back to begin anew.",
+                )
             if not is_repeated:
                 self._filled(producer, task, [given], is_whole=False)
                 await asyncio.to_thread(self._store.keep, task, SAMPLE_MARK + msgspec.msgpack.encode(given))

@@ -59,6 +59,8 @@ def test_a_group_put_sample_by_sample_is_ready_with_its_last_sample_and_not_befo
     assert client.post("/v1/samples", json=call).json()["missing"] == [last["index"]]
     repeated = client.post("/v1/samples", json=call).json()
     assert (repeated["missing"], repeated["repeated"], num_ready(run)) == ([last["index"]], True, 0)
+    better = {"sample": sample(first["index"], reward=2.0)}
+    refused(client.post("/v1/samples", json=call | better), 409, "other_sample")
     done = client.post("/v1/samples", json=call | {"sample": last}).json()
     assert (done["is_committed"], num_ready(run)) == (True, 1)
     again = client.post("/v1/samples", json=call).json()
