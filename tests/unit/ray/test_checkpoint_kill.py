@@ -122,15 +122,17 @@ def seconds_of_a_save(root: Path) -> float:
 
 def test_kills_at_any_time_lose_at_most_the_save_that_was_running(writer: Writer, tmp_path: Path) -> None:
     seeded, root, save_s = random.Random(5), tmp_path / "root", seconds_of_a_save(tmp_path / "timed")
-    rounds, num_torn = [-1], 0
+    rounds, num_torn, longest_s = [-1], 0, 3 * save_s
     for _ in range(NUM_KILLS):
         writer.ask(root=str(root))
         pid = writer.answer()["pid"]
-        time.sleep(seeded.uniform(0.0, 3 * save_s))  # the point of the kill, not a wait for something
+        time.sleep(seeded.uniform(0.0, longest_s))  # the point of the kill, not a wait for something
         os.kill(pid, signal.SIGKILL)
         assert writer.answer()["was_killed"]
         now = found(root)
         rounds.append(now[0] if now is not None else -1)
+        # The machine may be busier than when the save was timed: the writer gets longer until it comes to an end.
+        longest_s *= 1.3 if rounds[-1] == rounds[-2] else 0.9
         num_torn += bool(leftovers(root))
     assert rounds == sorted(rounds)
     assert rounds[-1] > 0

@@ -15,7 +15,7 @@ from vime.cli import chaos_members
 
 def of_tests() -> tuple[dict[str, str], Callable[[], Iterable[psutil.Process]]]:
     training = Training.__new__(Training)
-    training._mark = "of this test"
+    training._mark, training._seen = "of this test", set()
     return {MARK: training._mark}, lambda: [process for process, _ in training._members()]
 
 
@@ -37,7 +37,11 @@ def test_processes_with_a_number_used_before_or_without_the_mark_are_members_too
         psutil._pids_reused.add(shell.pid)  # as when it sees another process under a number it remembers
         assert {process.pid for process in members()} == {shell.pid, *(child.pid for child in children)}
         assert shell.pid not in {process.pid for process in psutil.process_iter()}  # which is why it is not used
+        shell.kill()
+        shell.wait(10)
+        assert [process.pid for process in members()] == [child.pid for child in children]  # no mark, and no parent
     finally:
         for child in children:
             child.kill()
+        shell.kill()
         shell.wait(10)
