@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vime.cli.commands import Commands
-from vime.config.queue_checks import STREAMING
+from vime.config.queue_checks import EXTERNAL, STREAMING
 from vime.data.payload import record_size
 from vime.handoff.audit import MAX_SHOWN, AuditReport, SavedFacts, audit_run
 from vime.handoff.audit_checkpoints import audit_checkpoints
@@ -155,7 +155,7 @@ def say(text: str) -> None:
 def has_ledger(run: Path) -> bool:
     """Whether the run has a ledger, as those of mode streaming have."""
     mode = config_value(_config(run), "queue", "transferqueue_mode", STREAMING)
-    return bool(mode == STREAMING) or (run / LEDGER_NAME).exists()
+    return mode in (STREAMING, EXTERNAL) or (run / LEDGER_NAME).exists()
 
 
 def checkpoint_root(run: Path) -> Path:

@@ -415,7 +415,7 @@ def _check_eval(config: Config) -> None:
 def _check_idle(config: Config) -> None:
     """Refuse flags that contradict another one, or that nothing reads yet. `readers.py` has the rest."""
     cluster = config.cluster
-    engines, size = cluster.rollout_num_engines or 1, cluster.rollout_num_gpus_per_engine
+    engines, size = cluster.num_engines, cluster.rollout_num_gpus_per_engine
     if cluster.rollout_num_gpus not in (None, engines * size):
         raise ConfigError(
             f"--rollout-num-gpus {cluster.rollout_num_gpus}: {engines} engine(s) of --rollout-num-gpus-per-engine "

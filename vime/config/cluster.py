@@ -28,7 +28,10 @@ class ClusterConfig:
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine (its tensor-parallel size)", minimum=1)
     rollout_num_engines: int | None = flag(
-        None, "vLLM engines; empty: --rollout-num-gpus / --rollout-num-gpus-per-engine, or 1 on the CPU", minimum=1
+        None,
+        "vLLM engines; empty: --rollout-num-gpus / --rollout-num-gpus-per-engine, or 1 on the CPU; 0, with "
+        "--transferqueue-mode external: every group comes from jobs outside",
+        minimum=0,
     )
     device: str = flag("auto", "device of trainer and engines", choices=("auto", "cuda", "cpu"))
     distributed_backend: str | None = flag(
@@ -69,6 +72,11 @@ class ClusterConfig:
     start_timeout_secs: float = flag(
         300.0, "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds", minimum=5
     )
+
+    @property
+    def num_engines(self) -> int:
+        """vLLM engines of the run; 0 when only jobs outside generate."""
+        return 1 if self.rollout_num_engines is None else self.rollout_num_engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

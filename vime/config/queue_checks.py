@@ -1,4 +1,4 @@
-"""Defaults and refusals of mode `streaming`, before any process starts."""
+"""Defaults and refusals of the modes `streaming` and `external`, before any process starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vime.config.run import DebugConfig
 from vime.config.training import QueueConfig
 from vime.types import ConfigError
 
-BUFFER, STREAMING = "buffer", "streaming"
+BUFFER, STREAMING, EXTERNAL = "buffer", "streaming", "external"
 ROUNDS = "vime.rollout.vllm_rollout.generate_rollout"
 
 
@@ -29,13 +29,14 @@ def _bounds(queue: QueueConfig) -> list[str]:
 def check_queue(config: Config) -> None:
     """Refuse flags that contradict the mode, and bounds under which a run would wait for ever."""
     rollout, queue, mode = config.rollout, config.queue, config.queue.transferqueue_mode
-    if mode == STREAMING and rollout.rollout_function_path != ROUNDS:
+    if queue.has_ledger and rollout.rollout_function_path != ROUNDS:
         raise ConfigError(
             f"--rollout-function-path {rollout.rollout_function_path} with mode {mode}: groups are generated one by "
             "one there. Remove the flag; --custom-generate-function-path, rewards and filters work group by group."
         )
     _check_partial(config)
-    if mode != STREAMING:
+    _check_external(config)
+    if not queue.has_ledger:
         return
     _check_debug(config.debug)
     if queue.train_early_groups:
@@ -47,6 +48,43 @@ def check_queue(config: Config) -> None:
             f"--transferqueue-max-groups {queue.transferqueue_max_groups} is below --rollout-batch-size {wanted}: no "
             "round would ever be whole. Raise it, or leave it out."
         )
+
+
+def _check_external(config: Config) -> None:
+    """Refuse a gateway that nobody could reach, and flags that need engines in a run without any."""
+    queue, has_engines = config.queue, config.cluster.rollout_num_engines != 0
+    if queue.transferqueue_mode != EXTERNAL:
+        if not has_engines:
+            raise ConfigError(
+                f"--rollout-num-engines 0 with --transferqueue-mode {queue.transferqueue_mode}: nothing would "
+                f"generate. Give at least 1, or use --transferqueue-mode {EXTERNAL} and rollout jobs of your own."
+            )
+        return
+    host, _, port = queue.transferqueue_address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535 or "/" in host:
+        raise ConfigError(
+            f"--transferqueue-address {queue.transferqueue_address}: expected HOST:PORT, where the gateway of this run "
+            "listens for rollout jobs (port 0: a free one). A TransferQueue of somebody else cannot be joined: its "
+            "protocol executes what it is sent."
+        )
+    if (queue.transferqueue_tls_cert is None) != (queue.transferqueue_tls_key is None):
+        raise ConfigError("--transferqueue-tls-cert and --transferqueue-tls-key: give both for TLS, or none.")
+    if config.debug.debug_train_only:
+        raise ConfigError(
+            "--debug-train-only with --transferqueue-mode external: groups would come from jobs that confirm weights. "
+            "Use --rollout-num-engines 0 for a run without engines."
+        )
+    if has_engines:
+        return
+    needs_engines = {
+        "--eval-prompt-data or --eval-config": config.eval.has_sets,
+        "--check-weight-update-equal": config.weights.check_weight_update_equal,
+        "--partial-rollout": config.rollout.partial_rollout,
+        f"--num-rollout-workers {queue.num_rollout_workers}": queue.num_rollout_workers > 1,
+    }
+    for flag, is_given in needs_engines.items():
+        if is_given:
+            raise ConfigError(f"{flag} with --rollout-num-engines 0: it needs engines of this run. Remove one.")
 
 
 def _check_partial(config: Config) -> None:
@@ -62,12 +100,12 @@ def _check_partial(config: Config) -> None:
             "--partial-rollout with --mixed-version-policy reject: a completion that newer weights continue would be "
             "refused when it is finished. Use correct or mask, or leave --partial-rollout out."
         )
-    if queue.transferqueue_mode == STREAMING and not queue.transferqueue_durable:
+    if queue.has_ledger and not queue.transferqueue_durable:
         raise ConfigError(
             "--partial-rollout with --no-transferqueue-durable: the tokens of an aborted completion are kept in the "
             "spool. Keep one of the two."
         )
-    if queue.transferqueue_mode != STREAMING and policy == "correct" and queue.transferqueue_max_staleness == 0:
+    if not queue.has_ledger and policy == "correct" and queue.transferqueue_max_staleness == 0:
         raise ConfigError(
             "--partial-rollout with --transferqueue-max-staleness 0: the next round may not train tokens of this one's "
             f"weights, so every completion would begin anew. Add {mask}, which keeps them as context, or raise the "
@@ -93,8 +131,8 @@ def _check_order(queue: QueueConfig) -> None:
 def _check_debug(debug: DebugConfig) -> None:
     if debug.debug_rollout_only:
         raise ConfigError(
-            f"--debug-rollout-only with --transferqueue-mode {STREAMING}: rounds that are not trained would never "
-            "free their slots. Use mode off."
+            f"--debug-rollout-only with --transferqueue-mode {STREAMING} or {EXTERNAL}: rounds that are not trained "
+            "would never free their slots. Use mode off."
         )
 
 

@@ -38,7 +38,7 @@ def _uses_engines_to_train(config: Config) -> bool:
 
 def _may_cut_completions(config: Config) -> bool:
     """Whether a group may be aborted before it is finished."""
-    rollout, is_streaming = config.rollout, config.queue.transferqueue_mode == "streaming"
+    rollout, is_streaming = config.rollout, config.queue.has_ledger
     has_surplus = (rollout.over_sampling_batch_size or 0) > rollout.rollout_batch_size
     has_plugin = bool(rollout.dynamic_sampling_filter_path or rollout.custom_generate_function_path)
     return _uses_engines_to_train(config) and (is_streaming or has_surplus or has_plugin)
@@ -52,12 +52,12 @@ def _may_ask_service(config: Config) -> bool:
 def _has_buffer(config: Config) -> bool:
     """Whether groups may wait in the default data source for a later round."""
     is_ours = config.data.data_source_path == "vime.rollout.data_source.RolloutDataSourceWithBuffer"
-    return is_ours and config.queue.transferqueue_mode != "streaming" and _may_cut_completions(config)
+    return is_ours and not config.queue.has_ledger and _may_cut_completions(config)
 
 
 def _may_mix_versions(config: Config) -> bool:
     """Whether weights may change in the middle of a completion, or between two parts of it."""
-    if config.queue.transferqueue_mode == "streaming":
+    if config.queue.has_ledger:
         return config.queue.transferqueue_max_staleness > 0
     return config.rollout.partial_rollout
 
@@ -170,9 +170,9 @@ READ_WHEN = (
         ("max_tokens_per_gpu",), lambda config: config.batch.use_dynamic_batch_size, "with --use-dynamic-batch-size"
     ),
     Condition(
-        ("transferqueue_partition", "num_data_storage_units"),
+        ("transferqueue_partition", "num_data_storage_units", "transferqueue_storage_backend"),
         lambda config: config.queue.transferqueue_mode != "off",
-        "with --transferqueue-mode buffer or streaming",
+        "with --transferqueue-mode buffer, streaming or external",
     ),
     Condition(
         (
@@ -181,8 +181,13 @@ READ_WHEN = (
             *("transferqueue_max_bytes", "train_early_groups"),
             "transferqueue_round_order",
         ),
-        lambda config: config.queue.transferqueue_mode == "streaming",
-        "with --transferqueue-mode streaming",
+        lambda config: config.queue.has_ledger,
+        "with --transferqueue-mode streaming or external",
+    ),
+    Condition(
+        ("transferqueue_address", "transferqueue_tls_cert", "transferqueue_tls_key"),
+        lambda config: config.queue.transferqueue_mode == "external",
+        "with --transferqueue-mode external",
     ),
     Condition(
         ("transferqueue_fsync",),

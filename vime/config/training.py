@@ -204,8 +204,25 @@ class QueueConfig:
     transferqueue_mode: str | None = flag(
         None,
         "off: Ray object refs; buffer: a TransferQueue partition per round; streaming: groups as they finish, each "
-        "trained exactly once (empty: off; buffer with the flag above)",
-        choices=("off", "buffer", "streaming"),
+        "trained exactly once; external: the same, and rollout jobs outside of the run bring groups too, by HTTP "
+        "(empty: off; buffer with the flag above)",
+        choices=("off", "buffer", "streaming", "external"),
+    )
+    transferqueue_address: str = flag(
+        "127.0.0.1:0",
+        "external: HOST:PORT where the gateway listens for rollout jobs; port 0: a free one, which RUN/gateway.json "
+        "names; another host than loopback lets other machines in",
+    )
+    transferqueue_tls_cert: str | None = flag(
+        None,
+        "external: certificate chain of the gateway in PEM, for TLS; with --transferqueue-tls-key",
+        path=PathKind.FILE,
+    )
+    transferqueue_tls_key: str | None = flag(
+        None, "external: private key of that certificate in PEM", path=PathKind.FILE
+    )
+    transferqueue_storage_backend: str = flag(
+        "simple", "where TransferQueue keeps rows: simple: in the memory of its storage actors", choices=("simple",)
     )
     num_rollout_workers: int = flag(
         1,
@@ -271,6 +288,11 @@ class QueueConfig:
     transfer_queue_extra_data_fields: tuple[str, ...] = flag(
         (), "optional columns to carry besides the required ones", nargs="+"
     )
+
+    @property
+    def has_ledger(self) -> bool:
+        """Whether groups reach the trainer one by one, each through the ledger: modes streaming and external."""
+        return self.transferqueue_mode in ("streaming", "external")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vime.backends.vllm_utils.guard import session_members, weigh_session
 from vime.config.parse import Config
 from vime.config.paths import path_flags
-from vime.config.queue_checks import STREAMING
+from vime.config.queue_checks import EXTERNAL
 from vime.ray.waits import wait_for
 from vime.types import ClusterError, ConfigError, describe
 from vime.utils import die_with_parent
@@ -81,6 +81,17 @@ class Demand:
     gpus: float
 
 
+def has_worker_processes(config: Config) -> bool:
+    """Whether rollout workers are processes of their own; else the RolloutManager is the only one."""
+    return config.queue.num_rollout_workers > 1 or config.queue.transferqueue_mode == EXTERNAL
+
+
+def num_worker_processes(config: Config) -> int:
+    """Rollout workers, and the gateway of mode external, which is one more."""
+    is_external = config.queue.transferqueue_mode == EXTERNAL
+    return (config.queue.num_rollout_workers if config.cluster.num_engines else 0) + is_external
+
+
 def demand_of(config: Config) -> Demand:
     """Add up CPU shares and GPUs of all actors of this run."""
     cpus, gpus = MANAGER_CPUS, 0.0
@@ -91,15 +102,15 @@ def demand_of(config: Config) -> Demand:
         cpus += TRAINER_CPUS * ranks
         gpus += ranks if on_cuda else 0
     if not config.debug.debug_train_only:
-        engines = config.cluster.rollout_num_engines or 1
+        engines = config.cluster.num_engines
         cpus += ENGINE_CPUS * engines
         gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
-    if config.queue.transferqueue_mode in ("buffer", STREAMING):
+    if config.queue.transferqueue_mode != "off":
         cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
-    if config.queue.transferqueue_mode == STREAMING:
+    if config.queue.has_ledger:
         cpus += LEDGER_CPUS
         # one more: a worker that takes a dead one's place may be placed before Ray has seen that it is dead
-        cpus += WORKER_CPUS * (config.queue.num_rollout_workers + 1) if config.queue.num_rollout_workers > 1 else 0
+        cpus += WORKER_CPUS * (num_worker_processes(config) + 1) if has_worker_processes(config) else 0
     return Demand(cpus=cpus, gpus=gpus)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from ray import ObjectRef
 
 from vime.config.parse import Config
+from vime.config.queue_checks import EXTERNAL
 from vime.handoff.receipts import ReceiptFile
 from vime.handoff.ticket import RoundTicket
 from vime.observability.events import EventKind, EventLog, span
@@ -32,7 +33,7 @@ from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import Result, said_meanwhile, wait_for
-from vime.types import MismatchError
+from vime.types import EngineReport, MismatchError, Version
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
@@ -199,33 +200,52 @@ class Components:
     def publish(self) -> None:
         """Bring the newest weights to every engine: pause, transfer, confirm by hash, resume."""
         trainers, engines = self.parts.trainers, self.parts.engines
+        is_external = self.config.queue.transferqueue_mode == EXTERNAL
         interval, is_last = self.config.weights.update_weights_interval, self.trained_round == self.last_round
         due = (
             is_last or self.versions.trained % interval == 0
         )  # the last: what is evaluated at the end is what was trained
-        if trainers is None or engines is None or not (due or self.versions.serving is None):
+        if trainers is None or not (engines or is_external) or not (due or self.versions.serving is None):
             return
         self.watchers.screen.activity("moving weights to the engines")
         self.doing = Doing.PUBLISHING
         with self.watchers.round_metrics.timed("perf/update_weights_time"):
-            report = trainers.publish(self.versions.trained, engines.addresses, self._poll(interruptible=False))
-            self.versions.confirm(report.engine_reports, report.content_hash)
+            version, metrics = self.versions.trained, {"weights/version": float(self.versions.trained)}
+            content_hash, reports = "", list[EngineReport]()
+            if engines is not None:
+                report = trainers.publish(version, engines.addresses, self._poll(interruptible=False))
+                content_hash, reports, metrics = report.content_hash, [*report.engine_reports], report.metrics()
+            if is_external:  # the files have to have the hash of the engines
+                content_hash = trainers.publish_files(version, self._poll(interruptible=False))
+                reports.append(self._served_to_jobs(version))
+            self.versions.confirm(reports, content_hash)
         self.doing = None
         with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts, which would delay it
             compared = self._mismatch.after_publish(self.versions.trained)
-            if self.config.weights.check_weight_update_equal:
+            if engines is not None and self.config.weights.check_weight_update_equal:
                 check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
         failpoint(Point.RELEASE)
         if self.parts.stream is not None:
-            self.parts.stream.release(report.version)
+            self.parts.stream.release(version)
         failpoint(Point.RELEASED)
         self.watchers.events.emit(
             EventKind.WEIGHTS_CONFIRMED,
-            version=report.version,
-            content_hash=report.content_hash,
-            engines=[address.name for address in engines.addresses],
+            version=version,
+            content_hash=content_hash,
+            engines=[report.engine for report in reports],
         )
-        self.watchers.round_metrics.add({**report.metrics(), **compared})
+        self.watchers.round_metrics.add({**metrics, **compared})
+
+    def _served_to_jobs(self, version: Version) -> EngineReport:
+        """Let the gateway read the files back and offer them to the jobs outside. Its report is of what it has read."""
+        [report] = wait_for(
+            [self.parts.manager.ask(RolloutManager.serve_to_jobs, version)],
+            name="weights for jobs outside to be read back",
+            owner="gateway",
+            deadline_s=self.config.weights.update_weight_timeout_secs + GRACE_S,
+            on_poll=self._poll(interruptible=False),
+        )
+        return report
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""

@@ -98,7 +98,7 @@ class Engines:
         self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
         gpus = config.cluster.rollout_num_gpus_per_engine if config.cluster.device == "cuda" else 0
         options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS}
-        count = config.cluster.rollout_num_engines or 1
+        count = config.cluster.num_engines
         self._actors = [
             start_actor(EngineActor, options, config, index, str(run_dir), self._keys) for index in range(count)
         ]

@@ -19,7 +19,6 @@ import ray
 
 from vime.config.command_line import parse_command_line
 from vime.config.parse import Config, dump
-from vime.config.queue_checks import STREAMING
 from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.queue_view import ledger_fates
 from vime.observability.claims import read_claims
@@ -280,7 +279,7 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
         if newest is not None:
             state = read_run_state(newest)
             saved = SavedFacts(round_id=state.rollout_id, mark=state.ledger, receipt=state.receipt)
-        has_ledger = config.queue.transferqueue_mode == STREAMING
+        has_ledger = config.queue.has_ledger
         report = audit_run(path, saved=saved, claims=partial(read_claims, path), has_ledger=has_ledger)
     except VimeError as error:
         return End(code=error.exit_code, message=f"the audit of this run could not be made: {error}")

@@ -226,7 +226,7 @@ def _check_load(config: Config) -> None:
 
 def _check_ledger(config: Config) -> None:
     """Check that the ledger of mode streaming is there, and that it belongs to the checkpoint."""
-    if config.queue.transferqueue_mode != STREAMING:
+    if not config.queue.has_ledger:
         return
     run_dir = Path(config.tracking.run_dir).expanduser().resolve() if config.tracking.run_dir else None
     checkpoint = find_latest(Path(config.model.load)) if config.model.load else None
@@ -247,7 +247,7 @@ def _check_mode_of(checkpoint: Path, config: Config) -> None:
     cursor."""
     has_ledger = LEDGER_RUN in read_run_state(checkpoint).data_source
     mode = config.queue.transferqueue_mode
-    if has_ledger != (mode == STREAMING):
+    if has_ledger != config.queue.has_ledger:
         written = f"by a run of mode {STREAMING}" if has_ledger else "without a ledger (mode off or buffer)"
         raise ConfigError(
             f"--load {checkpoint}: written {written}, so in mode {mode} it is unknown which prompts it has trained. "
@@ -287,7 +287,7 @@ def _check_prefetch(config: Config) -> None:
             f"{interval} its tokens are up to {interval} version(s) old, but --transferqueue-max-staleness is "
             f"{staleness}. Set it to {interval}, or use train.py."
         )
-    cuts = config.rollout.partial_rollout and config.queue.transferqueue_mode != STREAMING
+    cuts = config.rollout.partial_rollout and not config.queue.has_ledger
     if cuts and staleness == interval and config.queue.mixed_version_policy == "correct":
         raise ConfigError(
             f"--partial-rollout under train_async.py with --transferqueue-max-staleness {staleness}: tokens of a cut "

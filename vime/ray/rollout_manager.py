@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vime.batching.flops import RoundWork
 from vime.config.parse import Args, Config
-from vime.config.queue_checks import BUFFER, STREAMING
+from vime.config.queue_checks import BUFFER
 from vime.data.groups import GroupFacts, check_versions
 from vime.data.rows import TrainRow
 from vime.handoff.group_store import groups_partition
@@ -30,7 +30,7 @@ from vime.observability.logs import setup_logging
 from vime.observability.samples import RoundGroup
 from vime.protocols import DataSource, RolloutFunction, calling_plugin
 from vime.ray.checkpoint import LEDGER_RUN
-from vime.ray.cluster import data_parallel_size, limit_threads, yield_to_trainers
+from vime.ray.cluster import data_parallel_size, has_worker_processes, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import compact_other_spools, connect_store, group_store, round_store
 from vime.rollout import sample_recorder  # by its module: Ray copies what an actor's class names itself
@@ -44,7 +44,16 @@ from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.rollout.worker import PromptsByNumber, RolloutWorker
-from vime.types import ConfigError, PendingText, PluginError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
+from vime.types import (
+    ConfigError,
+    EngineReport,
+    PendingText,
+    PluginError,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    Version,
+)
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import collect_garbage, collect_when_asked
 
@@ -136,7 +145,7 @@ class RolloutManager:
         if self._config.debug.load_debug_rollout_data:
             return ManagerInfo(num_prompts=0)
         self._source = load_data_source(args)
-        if self._config.queue.transferqueue_mode == STREAMING and not hasattr(self._source, "group_at"):
+        if self._config.queue.has_ledger and not hasattr(self._source, "group_at"):
             raise ConfigError(
                 f"--data-source-path {args.data_source_path}: {type(self._source).__name__} has no group_at(index). In "
                 "mode streaming a prompt may be generated again after a restart, so a data source must know every "
@@ -163,7 +172,7 @@ class RolloutManager:
         self._ledger = ledger
         args = self._config.flat
         workers: Workers
-        if self._config.queue.num_rollout_workers > 1:
+        if has_worker_processes(self._config):
             from vime.ray.workers import RemoteWorkers
 
             workers = RemoteWorkers(
@@ -194,6 +203,14 @@ class RolloutManager:
             self._coordinator.workers.start()
         else:
             self._coordinator.workers.stop()
+
+    def serve_to_jobs(self, version: Version) -> EngineReport:
+        """Mode external: offer a version, whose files are written, to the jobs outside."""
+        from vime.ray.workers import RemoteWorkers
+
+        assert self._coordinator is not None
+        assert isinstance(self._coordinator.workers, RemoteWorkers), "mode external has them"
+        return self._coordinator.workers.serve_to_jobs(version)
 
     def compact(self) -> int:
         """Drop from the spool what no restart can need. Returns the bytes freed."""

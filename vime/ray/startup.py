@@ -107,7 +107,8 @@ def start_components(
             start_ray(config, starter.poll)
         stack.enter_context(watched_ray(on_ray_lost))
         # before the queue: engines take longest to start, and Ray has few workers ready
-        engines = None if config.debug.debug_train_only else Engines(config, run_dir)
+        has_engines = config.cluster.num_engines > 0 and not config.debug.debug_train_only
+        engines = Engines(config, run_dir) if has_engines else None
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
@@ -116,7 +117,7 @@ def start_components(
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends after all parts
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
         parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor)
-        if config.queue.transferqueue_mode == "streaming":
+        if config.queue.has_ledger:
             with starter.part("ledger", "opening the ledger"):
                 parts.stream = _open_stream(config, run_dir, parts, start)
                 behind_the_parts.callback(parts.stream.end)

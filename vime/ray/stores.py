@@ -14,7 +14,7 @@ from vime.handoff.group_store import GroupStore, RoundStore, compact_left_behind
 from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
 from vime.handoff.stores import ObjectStore, PayloadStore
-from vime.ray.cluster import QUEUE_CPUS
+from vime.ray.cluster import QUEUE_CPUS, has_worker_processes, num_worker_processes
 
 if TYPE_CHECKING:
     from vime.handoff.queue_client import ActorClass, QueueAddress
@@ -73,8 +73,10 @@ def group_store(config: Config, run_dir: Path, store: PayloadStore, *, worker: i
 
 def compact_other_spools(config: Config, run_dir: Path, needed: Mapping[Task, int | None]) -> int:
     """Drop from the spools of earlier starts of this run what no restart can need. Returns the bytes freed."""
-    directory, count = run_dir / SPOOL_NAME, config.queue.num_rollout_workers
+    directory = run_dir / SPOOL_NAME
     if not config.queue.transferqueue_durable:
         return 0
-    own = [directory] if count == 1 else [worker_spool(directory, number) for number in range(count)]
+    own = [directory]
+    if has_worker_processes(config):
+        own = [worker_spool(directory, number) for number in range(num_worker_processes(config))]
     return compact_left_behind(directory, own, needed)

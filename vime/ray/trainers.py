@@ -243,6 +243,27 @@ class TrainerActor:
                     pass
         return None
 
+    def publish_files(self, version: Version) -> str | None:
+        """Write the weights for jobs outside of the run and return their content hash, on rank 0. Collective like
+        `publish`."""
+        from vime.training.export import save_published
+        from vime.weights.published import version_directory
+
+        actor = self._worker.actor
+        if not actor.takes_part_in_export:
+            return None
+        source = Path(self._config.model.hf_checkpoint).expanduser()
+        with span("publish_files", version=version):
+            stream = actor.export_weights()
+            try:
+                if self._rank == 0:
+                    directory = version_directory(self._run_dir, version)
+                    return save_published(actor, directory, stream, version=version, source=source)
+            finally:
+                for _ in stream:  # as in `publish`
+                    pass
+        return None
+
     def save(self, directory: str, in_background: bool) -> None:
         with span("save_checkpoint"):
             self._saved = Path(directory)
@@ -504,6 +525,14 @@ class Trainers:
         report = wait(on_poll=on_poll, deadline_s=deadline_s)[0]
         assert report is not None, "rank 0 publishes"
         return report
+
+    def publish_files(self, version: Version, on_poll: Callable[[], None] | None = None) -> str:
+        """Write the weights into RUN/published; return their content hash."""
+        deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
+        wait = self._policy.begin(TrainerActor.publish_files, version)
+        content_hash = wait(on_poll=on_poll, deadline_s=deadline_s)[0]
+        assert content_hash is not None, "rank 0 writes"
+        return content_hash
 
     def log_probs(self, rows: list[TrainRow], rule: SamplingRule | None = None) -> list[list[float]]:
         return self._policy.call(TrainerActor.log_probs, rows, rule)[0]

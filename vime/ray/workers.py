@@ -2,14 +2,18 @@
 
 Each is a Ray actor around `rollout/worker.RolloutWorker`, with a spool of its own. The ledger gives them prompts, so no
 worker knows the others. One that dies costs the completions it was working on: its prompts go back to the ledger at
-once, the others take them, and a new worker takes its place. Nothing else stops.
+once, the others take them, and a new worker takes its place. Nothing else stops. In mode external the gateway is one
+more of these processes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +22,10 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray import ObjectRef
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.config.parse import Config
+from vime.config.queue_checks import EXTERNAL
 from vime.handoff.group_store import StoredGroup
 from vime.handoff.ledger_types import Task
 from vime.handoff.prompt_ledger import PromptLedger
@@ -27,10 +33,12 @@ from vime.observability.events import EventKind, EventLog, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.samples import DroppedGroup
 from vime.ray.actor import Actor, Options, start_actor
-from vime.ray.cluster import WORKER_CPUS, limit_threads, yield_to_trainers
+from vime.ray.cluster import WORKER_CPUS, limit_threads, num_worker_processes, yield_to_trainers
+from vime.ray.gateway import PROCESS, GatewayActor, gateway_of
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import connect_store, group_store
 from vime.ray.waits import wait_for
+from vime.ray.worker_process import WorkerProcess, WorkerReport
 from vime.rollout import sample_recorder
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.generation import use_engine_key
@@ -38,8 +46,19 @@ from vime.rollout.group_worker import WorkerStats
 from vime.rollout.plugins import load_data_source
 from vime.rollout.vllm_rollout import close_generation
 from vime.rollout.worker import STOP_S, PromptsByNumber, RolloutWorker, worker_name
-from vime.types import ClusterError, HandoffLostError, Sample, VimeError
+from vime.types import (
+    ClusterError,
+    EngineReport,
+    HandoffLostError,
+    LostError,
+    Sample,
+    Version,
+    VimeError,
+    WaitTimeoutError,
+)
+from vime.utils.network import free_port
 from vime.utils.waits import waiting
+from vime.weights.published import published_root
 
 if TYPE_CHECKING:
     from vime.handoff.queue_client import QueueAddress
@@ -55,18 +74,7 @@ MAX_DEATHS = 3
 """Workers that may die one after the other without a group stored in between: then something kills every one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
-    """State of a worker."""
-
-    stats: WorkerStats
-    num_running: int
-    waits_for: str
-    spool_bytes: int
-    error: Exception | None  # what ended it
-
-
-class RolloutWorkerActor:
+class RolloutWorkerActor(WorkerProcess):
     """One rollout worker in a process of its own."""
 
     def __init__(
@@ -87,12 +95,11 @@ class RolloutWorkerActor:
         use_engine_key(key)
         sample_recorder.RECORDER.collect()
         args = config.flat
-        store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
+        self._store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
         source = cast("PromptsByNumber", load_data_source(args))  # the RolloutManager has looked
-        self._worker = RolloutWorker(args, source=source, ledger=ledger, store=store, name=name)
+        self._worker = RolloutWorker(args, source=source, ledger=ledger, store=self._store, name=name)
 
     def start(self, num_workers: int) -> None:
-        """Begin to generate; `num_workers` share the slots."""
         self._worker.share(num_workers)
         self._worker.start()
 
@@ -103,7 +110,6 @@ class RolloutWorkerActor:
         self._worker.stop()
 
     def report(self) -> WorkerReport:
-        """Return at once, whatever the worker does."""
         error = None
         try:
             self._worker.raise_if_failed()
@@ -121,18 +127,6 @@ class RolloutWorkerActor:
     def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
         return self._worker.take_stats(), sample_recorder.RECORDER.take_dropped()
 
-    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
-        return self._worker.samples(groups)
-
-    def restore(self, groups: Sequence[StoredGroup]) -> None:
-        self._worker.restore(groups)
-
-    def release(self, tasks: Sequence[Task]) -> None:
-        self._worker.release(tasks)
-
-    def compact(self, needed: Mapping[Task, int | None]) -> int:
-        return self._worker.compact(needed)
-
     def close(self) -> None:
         self._worker.stop()
         close_generation()
@@ -145,7 +139,8 @@ class _Host:
 
     number: int
     name: str  # of the worker, as the ledger knows it
-    actor: Actor[RolloutWorkerActor]
+    actor: Actor[WorkerProcess]
+    gateway: Actor[GatewayActor] | None = None  # the same actor, when it is the gateway
     report: WorkerReport | None = None
     asked: ObjectRef[WorkerReport] | None = None  # a report that was requested and has not arrived yet
 
@@ -170,12 +165,17 @@ class RemoteWorkers:
         self._is_producing = False
         self._deaths, self._stored = 0, 0  # in a row; groups stored when the last one died
         self._taken = 0  # groups that the workers had stored when their statistics were last taken
+        self._sharers = 1
         self._failure: Exception | None = None
         self._is_closed = threading.Event()
-        count = config.queue.num_rollout_workers
-        self._hosts = [self._start_host(number) for number in range(count)]
+        self._gateway_number = -1  # its number is the last
+        if config.queue.transferqueue_mode == EXTERNAL:
+            self._gateway_number = num_worker_processes(config) - 1
+            shutil.rmtree(published_root(run_dir), ignore_errors=True)  # of an earlier start: no job may load them
+            self._address = _whole_address(config.queue.transferqueue_address)
+        self._hosts = [self._start_host(number) for number in range(num_worker_processes(config))]
         wait_for(
-            [host.actor.ask(RolloutWorkerActor.report) for host in self._hosts],
+            [host.actor.ask(WorkerProcess.report) for host in self._hosts],
             name="rollout workers to start",
             owner="rollout-worker",
             deadline_s=config.cluster.start_timeout_secs,
@@ -201,18 +201,44 @@ class RemoteWorkers:
 
     def is_ours(self, producer: str) -> bool:
         with self._lock:
-            return producer in self._names
+            return (gateway_of(producer) or producer) in self._names
 
     def start(self) -> None:
         self._is_producing = True
         hosts = self._alive()
-        self._ask(hosts, CALL_S, RolloutWorkerActor.start, len(hosts))
+        self._ask(hosts, CALL_S, WorkerProcess.start, self._num_sharers(hosts))
+
+    def serve_to_jobs(self, version: Version) -> EngineReport:
+        """Mode external: have the gateway read back the files of a version and offer it to the jobs. Waits for: the
+        gateway; one that dies meanwhile, for the one that takes its place."""
+        deadline_s = self._config.weights.update_weight_timeout_secs
+        ends = time.monotonic() + deadline_s
+        with waiting("the gateway to offer weights", PROCESS, deadline_s=deadline_s):
+            while time.monotonic() < ends:
+                gateway = next((host.gateway for host in self._alive() if host.gateway is not None), None)
+                if gateway is not None:
+                    try:
+                        [report] = wait_for(
+                            [gateway.ask(GatewayActor.serve_to_jobs, version)],
+                            name="weights to be read back",
+                            owner=PROCESS,
+                            deadline_s=deadline_s,
+                        )
+                    except LostError as error:
+                        logger.warning("the gateway has not offered version %d: %s", version, error)
+                    else:
+                        return report
+                self.raise_if_failed()
+                self._is_closed.wait(POLL_S)
+        raise WaitTimeoutError(
+            f"the gateway to offer version {version} to the jobs outside", deadline_s, PROCESS, "See RUN_DIR/logs."
+        )
 
     def stop(self) -> None:
         """End their work; with --partial-rollout keep unfinished completions. A worker that dies meanwhile keeps
         nothing."""
         self._is_producing = False
-        self._ask(self._alive(), KEEP_S + 2 * STOP_S, RolloutWorkerActor.stop)
+        self._ask(self._alive(), KEEP_S + 2 * STOP_S, WorkerProcess.stop)
 
     def raise_if_failed(self) -> None:
         """Raise the error that ended a worker, unless it was killed: the next worker would end in the same way."""
@@ -225,7 +251,7 @@ class RemoteWorkers:
     def take_stats(self) -> WorkerStats:
         """Take the workers' statistics. Those of a worker that died since the last call are lost; the ledger counts
         groups."""
-        results = self._ask(self._alive(), CALL_S, RolloutWorkerActor.take_stats)
+        results = self._ask(self._alive(), CALL_S, WorkerProcess.take_stats)
         for _, dropped in results:
             for group in dropped:
                 sample_recorder.RECORDER.note_dropped(group.group_index, group.reason, group.samples)
@@ -237,7 +263,7 @@ class RemoteWorkers:
         found: dict[Task, list[Sample]] = {}
         for host, own in self._by_owner(groups).items():
             [result] = wait_for(
-                [self._host(host).actor.ask(RolloutWorkerActor.samples, own)],
+                [self._host(host).actor.ask(WorkerProcess.samples, own)],
                 name="samples of finished groups",
                 owner=f"rollout-worker-{host}",
                 deadline_s=CALL_S,
@@ -249,7 +275,7 @@ class RemoteWorkers:
         hosts = self._alive()
         shares = {host.number: groups[at :: len(hosts)] for at, host in enumerate(hosts)}
         wait_for(
-            [host.actor.ask(RolloutWorkerActor.restore, shares[host.number]) for host in hosts if shares[host.number]],
+            [host.actor.ask(WorkerProcess.restore, shares[host.number]) for host in hosts if shares[host.number]],
             name="groups of an earlier start of this run to be put into the queue",
             owner="rollout-worker",
             deadline_s=self._config.queue.transferqueue_timeout_secs,
@@ -257,10 +283,10 @@ class RemoteWorkers:
 
     def release(self, tasks: Sequence[Task]) -> None:
         for host in self._alive():
-            host.actor.ask(RolloutWorkerActor.release, tasks)  # not waited for: it only frees memory
+            host.actor.ask(WorkerProcess.release, tasks)  # not waited for: it only frees memory
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
-        return sum(self._ask(self._alive(), CALL_S, RolloutWorkerActor.compact, needed))
+        return sum(self._ask(self._alive(), CALL_S, WorkerProcess.compact, needed))
 
     def close(self) -> None:
         """End every worker. Calling it again does nothing."""
@@ -269,7 +295,7 @@ class RemoteWorkers:
         self._is_closed.set()
         self._watcher.join(2 * CALL_S)
         hosts = self._alive()
-        self._ask(hosts, 2 * STOP_S, RolloutWorkerActor.close)
+        self._ask(hosts, 2 * STOP_S, WorkerProcess.close)
         for host in hosts:
             host.actor.kill()
 
@@ -288,11 +314,14 @@ class RemoteWorkers:
         owners = {host.name: host.number for host in hosts}
         found: dict[int, list[StoredGroup]] = {}
         for group in groups:
-            found.setdefault(owners.get(group.producer, hosts[0].number), []).append(group)
+            owner = owners.get(gateway_of(group.producer) or group.producer, hosts[0].number)
+            found.setdefault(owner, []).append(group)
         return found
 
     def _start_host(self, number: int) -> _Host:
-        """Start a worker, without waiting for it."""
+        """Start a worker, or the gateway, without waiting for it."""
+        if number == self._gateway_number:
+            return self._start_gateway()
         name = worker_name(number)
         options: Options = {
             "num_cpus": WORKER_CPUS,
@@ -314,11 +343,46 @@ class RemoteWorkers:
             self._names.add(name)
         return _Host(number=number, name=name, actor=actor)
 
+    def _start_gateway(self) -> _Host:
+        """Start it on this node, whose address the jobs know."""
+        name = f"{PROCESS}.{os.getpid()}.{uuid.uuid4().hex[:6]}"
+        node = str(ray.get_runtime_context().get_node_id())
+        options: Options = {
+            "num_cpus": WORKER_CPUS,
+            "max_concurrency": 4,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        gateway = start_actor(
+            GatewayActor,
+            options,
+            self._config,
+            self._gateway_number,
+            name,
+            str(self._run_dir),
+            self._queue_address,
+            self._ledger,
+            self._address,
+        )
+        with self._lock:
+            self._names.add(name)
+        return _Host(number=self._gateway_number, name=name, actor=gateway, gateway=gateway)
+
+    def _num_sharers(self, hosts: Sequence[_Host]) -> int:
+        """Return how many share the slots: the workers, and the jobs outside that take prompts."""
+        workers = sum(host.gateway is None for host in hosts)
+        jobs = sum(host.report.num_jobs for host in hosts if host.gateway is not None and host.report is not None)
+        return max(1, workers + jobs)
+
+    def _share(self, hosts: Sequence[_Host]) -> None:
+        self._sharers = self._num_sharers(hosts)
+        for host in hosts:
+            host.actor.ask(WorkerProcess.share, self._sharers)
+
     def _ask(
         self,
         hosts: Iterable[_Host],
         deadline_s: float,
-        method: Callable[Concatenate[RolloutWorkerActor, P], R],
+        method: Callable[Concatenate[WorkerProcess, P], R],
         *arguments: P.args,
         **named: P.kwargs,
     ) -> list[R]:
@@ -350,10 +414,12 @@ class RemoteWorkers:
                             self._replace(host, starting)
                     except Exception as error:  # boundary: raised where a round waits
                         self._failure = error
+                if self._num_sharers(self._alive()) != self._sharers:  # a job has come or gone
+                    self._share(self._alive())
 
     def _is_dead(self, host: _Host) -> bool:
         if host.asked is None:
-            host.asked = host.actor.ask(RolloutWorkerActor.report)
+            host.asked = host.actor.ask(WorkerProcess.report)
         done, _ = ray.wait([host.asked], timeout=0)
         if not done:
             return False
@@ -374,9 +440,7 @@ class RemoteWorkers:
         )
         with self._lock:
             self._hosts.remove(host)
-        left = self._alive()
-        for other in left:
-            other.actor.ask(RolloutWorkerActor.share, max(1, len(left)))
+        self._share(self._alive())
         stored = self._taken + self.stats.committed_groups
         self._deaths = self._deaths + 1 if stored == self._stored else 1
         self._stored = stored
@@ -391,7 +455,7 @@ class RemoteWorkers:
         host = self._start_host(number)
         try:
             wait_for(
-                [host.actor.ask(RolloutWorkerActor.report)],
+                [host.actor.ask(WorkerProcess.report)],
                 name="a rollout worker to take a dead one's place",
                 owner=_process(host),
                 deadline_s=self._config.cluster.start_timeout_secs,
@@ -406,10 +470,15 @@ class RemoteWorkers:
             self._hosts = sorted([*self._hosts, host], key=lambda each: each.number)
         hosts = self._alive()
         if self._is_producing:
-            host.actor.ask(RolloutWorkerActor.start, len(hosts))
-        for other in hosts:
-            other.actor.ask(RolloutWorkerActor.share, len(hosts))
+            host.actor.ask(WorkerProcess.start, self._num_sharers(hosts))
+        self._share(hosts)
 
 
 def _process(host: _Host) -> str:
-    return f"rollout-worker-{host.number}"
+    return PROCESS if host.gateway is not None else f"rollout-worker-{host.number}"
+
+
+def _whole_address(address: str) -> str:
+    """Choose the port where none is given: every gateway of this start listens at the same one."""
+    host, _, port = address.rpartition(":")
+    return address if int(port) else f"{host}:{free_port(host.strip('[]'))}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from vime.protocols import TrainEngine
-from vime.training.save_hf import write_hf
-from vime.types import CheckpointError
+from vime.training.save_hf import plan_files, write_hf
+from vime.types import CheckpointError, Version
 from vime.weights.hashing import ContentHash
+from vime.weights.plan import TensorMeta
+from vime.weights.published import describe
 
 
 def weights_hash(engine: TrainEngine) -> str:
@@ -40,3 +44,23 @@ def save_hf(engine: TrainEngine, directory: Path, *, source: Path) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise CheckpointError(failure[0])
+
+
+def save_published(
+    engine: TrainEngine, directory: Path, stream: Iterator[tuple[str, Tensor]], *, version: Version, source: Path
+) -> str:
+    """Write the weights of `stream` for jobs outside of the run, and return their content hash. Called by rank 0, while
+    its peers take part in the gathering; `stream` is consumed to its end in every case."""
+    metadata, content = engine.weight_metadata(), ContentHash()
+    write_hf(directory, _hashed(stream, metadata, content), metadata, source=source)
+    file_of = {meta.name: name for name, metas in plan_files(metadata).items() for meta in metas}
+    describe(directory, version, content.hexdigest(), metadata, file_of)
+    return content.hexdigest()
+
+
+def _hashed(
+    stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta], content: ContentHash
+) -> Iterator[tuple[str, Tensor]]:
+    for meta, (name, tensor) in zip(metadata, stream, strict=True):
+        content.add(meta, tensor)
+        yield name, tensor

@@ -46,8 +46,8 @@ def write_hf(
         for _ in stream:
             pass
         raise CheckpointError(
-            f"--save-hf {directory}: could not be written: {error}. Check free space and permissions; an earlier "
-            "export of this name stays."
+            f"{directory}: the weights could not be written (by --save-hf or for jobs outside): {error}. Check free "
+            "space and permissions; an earlier export of this name stays."
         ) from error
 
 
@@ -59,7 +59,7 @@ def _recover(directory: Path, former: Path) -> None:
 
 
 def _write_tensors(directory: Path, stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta]) -> None:
-    files = _plan_files(metadata)
+    files = plan_files(metadata)
     total_bytes = 0
     for name, metas in files.items():
         tensors = {}
@@ -76,7 +76,7 @@ def _write_tensors(directory: Path, stream: Iterator[tuple[str, Tensor]], metada
     assert next(stream, None) is None, "the export continues after the last tensor of its metadata"
 
 
-def _plan_files(metadata: Sequence[TensorMeta]) -> dict[str, list[TensorMeta]]:
+def plan_files(metadata: Sequence[TensorMeta]) -> dict[str, list[TensorMeta]]:
     """Return file name -> its tensors, in export order."""
     shards: list[list[TensorMeta]] = [[]]
     used = 0

@@ -1,0 +1,139 @@
+"""The gateway as a rollout job of ours sees it: each call is repeated until its response arrives, or it is refused.
+
+A call that got no response may have been carried out. The protocol counts a call and its repetition once, so the same
+bytes are sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from vime.gateway import messages as m
+from vime.types import LostError, VimeError
+from vime.utils.http import HttpFailure, HttpSession, Response
+from vime.utils.waits import waiting
+
+logger = logging.getLogger(__name__)
+Kind = TypeVar("Kind", bound=m.Message)
+
+CALL_S = 60.0
+PATIENCE_S = 600.0
+"""How long a gateway may be away: the run may start again from a checkpoint meanwhile."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+PART_BYTES = 32 << 20
+MSGPACK = "application/msgpack"
+
+
+class GatewayAwayError(LostError):
+    """The gateway has not responded for longer than the job waits for it."""
+
+
+class RefusedError(VimeError):
+    """A call that would be refused again. `code`: as in docs/producer-protocol.md."""
+
+    def __init__(self, path: str, body: m.ErrorBody) -> None:
+        super().__init__(f"{path}: {body.what} Got {body.got}; expected {body.expected}. {body.next}")
+        self.code = body.code
+
+
+class GatewayClient:
+    """Used on one event loop. `url`: http(s)://HOST:PORT; `token`: of this job."""
+
+    def __init__(self, url: str, token: str, *, patience_s: float = PATIENCE_S) -> None:
+        self.url, self._patience_s = url.rstrip("/"), patience_s
+        self._headers = {"authorization": f"Bearer {token}", "Content-Type": MSGPACK, "accept": MSGPACK}
+        self._session: HttpSession | None = None  # made on the loop
+
+    async def call(self, path: str, message: m.Message, kind: type[Kind], *, longer_s: float = 0.0) -> Kind:
+        """POST a message. `longer_s`: how much longer than usual the gateway may take."""
+        body = msgspec.msgpack.encode(message)
+        return _decoded(path, await self._repeated("POST", path, body, longer_s=longer_s), kind)
+
+    async def get(self, path: str, kind: type[Kind]) -> Kind:
+        return _decoded(path, await self._repeated("GET", path, None), kind)
+
+    async def download(self, version: int, file: m.WeightFile, directory: Path) -> None:
+        """Write one file of a version, part by part. RefusedError when it is not the file of the manifest."""
+        path, digest = f"/v1/weights/{version}/files/{file.name}", hashlib.sha256()
+        draft = directory / f"{file.name}.partial"
+        with draft.open("wb") as written:
+            for start in range(0, file.num_bytes, PART_BYTES):
+                end = min(start + PART_BYTES, file.num_bytes) - 1
+                response = await self._repeated("GET", path, None, headers={"Range": f"bytes={start}-{end}"})
+                digest.update(response.content)
+                written.write(response.content)
+        if digest.hexdigest() != file.sha256:
+            draft.unlink()
+            raise VimeError(f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Try again.")
+        os.replace(draft, directory / file.name)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _repeated(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        headers: dict[str, str] | None = None,
+        longer_s: float = 0.0,
+    ) -> Response:
+        """Waits for: a response that is no refusal to repeat. Unblocked by: the gateway."""
+        if self._session is None:
+            self._session = HttpSession(is_outside=True)
+        ends, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        with waiting(f"the gateway's response to {path}", "gateway", deadline_s=self._patience_s):
+            while True:
+                try:
+                    response = await self._session.call(
+                        method,
+                        self.url + path,
+                        body,
+                        headers={**self._headers, **(headers or {})},
+                        deadline_s=CALL_S + longer_s,
+                    )
+                except HttpFailure as error:
+                    problem = str(error)
+                else:
+                    if response.status in (200, 206):
+                        return response
+                    refusal = _refusal(path, response)
+                    if not refusal.may_repeat:
+                        raise RefusedError(path, refusal)
+                    problem = f"{refusal.code}: {refusal.what} {refusal.expected}"
+                if time.monotonic() > ends:
+                    raise GatewayAwayError(
+                        f"{self.url}{path}: not done within {self._patience_s:g} s; the last try: {problem}. Does the "
+                        "trainer run? Start the job again when it does."
+                    )
+                logger.info("%s is repeated in %.1f s: %s", path, pause_s, problem)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _refusal(path: str, response: Response) -> m.ErrorBody:
+    try:
+        return msgspec.msgpack.decode(response.content, type=m.ErrorBody)
+    except msgspec.MsgspecError as error:
+        raise VimeError(
+            f"{path}: {response.described()}: not of a gateway of Vime. Check the address and what stands between."
+        ) from error
+
+
+def _decoded(path: str, response: Response, kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.msgpack.decode(response.content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise VimeError(
+            f"{path}: the response is no {kind.__name__}: {error}. Does the gateway speak another version?"
+        ) from error

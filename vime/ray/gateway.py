@@ -1,0 +1,209 @@
+"""The gateway as a process of the run (--transferqueue-mode external): one more place where groups are stored.
+
+`workers.RemoteWorkers` starts it, watches it, and starts another one at the same address when it dies. It keeps
+nothing that the ledger, the spool and the files of published weights do not have: after its death a job repeats the
+call that got no response, and is asked to confirm its weights again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from vime.config.hf_config import read_model_shape
+from vime.config.parse import Config
+from vime.gateway.app import make_app
+from vime.gateway.messages import WeightFile, WeightManifest
+from vime.gateway.server import GatewayServer
+from vime.gateway.service import Gateway, Limits
+from vime.gateway.tokens import TokenFile
+from vime.gateway.weights import Weights
+from vime.handoff.group_store import EncodedGroup
+from vime.handoff.ledger_types import Payload
+from vime.observability.events import open_events
+from vime.observability.logs import setup_logging
+from vime.observability.samples import DroppedGroup
+from vime.ray.cluster import limit_threads, yield_to_trainers
+from vime.ray.ledger_actor import LedgerClient
+from vime.ray.stores import connect_store, group_store
+from vime.ray.worker_process import WorkerProcess, WorkerReport
+from vime.rollout.convert import encoded_group
+from vime.rollout.group_worker import WorkerStats
+from vime.rollout.group_writer import GroupWriter
+from vime.rollout.plugins import load_data_source
+from vime.rollout.prompts import context_limit
+from vime.rollout.worker import PromptsByNumber, payload_of
+from vime.types import EngineReport, Sample, Version
+from vime.weights.published import PublishedWeights, forget_before, read_back, version_directory, whole_versions
+
+if TYPE_CHECKING:
+    from vime.handoff.queue_client import QueueAddress
+
+logger = logging.getLogger(__name__)
+PROCESS = "gateway"
+ADDRESS_NAME = "gateway.json"  # in a run directory
+EXTERNAL = "external/"  # begins the name of a job in the ledger
+KEPT_VERSIONS = 1
+"""Versions kept beyond those that --max-staleness lets jobs generate with: a job may be loading one."""
+
+
+def gateway_of(producer: str) -> str:
+    """Return the name of the gateway that stored a group, from the group's producer; empty for a rollout worker."""
+    return f"{PROCESS}.{producer.partition('.')[2]}" if producer.startswith(EXTERNAL) else ""
+
+
+class GatewayActor(WorkerProcess):
+    """`name`: `gateway.` and what no other process of the run has; `address`: HOST:PORT with a port of its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        name: str,
+        run_dir: str,
+        queue_address: QueueAddress | None,
+        ledger: LedgerClient,
+        address: str,
+    ) -> None:
+        limit_threads(config)
+        yield_to_trainers(config)
+        self._run_dir, self._mark = Path(run_dir), name.removeprefix(f"{PROCESS}.")
+        setup_logging(self._run_dir, PROCESS)
+        self._events = open_events(self._run_dir, PROCESS)
+        self._args, self._config = config.flat, config
+        store = connect_store(config, queue_address)
+        self._store = group_store(config, self._run_dir, store, worker=number)
+        self._weights = Weights()
+        for version in whole_versions(self._run_dir):
+            self._serve(version)
+        tokens = TokenFile(self._run_dir)
+        self._gateway = Gateway(
+            ledger=ledger,
+            store=self._store,
+            writer=GroupWriter(self._store, ledger),
+            prompts=cast("PromptsByNumber", load_data_source(self._args)),  # the RolloutManager has looked
+            encode=self._encode,
+            weights=self._weights,
+            limits=_limits(config),
+            lease_key=tokens.lease_key,
+        )
+        self._taken = WorkerStats()  # what `take_stats` has reported
+        self._rewards: list[float] = []
+        queue = config.queue
+        self._server = GatewayServer(
+            make_app(self._gateway, tokens),
+            address,
+            certificate=None if queue.transferqueue_tls_cert is None else Path(queue.transferqueue_tls_cert),
+            key=None if queue.transferqueue_tls_key is None else Path(queue.transferqueue_tls_key),
+        )
+        self._server.start()
+        _write_address(self._run_dir, self._server.url)
+
+    def serve_to_jobs(self, version: Version) -> EngineReport:
+        """Read the files of a version back, and offer it to the jobs. Calling it again changes nothing."""
+        found = self._serve(version)
+        oldest = version - self._config.queue.transferqueue_max_staleness - KEPT_VERSIONS
+        for old in forget_before(self._run_dir, oldest):
+            self._weights.forget(old)
+        return EngineReport(
+            engine=PROCESS, version=found.version, content_hash=found.content_hash, num_tensors=found.num_tensors
+        )
+
+    def start(self, num_workers: int) -> None:
+        """Nothing: jobs ask for prompts when they have confirmed weights, which the run has offered by now."""
+
+    def share(self, num_workers: int) -> None:
+        """Nothing: the slots that the workers of the run leave are the jobs'."""
+
+    def stop(self) -> None:
+        """Nothing: jobs go on to the end of the run."""
+
+    def report(self) -> WorkerReport:
+        jobs = self._online()
+        return WorkerReport(
+            stats=self._stats(),
+            num_running=0,  # the ledger knows
+            waits_for="" if jobs else self._why_nobody(),
+            spool_bytes=self._store.spool_bytes,
+            num_jobs=len(jobs),
+        )
+
+    def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
+        stats = self._stats()
+        self._taken.committed_groups += stats.committed_groups
+        self._taken.dropped += stats.dropped
+        self._rewards = self._rewards[len(stats.rewards) :]
+        return stats, []
+
+    def close(self) -> None:
+        self._server.stop()
+        self._store.close()
+        (self._run_dir / ADDRESS_NAME).unlink(missing_ok=True)
+
+    def _stats(self) -> WorkerStats:
+        jobs = list(self._gateway.jobs.values())
+        stats = WorkerStats(rewards=list(self._rewards))
+        stats.committed_groups = sum(job.committed for job in jobs) - self._taken.committed_groups
+        for job in jobs:
+            stats.dropped += job.dropped
+        stats.dropped -= self._taken.dropped
+        return stats
+
+    def _online(self) -> list[str]:
+        """Return the jobs that get prompts: they called within the time of a lease, and have the serving weights."""
+        since = time.monotonic() - self._gateway.limits.lease_timeout_s
+        return [
+            name
+            for name, job in list(self._gateway.jobs.items())
+            if job.called >= since and not self._weights.lag(name)
+        ]
+
+    def _why_nobody(self) -> str:
+        """Say why no job takes prompts."""
+        jobs = list(self._gateway.jobs.items())
+        if not jobs:
+            return f"a rollout job at {self._server.url}: none has called (vime token make RUN NAME makes a token)"
+        return "; ".join(
+            f"{name}, which called {time.monotonic() - job.called:.0f} s ago: {self._weights.lag(name) or 'nothing'}"
+            for name, job in jobs[:8]
+        )
+
+    def _serve(self, version: Version) -> PublishedWeights:
+        found = read_back(version_directory(self._run_dir, version))
+        self._weights.release(
+            WeightManifest(
+                version=found.version,
+                content_hash=found.content_hash,
+                location=str(found.directory),
+                files=[
+                    WeightFile(name=file.name, num_bytes=file.num_bytes, sha256=file.sha256) for file in found.files
+                ],
+            )
+        )
+        return found
+
+    def _encode(self, producer: str, samples: list[Sample]) -> tuple[EncodedGroup, Payload]:
+        """As a rollout worker does. The producer's name says which gateway put the rows into the queue."""
+        group = encoded_group(self._args, samples, producer_id=f"{producer}.{self._mark}", with_samples=True)
+        self._rewards += [float(sample.reward) for sample in samples if isinstance(sample.reward, (int, float))]
+        return group, payload_of(group, samples)
+
+
+def _limits(config: Config) -> Limits:
+    args, queue = config.flat, config.queue
+    return Limits(
+        samples_per_prompt=config.rollout.n_samples_per_prompt,
+        max_staleness=queue.transferqueue_max_staleness,
+        lease_timeout_s=queue.transferqueue_lease_timeout_secs,
+        vocab_size=read_model_shape(args.hf_checkpoint).vocab_size,
+        max_tokens=context_limit(args),
+    )
+
+
+def _write_address(run_dir: Path, url: str) -> None:
+    draft = run_dir / f"{ADDRESS_NAME}.partial"
+    draft.write_text(json.dumps({"url": url}) + "\n")
+    draft.replace(run_dir / ADDRESS_NAME)

@@ -1,0 +1,169 @@
+"""The rollout worker of a job outside of the run: prompts come from the gateway, finished groups go to it.
+
+What happens to a group in between is `GroupWorker`, as in the run itself: plug-ins, rewards, filters, versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+
+from vime.config.parse import Args
+from vime.gateway import messages as m
+from vime.gateway.client import GatewayClient, RefusedError
+from vime.handoff.ledger_types import Task
+from vime.rollout.group_worker import Assignment, GroupWorker
+from vime.rollout.partial import oldest_allowed
+from vime.rollout.reward_errors import ErrorShare
+from vime.types import Sample, SampleStatus, Version, VimeError
+from vime.utils.waits import waiting
+
+logger = logging.getLogger(__name__)
+PARTITION = "leased"  # of this job's own task names; the ledger's partition is in the lease
+LEASE_WAIT_S = 20.0
+LOST = frozenset({"lease_lost", "unknown_lease"})
+
+
+class JobWorker(GroupWorker):
+    """`confirm` loads the weights that the gateway serves and reports them; it is awaited before prompts are taken."""
+
+    def __init__(
+        self,
+        args: Args,
+        client: GatewayClient,
+        registered: m.Registered,
+        confirm: Callable[[Version], Awaitable[None]],
+        *,
+        num_prompts: int,
+    ) -> None:
+        super().__init__(args, ErrorShare(args))
+        self._client, self._registered, self._confirm = client, registered, confirm
+        self._max_running = num_prompts
+        self._version: Version = -1  # of the weights that were confirmed last
+        self._leases: dict[Task, str] = {}
+        self._ended = asyncio.Event()
+        self._is_ending = False
+        self.is_exhausted = False
+
+    def end_soon(self) -> None:
+        """Take no more prompts. Any thread."""
+        self._is_ending = True
+
+    def ended(self) -> None:
+        self._ended.set()
+
+    async def take(self) -> list[Assignment]:
+        """Waits for: weights, slots, and a place among the prompts in progress. Unblocked by: the gateway, and groups
+        that end."""
+        while not self._is_ending:
+            wanted = self._max_running - len(self._running)
+            if wanted < 1:
+                self._ended.clear()
+                with waiting("a prompt in progress to end", "engine", deadline_s=None):
+                    await self._ended.wait()
+                continue
+            call = m.LeasePrompts(request=uuid.uuid4().hex, count=wanted, wait_s=LEASE_WAIT_S)
+            granted = await self._client.call("/v1/leases", call, m.Prompts, longer_s=LEASE_WAIT_S)
+            if granted.serving != self._version or granted.lags:
+                await self._load(granted.serving)
+            if granted.prompts:
+                return [self._assignment(prompt, granted.serving) for prompt in granted.prompts]
+            if granted.is_exhausted:
+                self.is_exhausted = True
+                return []
+        return []
+
+    async def watch(self) -> None:
+        """Renew the leases; stop work whose lease has gone to another producer. Waits for: the clock."""
+        while True:
+            await asyncio.sleep(self._registered.lease_timeout_s / 3)
+            alive = await self._client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
+            for task, work in list(self._running.items()):
+                if self._leases.get(task) not in alive.leases and not work.done():
+                    work.cancel(f"group {task.group}: its lease has gone to another producer")
+
+    async def produce(self, assignment: Assignment) -> None:
+        """Generate one group, then keep, drop or give it back. Work on a lost lease is discarded."""
+        try:
+            await super().produce(assignment)
+        except RefusedError as error:
+            if error.code not in LOST:
+                raise
+            logger.warning("group %d: %s", assignment.task.group, error)
+            self.stats.late_groups += 1
+        finally:
+            self._leases.pop(assignment.task, None)
+
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
+        """Put the group; it counts when this returns."""
+        put = m.PutGroup(lease=self._leases[assignment.task], samples=[self._given(sample) for sample in samples])
+        try:
+            await self._client.call("/v1/groups", put, m.Put)
+        except RefusedError as error:
+            if error.code != "unconfirmed_version":
+                raise
+            # The gateway was started again, and asks what it forgot: every version whose tokens may still come.
+            for version in sorted({span.version for sample in samples for span in sample.token_policy_versions}):
+                await self._confirm(version)
+            await self._client.call("/v1/groups", put, m.Put)
+        self.stats.committed_groups += 1
+
+    async def note_dropped(self, assignment: Assignment, reason: str) -> None:
+        await self._end("/v1/leases/drop", assignment, reason)
+
+    async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:  # noqa: ARG002
+        self.stats.retried_groups += 1
+        await self._end("/v1/leases/give-back", assignment, reason)
+
+    def oldest(self, samples: Sequence[Sample]) -> Version:
+        newest = max((version for sample in samples for version in sample.weight_versions), default=0)
+        return oldest_allowed(self._args, newest)
+
+    async def leave(self) -> None:
+        """Give every lease to others at once."""
+        with contextlib.suppress(VimeError):  # its lease ends by itself
+            await self._client.call("/v1/producers/leave", m.Leave(), m.Left)
+
+    async def _load(self, version: Version) -> None:
+        if version < 0:  # the trainer has not written the first weights
+            await asyncio.sleep(1.0)
+            return
+        await self._confirm(version)
+        self._version = version
+
+    async def _end(self, path: str, assignment: Assignment, reason: str) -> None:
+        call = m.EndLease(lease=self._leases[assignment.task], reason=reason[:500])
+        await self._client.call(path, call, m.Ended)
+
+    def _assignment(self, prompt: m.Prompt, serving: Version) -> Assignment:
+        task = Task(PARTITION, prompt.group, prompt.attempt)
+        self._leases[task] = prompt.lease
+        prompts = [
+            Sample(
+                group_index=prompt.group,
+                index=each.index,
+                session_id=f"group-{prompt.group}",
+                prompt=prompt.prompt,
+                tokens=list(prompt.tokens),
+                label=prompt.label,
+                metadata=dict(each.metadata),
+            )
+            for each in prompt.samples
+        ]
+        return Assignment(task=task, prompts=prompts, serving=serving)
+
+    def _given(self, sample: Sample) -> m.GivenSample:
+        return m.GivenSample(
+            index=sample.index,
+            tokens=sample.tokens,
+            response_length=sample.response_length,
+            log_probs=sample.rollout_log_probs,
+            versions=[(span.start, span.end, span.version) for span in sample.token_policy_versions],
+            reward=sample.scalar_reward(self._args.reward_key),
+            loss_mask=sample.loss_mask,  # type: ignore[arg-type]  # zeros and ones
+            status="truncated" if sample.status is SampleStatus.TRUNCATED else "completed",
+            response=sample.response,
+        )

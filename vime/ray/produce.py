@@ -1,0 +1,205 @@
+"""`vime produce`: a rollout job of ours for a run on another machine, which it knows by an address and a token alone.
+
+Engines, router, rewards and plug-ins as in the trainer's own run; weights come as files through the gateway, are loaded
+by the engines, and each engine's own hash is reported before the first prompt is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from vime.config.parse import Config, dump
+from vime.gateway import messages as m
+from vime.gateway.client import GatewayAwayError, GatewayClient
+from vime.observability.events import open_events
+from vime.observability.logs import setup_logging
+from vime.observability.run_dir import RunDir
+from vime.observability.screen import Screen
+from vime.ray.cluster import limit_threads, start_ray, stop_ray
+from vime.ray.engines import Engines
+from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
+from vime.ray.job_worker import JobWorker
+from vime.ray.preflight import read_command_line
+from vime.ray.relaunch import Program
+from vime.ray.waits import Interrupted
+from vime.rollout.generation import use_engine_key
+from vime.rollout.loops import rollout_loop
+from vime.rollout.vllm_rollout import close_generation
+from vime.types import ConfigError, Version, VimeError
+from vime.utils.waits import waiting
+
+if TYPE_CHECKING:
+    from vime.ray.publisher import Publisher
+
+TOKEN_VARIABLE = "VIME_TOKEN"  # noqa: S105  the name of a variable
+OF_EVERY_JOB = ("--debug-rollout-only", "--data-source-path", "vime.rollout.leased.LeasedPrompts", "--num-rollout", "1")
+"""What the flags of a run must say where nothing is trained and prompts come from elsewhere."""
+POLL_S, STOP_S, CONFIRM_S = 0.25, 20.0, 60.0
+INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Weights:
+    """Brings versions to the engines of this job, one after the other. Used on the rollout loop."""
+
+    config: Config
+    directory: Path
+    client: GatewayClient
+    engines: Engines
+    screen: Screen
+    reports: dict[Version, dict[str, str]] = field(default_factory=dict)  # hash by engine, of versions that were loaded
+    _publisher: Publisher | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def confirm(self, version: Version) -> None:
+        """Load a version, if the engines have not had it, and report what each of them holds. VimeError when an engine
+        holds something else than the trainer sent."""
+        async with self._lock:
+            if version not in self.reports:
+                manifest = await self.client.get(f"/v1/weights/{version}", m.WeightManifest)
+                directory = await self._files(manifest)
+                self.reports[version] = await asyncio.to_thread(self._load, directory, manifest)
+            loaded = m.Loaded(version=version, engines=self.reports[version])
+            await self.client.call("/v1/weights/loaded", loaded, m.Confirmed)
+
+    async def _files(self, manifest: m.WeightManifest) -> Path:
+        """Return a directory with the files of a version: the trainer's own where this machine sees it, else
+        downloaded ones."""
+        from vime.weights.published import TENSORS_NAME, content_hash_of
+
+        shared = Path(manifest.location)
+        if (shared / TENSORS_NAME).is_file() and content_hash_of(shared) == manifest.content_hash:
+            return shared
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        for file in manifest.files:
+            await self.client.download(manifest.version, file, self.directory)
+        return self.directory
+
+    def _load(self, directory: Path, manifest: m.WeightManifest) -> dict[str, str]:
+        """Move the tensors to the engines; return the hash that each of them reports."""
+        from vime.ray.publisher import Publisher
+        from vime.weights.published import metadata_of, tensors_of
+
+        if self._publisher is None:
+            self._publisher = Publisher(self.config, self.directory.parent, self.engines.addresses)
+        stream = ((meta.name, tensor) for meta, tensor in tensors_of(directory))
+        report = self._publisher.publish(stream, metadata_of(directory), manifest.version)
+        self.screen.note(f"version {report.version} is loaded, hash {report.content_hash}")
+        return {each.engine: each.content_hash for each in report.engine_reports}
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def main(address: str, flags: Sequence[str]) -> int:
+    """Run one job until the run has no prompt left, or until it is stopped. Returns the exit code."""
+    program = Program()
+    program.hide_secrets()
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    with contextlib.ExitStack() as claims:
+        try:
+            if not token:
+                raise ConfigError(
+                    f"{TOKEN_VARIABLE} is not set. Expected the token that `vime token make RUN NAME` printed."
+                )
+            if not address.startswith(("http://", "https://")):
+                raise ConfigError(f"{address}: expected http://HOST:PORT or https://HOST:PORT, as RUN/gateway.json says.")
+            config = read_command_line([*flags, *OF_EVERY_JOB], is_async=False, program="vime produce ADDRESS")
+            run_dir = claims.enter_context(RunDir.create(config.tracking.run_dir, dump(config)))
+        except (VimeError, OSError) as error:
+            sys.stderr.write(f"refused: {error}\n")
+            return ConfigError.exit_code
+        program.adopt_orphans()
+        setup_logging(run_dir.path, "driver")
+        open_events(run_dir.path, "driver")
+        screen = Screen(run_dir=run_dir.path)
+        with Interrupts() as interrupts:
+            try:
+                _run(config, run_dir.path, GatewayClient(address, token), screen, interrupts)
+            except (Interrupted, KeyboardInterrupt):
+                screen.failed("stopped; the leases of this job went back to the run.")
+                return INTERRUPTED
+            except VimeError as error:
+                screen.failed(f"{error}\nLogs: {run_dir.path / 'logs'}")
+                return error.exit_code
+        screen.note("the run has no prompt left: done")
+        return 0
+
+
+def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, interrupts: Interrupts) -> None:
+    limit_threads(config)
+    loop = rollout_loop()
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: loop.run(client.close(), name="the connection to the gateway to close", timeout_s=STOP_S))
+        screen.stage(f"registering at {client.url}")
+        said = m.Register(model=Path(config.model.hf_checkpoint).name, engines=config.cluster.num_engines)
+        registering = loop.submit(client.call("/v1/producers/register", said, m.Registered))
+        registered = _wait(registering, "the gateway to register this job", interrupts)
+        _refuse_other_sampling(config, registered)
+        stack.callback(stop_ray)
+        screen.stage("starting Ray")
+        with children_outlive_the_terminal():
+            start_ray(config, lambda: interrupts.raise_if_asked("start-up"))
+        engines = Engines(config, run_dir)
+        stack.callback(engines.stop)
+        screen.stage(f"starting {len(engines)} vLLM engine(s) and the router, about 15 s")
+        node = str(ray.get_runtime_context().get_node_id())
+        connected = engines.wait_ready(node, lambda: interrupts.raise_if_asked("start-up"))
+        use_engine_key(engines.generate_key)
+        stack.callback(close_generation)
+        weights = Weights(connected, run_dir / "weights", client, engines, screen)
+        stack.callback(weights.close)
+        worker = JobWorker(
+            connected.flat,
+            client,
+            registered,
+            weights.confirm,
+            num_prompts=config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size,
+        )
+        screen.stage("generating")
+        work = loop.submit(worker.run())
+        try:
+            _wait(work, "prompts of the run", interrupts, engines)
+        except GatewayAwayError:
+            if not worker.stats.committed_groups:
+                raise
+            screen.note("the gateway is gone: the run has ended")
+        finally:
+            worker.end_soon()
+            work.cancel()
+            loop.run(worker.leave(), name="the job to leave the run", timeout_s=CONFIRM_S)
+            screen.note(f"{worker.stats.committed_groups} groups committed, {worker.stats.late_groups} too late")
+
+
+def _wait(work: Future[m.Message] | Future[None], name: str, interrupts: Interrupts, engines: Engines | None = None):
+    """Wait for `work`, and look for a signal and at the engines meanwhile."""
+    with waiting(name, "gateway", deadline_s=None):
+        while True:
+            interrupts.raise_if_asked(name)
+            if engines is not None:
+                engines.check()
+            with contextlib.suppress(TimeoutError):
+                return work.result(POLL_S)
+
+
+def _refuse_other_sampling(config: Config, registered: m.Registered) -> None:
+    """Refuse a temperature that the trainer does not assume: its log-probabilities would be of another distribution."""
+    given = config.rollout.rollout_temperature
+    if given != registered.temperature:
+        raise ConfigError(
+            f"--rollout-temperature {given:g}: the run trains at {registered.temperature:g}, so its log-probabilities "
+            f"would be of another distribution than the job's. Give {registered.temperature:g}."
+        )
