@@ -38,7 +38,7 @@ HASH = "hash-of-version-"
 class GatewayRun:
     """What a run has around its gateway. Two samples a prompt, four slots, six prompts, versions of hash HASH + v."""
 
-    def __init__(self, directory: Path, *, clock=time.monotonic, limits=None, wraps_store=None, **rules):
+    def __init__(self, directory: Path, *, clock=time.monotonic, limits=None, wraps_store=None, manifest=None, **rules):
         model = directory / "model"
         if not model.is_dir():
             write_model_directory(model)
@@ -57,7 +57,7 @@ class GatewayRun:
         )
         self.writer = GroupWriter(self.store, self.port)
         self.tokens = TokenFile(directory)
-        self.weights = Weights(WeightManifest(version=0, content_hash=f"{HASH}0", location="weights/0"))
+        self.weights = Weights(manifest or WeightManifest(version=0, content_hash=f"{HASH}0", location="weights/0"))
         usual = {
             "samples_per_prompt": 2, "max_staleness": 1, "lease_timeout_s": 30.0, "vocab_size": 64, "max_tokens": 64,
             "max_body_bytes": 1 << 16, "calls_per_s": 1000.0,

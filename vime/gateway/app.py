@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from functools import partial
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from vime.gateway import messages as m
@@ -27,7 +28,7 @@ from vime.types import HandoffError, LostError, VimeError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
-JSON, MSGPACK = "application/json", "application/msgpack"
+JSON, MSGPACK, BYTES = "application/json", "application/msgpack", "application/octet-stream"
 BODY_S = 60.0
 """A body that has not arrived by then is refused."""
 
@@ -60,10 +61,12 @@ VIEWS = (
     ("/v1/queue", Scope.READ, m.QueueState),
     ("/v1/producers", Scope.READ, m.Producers),
 )
+FILE = "/v1/weights/{version}/files/{name}"
+"""GET, scope train: the bytes of a file, or a part of them (Range)."""
 
 
 class Rate:
-    """A bucket of calls for each token: `per_s` flow in, twice as many fit."""
+    """A bucket of calls for each name: `per_s` flow in, twice as many fit."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -78,7 +81,7 @@ class Rate:
             raise Refusal(
                 429,
                 "too_many_calls",
-                "this token calls too often.",
+                "calls come too often.",
                 got=f"more than {self._per_s:g} calls a second",
                 expected=f"at most {self._per_s:g} on average",
                 next_action="Repeat the call after Retry-After.",
@@ -88,28 +91,30 @@ class Rate:
 
 
 def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
-    rate, document = Rate(gateway.limits.calls_per_s), msgspec.json.encode(openapi())
+    door, document = _Door(gateway, tokens), msgspec.json.encode(openapi())
 
     async def take(call: Call, request: Request) -> m.Message:
-        producer = _admitted(gateway, tokens, rate, request, call.scope)
-        request.state.producer = producer
+        producer = door.admit(request, call.scope)
         body = await _body(request, gateway.limits.max_body_bytes)
         message = _decoded(body, _encoding(request), call.takes)
         run: Callable[[str, m.Message], Awaitable[m.Message]] = getattr(gateway, call.name)
         return await run(producer, message)
 
     async def weights(request: Request) -> m.Message:
-        _admitted(gateway, tokens, rate, request, Scope.TRAIN)
-        wanted = request.path_params["version"]
-        version = int(wanted) if wanted.isdecimal() and len(wanted) < 10 else -1
-        return gateway.weights.manifest(gateway.weights.serving if wanted == "serving" else version)
+        door.admit(request, Scope.TRAIN)
+        return gateway.weights.manifest(_version(gateway, request))
+
+    async def weight_file(request: Request) -> Response:
+        door.admit(request, Scope.TRAIN)
+        path, status = gateway.weights.file(_version(gateway, request), request.path_params["name"])
+        return FileResponse(path, stat_result=status, media_type=BYTES)
 
     async def queue(request: Request) -> m.Message:
-        _admitted(gateway, tokens, rate, request, Scope.READ)
+        door.admit(request, Scope.READ)
         return await gateway.queue()
 
     async def producers(request: Request) -> m.Message:
-        _admitted(gateway, tokens, rate, request, Scope.READ)
+        door.admit(request, Scope.READ)
         return await gateway.producers()
 
     async def schema(request: Request) -> Response:  # noqa: ARG001
@@ -120,16 +125,20 @@ def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
         Route(path, partial(_answer, gateway, view), methods=["GET"])
         for (path, *_), view in zip(VIEWS, (weights, queue, producers), strict=True)
     ]
+    routes.append(Route(FILE, partial(_answer, gateway, weight_file), methods=["GET"]))
     routes.append(Route("/v1/openapi.json", schema, methods=["GET"]))
     app = Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
     app.router.redirect_slashes = False  # a redirect has no error body, and repeats what the caller wrote as its host
     return app
 
 
-async def _answer(gateway: Gateway, run: Callable[[Request], Awaitable[m.Message]], request: Request) -> Response:
+async def _answer(
+    gateway: Gateway, run: Callable[[Request], Awaitable[m.Message | Response]], request: Request
+) -> Response:
     """Run a call; every failure becomes an error body."""
     try:
-        return _response(request, 200, await run(request))
+        done = await run(request)
+        return done if isinstance(done, Response) else _response(request, 200, done)
     except Refusal as error:
         refusal = error
     except (VimeError, OSError) as error:
@@ -151,12 +160,32 @@ async def _answer(gateway: Gateway, run: Callable[[Request], Awaitable[m.Message
     return _refused(request, refusal)
 
 
-def _admitted(gateway: Gateway, tokens: TokenFile, rate: Rate, request: Request, scope: Scope) -> str:
-    producer = tokens.check(request.headers.get("authorization"), scope)
-    rate.take(producer)
-    if scope is Scope.TRAIN:
-        gateway.job(producer).called = time.monotonic()
-    return producer
+class _Door:
+    """Who may call. Calls without a valid token have one bucket for all of them: nobody else is slowed down by them."""
+
+    def __init__(self, gateway: Gateway, tokens: TokenFile) -> None:
+        self._gateway, self._tokens = gateway, tokens
+        self._calls, self._failures = Rate(gateway.limits.calls_per_s), Rate(gateway.limits.failures_per_s)
+
+    def admit(self, request: Request, scope: Scope) -> str:
+        """Return the producer that calls, and note that it did."""
+        try:
+            producer = self._tokens.check(request.headers.get("authorization"), scope)
+        except Refusal:
+            self._failures.take("")
+            raise
+        if scope is Scope.TRAIN:
+            self._gateway.job(producer).called = time.monotonic()
+            request.state.producer = producer
+        self._calls.take(producer)
+        return producer
+
+
+def _version(gateway: Gateway, request: Request) -> int:
+    wanted = request.path_params["version"]
+    if wanted == "serving":
+        return gateway.weights.serving
+    return int(wanted) if wanted.isdecimal() and len(wanted) < 10 else -1
 
 
 async def _body(request: Request, most: int) -> bytes:
@@ -269,6 +298,12 @@ def _response(request: Request, status: int, message: m.Message) -> Response:
     return Response(encode(message), status_code=status, media_type=media)
 
 
+def _parameters(path: str) -> dict[str, object]:
+    names = re.findall(r"\{(\w+)\}", path)
+    of_path = {"in": "path", "required": True, "schema": {"type": "string"}}
+    return {"parameters": [{"name": name, **of_path} for name in names]} if names else {}
+
+
 def openapi() -> dict[str, object]:
     """The protocol as an OpenAPI document, made from the messages themselves."""
     kinds = {kind for call in CALLS for kind in (call.takes, call.returns)} | {kind for *_, kind in VIEWS}
@@ -302,10 +337,14 @@ def openapi() -> dict[str, object]:
     }
     for path, scope, kind in VIEWS:
         views: dict[str, object] = {"summary": f"Scope {scope}.", "responses": responses(kind)}
-        if "{version}" in path:
-            schema = {"type": "string"}
-            views["parameters"] = [{"name": "version", "in": "path", "required": True, "schema": schema}]
-        paths[path] = {"get": views}
+        paths[path] = {"get": views | _parameters(path)}
+    raw = {"content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}
+    of_file = {
+        "200": {"description": "the file", **raw},
+        "206": {"description": "the part that Range names", **raw},
+        "default": {"description": "refused", **content(m.ErrorBody)},
+    }
+    paths[FILE] = {"get": {"summary": "Scope train.", "responses": of_file, **_parameters(FILE)}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Vime's gateway for external rollout jobs", "version": str(m.PROTOCOL)},

@@ -79,6 +79,7 @@ class Prompt(Message):
     group: int
     attempt: int
     prompt: str | list[dict[str, object]]
+    tokens: list[TokenId]  # the prompt as the run tokenised it: a completion begins after exactly these
     label: object
     samples: list[PromptSample]
 
@@ -139,12 +140,21 @@ class Ended(Message):
     repeated: bool
 
 
+class WeightFile(Message):
+    """One file of a version. GET /v1/weights/{version}/files/{name} returns its bytes."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
 class WeightManifest(Message):
-    """The weights of one version. `location`: where a job finds them; `content_hash`: what its engines must report."""
+    """The weights of one version. `content_hash`: what the job's engines must report."""
 
     version: VersionNumber
     content_hash: Name
-    location: str
+    location: str  # the directory of the files, for a job that sees the same file system as the trainer
+    files: list[WeightFile] = []
 
 
 class Loaded(Message):

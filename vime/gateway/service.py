@@ -72,6 +72,8 @@ class Limits:
     max_tokens: int  # of one sample, prompt and completion
     max_body_bytes: int = 64 << 20
     calls_per_s: float = 200.0  # of one token, on average; twice as many at once
+    failures_per_s: float = 20.0  # calls without a valid token, of all callers together
+    max_partial_bytes: int = 256 << 20  # samples of one producer whose groups are not whole
 
 
 @dataclass(slots=True)
@@ -106,6 +108,7 @@ class Gateway:
         self.jobs: dict[str, Job] = {}
         self._samples: dict[Task, dict[int, m.GivenSample]] = {}  # of groups that are not whole, by index
         self._owner: dict[Task, str] = {}  # of these groups
+        self._partial: dict[str, dict[Task, int]] = {}  # producer -> bytes in the spool of groups that are not whole
         self._locks: weakref.WeakValueDictionary[Task, asyncio.Lock] = weakref.WeakValueDictionary()
 
     def job(self, producer: str) -> Job:
@@ -181,7 +184,13 @@ class Gateway:
                 )
             if not is_repeated:
                 self._filled(producer, task, [given], is_whole=False)
-                await asyncio.to_thread(self._store.keep, task, SAMPLE_MARK + msgspec.msgpack.encode(given))
+                record = SAMPLE_MARK + msgspec.msgpack.encode(given)
+                await self._take_room(producer, task, len(record))
+                try:
+                    await asyncio.to_thread(self._store.keep, task, record)
+                except BaseException:
+                    self._partial[producer][task] -= len(record)
+                    raise
                 have[given.index] = given
             missing = [sample.index for sample in self._prompts.group_at(task.group) if sample.index not in have]
             if not missing:
@@ -295,7 +304,32 @@ class Gateway:
             await asyncio.to_thread(self._store.forget_attempt, task)
             _refuse_late(error)
         self._forget(task)
+        self._partial.get(producer, {}).pop(task, None)
         self.job(producer).committed += 1
+
+    async def _take_room(self, producer: str, task: Task, num_bytes: int) -> None:
+        """Count a sample of a group that is not whole, or refuse it.
+
+        What was stored for a lease that ended counts until the spool has deleted it: a job that gives leases back again
+        and again fills the spool as well.
+        """
+        partial = self._partial.setdefault(producer, {})
+        most = self.limits.max_partial_bytes
+        if sum(partial.values()) + num_bytes > most:
+            for ended in [other for other in partial if other not in self._samples]:
+                if not await asyncio.to_thread(self._store.kept, ended):
+                    partial.pop(ended, None)
+        if sum(partial.values()) + num_bytes > most:
+            raise Refusal(
+                429,
+                "no_room",
+                "too many samples of this producer wait for the rest of their groups.",
+                got=f"{sum(partial.values())} bytes stored, {num_bytes} more",
+                expected=f"at most {most} bytes; samples of leases that ended count until the next checkpoint",
+                next_action="Complete the groups that were begun, whole if need be (POST /v1/groups), then repeat.",
+                retry_after_s=1,
+            )
+        partial[task] = partial.get(task, 0) + num_bytes
 
     async def _samples_of(self, producer: str, task: Task) -> dict[int, m.GivenSample]:
         """The samples of a group so far; after a restart of the gateway from the spool."""
@@ -308,6 +342,8 @@ class Gateway:
             ]
             self._samples[task] = {sample.index: sample for sample in found}
             self._owner[task] = producer
+            if found:
+                self._partial.setdefault(producer, {})[task] = sum(map(len, records))
         return self._samples[task]
 
     def _forget_lost(self, producer: str, held: frozenset[Task]) -> None:
@@ -353,6 +389,7 @@ class Gateway:
             group=issued.task.group,
             attempt=issued.task.attempt,
             prompt=samples[0].prompt,
+            tokens=samples[0].tokens,
             label=samples[0].label,
             samples=[m.PromptSample(index=sample.index, metadata=sample.metadata) for sample in samples],
         )

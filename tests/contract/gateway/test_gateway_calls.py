@@ -40,6 +40,8 @@ def test_a_leased_prompt_that_is_put_whole_is_ready_and_has_the_jobs_tokens(run)
     client = run.client()
     [prompt] = lease(client)
     assert (prompt["prompt"], prompt["label"], prompt["attempt"]) == ("a", "a", 1)
+    assert prompt["tokens"] == run.gateway._prompts.group_at(0)[0].tokens
+    assert len(prompt["tokens"]) == 2, "<bos> and the letter"
     put = client.post("/v1/groups", json=group_of(prompt)).json()
     assert put == {"group": 0, "attempt": 1, "is_committed": True, "missing": [], "repeated": False}
     assert num_ready(run) == 1
@@ -285,7 +287,51 @@ def test_the_schema_names_every_call_and_message(run):
     }
     for path, methods in document["paths"].items():
         for method in methods:
-            response = client.request(method, path.replace("{version}", "0"), json={} if method == "post" else None)
+            address = path.replace("{version}", "0").replace("{name}", "x")
+            response = client.request(method, address, json={} if method == "post" else None)
+            if "{name}" in path:
+                refused(response, 404, "unknown_file")
+                continue
             assert response.status_code in (200, 400, 403), f"{method} {path}: {response.text}"
     refused(client.get("/v1/groups"), 405, "no_such_call")
     refused(client.get("/v2/groups"), 404, "no_such_call")
+
+
+def test_calls_without_a_valid_token_are_limited_together_and_slow_nobody_else_down(tmp_path):
+    run = GatewayRun(tmp_path, limits={"failures_per_s": 0.001, "calls_per_s": 1000.0})  # less than one fits
+    try:
+        client, stranger = run.client(), job_client(run.server.url, "guess")
+        refused(stranger.post("/v1/producers/heartbeat", json={}), 429, "too_many_calls")
+        assert client.post("/v1/producers/heartbeat", json={}).status_code == 200
+    finally:
+        run.close()
+
+
+def test_samples_of_groups_that_are_not_whole_are_bounded_by_producer_also_after_their_leases_end(tmp_path):
+    run = GatewayRun(tmp_path, limits={"max_partial_bytes": 400})  # a stored sample has 150 to 200 bytes
+    try:
+        client, other = run.client("job-a"), run.client("job-b")
+        first, second = lease(client, 2)
+        [third] = lease(other)
+
+        def put(who, prompt, number=0):
+            call = {"lease": prompt["lease"], "sample": sample(prompt["samples"][number]["index"])}
+            return who.post("/v1/samples", json=call)
+
+        assert put(client, first).json()["missing"]
+        assert put(client, second).json()["missing"]
+        assert refused(put(client, second, 1), 429, "no_room")["may_repeat"]
+        assert put(client, first).json()["repeated"], "what is stored needs no room"
+        assert put(other, third).json()["missing"], "each producer has a bound of its own"
+        for prompt in (first, second):
+            client.post("/v1/leases/give-back", json={"lease": prompt["lease"], "reason": "again"})
+        again, also = lease(client, 2, request="again")
+        refused(put(client, again), 429, "no_room")
+        assert client.post("/v1/groups", json=group_of(again)).json()["is_committed"], "whole groups need none"
+        put(client, also)
+        run.store.compact({})  # a checkpoint: first the segment ends, then it is deleted
+        other.post("/v1/groups", json=group_of(third))
+        run.store.compact({})
+        assert put(client, also).json()["missing"]
+    finally:
+        run.close()

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.gateway_run import GatewayRun, lease
-from vime.gateway.app import CALLS, VIEWS
+from vime.gateway.app import CALLS, FILE, VIEWS
 from vime.gateway.messages import ErrorBody
 
 EXAMPLES = int(os.environ.get("VIME_FUZZ_EXAMPLES", "40"))
@@ -36,7 +36,7 @@ class World:
     """A run in which another job has a lease that nobody else may learn of."""
 
     def __init__(self, directory: Path) -> None:
-        self.run = GatewayRun(directory, limits={"calls_per_s": 1e6}, lease_timeout_s=3600.0)
+        self.run = GatewayRun(directory, limits={"calls_per_s": 1e6, "failures_per_s": 1e6}, lease_timeout_s=3600.0)
         self.other = self.run.client("the-other-job")
         [self.secret] = lease(self.other, request="secret-request")
         self.client = self.run.client("job-a")
@@ -92,7 +92,7 @@ def test_any_message(world: World, path: str, body: dict[str, object], packed: b
 @FUZZ
 @given(path=st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="?#"), max_size=30))
 def test_any_path_and_version(world: World, path: str) -> None:
-    for prefix in ("/", "/v1/", "/v1/weights/"):
+    for prefix in ("/", "/v1/", "/v1/weights/", "/v1/weights/0/files/"):
         world.holds(world.client.get(prefix + path.replace("%", "%25").lstrip("/")))
 
 
@@ -103,5 +103,5 @@ def test_any_token_opens_nothing(world: World, header: str) -> None:
         response = httpx.post(f"{world.run.server.url}{path}", json={}, headers={"authorization": header.strip()})
         assert response.status_code == 401, response.text
         world.holds(response)
-    for path, *_ in VIEWS:
+    for path in (*(path for path, *_ in VIEWS), FILE):
         assert httpx.get(f"{world.run.server.url}{path}").status_code == 401
