@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vime.cli import chaos, diagnose, doctor, queue, runs, samples, train, why_stuck
+from vime.cli import chaos, diagnose, doctor, produce, queue, runs, samples, train, why_stuck
 from vime.handoff.queue_view import ledger_fates
 from vime.observability.html_report import REPORT_FILE, write_report
 from vime.observability.report import show_report
@@ -26,10 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in train.COMMANDS:
         return train.run_train(words[0], words[1:])
+    if words and words[0] == produce.COMMAND:
+        return produce.run_produce(words[1:])
     parser = argparse.ArgumentParser(prog="vime", description="Train, and look at runs.")
     parser.add_argument("--version", action="version", version=f"vime {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     train.add_parsers(commands)
+    produce.add_parser(commands)
     report_parser = commands.add_parser(
         "report", help="summary, reward curve and completions of a run; writes its report.html again"
     )

@@ -52,10 +52,14 @@ class GatewayClient:
         self._headers = {"authorization": f"Bearer {token}", "Content-Type": MSGPACK, "accept": MSGPACK}
         self._session: HttpSession | None = None  # made on the loop
 
-    async def call(self, path: str, message: m.Message, kind: type[Kind], *, longer_s: float = 0.0) -> Kind:
-        """POST a message. `longer_s`: how much longer than usual the gateway may take."""
+    async def call(
+        self, path: str, message: m.Message, kind: type[Kind], *, longer_s: float = 0.0, patience_s: float | None = None
+    ) -> Kind:
+        """POST a message. `longer_s`: how much longer than usual the gateway may take; `patience_s`: how long it may be
+        away, if not as usual."""
         body = msgspec.msgpack.encode(message)
-        return _decoded(path, await self._repeated("POST", path, body, longer_s=longer_s), kind)
+        response = await self._repeated("POST", path, body, longer_s=longer_s, patience_s=patience_s)
+        return _decoded(path, response, kind)
 
     async def get(self, path: str, kind: type[Kind]) -> Kind:
         return _decoded(path, await self._repeated("GET", path, None), kind)
@@ -72,7 +76,9 @@ class GatewayClient:
                 written.write(response.content)
         if digest.hexdigest() != file.sha256:
             draft.unlink()
-            raise VimeError(f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Try again.")
+            raise VimeError(
+                f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Try again."
+            )
         os.replace(draft, directory / file.name)
 
     async def close(self) -> None:
@@ -87,12 +93,14 @@ class GatewayClient:
         *,
         headers: dict[str, str] | None = None,
         longer_s: float = 0.0,
+        patience_s: float | None = None,
     ) -> Response:
         """Waits for: a response that is no refusal to repeat. Unblocked by: the gateway."""
         if self._session is None:
             self._session = HttpSession(is_outside=True)
-        ends, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
-        with waiting(f"the gateway's response to {path}", "gateway", deadline_s=self._patience_s):
+        patience_s = self._patience_s if patience_s is None else patience_s
+        ends, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
+        with waiting(f"the gateway's response to {path}", "gateway", deadline_s=patience_s):
             while True:
                 try:
                     response = await self._session.call(
@@ -113,7 +121,7 @@ class GatewayClient:
                     problem = f"{refusal.code}: {refusal.what} {refusal.expected}"
                 if time.monotonic() > ends:
                     raise GatewayAwayError(
-                        f"{self.url}{path}: not done within {self._patience_s:g} s; the last try: {problem}. Does the "
+                        f"{self.url}{path}: not done within {patience_s:g} s; the last try: {problem}. Does the "
                         "trainer run? Start the job again when it does."
                     )
                 logger.info("%s is repeated in %.1f s: %s", path, pause_s, problem)

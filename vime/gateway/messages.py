@@ -37,6 +37,7 @@ class Registered(Message):
     serving: int  # the version whose weights the job must load and confirm
     samples_per_prompt: int
     max_staleness: int
+    temperature: float  # the trainer's log-probabilities are of the distribution at this one: sample from it
     lease_timeout_s: float  # a lease that is not renewed by a heartbeat for so long goes to another producer
     max_body_bytes: int
 
@@ -88,6 +89,7 @@ class Prompts(Message):
     prompts: list[Prompt]
     serving: int
     waits_for: str = ""  # when there is no prompt: what must happen first
+    lags: str = ""  # the same when it is for the job itself to load and report weights
     is_exhausted: bool = False  # no prompt is left, and none can come back: the job may leave
 
 

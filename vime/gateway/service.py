@@ -70,6 +70,7 @@ class Limits:
     lease_timeout_s: float
     vocab_size: int
     max_tokens: int  # of one sample, prompt and completion
+    temperature: float  # at which the trainer computes log-probabilities
     max_body_bytes: int = 64 << 20
     calls_per_s: float = 200.0  # of one token, on average; twice as many at once
     failures_per_s: float = 20.0  # calls without a valid token, of all callers together
@@ -83,6 +84,7 @@ class Job:
     called: float = 0.0
     said: m.Register = field(default_factory=m.Register)
     committed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # reason -> groups
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -122,6 +124,7 @@ class Gateway:
             serving=self.weights.serving,
             samples_per_prompt=limits.samples_per_prompt,
             max_staleness=limits.max_staleness,
+            temperature=limits.temperature,
             lease_timeout_s=limits.lease_timeout_s,
             max_body_bytes=limits.max_body_bytes,
         )
@@ -139,12 +142,12 @@ class Gateway:
 
     async def lease(self, producer: str, call: m.LeasePrompts) -> m.Prompts:
         """Waits for: a slot, `wait_s` at most. Unblocked by: a round that is served, or a dropped group."""
-        name, lag = _ledger_name(producer), self.weights.lag(producer)
-        if lag:
-            return m.Prompts(prompts=[], serving=self.weights.serving, waits_for=lag)
+        name = _ledger_name(producer)
         ends, seen = time.monotonic() + call.wait_s, -1
         with waiting("a slot for an external job", "driver", deadline_s=call.wait_s):
             while True:
+                if lag := self.weights.lag(producer):  # also when a version was released during the wait
+                    return m.Prompts(prompts=[], serving=self.weights.serving, waits_for=lag, lags=lag)
                 grant = await self._ledger.call_async(PromptLedger.issue, name, call.count, request=call.request)
                 left = ends - time.monotonic()
                 if grant.prompts or grant.is_exhausted or left <= 0:
@@ -205,7 +208,9 @@ class Gateway:
 
     async def drop(self, producer: str, call: m.EndLease) -> m.Ended:
         """The group will never be trained."""
-        return await self._end(producer, call, PromptLedger.drop)
+        ended = await self._end(producer, call, PromptLedger.drop)
+        self.job(producer).dropped[call.reason] += not ended.repeated
+        return ended
 
     async def give_back(self, producer: str, call: m.EndLease) -> m.Ended:
         """The group is issued again, before any new prompt."""

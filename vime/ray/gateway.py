@@ -200,6 +200,7 @@ def _limits(config: Config) -> Limits:
         lease_timeout_s=queue.transferqueue_lease_timeout_secs,
         vocab_size=read_model_shape(args.hf_checkpoint).vocab_size,
         max_tokens=context_limit(args),
+        temperature=config.rollout.rollout_temperature,
     )
 
 

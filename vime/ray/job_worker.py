@@ -6,7 +6,6 @@ What happens to a group in between is `GroupWorker`, as in the run itself: plug-
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +22,7 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 PARTITION = "leased"  # of this job's own task names; the ledger's partition is in the lease
-LEASE_WAIT_S = 20.0
+LEASE_WAIT_S, LEAVE_S = 20.0, 5.0
 LOST = frozenset({"lease_lost", "unknown_lease"})
 
 
@@ -124,8 +123,12 @@ class JobWorker(GroupWorker):
 
     async def leave(self) -> None:
         """Give every lease to others at once."""
-        with contextlib.suppress(VimeError):  # its lease ends by itself
-            await self._client.call("/v1/producers/leave", m.Leave(), m.Left)
+        if self.is_exhausted:  # there is none, and the run may have ended
+            return
+        try:
+            await self._client.call("/v1/producers/leave", m.Leave(), m.Left, patience_s=LEAVE_S)
+        except VimeError as error:  # a lease that is not renewed ends by itself
+            logger.warning("the leases of this job are not given back: %s", error)
 
     async def _load(self, version: Version) -> None:
         if version < 0:  # the trainer has not written the first weights

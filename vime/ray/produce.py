@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
@@ -42,7 +42,8 @@ from vime.utils.waits import waiting
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
 
-TOKEN_VARIABLE = "VIME_TOKEN"  # noqa: S105  the name of a variable
+Result = TypeVar("Result")
+TOKEN_VARIABLE = "VIME_TOKEN"
 OF_EVERY_JOB = ("--debug-rollout-only", "--data-source-path", "vime.rollout.leased.LeasedPrompts", "--num-rollout", "1")
 """What the flags of a run must say where nothing is trained and prompts come from elsewhere."""
 POLL_S, STOP_S, CONFIRM_S = 0.25, 20.0, 60.0
@@ -116,7 +117,9 @@ def main(address: str, flags: Sequence[str]) -> int:
                     f"{TOKEN_VARIABLE} is not set. Expected the token that `vime token make RUN NAME` printed."
                 )
             if not address.startswith(("http://", "https://")):
-                raise ConfigError(f"{address}: expected http://HOST:PORT or https://HOST:PORT, as RUN/gateway.json says.")
+                raise ConfigError(
+                    f"{address}: expected http://HOST:PORT or https://HOST:PORT, as RUN/gateway.json says."
+                )
             config = read_command_line([*flags, *OF_EVERY_JOB], is_async=False, program="vime produce ADDRESS")
             run_dir = claims.enter_context(RunDir.create(config.tracking.run_dir, dump(config)))
         except (VimeError, OSError) as error:
@@ -143,7 +146,9 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
     limit_threads(config)
     loop = rollout_loop()
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: loop.run(client.close(), name="the connection to the gateway to close", timeout_s=STOP_S))
+        stack.callback(
+            lambda: loop.run(client.close(), name="the connection to the gateway to close", timeout_s=STOP_S)
+        )
         screen.stage(f"registering at {client.url}")
         said = m.Register(model=Path(config.model.hf_checkpoint).name, engines=config.cluster.num_engines)
         registering = loop.submit(client.call("/v1/producers/register", said, m.Registered))
@@ -184,7 +189,7 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             screen.note(f"{worker.stats.committed_groups} groups committed, {worker.stats.late_groups} too late")
 
 
-def _wait(work: Future[m.Message] | Future[None], name: str, interrupts: Interrupts, engines: Engines | None = None):
+def _wait(work: Future[Result], name: str, interrupts: Interrupts, engines: Engines | None = None) -> Result:
     """Wait for `work`, and look for a signal and at the engines meanwhile."""
     with waiting(name, "gateway", deadline_s=None):
         while True:
