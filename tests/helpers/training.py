@@ -71,9 +71,16 @@ class Training:
     """One running train.py."""
 
     def __init__(
-        self, script: str, flags: Sequence[str], run_dir: Path, *, variables: Mapping[str, str] | None = None
+        self,
+        script: str | Sequence[str],
+        flags: Sequence[str],
+        run_dir: Path,
+        *,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`variables`: of its environment, beside those of this process."""
+        """`script`: what Python runs, in one or several words. `variables`: of its environment, beside those of this
+        process."""
+        words = [script] if isinstance(script, str) else script
         self.run_dir, self._mark = run_dir, uuid.uuid4().hex
         self._seen: set[psutil.Process] = set()
         self._log = run_dir.with_suffix(".out")
@@ -82,7 +89,7 @@ class Training:
         environment = {**os.environ, **ours, **(variables or {})}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, script, "--run-dir", str(run_dir), *flags],
+                [sys.executable, *words, "--run-dir", str(run_dir), *flags],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,

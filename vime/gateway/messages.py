@@ -50,6 +50,7 @@ class Alive(Message):
     leases: list[str]  # those that the producer still has; work on any other one will be refused
     serving: int
     lags: str = ""  # why the job gets no prompts; empty when it gets them
+    is_exhausted: bool = False  # the run is over: what is in progress will not be trained
 
 
 class Leave(Message):

@@ -83,6 +83,7 @@ class Job:
 
     called: float = 0.0
     said: m.Register = field(default_factory=m.Register)
+    is_told: bool = False  # its last lease or heartbeat said that no prompt is left
     committed: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> groups
     refused: Counter[str] = field(default_factory=Counter)
@@ -131,10 +132,13 @@ class Gateway:
 
     async def heartbeat(self, producer: str, said: m.Heartbeat) -> m.Alive:  # noqa: ARG002  it has no fields
         held = await self._ledger.call_async(PromptLedger.heartbeat, _ledger_name(producer))
+        status = await self._ledger.call_async(Ledger.status)
+        self.job(producer).is_told = status.is_over
         return m.Alive(
             leases=[self._lease(producer, task) for task in sorted(held)],
             serving=self.weights.serving,
             lags=self.weights.lag(producer),
+            is_exhausted=status.is_over,
         )
 
     async def leave(self, producer: str, said: m.Leave) -> m.Left:  # noqa: ARG002  it has no fields
@@ -146,13 +150,16 @@ class Gateway:
         ends, seen = time.monotonic() + call.wait_s, -1
         with waiting("a slot for an external job", "driver", deadline_s=call.wait_s):
             while True:
-                if lag := self.weights.lag(producer):  # also when a version was released during the wait
+                lag = self.weights.lag(producer)  # looked at again: a version may be released during the wait
+                is_over = bool(lag) and (await self._ledger.call_async(Ledger.status)).is_over
+                if lag and not is_over:
                     return m.Prompts(prompts=[], serving=self.weights.serving, waits_for=lag, lags=lag)
                 grant = await self._ledger.call_async(PromptLedger.issue, name, call.count, request=call.request)
                 left = ends - time.monotonic()
                 if grant.prompts or grant.is_exhausted or left <= 0:
                     break
                 seen = await self._ledger.wait_for_news_async(seen, left, slots=1)
+        self.job(producer).is_told = grant.is_exhausted
         return m.Prompts(
             prompts=[self._prompt(producer, issued) for issued in grant.prompts],
             serving=self.weights.serving,
@@ -205,6 +212,10 @@ class Gateway:
             missing=missing,
             repeated=is_repeated and bool(missing),
         )
+
+    def not_told(self, since: float) -> list[str]:
+        """Return the jobs that have called since `since` (of `time.monotonic`) and do not know that the run is over."""
+        return [name for name, job in list(self.jobs.items()) if job.called >= since and not job.is_told]
 
     async def drop(self, producer: str, call: m.EndLease) -> m.Ended:
         """The group will never be trained."""

@@ -22,6 +22,7 @@ from vime.gateway.service import Gateway, Limits
 from vime.gateway.tokens import TokenFile
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup
+from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import Payload
 from vime.observability.events import open_events
 from vime.observability.logs import setup_logging
@@ -37,6 +38,7 @@ from vime.rollout.plugins import load_data_source
 from vime.rollout.prompts import context_limit
 from vime.rollout.worker import PromptsByNumber, payload_of
 from vime.types import EngineReport, Sample, Version
+from vime.utils.waits import waiting
 from vime.weights.published import PublishedWeights, forget_before, read_back, version_directory, whole_versions
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 PROCESS = "gateway"
 ADDRESS_NAME = "gateway.json"  # in a run directory
 EXTERNAL = "external/"  # begins the name of a job in the ledger
+TELL_S, TELL_POLL_S, ONLINE_S = 8.0, 0.05, 15.0
+"""A job that has called within ONLINE_S hears of the end at its next call: `vime produce` calls every 5 s."""
 KEPT_VERSIONS = 1
 """Versions kept beyond those that --max-staleness lets jobs generate with: a job may be loading one."""
 
@@ -73,7 +77,7 @@ class GatewayActor(WorkerProcess):
         self._run_dir, self._mark = Path(run_dir), name.removeprefix(f"{PROCESS}.")
         setup_logging(self._run_dir, PROCESS)
         self._events = open_events(self._run_dir, PROCESS)
-        self._args, self._config = config.flat, config
+        self._args, self._config, self._ledger = config.flat, config, ledger
         store = connect_store(config, queue_address)
         self._store = group_store(config, self._run_dir, store, worker=number)
         self._weights = Weights()
@@ -139,6 +143,12 @@ class GatewayActor(WorkerProcess):
         return stats, []
 
     def close(self) -> None:
+        """When the run is over, waits for: jobs that have called lately to hear it, TELL_S at most."""
+        began = time.monotonic()
+        if self._ledger.call(Ledger.status).is_over:
+            with waiting("jobs outside to hear that the run is over", "external job", deadline_s=TELL_S):
+                while self._gateway.not_told(began - ONLINE_S) and time.monotonic() < began + TELL_S:
+                    time.sleep(TELL_POLL_S)
         self._server.stop()
         self._store.close()
         (self._run_dir / ADDRESS_NAME).unlink(missing_ok=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from vime.config.parse import Args
 from vime.gateway import messages as m
@@ -22,24 +23,32 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 PARTITION = "leased"  # of this job's own task names; the ledger's partition is in the lease
-LEASE_WAIT_S, LEAVE_S = 20.0, 5.0
+LEASE_WAIT_S, LEAVE_S, HEARTBEAT_S = 20.0, 5.0, 5.0
 LOST = frozenset({"lease_lost", "unknown_lease"})
 
 
+class Loader(Protocol):
+    """What is used of `vime.ray.produce.Weights`."""
+
+    async def bring(self, version: Version) -> None: ...
+    async def report(self, version: Version) -> None: ...
+
+
 class JobWorker(GroupWorker):
-    """`confirm` loads the weights that the gateway serves and reports them; it is awaited before prompts are taken."""
+    """`weights`: what the engines of this job hold; the version that the gateway serves is loaded before prompts are
+    taken."""
 
     def __init__(
         self,
         args: Args,
         client: GatewayClient,
         registered: m.Registered,
-        confirm: Callable[[Version], Awaitable[None]],
+        weights: Loader,
         *,
         num_prompts: int,
     ) -> None:
         super().__init__(args, ErrorShare(args))
-        self._client, self._registered, self._confirm = client, registered, confirm
+        self._client, self._registered, self._weights = client, registered, weights
         self._max_running = num_prompts
         self._version: Version = -1  # of the weights that were confirmed last
         self._leases: dict[Task, str] = {}
@@ -57,7 +66,7 @@ class JobWorker(GroupWorker):
     async def take(self) -> list[Assignment]:
         """Waits for: weights, slots, and a place among the prompts in progress. Unblocked by: the gateway, and groups
         that end."""
-        while not self._is_ending:
+        while not (self._is_ending or self.is_exhausted):
             wanted = self._max_running - len(self._running)
             if wanted < 1:
                 self._ended.clear()
@@ -78,11 +87,12 @@ class JobWorker(GroupWorker):
     async def watch(self) -> None:
         """Renew the leases; stop work whose lease has gone to another producer. Waits for: the clock."""
         while True:
-            await asyncio.sleep(self._registered.lease_timeout_s / 3)
+            await asyncio.sleep(min(self._registered.lease_timeout_s / 3, HEARTBEAT_S))
             alive = await self._client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
+            self.is_exhausted = self.is_exhausted or alive.is_exhausted
             for task, work in list(self._running.items()):
-                if self._leases.get(task) not in alive.leases and not work.done():
-                    work.cancel(f"group {task.group}: its lease has gone to another producer")
+                if self.is_exhausted or (self._leases.get(task) not in alive.leases and not work.done()):
+                    work.cancel(f"group {task.group}: its lease has gone to another producer, or the run is over")
 
     async def produce(self, assignment: Assignment) -> None:
         """Generate one group, then keep, drop or give it back. Work on a lost lease is discarded."""
@@ -106,7 +116,7 @@ class JobWorker(GroupWorker):
                 raise
             # The gateway was started again, and asks what it forgot: every version whose tokens may still come.
             for version in sorted({span.version for sample in samples for span in sample.token_policy_versions}):
-                await self._confirm(version)
+                await self._weights.report(version)
             await self._client.call("/v1/groups", put, m.Put)
         self.stats.committed_groups += 1
 
@@ -134,7 +144,7 @@ class JobWorker(GroupWorker):
         if version < 0:  # the trainer has not written the first weights
             await asyncio.sleep(1.0)
             return
-        await self._confirm(version)
+        await self._weights.bring(version)
         self._version = version
 
     async def _end(self, path: str, assignment: Assignment, reason: str) -> None:

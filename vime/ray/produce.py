@@ -60,17 +60,25 @@ class Weights:
     engines: Engines
     screen: Screen
     reports: dict[Version, dict[str, str]] = field(default_factory=dict)  # hash by engine, of versions that were loaded
+    held: tuple[Version, str] = (-1, "")  # version and hash that the engines hold now
     _publisher: Publisher | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def confirm(self, version: Version) -> None:
-        """Load a version, if the engines have not had it, and report what each of them holds. VimeError when an engine
-        holds something else than the trainer sent."""
+    async def bring(self, version: Version) -> None:
+        """Load a version, unless the engines hold it, and report what each of them holds. VimeError when an engine
+        holds something else than the trainer sent. A run that went back to a checkpoint may serve an older version,
+        and another content under a number that was served before."""
         async with self._lock:
-            if version not in self.reports:
-                manifest = await self.client.get(f"/v1/weights/{version}", m.WeightManifest)
+            manifest = await self.client.get(f"/v1/weights/{version}", m.WeightManifest)
+            if (version, manifest.content_hash) != self.held:
                 directory = await self._files(manifest)
                 self.reports[version] = await asyncio.to_thread(self._load, directory, manifest)
+                self.held = (version, manifest.content_hash)
+            await self.report(version)
+
+    async def report(self, version: Version) -> None:
+        """Report a version that was loaded once: a gateway that was started again asks for it."""
+        if version in self.reports:
             loaded = m.Loaded(version=version, engines=self.reports[version])
             await self.client.call("/v1/weights/loaded", loaded, m.Confirmed)
 
@@ -171,7 +179,7 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             connected.flat,
             client,
             registered,
-            weights.confirm,
+            weights,
             num_prompts=config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size,
         )
         screen.stage("generating")
