@@ -32,7 +32,7 @@ from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_types import CapacityError, IssuedPrompt, Payload, Task, TransitionError
+from vime.handoff.ledger_types import EXTERNAL, CapacityError, IssuedPrompt, Payload, Task, TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.types import LARGEST_REWARD, HandoffError, Sample, SampleStatus, VersionSpan, tiling_fault
 from vime.utils.waits import waiting
@@ -437,7 +437,7 @@ class Gateway:
 
 def _ledger_name(producer: str) -> str:
     """The producer's name in the ledger and in the audit: no worker of the run has it."""
-    return f"external/{producer}"
+    return f"{EXTERNAL}{producer}"
 
 
 def _fill(prompt: Sample, given: m.GivenSample, task: Task) -> Sample:

@@ -39,7 +39,7 @@ from vime.handoff.ledger_checksums import find_faults
 from vime.handoff.ledger_file import OLD_COPY
 from vime.handoff.ledger_identity import find_difference
 from vime.handoff.ledger_schema import expected_schema, open_for_reading
-from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
+from vime.handoff.ledger_types import EXTERNAL, LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
 from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.receipts import group_content
 from vime.handoff.spool import Spools
@@ -57,6 +57,9 @@ _GROUPS = """select p.name, g.grp, g.attempt, g.state, g.round, g.position, g.ch
 SIZED = (State.READY, State.LEASED, State.TRAINED, State.DURABLE)
 IN_ROUND = (State.LEASED, State.TRAINED, State.DURABLE)
 NEEDED = (State.READY, State.LEASED, State.TRAINED)
+
+_PRODUCERS = """select g.producer, count(*) from prompt_group g join partition p on p.id = g.partition
+    where p.name = ? and g.round is not null group by g.producer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class AuditReport:
     receipts: tuple[int, int] | None = None  # the first and the last round that the trainer's receipts show
     num_unhashed: int = 0  # groups of them whose tokens could not be compared with what was committed
     trained: Mapping[int, LedgerRound] = field(default_factory=dict, repr=False)  # as the ledger has it
+    producers: Mapping[str, int] = field(default_factory=dict)  # groups of rounds, by who generated them
 
     def shown(self) -> str:
         """Return one phrase about how far the trainer's own evidence goes."""
@@ -114,7 +118,9 @@ class AuditReport:
     def counts(self) -> str:
         """Return one line: groups by state."""
         states = ", ".join(f"{total:,} {state}" for state, total in sorted(self.groups.items()))
-        return f"{sum(self.groups.values()):,} groups: {states or 'none'}"
+        jobs = [f"{total:,} by {name}" for name, total in sorted(self.producers.items())]
+        whose = f" ({', '.join(jobs)})" if any(name.startswith(EXTERNAL) for name in self.producers) else ""
+        return f"{sum(self.groups.values()):,} groups: {states or 'none'}{whose}"
 
     def summary(self, run: Path) -> str:
         """Return the breaches, the first MAX_SHOWN in words."""
@@ -218,7 +224,16 @@ def _audit_content(
         num_rounds=len(rounds),
         num_lines=num_lines,
         trained=_trained_rounds(facts, rounds, history),
+        producers=_producers(connection, history.train),
     )
+
+
+def _producers(connection: sqlite3.Connection, train: str) -> dict[str, int]:
+    """Count the groups of rounds by the job outside that generated them, or by the rollout workers together."""
+    producers: Counter[str] = Counter()
+    for name, total in connection.execute(_PRODUCERS, (train,)):
+        producers[name if name.startswith(EXTERNAL) else "rollout workers"] += total
+    return dict(producers)
 
 
 def _trained_rounds(

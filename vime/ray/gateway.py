@@ -23,7 +23,7 @@ from vime.gateway.tokens import TokenFile
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_types import Payload
+from vime.handoff.ledger_types import EXTERNAL, Payload
 from vime.observability.events import open_events
 from vime.observability.logs import setup_logging
 from vime.observability.samples import DroppedGroup
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PROCESS = "gateway"
 ADDRESS_NAME = "gateway.json"  # in a run directory
-EXTERNAL = "external/"  # begins the name of a job in the ledger
 TELL_S, TELL_POLL_S, ONLINE_S = 8.0, 0.05, 15.0
 """A job that has called within ONLINE_S hears of the end at its next call: `vime produce` calls every 5 s."""
 KEPT_VERSIONS = 1

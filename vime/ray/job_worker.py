@@ -144,8 +144,16 @@ class JobWorker(GroupWorker):
         if version < 0:  # the trainer has not written the first weights
             await asyncio.sleep(1.0)
             return
-        await self._weights.bring(version)
-        self._version = version
+        try:
+            await self._weights.bring(version)
+        except RefusedError as error:
+            if error.code != "unknown_version":
+                raise
+            logger.info(
+                "version %d was replaced while it was loaded: %s", version, error
+            )  # the next call names another
+        else:
+            self._version = version
 
     async def _end(self, path: str, assignment: Assignment, reason: str) -> None:
         call = m.EndLease(lease=self._leases[assignment.task], reason=reason[:500])

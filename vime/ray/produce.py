@@ -157,20 +157,28 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
         stack.callback(
             lambda: loop.run(client.close(), name="the connection to the gateway to close", timeout_s=STOP_S)
         )
-        screen.stage(f"registering at {client.url}")
         said = m.Register(model=Path(config.model.hf_checkpoint).name, engines=config.cluster.num_engines)
         registering = loop.submit(client.call("/v1/producers/register", said, m.Registered))
-        registered = _wait(registering, "the gateway to register this job", interrupts)
-        _refuse_other_sampling(config, registered)
+
+        def poll() -> None:
+            """The gateway may refuse this job while its engines start, and may itself come later than they do."""
+            interrupts.raise_if_asked("start-up")
+            if registering.done():
+                _refuse_other_sampling(config, registering.result())
+
         stack.callback(stop_ray)
         screen.stage("starting Ray")
         with children_outlive_the_terminal():
-            start_ray(config, lambda: interrupts.raise_if_asked("start-up"))
+            start_ray(config, poll)
         engines = Engines(config, run_dir)
         stack.callback(engines.stop)
         screen.stage(f"starting {len(engines)} vLLM engine(s) and the router, about 15 s")
-        node = str(ray.get_runtime_context().get_node_id())
-        connected = engines.wait_ready(node, lambda: interrupts.raise_if_asked("start-up"))
+        import vime.ray.publisher  # noqa: F401  brings torch, while the engines start
+
+        connected = engines.wait_ready(str(ray.get_runtime_context().get_node_id()), poll)
+        screen.stage(f"registering at {client.url}")
+        registered = _wait(registering, "the gateway to register this job", interrupts)
+        _refuse_other_sampling(config, registered)
         use_engine_key(engines.generate_key)
         stack.callback(close_generation)
         weights = Weights(connected, run_dir / "weights", client, engines, screen)

@@ -19,7 +19,7 @@ from vime.data.groups import GroupFacts, check_versions, decode_facts
 from vime.handoff.group_store import StoredGroup, chunk_keys
 from vime.handoff.ledger import Ledger, LedgerStatus
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_types import LeasedGroup, LeaseResult, RoundLease, Task
+from vime.handoff.ledger_types import EXTERNAL, LeasedGroup, LeaseResult, RoundLease, Task
 from vime.handoff.round_ledger import RoundLedger
 from vime.observability.events import span
 from vime.rollout.convert import mark_removed, set_custom_rewards
@@ -181,6 +181,7 @@ class RoundCoordinator:
             **version_metrics(completions, "rollout"),
             **drop_metrics(stats.dropped),
             **(stats.partial.metrics() if self._args.partial_rollout else {}),
+            **_job_metrics(taken),
             "rollout/reward_mean_before_filter": statistics.fmean(rewards),
             "rollout/num_groups": float(len(taken.groups)),
             "rollout/removed_samples": float(sum(completion.is_removed for completion in completions)),
@@ -260,3 +261,18 @@ class RoundCoordinator:
                 elapsed_s=elapsed_s,
             )
         )
+
+
+def _job_metrics(taken: TakenRound) -> dict[str, float]:
+    """Return how many groups of the round came from each job outside, and how far it was behind."""
+    groups: dict[str, list[GroupFacts]] = {}
+    for group in taken.groups:
+        producer = group.facts.notes.producer.partition(".")[0]
+        if producer.startswith(EXTERNAL):
+            groups.setdefault(producer.removeprefix(EXTERNAL), []).append(group.facts)
+    found: dict[str, float] = {}
+    for name, facts in groups.items():
+        newest = [completion.newest_version for each in facts for completion in each.completions()]
+        found[f"producers/{name}/groups"] = float(len(facts))
+        found[f"producers/{name}/lag"] = taken.lease.version - statistics.fmean(newest)
+    return found
