@@ -116,9 +116,9 @@ class GatewayClient:
                     if response.status in (200, 206):
                         return response
                     refusal = _refusal(path, response)
-                    if not refusal.may_repeat:
+                    if refusal is not None and not refusal.may_repeat:
                         raise RefusedError(path, refusal)
-                    problem = f"{refusal.code}: {refusal.what} {refusal.expected}"
+                    problem = response.described() if refusal is None else f"{refusal.code}: {refusal.what}"
                 if time.monotonic() > ends:
                     raise GatewayAwayError(
                         f"{self.url}{path}: not done within {patience_s:g} s; the last try: {problem}. Does the "
@@ -129,10 +129,13 @@ class GatewayClient:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _refusal(path: str, response: Response) -> m.ErrorBody:
+def _refusal(path: str, response: Response) -> m.ErrorBody | None:
+    """Return what the gateway says; None for a failure of what stands between, which may pass."""
     try:
         return msgspec.msgpack.decode(response.content, type=m.ErrorBody)
     except msgspec.MsgspecError as error:
+        if response.status >= 500:
+            return None
         raise VimeError(
             f"{path}: {response.described()}: not of a gateway of Vime. Check the address and what stands between."
         ) from error

@@ -23,7 +23,8 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Register(Message):
-    """What a job says about itself; GET /v1/producers shows it. It may be repeated; the last call counts."""
+    """A job begins, and says about itself what GET /v1/producers shows. Leases of an earlier process with the same
+    token go to others at once, so a token belongs to one process at a time."""
 
     model: Annotated[str, Meta(max_length=200)] = ""
     engines: Annotated[int, Meta(ge=0, le=100_000)] = 0

@@ -43,6 +43,18 @@ NO_PAYLOAD = Payload(checksum=0, num_bytes=0, num_tokens=0, num_rows=0, min_vers
 """The ledger refuses to commit it: it only asks whether an attempt is committed already."""
 
 
+STOP_POLL_S = 1.0
+_STOPPING = Refusal(
+    503,
+    "unavailable",
+    "the run is being stopped.",
+    got="a wait for prompts",
+    expected="a run that goes on, perhaps when it was started again",
+    next_action="Repeat the call after Retry-After.",
+    retry_after_s=2,
+)
+
+
 class Prompts(Protocol):
     """A data source that returns any group by its number: samples with index, prompt, label and metadata."""
 
@@ -108,6 +120,7 @@ class Gateway:
         """`writer` is that of a rollout worker, on `store`, used on this loop alone."""
         self._ledger, self._store, self._writer, self._prompts, self._encode = ledger, store, writer, prompts, encode
         self.weights, self.limits, self._lease_key = weights, limits, lease_key
+        self.is_stopping = False  # set from any thread: calls that wait end within STOP_POLL_S
         self.jobs: dict[str, Job] = {}
         self._samples: dict[Task, dict[int, m.GivenSample]] = {}  # of groups that are not whole, by index
         self._owner: dict[Task, str] = {}  # of these groups
@@ -118,7 +131,10 @@ class Gateway:
         return self.jobs.setdefault(producer, Job())
 
     async def register(self, producer: str, said: m.Register) -> m.Registered:
+        """What an earlier process of the same producer had leased goes to others: nobody works on it any more, and
+        heartbeats of this one would renew it for ever."""
         limits, self.job(producer).said = self.limits, said
+        await self.leave(producer, m.Leave())
         return m.Registered(
             producer=producer,
             protocol=m.PROTOCOL,
@@ -158,7 +174,9 @@ class Gateway:
                 left = ends - time.monotonic()
                 if grant.prompts or grant.is_exhausted or left <= 0:
                     break
-                seen = await self._ledger.wait_for_news_async(seen, left, slots=1)
+                if self.is_stopping:
+                    raise _STOPPING
+                seen = await self._ledger.wait_for_news_async(seen, min(left, STOP_POLL_S), slots=1)
         self.job(producer).is_told = grant.is_exhausted
         return m.Prompts(
             prompts=[self._prompt(producer, issued) for issued in grant.prompts],

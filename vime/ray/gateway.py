@@ -148,6 +148,7 @@ class GatewayActor(WorkerProcess):
             with waiting("jobs outside to hear that the run is over", "external job", deadline_s=TELL_S):
                 while self._gateway.not_told(began - ONLINE_S) and time.monotonic() < began + TELL_S:
                     time.sleep(TELL_POLL_S)
+        self._gateway.is_stopping = True
         self._server.stop()
         self._store.close()
         (self._run_dir / ADDRESS_NAME).unlink(missing_ok=True)

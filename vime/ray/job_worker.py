@@ -149,9 +149,7 @@ class JobWorker(GroupWorker):
         except RefusedError as error:
             if error.code != "unknown_version":
                 raise
-            logger.info(
-                "version %d was replaced while it was loaded: %s", version, error
-            )  # the next call names another
+            logger.info("a newer version replaced one while it was loaded: %s", error)  # the next call names it
         else:
             self._version = version
 
