@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vime.cli import chaos, diagnose, doctor, queue, runs, samples, train, why_stuck
+from vime.cli import chaos, diagnose, doctor, producers, queue, runs, samples, token, train, why_stuck
 from vime.handoff.queue_view import ledger_fates
 from vime.observability.html_report import REPORT_FILE, write_report
 from vime.observability.report import show_report
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     why_stuck.add_parser(commands)
     diagnose.add_parser(commands)
     queue.add_parsers(commands)
+    token.add_parser(commands)
+    producers.add_parser(commands)
     chaos.add_parser(commands)
     arguments = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -183,6 +183,7 @@ class ProducerState(Message):
     name: str
     model: str  # as the job said; so is the next
     engines: int
+    is_online: bool  # it called within `lease_timeout_s`
     seconds_since_call: float
     newest_version: int  # that it has confirmed; -1: none
     committed: int  # since the gateway started

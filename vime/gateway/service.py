@@ -127,7 +127,7 @@ class Gateway:
         )
 
     async def heartbeat(self, producer: str, said: m.Heartbeat) -> m.Alive:  # noqa: ARG002  it has no fields
-        held = await self._ledger.call_async(PromptLedger.heartbeat, _ledger_name(producer))
+        held = await self._ledger.call_async(PromptLedger.heartbeat, ledger_name(producer))
         return m.Alive(
             leases=[self._lease(producer, task) for task in sorted(held)],
             serving=self.weights.serving,
@@ -135,11 +135,11 @@ class Gateway:
         )
 
     async def leave(self, producer: str, said: m.Leave) -> m.Left:  # noqa: ARG002  it has no fields
-        return m.Left(given_back=await self._ledger.call_async(PromptLedger.abandon, _ledger_name(producer)))
+        return m.Left(given_back=await self._ledger.call_async(PromptLedger.abandon, ledger_name(producer)))
 
     async def lease(self, producer: str, call: m.LeasePrompts) -> m.Prompts:
         """Waits for: a slot, `wait_s` at most. Unblocked by: a round that is served, or a dropped group."""
-        name, lag = _ledger_name(producer), self.weights.lag(producer)
+        name, lag = ledger_name(producer), self.weights.lag(producer)
         if lag:
             return m.Prompts(prompts=[], serving=self.weights.serving, waits_for=lag)
         ends, seen = time.monotonic() + call.wait_s, -1
@@ -235,6 +235,7 @@ class Gateway:
                     name=name,
                     model=job.said.model,
                     engines=job.said.engines,
+                    is_online=now - job.called < self.limits.lease_timeout_s,
                     seconds_since_call=round(now - job.called, 3),
                     newest_version=self.weights.newest(name),
                     committed=job.committed,
@@ -258,7 +259,7 @@ class Gateway:
     async def _is_committed(self, producer: str, task: Task) -> bool:
         """Whether an earlier call committed this attempt. Renews the leases of the producer; Refusal when this one is
         lost."""
-        held = await self._ledger.call_async(PromptLedger.heartbeat, _ledger_name(producer))
+        held = await self._ledger.call_async(PromptLedger.heartbeat, ledger_name(producer))
         self._forget_lost(producer, held)
         if task in held:
             return False
@@ -272,7 +273,7 @@ class Gateway:
         """Store and commit a group, in the steps of `RolloutWorker.keep`."""
         samples = self._filled(producer, task, given, is_whole=True)
         try:
-            group, payload = await asyncio.to_thread(self._encode, _ledger_name(producer), samples)
+            group, payload = await asyncio.to_thread(self._encode, ledger_name(producer), samples)
         except HandoffError as error:
             raise _invalid("the group cannot be trained on.", str(error), "rows whose lists line up") from error
         try:
@@ -419,7 +420,7 @@ class Gateway:
         )
 
 
-def _ledger_name(producer: str) -> str:
+def ledger_name(producer: str) -> str:
     """The producer's name in the ledger and in the audit: no worker of the run has it."""
     return f"external/{producer}"
 
