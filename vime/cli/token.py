@@ -61,8 +61,8 @@ def run_make(arguments: argparse.Namespace) -> None:
         ) from error
     token_id = made.split("_")[1]
     sys.stderr.write(
-        f"Token {token_id} of producer {arguments.name}, scopes {', '.join(scopes)}, for {arguments.days:g} days. It is "
-        f"shown this once. To end it: vime token revoke {run} {token_id}\n"
+        f"Token {token_id} of producer {arguments.name}, scopes {', '.join(scopes)}, for {arguments.days:g} days. "
+        f"It is shown this once. To end it: vime token revoke {run} {token_id}\n"
     )
     sys.stdout.write(f"{made}\n")
 

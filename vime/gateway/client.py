@@ -44,13 +44,13 @@ class GatewayClient:
         try:
             if response.status == 200:
                 return msgspec.json.decode(response.content, type=kind)
-            error = msgspec.json.decode(response.content, type=ErrorBody)
+            refused = msgspec.json.decode(response.content, type=ErrorBody)
         except msgspec.MsgspecError as error:
             raise ClusterError(
                 f"{self.url}{path}: this is no gateway of Vime ({response.described()[:200]}). Correct the address."
             ) from error
         raise ConfigError(
-            f"{self.url}{path}: {error.what} Got {error.got}; expected {error.expected}. {error.next} Tokens: --token "
+            f"{self.url}{path}: {refused.what} Got {refused.got}; expected {refused.expected}. {refused.next} Tokens: --token "
             "or VIME_TOKEN, made by `vime token make RUN NAME --scopes read`."
         )
 
