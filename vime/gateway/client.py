@@ -50,8 +50,8 @@ class GatewayClient:
                 f"{self.url}{path}: this is no gateway of Vime ({response.described()[:200]}). Correct the address."
             ) from error
         raise ConfigError(
-            f"{self.url}{path}: {refused.what} Got {refused.got}; expected {refused.expected}. {refused.next} Tokens: --token "
-            "or VIME_TOKEN, made by `vime token make RUN NAME --scopes read`."
+            f"{self.url}{path}: {refused.what} Got {refused.got}; expected {refused.expected}. {refused.next} "
+            "Tokens: --token or VIME_TOKEN, made by `vime token make RUN NAME --scopes read`."
         )
 
     def close(self) -> None:

@@ -39,6 +39,8 @@ from vime.utils.waits import waiting
 
 SAMPLE_MARK = b"vime-gateway-sample-1\n"  # begins the record of a single sample in the spool
 _LEASE = re.compile(r"(.+)/(\d{1,15})#(\d{1,9})\.([A-Za-z0-9_-]{32})")
+OVER_POLL_S = 1.0
+"""How often a call that waits for a slot looks whether the run is over."""
 NO_PAYLOAD = Payload(checksum=0, num_bytes=0, num_tokens=0, num_rows=0, min_version=0, max_version=0)
 """The ledger refuses to commit it: it only asks whether an attempt is committed already."""
 
@@ -106,10 +108,15 @@ class Gateway:
         self._ledger, self._store, self._writer, self._prompts, self._encode = ledger, store, writer, prompts, encode
         self.weights, self.limits, self._lease_key = weights, limits, lease_key
         self.jobs: dict[str, Job] = {}
+        self._is_over = False
         self._samples: dict[Task, dict[int, m.GivenSample]] = {}  # of groups that are not whole, by index
         self._owner: dict[Task, str] = {}  # of these groups
         self._partial: dict[str, dict[Task, int]] = {}  # producer -> bytes in the spool of groups that are not whole
         self._locks: weakref.WeakValueDictionary[Task, asyncio.Lock] = weakref.WeakValueDictionary()
+
+    def finish(self) -> None:
+        """The run needs no more groups: every job is told so and leaves. Any thread."""
+        self._is_over = True
 
     def job(self, producer: str) -> Job:
         return self.jobs.setdefault(producer, Job())
@@ -140,6 +147,8 @@ class Gateway:
     async def lease(self, producer: str, call: m.LeasePrompts) -> m.Prompts:
         """Waits for: a slot, `wait_s` at most. Unblocked by: a round that is served, or a dropped group."""
         name, lag = ledger_name(producer), self.weights.lag(producer)
+        if self._is_over:
+            return m.Prompts(prompts=[], serving=self.weights.serving, is_exhausted=True)
         if lag:
             return m.Prompts(prompts=[], serving=self.weights.serving, waits_for=lag)
         ends, seen = time.monotonic() + call.wait_s, -1
@@ -147,14 +156,14 @@ class Gateway:
             while True:
                 grant = await self._ledger.call_async(PromptLedger.issue, name, call.count, request=call.request)
                 left = ends - time.monotonic()
-                if grant.prompts or grant.is_exhausted or left <= 0:
+                if grant.prompts or grant.is_exhausted or self._is_over or left <= 0:
                     break
-                seen = await self._ledger.wait_for_news_async(seen, left, slots=1)
+                seen = await self._ledger.wait_for_news_async(seen, min(left, OVER_POLL_S), slots=1)
         return m.Prompts(
             prompts=[self._prompt(producer, issued) for issued in grant.prompts],
             serving=self.weights.serving,
             waits_for=grant.waits_for,
-            is_exhausted=grant.is_exhausted,
+            is_exhausted=grant.is_exhausted or (self._is_over and not grant.prompts),
         )
 
     async def put_group(self, producer: str, call: m.PutGroup) -> m.Put:
