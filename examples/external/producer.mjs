@@ -18,7 +18,7 @@ const { values: args, positionals } = parseArgs({
     letters: { type: "string", default: "abcdefgh" },
   },
 });
-const ADDRESS = positionals[0];
+const ADDRESS = positionals[0] ?? process.env.VIME_GATEWAY;
 const AWAY_MS = 300_000; // the job ends when the gateway has not responded at all for so long
 const GONE = ["lease_lost", "unknown_lease", "unknown_version", "unknown_file"];
 const VOCABULARY = JSON.parse(readFileSync(`${args.model}/tokenizer.json`, "utf8")).model.vocab;

@@ -119,7 +119,7 @@ def beat(gateway: Gateway, every_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate for a run of Vime.")
-    parser.add_argument("address", help="of the gateway: http://HOST:PORT")
+    parser.add_argument("address", nargs="?", default=os.environ.get("VIME_GATEWAY"), help="http://HOST:PORT")
     parser.add_argument("--token", default=os.environ.get("VIME_TOKEN", ""), help="(default: the variable VIME_TOKEN)")
     parser.add_argument("--model", required=True, metavar="DIR", help="config and tokenizer of the run's model")
     parser.add_argument("--max-new-tokens", type=int, default=48)

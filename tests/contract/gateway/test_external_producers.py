@@ -106,7 +106,7 @@ def test_lost_responses_and_a_gateway_that_is_away_cost_nothing_and_count_once(t
     seen = {}
 
     def loses(path, number):
-        """The first two responses of each call that a producer makes, whatever it is; of version 0 each file's first."""
+        """The first two responses of each kind of call; of version 0 each file's first."""
         seen[path] = seen.get(path, 0) + 1
         return seen[path] <= (2 if "/files/" not in path else 1 if "/0/files/" in path else 0)
 
