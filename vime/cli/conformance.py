@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from vime.cli.commands import Commands
 from vime.cli.producers import add_token, token_of
@@ -72,24 +70,21 @@ def run_conformance(arguments: argparse.Namespace) -> int:
         )
     else:
         checks = check_gateway(arguments.address, token_of(arguments), arguments.other_token)
-    table = Table("check", "result", "found", "what to do", box=None)
-    for check in checks:
-        table.add_row(
-            Text(check.name),
-            "pass" if check.is_good else "FAIL",
-            Text(check.found[:300]),
-            Text("" if check.is_good else check.action),
-        )
-    failed = sum(not check.is_good for check in checks)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
+    for check in checks:  # one line each, whatever the width: a log is read as well
+        console.print(f"{'pass' if check.is_good else 'FAIL'}  {check.name}")
+        if not check.is_good:
+            console.print(f"      found: {check.found[:300]}")
+            console.print(f"      do:    {check.action}")
+    failed = sum(not check.is_good for check in checks)
     console.print(f"{len(checks)} checks, {failed} failed")
     return int(failed > 0)
 
 
 def check_producer(command: str, *, model: Path | None, lease_timeout_s: float, timeout_s: float) -> list[Check]:
     """Run a command before the scripted gateway until it has gone through the script, and judge it."""
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it names every response that the script loses
+    server_log = logging.getLogger("uvicorn.error")
+    former, server_log.disabled = server_log.disabled, True  # it names every response that the script loses
     with tempfile.TemporaryDirectory(prefix="vime-conformance-") as directory:
         gateway = ScriptedGateway(Path(directory), model=model, lease_timeout_s=lease_timeout_s)
         try:
@@ -111,6 +106,7 @@ def check_producer(command: str, *, model: Path | None, lease_timeout_s: float, 
             )
         finally:
             gateway.close()
+            server_log.disabled = former
     return judge(session)
 
 

@@ -18,6 +18,7 @@ import msgspec
 from vime.gateway import messages as m
 from vime.gateway.check import Check
 from vime.gateway.client import GatewayClient
+from vime.types import ClusterError
 from vime.utils.http import Response
 
 Kind = TypeVar("Kind", bound=m.Message)
@@ -46,12 +47,15 @@ def check_gateway(address: str, token: str, other_token: str = "") -> list[Check
     candidate = Candidate(address, token, other_token)
     checks = []
     try:
+        candidate.client.call("GET", "/v1/openapi.json")  # raises when nothing responds there at all
         for name, run, action in CHECKS:
             try:
                 run(candidate)
                 checks.append(Check(name))
             except Broken as error:
                 checks.append(Check(name, str(error), action))
+            except ClusterError:
+                checks.append(Check(name, "the connection was closed without a response", action))
             except (LookupError, TypeError) as error:  # a message that lacks what the schema promises
                 checks.append(Check(name, f"the response has another form: {error!r}", action))
     finally:
@@ -182,7 +186,8 @@ def _weights(gateway: Candidate) -> None:
 
 
 def _hashes(gateway: Candidate) -> None:
-    assert gateway.manifest is not None
+    if gateway.manifest is None:
+        raise Broken("it has told of no weights")
     call = {"version": gateway.manifest.version, "engines": {"a": gateway.manifest.content_hash, "b": "wrong"}}
     gateway.refused("/v1/weights/loaded", call, 409, "wrong_hash", "one engine of two with a wrong hash")
     unknown = {"version": NEVER, "engines": {"a": "x"}}
@@ -205,7 +210,8 @@ def _hostile(gateway: Candidate) -> None:
 
 def _oversize(gateway: Candidate) -> None:
     """A body that is only announced: it must be refused before it is sent."""
-    assert gateway.facts is not None
+    if gateway.facts is None:
+        raise Broken("it did not register the job")
     parts = urlsplit(gateway.client.url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=BUSY_S)

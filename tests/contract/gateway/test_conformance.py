@@ -125,6 +125,14 @@ class Faults:
         return "leave gives every lease back"
 
     @staticmethod
+    def closes_the_connection_at_hostile_bytes(run, monkeypatch):
+        def decoded(body, encoding, kind):
+            raise GeneratorExit  # ends the call without a response
+
+        monkeypatch.setattr("vime.gateway.app._decoded", decoded)
+        return "hostile bytes and unknown fields are refused"
+
+    @staticmethod
     def refuses_in_other_words(run, monkeypatch):
         refused = JSONResponse({"detail": "no"}, status_code=409)
         monkeypatch.setattr("vime.gateway.app._refused", lambda request, refusal: refused)
@@ -133,6 +141,7 @@ class Faults:
 
 @pytest.mark.parametrize("fault", [name for name in vars(Faults) if not name.startswith("_")])
 def test_a_gateway_that_is_broken_on_purpose_fails_the_check_of_its_fault(run, monkeypatch, fault):
+    monkeypatch.setattr("vime.gateway.conformance.LEASE_S", 2.0)
     name = getattr(Faults, fault)(run, monkeypatch)
     found = checked(run)
     assert name in found, found
