@@ -188,7 +188,6 @@ async function leave() {
 }
 
 const run = await call("POST", "/v1/producers/register", { model: "uniform over letters", engines: 0 });
-await call("POST", "/v1/producers/leave", {}); // gives back what an earlier process of this token had
 process.on("SIGTERM", leave);
 setInterval(() => call("POST", "/v1/producers/heartbeat", {}), run.lease_timeout_s * 250);
 let [version, serving] = [-1, run.serving];

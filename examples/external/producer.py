@@ -123,13 +123,13 @@ def main() -> None:
     parser.add_argument("--token", default=os.environ.get("VIME_TOKEN", ""), help="(default: the variable VIME_TOKEN)")
     parser.add_argument("--model", required=True, metavar="DIR", help="config and tokenizer of the run's model")
     parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, help="(default: the run's)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     policy = Policy(args.model)
     gateway = Gateway(base_url=args.address, headers={"authorization": f"Bearer {args.token}"}, timeout=60)
     run = gateway.call("POST", "/v1/producers/register", {"model": args.model, "engines": 1}).json()
-    gateway.call("POST", "/v1/producers/leave", {})  # gives back what an earlier process of this token had
+    temperature = run["temperature"] if args.temperature is None else args.temperature
     threading.Thread(target=beat, args=(gateway, run["lease_timeout_s"] / 4), daemon=True).start()
     answer = {"serving": run["serving"], "is_exhausted": False}
     try:
@@ -139,7 +139,7 @@ def main() -> None:
                     policy.load(gateway)
                 answer = gateway.call("POST", "/v1/leases", {"request": uuid.uuid4().hex, "wait_s": 20}).json()
                 for prompt in answer["prompts"]:
-                    samples = policy.generate(prompt, args.max_new_tokens, args.temperature)
+                    samples = policy.generate(prompt, args.max_new_tokens, temperature)
                     gateway.call("POST", "/v1/groups", {"lease": prompt["lease"], "samples": samples})
     finally:
         gateway.call("POST", "/v1/producers/leave", {}, away_s=10)

@@ -67,8 +67,6 @@ class ExternalRun:
                 self._round(round_id)
         except BaseException as error:
             self.fault = error
-        finally:
-            self.run.gateway.finish()
 
     def _round(self, round_id: int) -> None:
         port, seen, ends = self.run.port, -1, time.monotonic() + ROUND_S
@@ -100,7 +98,7 @@ class ExternalRun:
         return [float(logp_TV[place - 1, sample.tokens[place]]) for place in range(start, len(sample.tokens))]
 
     def close(self) -> None:
-        self.run.gateway.finish()
+        self.run.gateway.is_stopping = True  # ends calls that wait
         if self._trainer.ident is not None:
             self._trainer.join(ROUND_S)
         self.run.close()

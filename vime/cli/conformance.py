@@ -121,7 +121,7 @@ def _watch(process: subprocess.Popen[bytes], gateway: ScriptedGateway, timeout_s
             if is_through and lasted > 2 * gateway.lease_timeout_s:  # long enough to need heartbeats
                 break
             time.sleep(POLL_S)
-    gateway.gateway.finish()
+    gateway.finish()
     try:
         return process.wait(STOP_S)
     except subprocess.TimeoutExpired:

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.cli.commands import Commands
-from vime.gateway.client import GatewayClient
 from vime.gateway.messages import Producers, QueueState
-from vime.gateway.service import ledger_name
+from vime.gateway.probe import GatewayProbe
+from vime.handoff.ledger_types import EXTERNAL
 from vime.types import ConfigError
 
 ADDRESS_NAME = "gateway.json"
@@ -41,7 +41,7 @@ def token_of(arguments: argparse.Namespace) -> str:
 
 
 def run_producers(arguments: argparse.Namespace) -> None:
-    client = GatewayClient(address_of(arguments.run), token_of(arguments))
+    client = GatewayProbe(address_of(arguments.run), token_of(arguments))
     try:
         found, queue = client.get("/v1/producers", Producers), client.get("/v1/queue", QueueState)
     finally:
@@ -51,7 +51,7 @@ def run_producers(arguments: argparse.Namespace) -> None:
         f"{queue.ready} groups ready, {queue.active} slots taken, {queue.retry} to be issued again; held: "
         f"{queue.held_tokens:,} tokens, {queue.held_bytes:,} bytes"
     )
-    inside = {name: leases for name, leases in queue.leases.items() if not name.startswith(ledger_name(""))}
+    inside = {name: leases for name, leases in queue.leases.items() if not name.startswith(EXTERNAL)}
     for name, leases in sorted(inside.items()):
         console.print(f"worker of the run {name}: {leases} leases")
     if not found.producers:
@@ -65,7 +65,7 @@ def run_producers(arguments: argparse.Namespace) -> None:
             "yes" if job.is_online else f"no, {job.seconds_since_call:.0f} s",
             "none" if job.newest_version < 0 else str(job.newest_version),
             str(job.committed),
-            str(queue.leases.get(ledger_name(job.name), 0)),
+            str(queue.leases.get(EXTERNAL + job.name, 0)),
             refused or "none",
             f"{job.model} ({job.engines} engines)" if job.model else "",
             job.lags,

@@ -1,58 +1,150 @@
-"""Calls of a gateway, for the commands that look at one: `vime producers` and `vime conformance`."""
+"""The gateway as a rollout job of ours sees it: each call is repeated until its response arrives, or it is refused.
+
+A call that got no response may have been carried out. The protocol counts a call and its repetition once, so the same
+bytes are sent again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from vime.gateway.messages import ErrorBody, Message
-from vime.types import ClusterError, ConfigError
-from vime.utils.http import HttpFailure, HttpThread, Response
+from vime.gateway import messages as m
+from vime.types import LostError, VimeError
+from vime.utils.http import HttpFailure, HttpSession, Response
+from vime.utils.waits import waiting
 
-Kind = TypeVar("Kind", bound=Message)
-CALL_S = 30.0
+logger = logging.getLogger(__name__)
+Kind = TypeVar("Kind", bound=m.Message)
+
+CALL_S = 60.0
+PATIENCE_S = 600.0
+"""How long a gateway may be away: the run may start again from a checkpoint meanwhile."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+PART_BYTES = 32 << 20
+MSGPACK = "application/msgpack"
+
+
+class GatewayAwayError(LostError):
+    """The gateway has not responded for longer than the job waits for it."""
+
+
+class RefusedError(VimeError):
+    """A call that would be refused again. `code`: as in docs/producer-protocol.md."""
+
+    def __init__(self, path: str, body: m.ErrorBody) -> None:
+        super().__init__(f"{path}: {body.what} Got {body.got}; expected {body.expected}. {body.next}")
+        self.code = body.code
 
 
 class GatewayClient:
-    """The calls of one token; any thread. `url` as the run writes it, for example http://127.0.0.1:8790."""
+    """Used on one event loop. `url`: http(s)://HOST:PORT; `token`: of this job."""
 
-    def __init__(self, url: str, token: str) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no address of a gateway. Expected http://HOST:PORT or https://HOST:PORT.")
-        self.url, self._thread = url.rstrip("/"), HttpThread("vime-gateway-client")
-        self._headers = {"Authorization": f"Bearer {token}"}
+    def __init__(self, url: str, token: str, *, patience_s: float = PATIENCE_S) -> None:
+        self.url, self._patience_s = url.rstrip("/"), patience_s
+        self._headers = {"authorization": f"Bearer {token}", "Content-Type": MSGPACK, "accept": MSGPACK}
+        self._session: HttpSession | None = None  # made on the loop
 
-    def call(
-        self, method: str, path: str, body: bytes | None = None, *, headers: Mapping[str, str] | None = None
-    ) -> Response:
-        """Return the response of any status. ClusterError when there is none."""
-        try:
-            return self._thread.call(
-                method, self.url + path, body, headers={**self._headers, **(headers or {})}, deadline_s=CALL_S
+    async def call(
+        self, path: str, message: m.Message, kind: type[Kind], *, longer_s: float = 0.0, patience_s: float | None = None
+    ) -> Kind:
+        """POST a message. `longer_s`: how much longer than usual the gateway may take; `patience_s`: how long it may be
+        away, if not as usual."""
+        body = msgspec.msgpack.encode(message)
+        response = await self._repeated("POST", path, body, longer_s=longer_s, patience_s=patience_s)
+        return _decoded(path, response, kind)
+
+    async def get(self, path: str, kind: type[Kind]) -> Kind:
+        return _decoded(path, await self._repeated("GET", path, None), kind)
+
+    async def download(self, version: int, file: m.WeightFile, directory: Path) -> None:
+        """Write one file of a version, part by part. RefusedError when it is not the file of the manifest."""
+        path, digest = f"/v1/weights/{version}/files/{file.name}", hashlib.sha256()
+        draft = directory / f"{file.name}.partial"
+        with draft.open("wb") as written:
+            for start in range(0, file.num_bytes, PART_BYTES):
+                end = min(start + PART_BYTES, file.num_bytes) - 1
+                response = await self._repeated("GET", path, None, headers={"Range": f"bytes={start}-{end}"})
+                digest.update(response.content)
+                written.write(response.content)
+        if digest.hexdigest() != file.sha256:
+            draft.unlink()
+            raise VimeError(
+                f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Try again."
             )
-        except HttpFailure as error:
-            raise ClusterError(
-                f"{self.url}: the gateway does not respond: {error}. Expected the address that the run wrote into "
-                "gateway.json. Does the run live, and is the address reachable from here?"
-            ) from error
+        os.replace(draft, directory / file.name)
 
-    def get(self, path: str, kind: type[Kind]) -> Kind:
-        """Return the message of a call that only looks. ConfigError when the gateway refuses it."""
-        response = self.call("GET", path)
-        try:
-            if response.status == 200:
-                return msgspec.json.decode(response.content, type=kind)
-            refused = msgspec.json.decode(response.content, type=ErrorBody)
-        except msgspec.MsgspecError as error:
-            raise ClusterError(
-                f"{self.url}{path}: this is no gateway of Vime ({response.described()[:200]}). Correct the address."
-            ) from error
-        raise ConfigError(
-            f"{self.url}{path}: {refused.what} Got {refused.got}; expected {refused.expected}. {refused.next} "
-            "Tokens: --token or VIME_TOKEN, made by `vime token make RUN NAME --scopes read`."
-        )
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
 
-    def close(self) -> None:
-        self._thread.close()
+    async def _repeated(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        headers: dict[str, str] | None = None,
+        longer_s: float = 0.0,
+        patience_s: float | None = None,
+    ) -> Response:
+        """Waits for: a response that is no refusal to repeat. Unblocked by: the gateway."""
+        if self._session is None:
+            self._session = HttpSession(is_outside=True)
+        patience_s = self._patience_s if patience_s is None else patience_s
+        ends, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
+        with waiting(f"the gateway's response to {path}", "gateway", deadline_s=patience_s):
+            while True:
+                try:
+                    response = await self._session.call(
+                        method,
+                        self.url + path,
+                        body,
+                        headers={**self._headers, **(headers or {})},
+                        deadline_s=CALL_S + longer_s,
+                    )
+                except HttpFailure as error:
+                    problem = str(error)
+                else:
+                    if response.status in (200, 206):
+                        return response
+                    refusal = _refusal(path, response)
+                    if refusal is not None and not refusal.may_repeat:
+                        raise RefusedError(path, refusal)
+                    problem = response.described() if refusal is None else f"{refusal.code}: {refusal.what}"
+                if time.monotonic() > ends:
+                    raise GatewayAwayError(
+                        f"{self.url}{path}: not done within {patience_s:g} s; the last try: {problem}. Does the "
+                        "trainer run? Start the job again when it does."
+                    )
+                logger.info("%s is repeated in %.1f s: %s", path, pause_s, problem)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _refusal(path: str, response: Response) -> m.ErrorBody | None:
+    """Return what the gateway says; None for a failure of what stands between, which may pass."""
+    try:
+        return msgspec.msgpack.decode(response.content, type=m.ErrorBody)
+    except msgspec.MsgspecError as error:
+        if response.status >= 500:
+            return None
+        raise VimeError(
+            f"{path}: {response.described()}: not of a gateway of Vime. Check the address and what stands between."
+        ) from error
+
+
+def _decoded(path: str, response: Response, kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.msgpack.decode(response.content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise VimeError(
+            f"{path}: the response is no {kind.__name__}: {error}. Does the gateway speak another version?"
+        ) from error

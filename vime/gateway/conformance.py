@@ -9,19 +9,20 @@ import http.client
 import json
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from vime.gateway import messages as m
 from vime.gateway.check import Check
-from vime.gateway.client import GatewayClient
+from vime.gateway.probe import GatewayProbe
 from vime.types import ClusterError
 from vime.utils.http import Response
 
 Kind = TypeVar("Kind", bound=m.Message)
+Body = Mapping[str, object]
 BUSY = (429, 503)
 BUSY_S, LEASE_S = 30.0, 20.0
 NEVER = 2**31 - 1
@@ -67,10 +68,10 @@ class Candidate:
     """The gateway that is tested, and what earlier checks learned of it."""
 
     def __init__(self, address: str, token: str, other_token: str) -> None:
-        self.client = GatewayClient(address, token)
-        self.other = GatewayClient(address, other_token) if other_token else None
-        self.stranger = GatewayClient(address, "vime_0000000000000000_" + "0" * 64)
-        self.nobody = GatewayClient(address, "")
+        self.client = GatewayProbe(address, token)
+        self.other = GatewayProbe(address, other_token) if other_token else None
+        self.stranger = GatewayProbe(address, "vime_0000000000000000_" + "0" * 64)
+        self.nobody = GatewayProbe(address, "")
         self.token, self.address = token, address
         self.facts: m.Registered | None = None
         self.manifest: m.WeightManifest | None = None
@@ -80,7 +81,7 @@ class Candidate:
             if client is not None:
                 client.close()
 
-    def post(self, path: str, body: dict[str, Any], client: GatewayClient | None = None) -> Response:
+    def post(self, path: str, body: Body, client: GatewayProbe | None = None) -> Response:
         """Send a message; again while the gateway is busy, as the protocol asks."""
         ends = time.monotonic() + BUSY_S
         while True:
@@ -89,11 +90,11 @@ class Candidate:
                 return response
             time.sleep(1.0)
 
-    def done(self, path: str, body: dict[str, Any], kind: type[Kind]) -> Kind:
+    def done(self, path: str, body: Body, kind: type[Kind]) -> Kind:
         """Return the message of a call that must succeed."""
         return _message(self.post(path, body), kind)
 
-    def refused(self, path: str, body: dict[str, Any], status: int, code: str, why: str) -> m.ErrorBody:
+    def refused(self, path: str, body: Body, status: int, code: str, why: str) -> m.ErrorBody:
         """Check that a call is refused like this."""
         return _error(self.post(path, body), status, code, why)
 
@@ -107,11 +108,11 @@ class Candidate:
             )
         return prompts.prompts[0]
 
-    def samples(self, prompt: m.Prompt, **changes: object) -> list[dict[str, Any]]:
+    def samples(self, prompt: m.Prompt, **changes: object) -> list[dict[str, object]]:
         """Return made-up samples of a prompt: its last token once more."""
         version = 0 if self.manifest is None else self.manifest.version
         token = prompt.tokens[-1] if prompt.tokens else 0
-        made: dict[str, Any] = {
+        made: dict[str, object] = {
             "tokens": [*(prompt.tokens or [token]), token], "response_length": 1, "log_probs": [-1.0],
             "versions": [[0, 1, version]], "reward": 0.0,
         }  # fmt: skip
@@ -244,12 +245,12 @@ def _leases(gateway: Candidate) -> None:
 def _split(gateway: Candidate) -> None:
     prompt = gateway.lease()
     samples = gateway.samples(prompt)
-    wrong: list[tuple[str, list[dict[str, Any]]]] = [
+    wrong: list[tuple[str, list[dict[str, object]]]] = [
         ("a sample twice", [samples[0]] * 2),
         ("an index of another group", [*samples[:-1], samples[-1] | {"index": NEVER}]),
         ("log_probs of another length", gateway.samples(prompt, log_probs=[-1.0, -1.0])),
         ("a log-probability above 0", gateway.samples(prompt, log_probs=[1.0])),
-        ("no prompt", gateway.samples(prompt, response_length=len(samples[0]["tokens"]))),
+        ("no prompt", gateway.samples(prompt, response_length=len(prompt.tokens or [0]) + 1)),
         ("versions that do not tile", gateway.samples(prompt, versions=[])),
     ]
     if len(samples) > 1:

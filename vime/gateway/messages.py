@@ -28,7 +28,8 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Register(Message):
-    """What a job says about itself; GET /v1/producers shows it. It may be repeated; the last call counts."""
+    """A job begins, and says about itself what GET /v1/producers shows. Leases of an earlier process with the same
+    token go to others at once, so a token belongs to one process at a time."""
 
     model: Annotated[str, Meta(max_length=200)] = ""
     engines: Annotated[int, Meta(ge=0, le=100_000)] = 0
@@ -42,6 +43,7 @@ class Registered(Message):
     serving: int  # the version whose weights the job must load and confirm
     samples_per_prompt: int
     max_staleness: int
+    temperature: float  # the trainer's log-probabilities are of the distribution at this one: sample from it
     lease_timeout_s: float  # a lease that is not renewed by a heartbeat for so long goes to another producer
     max_body_bytes: int
 
@@ -54,6 +56,7 @@ class Alive(Message):
     leases: list[str]  # those that the producer still has; work on any other one will be refused
     serving: int
     lags: str = ""  # why the job gets no prompts; empty when it gets them
+    is_exhausted: bool = False  # the run is over: what is in progress will not be trained
 
 
 class Leave(Message):
@@ -93,6 +96,7 @@ class Prompts(Message):
     prompts: list[Prompt]
     serving: int
     waits_for: str = ""  # when there is no prompt: what must happen first
+    lags: str = ""  # the same when it is for the job itself to load and report weights
     is_exhausted: bool = False  # no prompt is left, and none can come back: the job may leave
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,13 +26,14 @@ from vime.gateway.app import make_app
 from vime.gateway.messages import WeightFile, WeightManifest
 from vime.gateway.refusal import Refusal
 from vime.gateway.server import GatewayServer
-from vime.gateway.service import Gateway, Limits, ledger_name
+from vime.gateway.service import Gateway, Limits
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LocalLedgerPort
-from vime.handoff.ledger_types import LedgerRules, Payload, Task
+from vime.handoff.ledger_types import EXTERNAL, LedgerRules, Payload, Task
 from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Spool
 from vime.handoff.stores import MemoryStore
 from vime.types import ConfigError, Sample
@@ -72,12 +72,22 @@ class Record:
         return self.body.get(name) if isinstance(self.body, dict) else None
 
 
+class _Tensor(msgspec.Struct):
+    """What the header of a safetensors file says of one."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 class ScriptedGateway:
     """`model`: a directory with safetensors that the job can load; without one a few tensors are made up."""
 
     def __init__(self, directory: Path, *, model: Path | None = None, lease_timeout_s: float = 5.0) -> None:
         self.directory, self.lease_timeout_s = directory, lease_timeout_s
-        rules = LedgerRules(max_slots=GROUPS, max_staleness=1, lease_timeout_s=lease_timeout_s)
+        rules = LedgerRules(
+            max_slots=GROUPS, max_staleness=1, lease_timeout_s=lease_timeout_s, num_rounds=1, groups_per_round=GROUPS
+        )
         self._ledger = Ledger(directory / "ledger.db", rules, clock=time.monotonic)
         self._port = LocalLedgerPort(self._ledger)
         self._store = GroupStore(MemoryStore(), Spool(directory / "spool"), partition="train")
@@ -95,6 +105,7 @@ class ScriptedGateway:
             limits=Limits(
                 samples_per_prompt=SAMPLES, max_staleness=1, lease_timeout_s=lease_timeout_s,
                 vocab_size=int(str(config.get("vocab_size", 2**31 - 1))), max_tokens=1 << 20,
+                temperature=1.0,
             ),
             lease_key=found.lease_key,
         )  # fmt: skip
@@ -110,7 +121,12 @@ class ScriptedGateway:
         job = self.gateway.jobs.get(PRODUCER)
         return 0 if job is None else job.committed
 
+    def finish(self) -> None:
+        """Say from now on that no prompt is left."""
+        self._port.call(RoundLedger.release, 1)
+
     def close(self) -> None:
+        self.gateway.is_stopping = True
         self.server.stop()
         self._store.close()
         self._ledger.close()
@@ -190,7 +206,7 @@ class ScriptedGateway:
         self._made.add(lease)
         number = len(self._made) - 1
         if number == LOST_LEASE:
-            self._port.call(PromptLedger.abandon, ledger_name(PRODUCER))
+            self._port.call(PromptLedger.abandon, EXTERNAL + PRODUCER)
         elif number == FORGETS:
             self.gateway.weights.forget_confirmations()
 
@@ -239,7 +255,7 @@ def write_versions(directory: Path, model: Path | None) -> Iterator[WeightManife
         if version == 1:
             first = min(target.glob("*.safetensors"))
             start, header = _header(first)
-            place = start + min(entry["data_offsets"][0] for entry in header.values())
+            place = start + min(entry.data_offsets[0] for entry in header.values())
             with first.open("r+b") as data:
                 data.seek(place)
                 [byte] = data.read(1)
@@ -255,8 +271,8 @@ def describe_version(directory: Path, version: int) -> WeightManifest:
         start, header = _header(file)
         with file.open("rb") as data:
             for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+                begin, end = entry.data_offsets
+                dtype, shape = DTYPES[entry.dtype], entry.shape
                 head = f"{name}\n{dtype}\n{','.join(map(str, shape))}\n".encode()
                 digest.update(len(head).to_bytes(4, "little") + head)
                 data.seek(start + begin)
@@ -275,12 +291,13 @@ def describe_version(directory: Path, version: int) -> WeightManifest:
     )
 
 
-def _header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+def _header(file: Path) -> tuple[int, dict[str, _Tensor]]:
     """Return where the data of a safetensors file begin, and its tensors."""
     with file.open("rb") as data:
         length = int.from_bytes(data.read(8), "little")
-        header = json.loads(data.read(length))
-    return 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
+        header = msgspec.json.decode(data.read(length), type=dict[str, msgspec.Raw])
+    found = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in header.items() if name != "__metadata__"}
+    return 8 + length, found
 
 
 def _write_made_up(path: Path) -> None:

@@ -32,17 +32,27 @@ from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_types import CapacityError, IssuedPrompt, Payload, Task, TransitionError
+from vime.handoff.ledger_types import EXTERNAL, CapacityError, IssuedPrompt, Payload, Task, TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.types import LARGEST_REWARD, HandoffError, Sample, SampleStatus, VersionSpan, tiling_fault
 from vime.utils.waits import waiting
 
 SAMPLE_MARK = b"vime-gateway-sample-1\n"  # begins the record of a single sample in the spool
 _LEASE = re.compile(r"(.+)/(\d{1,15})#(\d{1,9})\.([A-Za-z0-9_-]{32})")
-OVER_POLL_S = 1.0
-"""How often a call that waits for a slot looks whether the run is over."""
 NO_PAYLOAD = Payload(checksum=0, num_bytes=0, num_tokens=0, num_rows=0, min_version=0, max_version=0)
 """The ledger refuses to commit it: it only asks whether an attempt is committed already."""
+
+
+STOP_POLL_S = 1.0
+_STOPPING = Refusal(
+    503,
+    "unavailable",
+    "the run is being stopped.",
+    got="a wait for prompts",
+    expected="a run that goes on, perhaps when it was started again",
+    next_action="Repeat the call after Retry-After.",
+    retry_after_s=2,
+)
 
 
 class Prompts(Protocol):
@@ -72,6 +82,7 @@ class Limits:
     lease_timeout_s: float
     vocab_size: int
     max_tokens: int  # of one sample, prompt and completion
+    temperature: float  # at which the trainer computes log-probabilities
     max_body_bytes: int = 64 << 20
     calls_per_s: float = 200.0  # of one token, on average; twice as many at once
     failures_per_s: float = 20.0  # calls without a valid token, of all callers together
@@ -84,7 +95,9 @@ class Job:
 
     called: float = 0.0
     said: m.Register = field(default_factory=m.Register)
+    is_told: bool = False  # its last lease or heartbeat said that no prompt is left
     committed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # reason -> groups
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -107,63 +120,69 @@ class Gateway:
         """`writer` is that of a rollout worker, on `store`, used on this loop alone."""
         self._ledger, self._store, self._writer, self._prompts, self._encode = ledger, store, writer, prompts, encode
         self.weights, self.limits, self._lease_key = weights, limits, lease_key
+        self.is_stopping = False  # set from any thread: calls that wait end within STOP_POLL_S
         self.jobs: dict[str, Job] = {}
-        self._is_over = False
         self._samples: dict[Task, dict[int, m.GivenSample]] = {}  # of groups that are not whole, by index
         self._owner: dict[Task, str] = {}  # of these groups
         self._partial: dict[str, dict[Task, int]] = {}  # producer -> bytes in the spool of groups that are not whole
         self._locks: weakref.WeakValueDictionary[Task, asyncio.Lock] = weakref.WeakValueDictionary()
 
-    def finish(self) -> None:
-        """The run needs no more groups: every job is told so and leaves. Any thread."""
-        self._is_over = True
-
     def job(self, producer: str) -> Job:
         return self.jobs.setdefault(producer, Job())
 
     async def register(self, producer: str, said: m.Register) -> m.Registered:
+        """What an earlier process of the same producer had leased goes to others: nobody works on it any more, and
+        heartbeats of this one would renew it for ever."""
         limits, self.job(producer).said = self.limits, said
+        await self.leave(producer, m.Leave())
         return m.Registered(
             producer=producer,
             protocol=m.PROTOCOL,
             serving=self.weights.serving,
             samples_per_prompt=limits.samples_per_prompt,
             max_staleness=limits.max_staleness,
+            temperature=limits.temperature,
             lease_timeout_s=limits.lease_timeout_s,
             max_body_bytes=limits.max_body_bytes,
         )
 
     async def heartbeat(self, producer: str, said: m.Heartbeat) -> m.Alive:  # noqa: ARG002  it has no fields
-        held = await self._ledger.call_async(PromptLedger.heartbeat, ledger_name(producer))
+        held = await self._ledger.call_async(PromptLedger.heartbeat, _ledger_name(producer))
+        status = await self._ledger.call_async(Ledger.status)
+        self.job(producer).is_told = status.is_over
         return m.Alive(
             leases=[self._lease(producer, task) for task in sorted(held)],
             serving=self.weights.serving,
             lags=self.weights.lag(producer),
+            is_exhausted=status.is_over,
         )
 
     async def leave(self, producer: str, said: m.Leave) -> m.Left:  # noqa: ARG002  it has no fields
-        return m.Left(given_back=await self._ledger.call_async(PromptLedger.abandon, ledger_name(producer)))
+        return m.Left(given_back=await self._ledger.call_async(PromptLedger.abandon, _ledger_name(producer)))
 
     async def lease(self, producer: str, call: m.LeasePrompts) -> m.Prompts:
         """Waits for: a slot, `wait_s` at most. Unblocked by: a round that is served, or a dropped group."""
-        name, lag = ledger_name(producer), self.weights.lag(producer)
-        if self._is_over:
-            return m.Prompts(prompts=[], serving=self.weights.serving, is_exhausted=True)
-        if lag:
-            return m.Prompts(prompts=[], serving=self.weights.serving, waits_for=lag)
+        name = _ledger_name(producer)
         ends, seen = time.monotonic() + call.wait_s, -1
         with waiting("a slot for an external job", "driver", deadline_s=call.wait_s):
             while True:
+                lag = self.weights.lag(producer)  # looked at again: a version may be released during the wait
+                is_over = bool(lag) and (await self._ledger.call_async(Ledger.status)).is_over
+                if lag and not is_over:
+                    return m.Prompts(prompts=[], serving=self.weights.serving, waits_for=lag, lags=lag)
                 grant = await self._ledger.call_async(PromptLedger.issue, name, call.count, request=call.request)
                 left = ends - time.monotonic()
-                if grant.prompts or grant.is_exhausted or self._is_over or left <= 0:
+                if grant.prompts or grant.is_exhausted or left <= 0:
                     break
-                seen = await self._ledger.wait_for_news_async(seen, min(left, OVER_POLL_S), slots=1)
+                if self.is_stopping:
+                    raise _STOPPING
+                seen = await self._ledger.wait_for_news_async(seen, min(left, STOP_POLL_S), slots=1)
+        self.job(producer).is_told = grant.is_exhausted
         return m.Prompts(
             prompts=[self._prompt(producer, issued) for issued in grant.prompts],
             serving=self.weights.serving,
             waits_for=grant.waits_for,
-            is_exhausted=grant.is_exhausted or (self._is_over and not grant.prompts),
+            is_exhausted=grant.is_exhausted,
         )
 
     async def put_group(self, producer: str, call: m.PutGroup) -> m.Put:
@@ -212,9 +231,15 @@ class Gateway:
             repeated=is_repeated and bool(missing),
         )
 
+    def not_told(self, since: float) -> list[str]:
+        """Return the jobs that have called since `since` (of `time.monotonic`) and do not know that the run is over."""
+        return [name for name, job in list(self.jobs.items()) if job.called >= since and not job.is_told]
+
     async def drop(self, producer: str, call: m.EndLease) -> m.Ended:
         """The group will never be trained."""
-        return await self._end(producer, call, PromptLedger.drop)
+        ended = await self._end(producer, call, PromptLedger.drop)
+        self.job(producer).dropped[call.reason] += not ended.repeated
+        return ended
 
     async def give_back(self, producer: str, call: m.EndLease) -> m.Ended:
         """The group is issued again, before any new prompt."""
@@ -268,7 +293,7 @@ class Gateway:
     async def _is_committed(self, producer: str, task: Task) -> bool:
         """Whether an earlier call committed this attempt. Renews the leases of the producer; Refusal when this one is
         lost."""
-        held = await self._ledger.call_async(PromptLedger.heartbeat, ledger_name(producer))
+        held = await self._ledger.call_async(PromptLedger.heartbeat, _ledger_name(producer))
         self._forget_lost(producer, held)
         if task in held:
             return False
@@ -282,7 +307,7 @@ class Gateway:
         """Store and commit a group, in the steps of `RolloutWorker.keep`."""
         samples = self._filled(producer, task, given, is_whole=True)
         try:
-            group, payload = await asyncio.to_thread(self._encode, ledger_name(producer), samples)
+            group, payload = await asyncio.to_thread(self._encode, _ledger_name(producer), samples)
         except HandoffError as error:
             raise _invalid("the group cannot be trained on.", str(error), "rows whose lists line up") from error
         try:
@@ -429,9 +454,9 @@ class Gateway:
         )
 
 
-def ledger_name(producer: str) -> str:
+def _ledger_name(producer: str) -> str:
     """The producer's name in the ledger and in the audit: no worker of the run has it."""
-    return f"external/{producer}"
+    return f"{EXTERNAL}{producer}"
 
 
 def _fill(prompt: Sample, given: m.GivenSample, task: Task) -> Sample:

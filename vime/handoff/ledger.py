@@ -52,6 +52,7 @@ class LedgerStatus:
     producers: dict[str, int]  # attempts in flight by producer
     trainers: dict[int, str]  # holder by leased round
     waiting_for_room: tuple[Task, ...]
+    is_over: bool  # every round was trained, and its weights are served
 
 
 class Ledger:
@@ -128,6 +129,7 @@ class Ledger:
             producers=producers,
             trainers={round_id: holding.holder for round_id, holding in memory.holdings.items()},
             waiting_for_room=tuple(memory.waiting),
+            is_over=self._store.is_over(),
         )
 
     def commit_each(self, groups: Sequence[tuple[Task, Payload]]) -> list[CommitOutcome | TransitionError]:
@@ -141,11 +143,11 @@ class Ledger:
         return outcomes
 
     def has(self, *, ready: int = 0, slots: int = 0, round_of: int = 0, at_least: int = 0) -> bool:
-        """Return whether at least so many groups are ready, so many slots are free, and a round of so many groups is
-        complete, or `at_least` so many of it are ready. It is checked at every change for waiting callers, where
-        `lease` and `issue` would cost a call between processes each."""
+        """Return whether at least so many groups are ready, so many slots are free (or none will be again), and a round
+        of so many groups is complete, or `at_least` so many of it are ready. It is checked at every change for waiting
+        callers, where `lease` and `issue` would cost a call between processes each."""
         store = self._store
-        is_free = not slots or store.num_slots() - store.memory.usage.active >= slots
+        is_free = not slots or store.is_over() or store.num_slots() - store.memory.usage.active >= slots
         is_ready = not ready or int(store.one(_NUM_READY, store.train_id)[0]) >= ready
         return is_free and is_ready and (not round_of or num_ready_of_round(store, round_of) >= (at_least or round_of))
 

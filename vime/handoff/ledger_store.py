@@ -234,6 +234,10 @@ class LedgerStore:
         rounds_left = max(0, rules.num_rounds - self.meta("serving", 0))
         return min(rules.max_slots, rounds_left * rules.groups_per_round)
 
+    def is_over(self) -> bool:
+        """Return whether every round was trained and its weights are served: no prompt will be needed again."""
+        return self.rules.num_rounds is not None and self.meta("serving", 0) >= self.rules.num_rounds
+
     def deadline(self) -> float:
         """Return when a lease given now ends."""
         return self.clock.now() + self.rules.lease_timeout_s

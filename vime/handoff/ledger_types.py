@@ -12,6 +12,7 @@ from vime.types import HandoffError, LostError, Version
 
 EVAL_PREFIX = "eval/"
 LEDGER_NAME, SPOOL_NAME = "ledger.db", "spool"  # in a run directory
+EXTERNAL = "external/"  # begins the name of a producer outside of the run: of its token
 
 
 class State(StrEnum):

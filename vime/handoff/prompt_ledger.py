@@ -259,6 +259,8 @@ class PromptLedger:
 
     def _no_prompt(self, number: int, *, is_at_end: bool) -> PromptGrant:
         usage = self._store.memory.usage
+        if number == self._store.train_id and self._store.is_over():
+            return PromptGrant(prompts=(), is_exhausted=True)
         if is_at_end:
             is_done = self._store.one(_UNDER_WAY, number) is None
             why = "" if is_done else "the groups in flight: there is no new prompt, but one of them may come back"

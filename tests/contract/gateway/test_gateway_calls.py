@@ -335,3 +335,16 @@ def test_samples_of_groups_that_are_not_whole_are_bounded_by_producer_also_after
         assert put(client, also).json()["missing"]
     finally:
         run.close()
+
+
+def test_a_job_that_begins_anew_gives_back_what_its_dead_process_had(run):
+    """Otherwise its heartbeats would renew leases that nobody works on, and a round would wait for ever."""
+    client = run.client()
+    [old] = lease(client)
+    registered = client.post("/v1/producers/register", json={})
+    assert registered.status_code == 200
+    [again] = lease(client, request="of the new process")
+    assert (again["group"], again["attempt"]) == (old["group"], old["attempt"] + 1)
+    late = client.post("/v1/groups", json=group_of(old))
+    assert (late.status_code, late.json()["code"]) == (409, "lease_lost")
+    assert client.post("/v1/groups", json=group_of(again)).json()["is_committed"]
