@@ -132,6 +132,20 @@ EXECUTED_BY = {
         "--debug-train-only --prompt-data data.jsonl --label-key answer --n-samples-per-prompt 1 "
         "--calculate-per-token-loss ...",
     ),
+    "tests/contract/gateway/test_gateway_commands.py"
+    "::test_a_token_is_made_listed_and_revoked_while_the_gateway_works": ("vime token make RUN NAME",),
+    "tests/contract/gateway/test_gateway_commands.py"
+    "::test_producers_are_shown_with_versions_leases_groups_and_refusals": ("vime producers RUN",),
+    "tests/contract/gateway/test_external_producers.py"
+    "::test_the_python_producer_feeds_a_run_with_the_log_probabilities_of_the_versions_that_it_names": (
+        "VIME_TOKEN=... python examples/external/producer.py http://HOST:PORT --model DIR",
+    ),
+    "tests/contract/gateway/test_conformance.py::test_a_producer_that_ends_at_once_fails_and_wrong_words_are_refused": (
+        "vime conformance --producer CMD",
+    ),
+    "tests/contract/gateway/test_conformance.py::test_the_gateway_passes_every_check_and_nothing_stays_leased": (
+        "vime conformance ADDRESS",
+    ),
 }
 """The test, or its fixture, that executes each command. One of this module's own file has the command in its text."""
 PROGRAMS = ("python", "pip", "git", "ray")

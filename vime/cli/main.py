@@ -11,7 +11,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vime.cli import chaos, diagnose, doctor, produce, queue, runs, samples, train, why_stuck
+from vime.cli import (
+    chaos,
+    conformance,
+    diagnose,
+    doctor,
+    produce,
+    producers,
+    queue,
+    runs,
+    samples,
+    token,
+    train,
+    why_stuck,
+)
 from vime.handoff.queue_view import ledger_fates
 from vime.observability.html_report import REPORT_FILE, write_report
 from vime.observability.report import show_report
@@ -21,8 +34,8 @@ from vime.types import VimeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code (0 done, 1 `why-stuck` found something, 2 refused, 3 failed, 130 asked to
-    stop)."""
+    """Run one command. Returns the exit code (0 done, 1 `why-stuck` or `conformance` found something, 2 refused,
+    3 failed, 130 asked to stop)."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in train.COMMANDS:
         return train.run_train(words[0], words[1:])
@@ -44,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     why_stuck.add_parser(commands)
     diagnose.add_parser(commands)
     queue.add_parsers(commands)
+    token.add_parser(commands)
+    producers.add_parser(commands)
+    conformance.add_parser(commands)
     chaos.add_parser(commands)
     arguments = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -16,6 +16,11 @@ Count = Annotated[int, Meta(ge=1, le=4096)]
 VersionNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Span = tuple[TokenId, TokenId, VersionNumber]
+Code = Literal[
+    "not_this_message", "unknown_encoding", "invalid", "unauthorized", "forbidden", "no_such_call", "unknown_lease",
+    "unknown_version", "unknown_file", "lease_lost", "other_sample", "unconfirmed_version", "wrong_hash",
+    "body_missing", "too_many_calls", "no_room", "unavailable", "failed", "internal", "too_large",
+]  # fmt: skip
 
 
 class Message(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -187,6 +192,7 @@ class ProducerState(Message):
     name: str
     model: str  # as the job said; so is the next
     engines: int
+    is_online: bool  # it called within `lease_timeout_s`
     seconds_since_call: float
     newest_version: int  # that it has confirmed; -1: none
     committed: int  # since the gateway started
@@ -199,9 +205,9 @@ class Producers(Message):
 
 
 class ErrorBody(Message):
-    """The body of every response that is not 200."""
+    """The body of every refusal."""
 
-    code: str  # stable: clients decide by it
+    code: Code  # stable: clients decide by it
     what: str
     got: str
     expected: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vime.gateway.messages import ErrorBody
+from vime.gateway.messages import Code, ErrorBody
 
 
 class Refusal(Exception):
@@ -11,7 +11,7 @@ class Refusal(Exception):
     def __init__(
         self,
         status: int,
-        code: str,
+        code: Code,
         what: str,
         *,
         got: str,

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from vime.types import ClusterError, ConfigError
 from vime.utils.waits import waiting
@@ -19,9 +19,7 @@ BACKLOG = 1024
 class GatewayServer:
     """`address` HOST:PORT; port 0 takes a free one. `certificate` and `key`: files in PEM, both for TLS or none."""
 
-    def __init__(
-        self, app: Starlette, address: str, *, certificate: Path | None = None, key: Path | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, address: str, *, certificate: Path | None = None, key: Path | None = None) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or (certificate is None) != (key is None):
             raise ConfigError(

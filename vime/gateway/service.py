@@ -269,6 +269,7 @@ class Gateway:
                     name=name,
                     model=job.said.model,
                     engines=job.said.engines,
+                    is_online=now - job.called < self.limits.lease_timeout_s,
                     seconds_since_call=round(now - job.called, 3),
                     newest_version=self.weights.newest(name),
                     committed=job.committed,

@@ -104,6 +104,11 @@ class Weights:
         with self._lock:
             self._confirmed.setdefault(producer, set()).add(loaded.version)
 
+    def forget_confirmations(self) -> None:
+        """As after a restart of the gateway."""
+        with self._lock:
+            self._confirmed.clear()
+
     def newest(self, producer: str) -> Version:
         """The newest version that a job confirmed; -1: none."""
         with self._lock:
