@@ -54,7 +54,7 @@ class JobWorker(GroupWorker):
         self._leases: dict[Task, str] = {}
         self._ended = asyncio.Event()
         self._is_ending = False
-        self.is_exhausted = False
+        self._over = asyncio.Event()  # the run has said that no prompt is left
 
     def end_soon(self) -> None:
         """Take no more prompts. Any thread."""
@@ -63,10 +63,25 @@ class JobWorker(GroupWorker):
     def ended(self) -> None:
         self._ended.set()
 
+    @property
+    def is_exhausted(self) -> bool:
+        return self._over.is_set()
+
     async def take(self) -> list[Assignment]:
+        """Return the next prompts; none when the run is over. Its gateway may be gone then, so no call is waited for
+        any longer."""
+        taking, over = asyncio.create_task(self._take()), asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait({taking, over}, return_when=asyncio.FIRST_COMPLETED)
+            return [] if self.is_exhausted else taking.result()
+        finally:
+            taking.cancel()
+            over.cancel()
+
+    async def _take(self) -> list[Assignment]:
         """Waits for: weights, slots, and a place among the prompts in progress. Unblocked by: the gateway, and groups
         that end."""
-        while not (self._is_ending or self.is_exhausted):
+        while not self._is_ending:
             wanted = self._max_running - len(self._running)
             if wanted < 1:
                 self._ended.clear()
@@ -80,8 +95,8 @@ class JobWorker(GroupWorker):
             if granted.prompts:
                 return [self._assignment(prompt, granted.serving) for prompt in granted.prompts]
             if granted.is_exhausted:
-                self.is_exhausted = True
-                return []
+                self._over.set()
+                break
         return []
 
     async def watch(self) -> None:
@@ -89,7 +104,8 @@ class JobWorker(GroupWorker):
         while True:
             await asyncio.sleep(min(self._registered.lease_timeout_s / 3, HEARTBEAT_S))
             alive = await self._client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
-            self.is_exhausted = self.is_exhausted or alive.is_exhausted
+            if alive.is_exhausted:
+                self._over.set()
             for task, work in list(self._running.items()):
                 if self.is_exhausted or (self._leases.get(task) not in alive.leases and not work.done()):
                     work.cancel(f"group {task.group}: its lease has gone to another producer, or the run is over")
