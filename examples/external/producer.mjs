@@ -190,19 +190,20 @@ async function leave() {
 const run = await call("POST", "/v1/producers/register", { model: "uniform over letters", engines: 0 });
 process.on("SIGTERM", leave);
 setInterval(() => call("POST", "/v1/producers/heartbeat", {}), run.lease_timeout_s * 250);
-let [version, serving] = [-1, run.serving];
+let [version, lags] = [-1, "the first weights"];
 for (;;) {
   try {
-    if (serving > version) version = await load();
+    if (lags) version = await load();
     const answer = await call("POST", "/v1/leases", { request: randomUUID(), wait_s: 20 });
     for (const prompt of answer.prompts) {
       const samples = prompt.samples.map(({ index }) => sampleOf(prompt, index, version));
       await call("POST", "/v1/groups", { lease: prompt.lease, samples });
     }
     if (answer.is_exhausted) break;
-    serving = answer.serving;
+    lags = answer.lags;
   } catch (failure) {
-    if (!(failure instanceof Gone)) throw failure; // go on with the weights and prompts that are there
+    if (!(failure instanceof Gone)) throw failure;
+    await sleep(500); // go on with the weights and prompts that are there, or will be
   }
 }
 await leave();

@@ -8,7 +8,6 @@ A token is one producer: give a second process a token of its own. SIGTERM gives
 """
 
 import argparse
-import contextlib
 import hashlib
 import os
 import signal
@@ -131,16 +130,18 @@ def main() -> None:
     run = gateway.call("POST", "/v1/producers/register", {"model": args.model, "engines": 1}).json()
     temperature = run["temperature"] if args.temperature is None else args.temperature
     threading.Thread(target=beat, args=(gateway, run["lease_timeout_s"] / 4), daemon=True).start()
-    answer = {"serving": run["serving"], "is_exhausted": False}
+    answer = {"lags": "the first weights", "is_exhausted": False}
     try:
         while not answer["is_exhausted"]:
-            with contextlib.suppress(Gateway.GoneError):  # go on with the weights and prompts that are there
-                if answer["serving"] > policy.version:
+            try:
+                if answer["lags"]:
                     policy.load(gateway)
                 answer = gateway.call("POST", "/v1/leases", {"request": uuid.uuid4().hex, "wait_s": 20}).json()
                 for prompt in answer["prompts"]:
                     samples = policy.generate(prompt, args.max_new_tokens, temperature)
                     gateway.call("POST", "/v1/groups", {"lease": prompt["lease"], "samples": samples})
+            except Gateway.GoneError:  # go on with the weights and prompts that are there, or will be
+                time.sleep(0.5)
     finally:
         gateway.call("POST", "/v1/producers/leave", {}, away_s=10)
 

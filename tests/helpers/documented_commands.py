@@ -41,6 +41,11 @@ EXECUTED_BY = {
         "./scripts/quickstart.sh --actor-num-gpus-per-node 2",
         "./scripts/quickstart.sh --save-interval 10 --run-dir runs/mine",
     ),
+    f"{HERE}::test_the_quick_start_as_trainer_and_rollout_job_in_two_terminals": (
+        "RUN=runs/external ADDRESS=127.0.0.1:8640 ./scripts/run-external-trainer.sh",
+        "vime token make runs/external my-job > token",
+        "VIME_TOKEN=$(cat token) ADDRESS=http://127.0.0.1:8640 ./scripts/run-external-producer.sh",
+    ),
     f"{HERE}::test_the_quick_start_takes_a_filter": (
         "./scripts/quickstart.sh --transferqueue-mode off",
         "./scripts/quickstart.sh --num-rollout 5 --dynamic-sampling-filter-path "

@@ -23,6 +23,7 @@ from tests.helpers.documented_commands import documented_commands, merged
 from tests.helpers.rollout_setup import example_module
 from tests.helpers.shape_check import clone_files
 from tests.helpers.training import Finished, TinyTask
+from vime.utils.network import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTED = "--debug-engine-module vime.backends.vllm_utils.scripted_server"
@@ -146,6 +147,23 @@ def test_the_quick_start_takes_the_flags_that_its_page_says_to_try(clone: Clone)
     clone.run(f"{command} {SCRIPTED} --num-rollout 1")
     assert sorted(Finished(0, "", clone.directory / "runs/mine").metrics()) == [0]
     assert (clone.directory / "runs/mine/checkpoints/iter_0000000").is_dir()
+
+
+def test_the_quick_start_as_trainer_and_rollout_job_in_two_terminals(clone: Clone) -> None:
+    trainer = documented("RUN=runs/external ADDRESS=127.0.0.1:8640 ./scripts/run-external-trainer.sh")
+    token = documented("vime token make runs/external my-job > token")
+    job = documented("VIME_TOKEN=$(cat token) ADDRESS=http://127.0.0.1:8640 ./scripts/run-external-producer.sh")
+    port = free_port()  # the page's may be somebody's
+    commands = [
+        f"{trainer} --num-rollout 2 --save-interval 1 & trainer=$!",
+        token,
+        f"{job} --run-dir runs/job {SCRIPTED} || {{ kill $trainer; wait $trainer; exit 1; }}",
+        "wait $trainer",
+    ]
+    said = clone.run("\n".join(commands).replace("8640", str(port)))
+    assert sorted(Finished(0, "", clone.directory / "runs/external").metrics()) == [0, 1]
+    assert "32 durable (32 by external/my-job)" in said
+    assert "32 groups committed, 0 too late" in said
 
 
 def test_the_quick_start_takes_a_filter(clone: Clone) -> None:

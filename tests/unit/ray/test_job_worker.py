@@ -24,7 +24,7 @@ class Gateway:
         self.asked.append(path)
         if kind is m.Alive:
             return self.alive
-        await asyncio.Event().wait()
+        return await asyncio.Event().wait()
 
 
 class Loader:
