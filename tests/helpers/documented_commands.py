@@ -138,7 +138,11 @@ EXECUTED_BY = {
         "--calculate-per-token-loss ...",
     ),
     "tests/contract/gateway/test_gateway_commands.py"
-    "::test_a_token_is_made_listed_and_revoked_while_the_gateway_works": ("vime token make RUN NAME",),
+    "::test_a_token_is_made_listed_and_revoked_while_the_gateway_works": (
+        "vime token make RUN NAME",
+        "vime token list RUN",
+        "vime token revoke RUN ID",
+    ),
     "tests/contract/gateway/test_gateway_commands.py"
     "::test_producers_are_shown_with_versions_leases_groups_and_refusals": ("vime producers RUN",),
     "tests/contract/gateway/test_external_producers.py"

@@ -170,7 +170,7 @@ READ_WHEN = (
         ("max_tokens_per_gpu",), lambda config: config.batch.use_dynamic_batch_size, "with --use-dynamic-batch-size"
     ),
     Condition(
-        ("transferqueue_partition", "num_data_storage_units", "transferqueue_storage_backend"),
+        ("transferqueue_partition", "num_data_storage_units"),
         lambda config: config.queue.transferqueue_mode != "off",
         "with --transferqueue-mode buffer, streaming or external",
     ),

@@ -296,6 +296,7 @@ def test_epochs_of_recorded_rounds_are_refused(model_dir: Path) -> None:
 
 
 STREAMING = ["--transferqueue-mode", "streaming"]
+EXTERNAL = ["--transferqueue-mode", "external"]
 # knob -> (what to give it, and the flags under which it is read)
 READ = {
     "async_save": ([], ["--save-interval", "2"]),
@@ -353,6 +354,9 @@ READ = {
     "transferqueue_max_tokens": (["9000"], STREAMING),
     "transferqueue_max_bytes": (["9000"], STREAMING),
     "train_early_groups": (["2"], STREAMING),
+    "transferqueue_address": (["127.0.0.1:8640"], EXTERNAL),
+    "transferqueue_tls_cert": (["cert.pem"], [*EXTERNAL, "--transferqueue-tls-key", "key.pem"]),
+    "transferqueue_tls_key": (["key.pem"], [*EXTERNAL, "--transferqueue-tls-cert", "cert.pem"]),
     "update_weight_disk_dir": (["weights"], ["--update-weight-transport", "disk"]),
     "wandb_project": (["p"], ["--use-wandb"]),
     "wandb_group": (["g"], ["--use-wandb"]),
