@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -12,13 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.cli.commands import Commands
+from vime.gateway.address import read_address
 from vime.gateway.messages import Producers, QueueState
 from vime.gateway.probe import GatewayProbe
 from vime.handoff.ledger_types import EXTERNAL
 from vime.types import ConfigError
-
-ADDRESS_NAME = "gateway.json"
-"""In a run directory: {"url": ...}, written by the run when its gateway listens."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -78,12 +75,4 @@ def address_of(run: str) -> str:
     """Return an address as it is, and that of the gateway of a run directory."""
     if run.startswith(("http://", "https://")):
         return run
-    path = Path(run) / ADDRESS_NAME
-    try:
-        url = json.loads(path.read_text())["url"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {type(error).__name__}. Expected an address, or the directory of a run whose "
-            "gateway listens."
-        ) from error
-    return str(url)
+    return read_address(Path(run))

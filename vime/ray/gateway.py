@@ -7,7 +7,6 @@ call that got no response, and is asked to confirm its weights again.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config
+from vime.gateway.address import ADDRESS_NAME, write_address
 from vime.gateway.app import make_app
 from vime.gateway.messages import WeightFile, WeightManifest
 from vime.gateway.server import GatewayServer
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PROCESS = "gateway"
-ADDRESS_NAME = "gateway.json"  # in a run directory
 TELL_S, TELL_POLL_S, ONLINE_S = 8.0, 0.05, 15.0
 """A job that has called within ONLINE_S hears of the end at its next call: `vime produce` calls every 5 s."""
 KEPT_VERSIONS = 1
@@ -103,7 +102,7 @@ class GatewayActor(WorkerProcess):
             key=None if queue.transferqueue_tls_key is None else Path(queue.transferqueue_tls_key),
         )
         self._server.start()
-        _write_address(self._run_dir, self._server.url)
+        write_address(self._run_dir, self._server.url)
 
     def serve_to_jobs(self, version: Version) -> EngineReport:
         """Read the files of a version back, and offer it to the jobs. Calling it again changes nothing."""
@@ -212,9 +211,3 @@ def _limits(config: Config) -> Limits:
         max_tokens=context_limit(args),
         temperature=config.rollout.rollout_temperature,
     )
-
-
-def _write_address(run_dir: Path, url: str) -> None:
-    draft = run_dir / f"{ADDRESS_NAME}.partial"
-    draft.write_text(json.dumps({"url": url}) + "\n")
-    draft.replace(run_dir / ADDRESS_NAME)

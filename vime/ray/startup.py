@@ -17,7 +17,9 @@ import ray
 
 from vime.config.algo_checks import check_policy_moves
 from vime.config.parse import Config
+from vime.config.queue_checks import EXTERNAL
 from vime.config.schedule import steps_of_round
+from vime.gateway.address import read_address
 from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
@@ -122,6 +124,9 @@ def start_components(
                 parts.stream = _open_stream(config, run_dir, parts, start)
                 behind_the_parts.callback(parts.stream.end)
                 stack.callback(parts.stream.close)
+            if config.queue.transferqueue_mode == EXTERNAL:
+                url = read_address(run_dir)
+                screen.note(f"rollout jobs: {url} (`vime token make {run_dir} NAME` makes a token for one)")
         versions = VersionLedger()
         if start.checkpoint is not None:
             with starter.part("checkpoint", f"loading {start.checkpoint}"):

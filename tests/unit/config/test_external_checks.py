@@ -1,0 +1,61 @@
+"""--transferqueue-mode external: what nobody could reach, or nothing would generate, is refused before the start."""
+
+import json
+
+import pytest
+
+from tests.helpers.rollout_setup import write_model_directory
+from vime.config.command_line import parse_command_line
+from vime.types import ConfigError
+
+EXTERNAL = ["--transferqueue-mode", "external"]
+ALONE = [*EXTERNAL, "--rollout-num-engines", "0"]
+
+
+@pytest.fixture
+def resolved(tmp_path):
+    model_dir = write_model_directory(tmp_path / "model")
+    (model_dir / "model.safetensors").write_bytes(b"")
+    prompts = tmp_path / "train.jsonl"
+    prompts.write_text(json.dumps({"input": "a"}) + "\n")
+
+    def resolve(*flags):
+        return parse_command_line(
+            [
+                *("--hf-checkpoint", str(model_dir), "--prompt-data", str(prompts), "--device", "cpu"),
+                *("--num-rollout", "3", "--rm-type", "exact_match", "--rollout-max-response-len", "8"),
+                *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", *flags),
+            ]
+        )
+
+    return resolve
+
+
+def test_a_run_may_have_engines_of_its_own_beside_jobs_or_none(resolved):
+    beside, alone = resolved(*EXTERNAL), resolved(*ALONE)
+    assert (beside.cluster.num_engines, alone.cluster.num_engines) == (1, 0)
+    assert (beside.queue.has_ledger, alone.queue.has_ledger) == (True, True)
+    assert beside.queue.transferqueue_address == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rollout-num-engines", "0"], "nothing would generate"),
+        ([*ALONE[2:], "--transferqueue-mode", "streaming"], "nothing would generate"),
+        ([*EXTERNAL, "--transferqueue-address", "8640"], "expected HOST:PORT"),
+        ([*EXTERNAL, "--transferqueue-address", "queue.example:99999"], "expected HOST:PORT"),
+        ([*EXTERNAL, "--transferqueue-address", "tcp://10.0.0.1:5000"], "its protocol executes what it is sent"),
+        ([*EXTERNAL, "--transferqueue-tls-cert", "cert.pem"], "give both for TLS, or none"),
+        ([*EXTERNAL, "--debug-train-only"], "--rollout-num-engines 0"),
+        ([*EXTERNAL, "--debug-rollout-only"], "never free their slots"),
+        ([*ALONE, "--partial-rollout"], "--partial-rollout with --rollout-num-engines 0"),
+        ([*ALONE, "--num-rollout-workers", "2"], "--num-rollout-workers 2 with --rollout-num-engines 0"),
+        ([*ALONE, "--check-weight-update-equal"], "--check-weight-update-equal with --rollout-num-engines 0"),
+        ([*ALONE, "--eval-prompt-data", "own", "{prompts}"], "--eval-config with --rollout-num-engines 0"),
+        ([*EXTERNAL, "--transferqueue-storage-backend", "MooncakeStore"], "MooncakeStore"),
+    ],
+)
+def test_what_could_not_work_is_refused_by_its_flag(resolved, tmp_path, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        resolved(*[flag.format(prompts=tmp_path / "train.jsonl") for flag in flags])
