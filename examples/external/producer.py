@@ -72,7 +72,7 @@ class Policy:
             assert hashlib.sha256(response.content).hexdigest() == file["sha256"], "other bytes than the manifest says"
             if file["name"] == "tensors.json":
                 entries = response.json()["tensors"]
-            else:
+            elif file["name"].endswith(".safetensors"):
                 state |= safetensors.torch.load(response.content)
         self.model.load_state_dict(state, strict=False, assign=True)
         self.model.tie_weights()

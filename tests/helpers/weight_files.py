@@ -31,6 +31,7 @@ def write_weights(
         for number, meta in enumerate(TensorMeta.of(name, tensor) for name, tensor in tensors.items())
     ]  # fmt: skip
     hashed = content_hash(tensors)
+    (directory / "tokenizer.json").write_text("{}")  # a run writes a whole Hugging Face directory
     (directory / "tensors.json").write_text(
         json.dumps({"version": version, "content_hash": hashed, "tensors": entries})
     )
@@ -38,7 +39,7 @@ def write_weights(
         version=version,
         content_hash=hashed,
         location=str(directory),
-        files=[_facts(directory / name) for name in (*names, "tensors.json")],
+        files=[_facts(directory / name) for name in (*names, "tensors.json", "tokenizer.json")],
     )
 
 

@@ -162,12 +162,15 @@ class GatewayActor(WorkerProcess):
         return stats
 
     def _online(self) -> list[str]:
-        """Return the jobs that get prompts: they called within the time of a lease, and have the serving weights."""
+        """Return the jobs for which slots are left free: they have called within the time of a lease, and have the
+        serving weights, or had them a moment ago. While they load a new version the run's own workers would take every
+        slot that it frees."""
         since = time.monotonic() - self._gateway.limits.lease_timeout_s
+        oldest = self._weights.serving - self._config.queue.transferqueue_max_staleness - 1
         return [
             name
             for name, job in list(self._gateway.jobs.items())
-            if job.called >= since and not self._weights.lag(name)
+            if job.called >= since and self._weights.newest(name) >= max(0, oldest)
         ]
 
     def _why_nobody(self) -> str:
