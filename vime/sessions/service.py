@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from vime.sessions.recording import Turn, row_samples
 from vime.sessions.splice import ChatTokenizer, Message, continuation
 from vime.sessions.store import Budget, Entry, Reply, Session, SessionStore, State
-from vime.types import HandoffError, Sample, SampleStatus, VersionSpan, VimeError
+from vime.types import Sample, SampleStatus, VersionSpan, VimeError
 
 MOST_RESUMPTIONS = 64
 """How often one completion may be aborted by a pause of the engines and continued."""
@@ -356,21 +356,11 @@ class Sessions:
         await self._store.delete(live.session.id)
 
     def samples(self, group_index: int) -> list[Sample]:
-        """Return the samples of a group, one for each member, as `member_samples` makes them. HandoffError for a member
-        of several rows: the loss and the baseline would count it several times (docs/decisions/0034-sessions.md)."""
+        """Return the rows of a group as `member_samples` makes them, those of one session side by side: they have its
+        index, and count as one sample."""
         members = [live for live in self._live.values() if live.session.group_index == group_index]
         members.sort(key=lambda live: live.session.index)
-        samples = []
-        for live in members:
-            rows = member_samples(live.session, live.entries)
-            if len(rows) > 1:
-                raise HandoffError(
-                    f"session {live.session.id}, sample {live.session.index} of group {group_index}: got {len(rows)} "
-                    "branches, expected one: each would count as a sample of its own. Drop the group, or use an agent "
-                    "that goes on with its conversation."
-                )
-            samples += rows
-        return samples
+        return [row for live in members for row in member_samples(live.session, live.entries)]
 
 
 def member_samples(session: Session, entries: Sequence[Entry]) -> list[Sample]:
