@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 from vime.rollout.loops import LoopThread
 from vime.types import VimeError
@@ -42,7 +42,7 @@ class AgentTask:
     session_id: str
     prompt: str | list[dict[str, object]]
     label: object = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """Return the variables of --agent-command. A prompt or label that is no text is JSON."""

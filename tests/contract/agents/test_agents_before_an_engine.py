@@ -22,6 +22,7 @@ from vime.agents import server
 from vime.agents.generate import generate
 from vime.agents.task import AgentTask
 from vime.config.agent_checks import GENERATE
+from vime.rollout.exchanges import recording
 from vime.rollout.generation import close_clients, train_sampling_params
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.loops import rollout_loop
@@ -129,6 +130,18 @@ def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_re
     assert row.weight_versions == [0, 1]  # the engine said one for each request
     assert row.response.startswith("n0")
     assert row.response.endswith("n1")
+
+
+def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: World) -> None:
+    """Else the first group's record would grow with every agent's requests for as long as the process lives."""
+    args = world.args("--agent-function", f"{HERE}:two_turns")
+
+    async def work() -> int:
+        with recording(args, sample()) as record:
+            await generate(args, sample(), train_sampling_params(args))
+            return len(record.exchanges)
+
+    assert rollout_loop().run(work(), name="an agent", timeout_s=60) == 0
 
 
 def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_the_last_one(world: World) -> None:
