@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -244,6 +245,24 @@ def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: Wor
     pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
     future.cancel()
     assert_they_end(pids)
+
+
+WORKER = """
+import asyncio, sys
+from vime.agents.task import AgentTask, run_command
+task = AgentTask(base_url="", anthropic_base_url="", api_key="", session_id="", prompt="")
+asyncio.run(run_command(f"{sys.executable} {sys.argv[1]}", task, timeout_s=600))
+"""
+
+
+def test_a_program_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ENDLESS.replace("600", "60"))
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path / "agent.py")])
+    program, child = (int(pid) for pid in wait_for(tmp_path / "pids").split())
+    worker.kill()
+    worker.wait(30)
+    assert_they_end([program])
+    psutil.Process(child).kill()  # its own child is not known to anybody any more, as docs/agents.md says
 
 
 def test_a_budget_of_turns_ends_the_session_and_its_row_is_truncated(world: World) -> None:

@@ -181,8 +181,10 @@ def test_the_model_of_the_tool_page_learns_to_call(clone: Clone, num_rounds: int
 def test_the_agent_of_its_page_calls_its_tool(clone: Clone, num_rounds: int) -> None:
     """An answer to a call is a second turn of the session: context between two completions, and never a second row."""
     clone.run(
-        "mkdir -p runs && cp -r examples/quickstart/model runs/model-of-agents && "
-        "cp examples/agents/chat_template.jinja runs/model-of-agents/"
+        documented(
+            "mkdir -p runs && cp -r examples/quickstart/model runs/model-of-agents && "
+            "cp examples/agents/chat_template.jinja runs/model-of-agents/"
+        )
     )
     command = documented(
         "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-function "
