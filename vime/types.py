@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 Version = int
 """A policy version: the number of optimiser rounds behind the weights. 0 is the initial weights."""
 
-
 NOT_RECORDED = -1
 """Stands for an unknown expert number: the trainer's own router decides about the token."""
 
-
 LARGEST_REWARD = 3.4028234663852886e38
 """The largest float32: advantages reach the loss in that type."""
-
 
 Reward = float | dict[str, float]
 """The reward of one sample; --reward-key says which entry of a dict is trained on."""
@@ -315,17 +312,23 @@ class StepPlan:
     """The work of every rank in one optimiser step.
 
     `micro_batches[dp_rank][i]` lists the row numbers (positions in the round's flattened groups) of that rank's i-th
-    micro-batch. Every rank has the same number of micro-batches; one may be empty. The denominators are global to
-    the step: number of samples, and number of trainable tokens, over all ranks.
+    micro-batch. Every rank has the same number of micro-batches; one may be empty. The denominators are global to the
+    step, over all ranks: samples, and trainable tokens. `sample_tokens`: (row, trainable tokens of its sample) for each
+    row of a sample that has several (branches of a session), on whichever ranks; empty where every sample is one row.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     num_samples: int
     num_tokens: int
+    sample_tokens: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
         return len(self.micro_batches[0])
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(batch) for rank in self.micro_batches for batch in rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -547,9 +550,7 @@ class CheckpointError(VimeError):
         message then does not advise to remove the checkpoint first."""
         advice = "point --load to one, or remove it to start from --hf-checkpoint."
         if any(isinstance(cause, RuntimeError) for cause in (_rank_causes(error) or {0: error}).values()):
-            advice = (
-                "but a rank without memory or a lost peer fails like this too: read the log of each trainer rank first."
-            )
+            advice = "but a lost peer or no memory fails like this too: read the log of each trainer rank first."
         return cls(f"--load {directory}: cannot be read: {describe(error)}. Expected {expected}; {advice}")
 
 

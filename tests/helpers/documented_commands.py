@@ -57,6 +57,13 @@ EXECUTED_BY = {
         "vime samples runs/tools --best",
         "vime report runs/tools",
     ),
+    f"{HERE}::test_the_agent_of_its_page_calls_its_tool": (
+        "mkdir -p runs && cp -r examples/quickstart/model runs/model-of-agents && "
+        "cp examples/agents/chat_template.jinja runs/model-of-agents/",
+        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-function "
+        "examples/agents/sorter.py:sort_with_tool --run-dir runs/agents",
+        "vime samples runs/agents --best",
+    ),
     f"{HERE}::streamed": (
         "python train.py --hf-checkpoint DIR --prompt-data train.jsonl --label-key label --rm-type math "
         "--num-rollout 100 --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-6 --transferqueue-mode buffer",

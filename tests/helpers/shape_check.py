@@ -32,6 +32,7 @@ LAYER = {
     "backends.megatron_utils": 5,
     "backends.fsdp_utils": 5,
     "backends.vllm_utils": 5,
+    "agents": 6,
     "ray": 6,
     "cli": 7,
 }

@@ -7,6 +7,8 @@ can disagree on the number of micro-batches, which would block the pipeline and 
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from vime.types import ConfigError, HandoffError, RoundPlan, StepPlan
@@ -26,23 +28,26 @@ def plan_round(
     max_tokens_per_micro_batch: int | None,
     loads: Sequence[int] | None = None,
     micro_batch_multiple: int = 1,
+    sample_numbers: Sequence[int] | None = None,
 ) -> RoundPlan:
     """Split the rows of a round into optimizer steps, each step into ranks, each rank's share into micro-batches.
 
     `total_lengths[i]` and `num_trainable[i]` are the tokens and the trainable tokens of row i; rows are numbered over
-    the round's flattened groups. Steps take consecutive rows. Each rank gets `samples_per_step / dp_size` rows of a
-    step: consecutive ones, or with `loads` (the cost of each row: tokens, or FLOPs) spread so that the heaviest rank is
-    light; it is never heavier than with consecutive rows. Exactly one of `micro_batch_size` (rows) and
-    `max_tokens_per_micro_batch` (tokens) splits a share; a row that is longer than that is a micro-batch of its own.
-    All ranks get the same number of micro-batches, rounded up to `micro_batch_multiple` (the pipeline size, for
-    interleaved pipelines); where there are too few, the heaviest is split, and empty ones are added last. Every row
-    appears exactly once. The same input gives the same plan.
+    the round's flattened groups. `sample_numbers[i]` is the sample of row i, counted from 0 in the order of the rows;
+    None: every row is a sample. Steps take consecutive samples, each with all its rows, which may be on several ranks
+    (`StepPlan.sample_tokens` makes up for that). Each rank gets an equal share of a step's rows, or, where they cannot
+    be divided, at most that share rounded up: consecutive rows, or with `loads` (the cost of each row: tokens, or
+    FLOPs) spread so that the heaviest rank is light; it is never heavier than with consecutive rows. Exactly one of
+    `micro_batch_size` (rows) and `max_tokens_per_micro_batch` (tokens) splits a share; a row that is longer than that
+    is a micro-batch of its own. All ranks get the same number of micro-batches, rounded up to `micro_batch_multiple`
+    (the pipeline size, for interleaved pipelines); where there are too few, the heaviest is split, and empty ones are
+    added last. Every row appears exactly once. The same input gives the same plan.
     """
     _check_limits(micro_batch_size, max_tokens_per_micro_batch, dp_size, samples_per_step)
-    _check_rows(rollout_id, total_lengths, num_trainable, loads, samples_per_step)
+    numbers = range(len(total_lengths)) if sample_numbers is None else sample_numbers
+    _check_rows(rollout_id, total_lengths, num_trainable, loads, numbers, samples_per_step)
     steps = []
-    for start in range(0, len(total_lengths), samples_per_step):
-        rows = range(start, start + samples_per_step)
+    for rows in _cut_into_steps(numbers, samples_per_step):
         shares = _consecutive(rows, dp_size) if loads is None else _balanced(rows, loads, dp_size)
         if micro_batch_size is not None:
             ranks = [_cut_by_rows(share, micro_batch_size) for share in shares]
@@ -57,6 +62,7 @@ def plan_round(
                 micro_batches=tuple(tuple(tuple(batch) for batch in batches) for batches in ranks),
                 num_samples=samples_per_step,
                 num_tokens=sum(num_trainable[row] for row in rows),
+                sample_tokens=_sample_tokens(rows, numbers, num_trainable),
             )
         )
     return RoundPlan(rollout_id=rollout_id, steps=tuple(steps))
@@ -69,9 +75,11 @@ def join_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
     Example: early batches of 4 and 2 rows; row 1 of the second is row 5 of the round.
     """
     steps, shifted, first = [step for plan in plans for step in plan.steps], [], 0
+    sample_tokens: list[tuple[int, int]] = []
     for step in steps:
         shifted.append([[[first + row for row in batch] for batch in rank] for rank in step.micro_batches])
-        first += step.num_samples
+        sample_tokens += [(first + row, tokens) for row, tokens in step.sample_tokens]
+        first += step.num_rows
     whole = StepPlan(
         micro_batches=tuple(
             tuple(tuple(batch) for early_batch in shifted for batch in early_batch[rank])
@@ -79,6 +87,7 @@ def join_plans(plans: Sequence[RoundPlan]) -> RoundPlan:
         ),
         num_samples=sum(step.num_samples for step in steps),
         num_tokens=sum(step.num_tokens for step in steps),
+        sample_tokens=tuple(sample_tokens),
     )
     return RoundPlan(rollout_id=plans[0].rollout_id, steps=(whole,))
 
@@ -94,11 +103,6 @@ def _check_limits(micro_batch_size: int | None, max_tokens: int | None, dp_size:
         raise ConfigError(
             f"micro-batches: got dp_size={dp_size}, samples_per_step={samples_per_step}, limit={limit}; expected >= 1."
         )
-    if samples_per_step % dp_size:
-        raise ConfigError(
-            f"an optimizer step has {samples_per_step} samples for {dp_size} data-parallel ranks; expected a multiple "
-            f"of {dp_size}. Change --global-batch-size (or --num-steps-per-rollout) or the parallel sizes."
-        )
 
 
 def _check_rows(
@@ -106,32 +110,52 @@ def _check_rows(
     total_lengths: Sequence[int],
     num_trainable: Sequence[int],
     loads: Sequence[int] | None,
+    numbers: Sequence[int],
     samples_per_step: int,
 ) -> None:
     num_rows = len(total_lengths)
-    if num_rows != len(num_trainable) or (loads is not None and num_rows != len(loads)):
+    if {len(num_trainable), len(numbers), num_rows if loads is None else len(loads)} != {num_rows}:
         raise ValueError(
-            f"plan_round: {num_rows} lengths, {len(num_trainable)} counts of trainable tokens, "
-            f"{'no' if loads is None else len(loads)} loads; expected as many of each"
+            f"plan_round: {num_rows} lengths, {len(num_trainable)} counts of trainable tokens, {len(numbers)} numbers "
+            f"of samples, {'no' if loads is None else len(loads)} loads; expected as many of each"
         )
-    if num_rows == 0 or num_rows % samples_per_step:
+    num_samples = numbers[-1] + 1 if num_rows else 0
+    if any(after - before not in (0, 1) for before, after in itertools.pairwise([-1, *numbers])) or -1 in numbers:
+        raise ValueError("plan_round: the samples of rows are not numbered 0, 1, 2, ... in the order of the rows")
+    if num_samples == 0 or num_samples % samples_per_step:
         raise HandoffError(
-            f"round {rollout_id} has {num_rows} samples; expected a positive multiple of the {samples_per_step} "
+            f"round {rollout_id} has {num_samples} samples; expected a positive multiple of the {samples_per_step} "
             "samples of one optimizer step. Make --rollout-batch-size * --n-samples-per-prompt a multiple of "
             "--global-batch-size; a rollout function must return whole groups."
         )
 
 
+def _cut_into_steps(numbers: Sequence[int], samples_per_step: int) -> list[range]:
+    """Return the rows of each step. `numbers`: the sample of each row, ascending."""
+    starts = [row for row, number in enumerate(numbers) if number % samples_per_step == 0]
+    firsts = [row for row in starts if row == 0 or numbers[row - 1] != numbers[row]]
+    return [range(first, end) for first, end in itertools.pairwise([*firsts, len(numbers)])]
+
+
+def _sample_tokens(rows: range, numbers: Sequence[int], num_trainable: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return `StepPlan.sample_tokens` of a step."""
+    num_rows = Counter(numbers[row] for row in rows)
+    tokens: Counter[int] = Counter()
+    for row in rows:
+        tokens[numbers[row]] += num_trainable[row]
+    return tuple((row, tokens[numbers[row]]) for row in rows if num_rows[numbers[row]] > 1)
+
+
 def _consecutive(rows: range, dp_size: int) -> Batches:
-    """Return one list of ascending row numbers per rank, equally many each."""
-    per_rank = len(rows) // dp_size
-    return [list(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp_size)]
+    """Return one list of ascending row numbers per rank, equally many each, or one fewer."""
+    edges = [rank * len(rows) // dp_size for rank in range(dp_size + 1)]
+    return [list(rows[first:end]) for first, end in itertools.pairwise(edges)]
 
 
 def _balanced(rows: range, loads: Sequence[int], dp_size: int) -> Batches:
     """Return the same, with the load of the heaviest rank kept low."""
     # Longest processing time first (Graham 1969): each row, heaviest first, goes to the lightest rank that is not full.
-    per_rank = len(rows) // dp_size
+    most = -(-len(rows) // dp_size)
     shares: Batches = [[] for _ in range(dp_size)]
     not_full = [(0, rank) for rank in range(dp_size)]  # a heap of (load, rank)
     heaviest = 0
@@ -139,7 +163,7 @@ def _balanced(rows: range, loads: Sequence[int], dp_size: int) -> Batches:
         load, rank = not_full[0]
         shares[rank].append(row)
         heaviest = max(heaviest, load + loads[row])
-        if len(shares[rank]) < per_rank:
+        if len(shares[rank]) < most:
             heapq.heapreplace(not_full, (load + loads[row], rank))
         else:
             heapq.heappop(not_full)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 
+from vime.config.agent_checks import check_agents, resolve_agents
 from vime.config.algo_checks import (
     check_algo,
     check_critic,
@@ -74,6 +75,7 @@ def _derive(config: Config, found: Problems) -> Config:
         rollout_num_engines=num_engines,
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
+        **resolve_agents(config),
         transferqueue_mode=mode,
         transferqueue_round_order=queue.transferqueue_round_order or default_round_order(queue),
         mixed_version_policy=queue.mixed_version_policy
@@ -512,4 +514,5 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_debug,
     check_reference_mode,
     _check_templates,
+    check_agents,
 )

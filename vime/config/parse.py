@@ -17,7 +17,7 @@ from vime.config import config_file
 from vime.config.cluster import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.flags import Knob, add_section, flag_name, knobs, read_section
 from vime.config.problems import Problems
-from vime.config.rollout import DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
+from vime.config.rollout import AgentConfig, DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.run import AgreementConfig, DebugConfig, TrackingConfig
 from vime.config.training import AlgoConfig, BatchConfig, CriticConfig, QueueConfig, WeightsConfig
 from vime.config.translate import PASSTHROUGH, Reading, read
@@ -34,6 +34,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agents: AgentConfig = field(default_factory=AgentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
         OptimizerConfig,
         DataConfig,
         RolloutConfig,
+        AgentConfig,
         RewardConfig,
         EvalConfig,
         EngineConfig,

@@ -126,6 +126,14 @@ READ_WHEN = (
         _uses_engines_to_train,
         "with a --rollout-function-path that generates completions and scores them",
     ),
+    Condition(
+        (
+            *("agent_timeout_secs", "agent_max_turns", "agent_max_tokens"),
+            *("agent_tool_parser", "agent_reasoning_parser"),
+        ),
+        lambda config: config.agents.has_agent,
+        "with --agent-command or --agent-function",
+    ),
     Condition(("rm_url",), _may_ask_service, "with --rm-type remote_rm, or where records or sets name their rewards"),
     Condition(
         ("custom_reward_post_process_path", "get_mismatch_metrics"),

@@ -109,6 +109,36 @@ class RolloutConfig:
     rollout_backend: str = flag("vllm", "generation engine; only vllm is supported")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """Agents: a program or a function answers each prompt, over the APIs of OpenAI or Anthropic."""
+
+    agent_command: str | None = flag(
+        None,
+        "program to start for each sample, with its arguments; it finds address, key and prompt in its environment",
+    )
+    agent_function: str | None = flag(
+        None,
+        "def agent(task) -> reward, or None for the run's reward function; `async def` too",
+        path=PathKind.PLUGIN,
+    )
+    agent_timeout_secs: float = flag(
+        300.0, "longest time of one agent, seconds; then it is ended and its sample has failed", minimum=0.1
+    )
+    agent_max_turns: int | None = flag(None, "most completions of one agent; a further one is refused", minimum=1)
+    agent_max_tokens: int | None = flag(None, "most sampled tokens of one agent", minimum=1)
+    agent_tool_parser: str | None = flag(
+        None, "vLLM's --tool-call-parser for the model's family; empty: calls stay text"
+    )
+    agent_reasoning_parser: str | None = flag(
+        None, "vLLM's --reasoning-parser for the model's family; empty: reasoning stays text"
+    )
+
+    @property
+    def has_agent(self) -> bool:
+        return bool(self.agent_command or self.agent_function)
+
+
 BOXED = "boxed_"
 """Prefix of a grader's name: the grader judges only the last box of the completion."""
 RM_TYPES = (

@@ -10,7 +10,7 @@ from vime.types import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClaims:
-    """The claims of a run for its audit: by round the receipts that were named and (samples, trainable tokens) of its
+    """The claims of a run for its audit: by round the receipts that were named and (rows, trainable tokens) of its
     steps, by version the content hashes that engines confirmed."""
 
     receipts: Mapping[int, set[str]]

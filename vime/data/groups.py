@@ -51,7 +51,7 @@ class GroupNotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """The numbers of one completion that metrics use."""
+    """The numbers of one row that metrics use."""
 
     reward: float  # as the reward function returned it
     response_length: int
@@ -61,6 +61,7 @@ class SampleFacts:
     source: str = ""
     oldest_version: Version = -1
     newest_version: Version = -1
+    is_first_row: bool = True  # of its sample: rewards and samples are counted there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,7 @@ class GroupFacts:
         self.rows["num_trainable"][self.rows["is_removed"] > 0] = 0
 
     def completions(self) -> Iterator[SampleFacts]:
+        is_first = np.diff(sample_numbers(self.rows), prepend=-1) > 0
         for number, row in enumerate(self.rows):
             yield SampleFacts(
                 reward=float(row["raw_reward"]),
@@ -91,6 +93,7 @@ class GroupFacts:
                 source=self.notes.sources[number] if self.notes.sources else "",
                 oldest_version=int(row["oldest_version"]),
                 newest_version=int(row["newest_version"]),
+                is_first_row=bool(is_first[number]),
             )
 
 
@@ -120,6 +123,19 @@ def facts_of(chunks: Sequence[Sequence[TrainRow]], removed: Sequence[bool] = ())
                 )
             )
     return np.array(found, dtype=FACTS)
+
+
+def sample_numbers(rows: NDArray[np.void]) -> NDArray[np.int64]:
+    """Return the number of the sample of each row, counted from 0; `rows`: FACTS of whole groups, one after the other.
+    Rows of one index that follow each other in a group are one sample's: branches of one session, averaged once.
+
+    Example: rows of the samples 4, 5, 5 of one group and 5 of the next one -> 0, 1, 1, 2.
+    """
+    is_first_of_group = (rows["chunk"] == 0) & (rows["place"] == 0)
+    index = rows["sample_index"]
+    is_new = is_first_of_group | (index != np.roll(index, 1))
+    is_new[:1] = True
+    return np.cumsum(is_new, dtype=np.int64) - 1
 
 
 def encode_facts(facts: GroupFacts) -> bytes:

@@ -6,6 +6,7 @@ that a checksum shows that nothing changed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
@@ -157,6 +158,17 @@ def check_group(rows: Sequence[TrainRow]) -> None:
             f"one group holds samples of groups {groups}; expected a single group_index. The rollout function mixed "
             "groups."
         )
-    indices = [row.sample_index for row in rows]
-    if len(set(indices)) != len(indices):
-        raise HandoffError(f"group {groups[0]}: sample indices {indices} repeat; each sample needs its own.")
+    by_sample = [list(of_one) for _, of_one in itertools.groupby(rows, key=lambda row: row.sample_index)]
+    indices = [of_one[0].sample_index for of_one in by_sample]
+    if len(set(indices)) != len(indices) or any(len(of_one) > 1 and of_one[0].sample_index < 0 for of_one in by_sample):
+        raise HandoffError(
+            f"group {groups[0]}: sample indices {[row.sample_index for row in rows]} repeat; each sample needs its own, "
+            "and the rows of one sample follow each other."
+        )
+    for of_one in by_sample:
+        rewards = sorted({row.raw_reward for row in of_one})
+        if len(rewards) > 1:
+            raise HandoffError(
+                f"{of_one[0].name}: {len(of_one)} rows with the rewards {rewards}; a sample has one reward. Give "
+                "every row the same, or each an index of its own if they are samples by themselves."
+            )

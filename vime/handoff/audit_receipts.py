@@ -191,9 +191,7 @@ def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt |
         totals = (sum(group.rows for group in line.groups), sum(group.trainable for group in line.groups))
         sizes = claims.sizes.get(round_id)
         if sizes is not None and sizes != totals:
-            yield _breach(
-                f"round {round_id}", f"(samples, trainable tokens) {totals} stepped on, the metrics say {sizes}"
-            )
+            yield _breach(f"round {round_id}", f"(rows, trainable tokens) {totals} stepped on, the metrics say {sizes}")
         is_over = round_id + 1 in walk.rounds or (saved is not None and round_id <= saved.round_id)
         links = claims.receipts.get(round_id)
         if is_over and links and line.link not in links:

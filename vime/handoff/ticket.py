@@ -107,7 +107,10 @@ def check_plan(plan: RoundPlan, num_rows: int) -> None:
 
 
 def encode_plan(plan: RoundPlan) -> bytes:
-    steps = [[step.num_samples, step.num_tokens, step.micro_batches] for step in plan.steps]
+    steps = [
+        [step.num_samples, step.num_tokens, step.micro_batches, *([step.sample_tokens] if step.sample_tokens else [])]
+        for step in plan.steps
+    ]
     return json.dumps({"rollout_id": plan.rollout_id, "steps": steps}, separators=(",", ":")).encode()
 
 
@@ -122,8 +125,9 @@ def decode_plan(data: bytes) -> RoundPlan:
                     micro_batches=tuple(tuple(tuple(batch) for batch in rank) for rank in micro_batches),
                     num_samples=num_samples,
                     num_tokens=num_tokens,
+                    sample_tokens=tuple((row, tokens) for of_step in sample_tokens for row, tokens in of_step),
                 )
-                for num_samples, num_tokens, micro_batches in record["steps"]
+                for num_samples, num_tokens, micro_batches, *sample_tokens in record["steps"]
             ),
         )
     except (KeyError, TypeError) as error:

@@ -21,8 +21,8 @@ def read_claims(run: Path) -> RunClaims:
             hashes[int(str(event.fields["version"]))].add(str(event.fields["content_hash"]))
     rounds = read_metrics(run) if (run / METRICS_FILE).is_file() else {}
     names = ("train/num_samples", "train/num_tokens")
-    sizes = {
-        round_id: (int(metrics[names[0]]), int(metrics[names[1]]))
+    sizes = {  # a run of an older version has no train/num_rows: its samples were its rows
+        round_id: (int(metrics.get("train/num_rows", metrics[names[0]])), int(metrics[names[1]]))
         for round_id, metrics in rounds.items()
         if all(name in metrics for name in names)
     }

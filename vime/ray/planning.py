@@ -15,6 +15,7 @@ from vime.batching.measure import plan_metrics
 from vime.batching.plan import join_plans, plan_round
 from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Config
+from vime.data.groups import sample_numbers
 from vime.ray.cluster import data_parallel_size
 from vime.training.columns import needs_old_log_prob
 from vime.training.roles import needed_roles, policy_moves
@@ -60,16 +61,19 @@ class RoundPlanner:
         max_tokens = (batch.max_tokens_per_gpu or 0) * parallel.context_parallel_size
         if batch.use_dynamic_batch_size:
             self._warn_if_long(rollout_id, lengths, max_tokens)
+        numbers: list[int] = sample_numbers(rows).tolist()
+        num_samples = numbers[-1] + 1 if numbers else 0
         plan = plan_round(
             rollout_id,
             lengths,
             rows["num_trainable"].tolist(),
             dp_size=data_parallel_size(self._config),
-            samples_per_step=len(rows) if is_early_batch or begun else batch.global_batch_size or len(rows),
+            samples_per_step=num_samples if is_early_batch or begun else batch.global_batch_size or num_samples,
             micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,
             max_tokens_per_micro_batch=max_tokens if batch.use_dynamic_batch_size else None,
             loads=loads[balance_by] if batch.balance_data else None,
             micro_batch_multiple=parallel.micro_batch_multiple,
+            sample_numbers=numbers,
         )
         every_row = np.concatenate([*(early_batch.rows for early_batch in begun), rows])
         whole = join_plans([*(early_batch.plan for early_batch in begun), plan]) if begun else plan

@@ -42,6 +42,7 @@ from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
+from vime.rollout.sample_rows import by_sample
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.rollout.worker import PromptsByNumber, RolloutWorker
 from vime.types import (
@@ -429,7 +430,9 @@ def _samples(
 
 
 def _texts(groups: list[list[Sample]]) -> dict[int, MakeText]:
-    return {sample.index: _make_text(sample) for group in groups for sample in group}
+    """Return what makes the text of each sample of one row: a row of several is not found by the sample's index."""
+    rows = [of_one for group in groups for of_one in by_sample(group)]
+    return {of_one[0].index: _make_text(of_one[0]) for of_one in rows if len(of_one) == 1}
 
 
 def _make_text(sample: Sample) -> MakeText:

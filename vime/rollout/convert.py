@@ -22,6 +22,7 @@ from vime.rollout.groups import mark_samples
 from vime.rollout.metrics import reward_entries, source_of
 from vime.rollout.plugins import is_of_slime, plugin, plugin_args
 from vime.rollout.routed_experts import routed_experts_column
+from vime.rollout.sample_rows import by_sample
 from vime.types import (
     LARGEST_REWARD,
     HandoffError,
@@ -40,8 +41,8 @@ def group_rows(
     """Return the rows of one finished group that belongs to no round yet.
 
     `row.reward` is what --advantage-estimator makes of the group's rewards, `row.raw_reward` what the reward function
-    returned. With --custom-reward-post-process-path, which needs whole rounds, both are the same for now. Raises
-    HandoffError for lists that do not line up.
+    returned. With --custom-reward-post-process-path, which needs whole rounds, both are the same for now. A sample may
+    have several rows (`sample_rows.by_sample`). Raises HandoffError for lists that do not line up.
     """
     if not samples:
         raise HandoffError("an empty group reached conversion. A rollout function must return whole groups.")
@@ -67,7 +68,7 @@ def group_rows(
             partition_id=partition_id,
             producer_id=producer_id,
         )
-        for sample, reward, raw_reward in zip(samples, _normalised(args, raw), raw, strict=True)
+        for sample, reward, raw_reward in zip(samples, _normalised(args, samples, raw), raw, strict=True)
     ]
 
 
@@ -163,20 +164,23 @@ def _teacher_log_probs(_args: Args, sample: Sample, where: str) -> NDArray[np.fl
     return np.asarray(values, dtype=np.float32)
 
 
-def _normalised(args: Args, raw: list[float]) -> list[float]:
-    """Return the numbers that the advantages of one group are made of."""
+def _normalised(args: Args, samples: Sequence[Sample], raw: list[float]) -> list[float]:
+    """Return the numbers that the advantages of one group are made of, one for each row. A sample of several rows
+    counts once in the group's mean and deviation, and each of its rows gets its number."""
     if args.loss_type == "sft_loss" or plugin(args, "custom_reward_post_process_path") is not None:
         return raw
     import torch  # imported here: the driver, which imports this file, does without torch
 
     from vime.algo.advantages import group_signal
 
-    signal = group_signal(
-        torch.tensor(raw, dtype=torch.float64),
+    of_rows = iter(raw)
+    by_one = [[next(of_rows) for _ in rows] for rows in by_sample(samples)]
+    signal: list[float] = group_signal(
+        torch.tensor([rewards[0] for rewards in by_one], dtype=torch.float64),
         estimator=args.advantage_estimator,
         divide_by_std=not args.disable_grpo_std_normalization,
-    )
-    return list(signal.tolist())
+    ).tolist()
+    return [number for number, rewards in zip(signal, by_one, strict=True) for _ in rewards]
 
 
 def _custom_rewards(args: Args, custom: Callable[..., object], groups: list[list[Sample]]) -> list[list[float]]:

@@ -28,6 +28,7 @@ from vime.rollout.partial import MIXED, PartialStats, is_unfinished, num_respons
 from vime.rollout.request_priority import set_request_priority
 from vime.rollout.reward_errors import ErrorShare
 from vime.rollout.sample_recorder import RECORDER
+from vime.rollout.sample_rows import by_sample
 from vime.types import Sample, Version
 
 
@@ -149,7 +150,7 @@ class GroupWorker(ABC):
             return
         reason = unusable_reason(samples)
         if reason is None:
-            stats.rewards += [sample.scalar_reward(args.reward_key) for sample in samples]
+            stats.rewards += [rows[0].scalar_reward(args.reward_key) for rows in by_sample(samples)]
             reason = settle_versions(args, samples, stats.partial, oldest=self.oldest(samples))
         if reason == MIXED and args.stale_policy == "retry":
             await self.give_back(assignment, samples, MIXED)

@@ -16,6 +16,7 @@ from vime.rollout.partial import FINISHED, OPEN
 from vime.rollout.plugins import generate_call, plugin, plugin_args
 from vime.rollout.reward_errors import REASON, error_of, mark_or_raise
 from vime.rollout.rm_hub import async_rm, batched_async_rm
+from vime.rollout.sample_rows import by_sample
 from vime.types import DynamicFilterOutput, PluginError, RewardError, Sample, SampleStatus
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
@@ -37,7 +38,7 @@ async def generate_and_rm_group(
     number = group[0].group_index
     with span("generate_group", group=number):
         samples = await _generate(args, group, sampling_params, evaluation=evaluation)
-    waiting = [sample for sample in samples if sample.reward is None]
+    waiting = [rows for rows in by_sample(samples) if any(row.reward is None for row in rows)]
     if any(sample.status in UNUSABLE for sample in samples) or is_aborting():
         return samples
     try:
@@ -52,15 +53,19 @@ async def generate_and_rm_group(
     return samples
 
 
-async def _score(args: Args, samples: list[Sample], waiting: list[Sample]) -> None:
+async def _score(args: Args, samples: list[Sample], waiting: list[list[Sample]]) -> None:
+    """Set the rewards. The reward function is asked once for a sample of several rows, about its last one: the branch
+    that ended last."""
     if args.group_rm:
-        waiting, rewards = samples, await batched_async_rm(args, samples)
-    elif len(waiting) == 1:
-        rewards = [await async_rm(args, waiting[0])]
+        waiting = by_sample(samples)
+    asked = [rows[-1] for rows in waiting]
+    if len(asked) == 1 and not args.group_rm:
+        rewards = [await async_rm(args, asked[0])]
     else:
-        rewards = await batched_async_rm(args, waiting)
-    for sample, reward in zip(waiting, rewards, strict=True):
-        sample.reward = reward
+        rewards = await batched_async_rm(args, asked)
+    for rows, reward in zip(waiting, rewards, strict=True):
+        for row in rows:
+            row.reward = reward
 
 
 def unusable_reason(samples: list[Sample]) -> str | None:

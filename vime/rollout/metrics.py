@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from vime.config.parse import Args
 from vime.data.groups import SampleFacts
+from vime.rollout.sample_rows import by_sample
 from vime.types import Sample, SampleStatus
 
 TASK_KEY = "reasoning_gym"  # written by `reasoning_gym_tasks`
@@ -21,10 +22,17 @@ SHORTEST = 16
 
 def sample_metrics(args: Args, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     """Return `completion_metrics` of samples."""
-    return completion_metrics([sample_facts(args, sample) for sample in samples], prefix)
+    return completion_metrics(row_facts(args, samples), prefix)
 
 
-def sample_facts(args: Args, sample: Sample) -> SampleFacts:
+def row_facts(args: Args, rows: Sequence[Sample]) -> list[SampleFacts]:
+    """Return the numbers of each row; `rows`: of whole groups."""
+    return [
+        _row_facts(args, row, is_first_row=place == 0) for of_one in by_sample(rows) for place, row in enumerate(of_one)
+    ]
+
+
+def _row_facts(args: Args, sample: Sample, *, is_first_row: bool) -> SampleFacts:
     return SampleFacts(
         reward=sample.scalar_reward(args.reward_key),
         response_length=sample.response_length,
@@ -34,15 +42,18 @@ def sample_facts(args: Args, sample: Sample) -> SampleFacts:
         source=source_of(sample, args.source_key),
         oldest_version=min(sample.weight_versions, default=-1),
         newest_version=max(sample.weight_versions, default=-1),
+        is_first_row=is_first_row,
     )
 
 
 def completion_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
     """Return reward, length (tokens) and truncation, and more by reward entry, source and length; empty without
-    completions."""
+    completions. Rewards and numbers of samples count a sample of several rows once; lengths and truncation are of each
+    row."""
     if not completions:
         return {}
-    rewards = [completion.reward for completion in completions]
+    samples = [completion for completion in completions if completion.is_first_row]
+    rewards = [sample.reward for sample in samples]
     lengths = sorted(completion.response_length for completion in completions)
     return {
         f"{prefix}/reward_mean": statistics.fmean(rewards),
@@ -52,9 +63,9 @@ def completion_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[
         f"{prefix}/response_len_p95": float(percentile(lengths, 0.95)),
         f"{prefix}/response_len_max": float(lengths[-1]),
         f"{prefix}/truncated_ratio": sum(completion.is_truncated for completion in completions) / len(completions),
-        f"{prefix}/num_samples": float(len(completions)),
+        f"{prefix}/num_samples": float(len(samples)),
         f"{prefix}/num_tokens": float(sum(lengths)),
-        **entry_metrics(completions, prefix),
+        **entry_metrics(samples, prefix),
         **source_metrics(completions, prefix),
         **length_metrics(completions, prefix),
     }
@@ -85,7 +96,7 @@ def entry_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, 
 
 
 def source_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Return reward, length and share of the completions of each data source; empty when none names one."""
+    """Return reward, length and share of the rows of each data source; empty when none names one."""
     if not any(completion.source for completion in completions):
         return {}
     counts = Counter(completion.source or OTHER for completion in completions)
@@ -123,7 +134,7 @@ def pass_metrics(args: Args, samples: Sequence[Sample], prefix: str) -> dict[str
     of k completions, drawn without repetition from the n of a prompt, is right. It is 1 - C(n - c, k) / C(n, k) with c
     right ones (Chen et al., arXiv 2107.03374), averaged over the prompts. Right: a reward of at least --pass-reward."""
     rights: dict[int, list[bool]] = {}
-    for sample in samples:
+    for sample, *_ in by_sample(samples):
         is_right = sample.scalar_reward(args.reward_key) >= args.pass_reward
         rights.setdefault(sample.group_index, []).append(is_right)
     most = min((len(completions) for completions in rights.values()), default=0)

@@ -29,6 +29,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "rollout_sample_filter_path": ("args", "groups"),
     "buffer_filter_path": ("args", "rollout_id", "buffer", "num_samples"),
     "custom_loss_path": LOSS_PARAMETERS,
+    "agent_function": ("task",),
 }
 """Flag -> the parameters that Vime passes to the plug-in, by position."""
 

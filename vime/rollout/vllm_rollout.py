@@ -28,7 +28,7 @@ from vime.rollout.generation import close_clients
 from vime.rollout.group_worker import Assignment, GroupWorker
 from vime.rollout.groups import mark_samples, unusable_reason
 from vime.rollout.loops import rollout_loop
-from vime.rollout.metrics import completion_metrics, drop_metrics, sample_facts, version_metrics
+from vime.rollout.metrics import completion_metrics, drop_metrics, row_facts, version_metrics
 from vime.rollout.partial import (
     is_unfinished,
     num_response_tokens,
@@ -242,7 +242,7 @@ class RoundWorker(GroupWorker):
         self._surplus += [assignment.prompts for assignment in self._pending.values()]
 
     def _metrics(self) -> dict[str, float]:
-        kept = [sample_facts(self._args, sample) for group in self.kept for sample in group]
+        kept = [facts for group in self.kept for facts in row_facts(self._args, group)]
         everyone = self.stats.rewards
         return {
             **completion_metrics(kept, "rollout"),

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from vime.sessions.recording import Turn, row_samples
 from vime.sessions.splice import ChatTokenizer, Message, continuation
 from vime.sessions.store import Budget, Entry, Reply, Session, SessionStore, State
-from vime.types import HandoffError, Sample, SampleStatus, VersionSpan, VimeError
+from vime.types import Sample, SampleStatus, VersionSpan, VimeError
 
 MOST_RESUMPTIONS = 64
 """How often one completion may be aborted by a pause of the engines and continued."""
@@ -81,6 +81,7 @@ class Live:
     entries: list[Entry] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     next_number: int = 0
+    sampling: dict[str, object] | None = None  # of this session; None: as all
 
 
 class Sessions:
@@ -301,7 +302,8 @@ class Sessions:
             raise Refused(
                 400, "context_length_exceeded", f"{len(prompt)} tokens; the context has {self._context_length}"
             )
-        limits = [room, *(limit for limit in (ask.max_tokens, self._sampling.get("max_tokens")) if limit is not None)]
+        sampling = self._sampling if live.sampling is None else live.sampling
+        limits = [room, *(limit for limit in (ask.max_tokens, sampling.get("max_tokens")) if limit is not None)]
         budget = live.session.budget.tokens
         if budget is not None:
             limits.append(budget - sum(len(entry.turn.token_ids) for entry in live.entries))
@@ -310,7 +312,7 @@ class Sessions:
         log_probs: list[float] = []
         spans: list[VersionSpan] = []
         for _ in range(MOST_RESUMPTIONS):
-            params = {**self._sampling, "max_tokens": most - len(ids)} | ({"stop": list(ask.stop)} if ask.stop else {})
+            params = {**sampling, "max_tokens": most - len(ids)} | ({"stop": list(ask.stop)} if ask.stop else {})
             (part,) = await self._engine.generate([*prompt, *ids], params, session_id=live.session.id)
             spans += [VersionSpan(span.version, span.start + len(ids), span.end + len(ids)) for span in part.versions]
             ids += part.token_ids
@@ -329,8 +331,9 @@ class Sessions:
             finish_reason="length" if part.finish_reason == "abort" else part.finish_reason,
         )
 
-    async def complete(self, live: Live, reward: float) -> None:
-        """Give the reward. The same again is accepted; another one is refused."""
+    async def complete(self, live: Live, reward: float | None) -> None:
+        """End the session with its reward; None: somebody else will score it. The same again is accepted; another one
+        is refused."""
         session = live.session
         self._expire(live)
         if session.state is State.COMPLETE and session.reward == reward:
@@ -344,8 +347,9 @@ class Sessions:
         session.state, session.reward = State.COMPLETE, reward
         await self._store.put_session(session)
 
-    async def fail(self, live: Live, reason: str) -> None:
-        if live.session.state is State.COMPLETE:
+    async def fail(self, live: Live, reason: str, *, is_final: bool = False) -> None:
+        """Let the session fail. `is_final`: also one that has its reward already, or another reason."""
+        if live.session.state is State.COMPLETE and not is_final:
             raise Refused(403, "session_ended", "the session is complete already")
         live.session.state, live.session.reason = State.FAILED, reason
         await self._store.put_session(live.session)
@@ -356,29 +360,22 @@ class Sessions:
         await self._store.delete(live.session.id)
 
     def samples(self, group_index: int) -> list[Sample]:
-        """Return the samples of a group, one for each member, as `member_samples` makes them. HandoffError for a member
-        of several rows: the loss and the baseline would count it several times (docs/decisions/0034-sessions.md)."""
+        """Return the rows of a group as `member_samples` makes them, those of one session side by side: they have its
+        index, and count as one sample."""
         members = [live for live in self._live.values() if live.session.group_index == group_index]
         members.sort(key=lambda live: live.session.index)
-        samples = []
-        for live in members:
-            rows = member_samples(live.session, live.entries)
-            if len(rows) > 1:
-                raise HandoffError(
-                    f"session {live.session.id}, sample {live.session.index} of group {group_index}: got {len(rows)} "
-                    "branches, expected one: each would count as a sample of its own. Drop the group, or use an agent "
-                    "that goes on with its conversation."
-                )
-            samples += rows
-        return samples
+        return [row for live in members for row in member_samples(live.session, live.entries)]
 
 
-def member_samples(session: Session, entries: Sequence[Entry]) -> list[Sample]:
-    """Return a sample for each branch of a finished session, all with its reward and index. A session that has failed
-    gives one sample without tokens and reward, status FAILED: never a zero."""
-    base = Sample(group_index=session.group_index, index=session.index, session_id=session.id, reward=session.reward)
+def member_samples(session: Session, entries: Sequence[Entry], base: Sample | None = None) -> list[Sample]:
+    """Return a sample for each branch of a finished session, all with its reward and index, and with prompt, label and
+    metadata of `base`. A session that has failed gives one sample without a completion and reward, status FAILED: never
+    a zero."""
+    base = Sample() if base is None else Sample.from_dict(base.to_dict())
+    base.group_index, base.index, base.session_id = session.group_index, session.index, session.id
+    base.reward = session.reward
     if session.state is not State.COMPLETE:
-        base.status = SampleStatus.FAILED
+        base.status, base.reward = SampleStatus.FAILED, None
         base.metadata["session_reason"] = session.reason or "it has not ended"
         return [base]
     rows = row_samples(sorted((entry.turn for entry in entries), key=lambda turn: turn.number), base)

@@ -30,6 +30,8 @@ OLD_LOGP, REF_LOGP, TEACHER_LOGP = "old_logp", "ref_logp", "teacher_logp"
 ADVANTAGE, STALENESS = "advantage", "staleness"
 VALUE, RETURN = "value", "return"
 """Columns of a critic: its prediction at the start of the round, and its target."""
+SAMPLE_TOKENS = "sample_tokens"
+"""The trainable tokens of the row's sample, over all of its rows; only in a step with a sample of several rows."""
 
 Columns = dict[str, dict[int, Tensor]]
 """Column name -> row number -> [R] values."""
@@ -150,6 +152,20 @@ def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Se
     return {
         STALENESS: {
             row: torch.full((rows[row].response_length,), float(max(0, rollout_id - rows[row].oldest_version)))
+            for row in numbers
+        }
+    }
+
+
+def sample_token_columns(step: StepPlan, rows: Mapping[int, TrainRow], numbers: Sequence[int]) -> Columns:
+    """Return {SAMPLE_TOKENS: ...} of the rows `numbers` for `reductions.reduce_loss`; {} where every sample of the step
+    is one row, which divides by its own tokens."""
+    if not step.sample_tokens:
+        return {}
+    of_sample = dict(step.sample_tokens)
+    return {
+        SAMPLE_TOKENS: {
+            row: torch.full((rows[row].response_length,), of_sample.get(row, rows[row].num_trainable))
             for row in numbers
         }
     }

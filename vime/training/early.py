@@ -83,6 +83,7 @@ class BegunRound:
         return {
             "train/num_tokens": float(step.num_tokens),
             "train/num_samples": float(step.num_samples),
+            "train/num_rows": float(step.num_rows),
             **to_metrics(done.totals, with_mismatch=self._algo.get_mismatch_metrics),
             "train/grad_norm": done.grad_norm,
             "train/lr": done.learning_rate,
@@ -125,5 +126,5 @@ class BegunRound:
         first = 0
         for early_batch, values in zip(self._early_batches, early_batches, strict=True):
             found |= {first + row: value for row, value in values.items()}
-            first += early_batch.plan.steps[0].num_samples
+            first += early_batch.plan.steps[0].num_rows
         return found

@@ -21,7 +21,7 @@ from vime.algo.reductions import reduce_loss
 from vime.batching.pack import PackedBatch
 from vime.config.training import AlgoConfig
 from vime.protocols import calling_plugin
-from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
+from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, SAMPLE_TOKENS, STALENESS
 from vime.training.loss_statistics import bucket_sums, mismatch_values
 from vime.types import PluginError, StepPlan
 
@@ -172,6 +172,7 @@ class PolicyLoss:
             per_token=self.algo.calculate_per_token_loss,
             num_samples=self.step.num_samples,
             num_tokens=self.step.num_tokens,
+            sample_tokens_T=batch.extra_T.get(SAMPLE_TOKENS),
         )
 
     def _token_mean(self, value_T: Tensor, batch: PackedBatch) -> Tensor:

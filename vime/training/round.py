@@ -14,7 +14,7 @@ from vime.config.training import BatchConfig
 from vime.data.rows import TrainRow
 from vime.observability.events import span
 from vime.protocols import PackLoss, TrainBackend, TrainEngine
-from vime.training.columns import Columns
+from vime.training.columns import Columns, sample_token_columns
 from vime.types import HandoffError, RoundPlan, SamplingRule, StepPlan, VimeError
 from vime.utils.failpoints import Point, failpoint
 
@@ -105,6 +105,7 @@ def accumulate(
     Collective over all trainer ranks."""
     numbers = step.micro_batches[backend.place.dp_rank]
     holds_tokens = backend.place.holds_tokens
+    columns = {**columns, **sample_token_columns(step, rows, [row for batch in numbers for row in batch])}
     with span("forward_backward", step=name):
         return engine.accumulate(
             [[rows[row] for row in batch] for batch in numbers],

@@ -12,7 +12,7 @@ from torch import Tensor
 from vime.algo.reductions import reduce_loss
 from vime.algo.values import explained_variance, value_loss
 from vime.batching.pack import PackedBatch
-from vime.training.columns import RETURN, VALUE
+from vime.training.columns import RETURN, SAMPLE_TOKENS, VALUE
 from vime.types import StepPlan
 
 VALUE_STATISTICS = ("value_loss", "value_clipfrac", "value_mean", "target", "target_square", "error", "error_square")
@@ -43,6 +43,7 @@ class ValueLoss:
             per_token=self.per_token,
             num_samples=self.step.num_samples,
             num_tokens=self.step.num_tokens,
+            sample_tokens_T=batch.extra_T.get(SAMPLE_TOKENS),
         )
         target_T, error_T = return_T.double(), (return_T - old_value_T).double()
         means = (is_clipped_T, old_value_T, target_T, target_T.square(), error_T, error_T.square())

@@ -73,6 +73,7 @@ class TrainWorker:
         metrics = {
             "train/num_tokens": float(sum(step.num_tokens for step in plan.steps)),
             "train/num_samples": float(sum(step.num_samples for step in plan.steps)),
+            "train/num_rows": float(sum(step.num_rows for step in plan.steps)),
         }
         # the policy first: LogprobMismatch refuses its first step, and then no weight has moved at all
         if Role.ACTOR in self.engines:

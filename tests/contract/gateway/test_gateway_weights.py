@@ -32,7 +32,12 @@ def test_the_files_of_a_version_arrive_byte_for_byte_whole_or_in_parts(run):
     client = run.client(confirms=False)
     manifest = client.get("/v1/weights/serving").json()
     names = [file["name"] for file in manifest["files"]]
-    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "tensors.json"]
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "tensors.json",
+        "tokenizer.json",
+    ]
     for file in manifest["files"]:
         address = f"/v1/weights/0/files/{file['name']}"
         whole = client.get(address)

@@ -12,6 +12,7 @@ from tests.helpers.megatron_models import make_model
 from tests.helpers.megatron_worker import Answers, answers_of
 from tests.helpers.nightly import is_night
 from tests.helpers.role_cases import role_cases
+from tests.helpers.several_rows_cases import several_rows_cases
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +31,5 @@ def contract(small_models: Path, tmp_path_factory: pytest.TempPathFactory, reque
     night = is_night(request, Path(__file__).parent)
     cases = [*contract_cases(small_models, work), *role_cases(small_models, is_night=night)]
     cases += early_cases(small_models, is_night=night)
+    cases += several_rows_cases(small_models, is_night=night)
     return answers_of(cases, directory=work / "launch")

@@ -195,6 +195,31 @@ def test_the_model_of_the_tool_page_learns_to_call(clone: Clone, num_rounds: int
     clone.run(documented("vime report runs/tools"))
 
 
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(15, marks=pytest.mark.nightly)])
+def test_the_agent_of_its_page_calls_its_tool(clone: Clone, num_rounds: int) -> None:
+    """An answer to a call is a second turn of the session: context between two completions, and never a second row."""
+    clone.run(
+        documented(
+            "mkdir -p runs && cp -r examples/quickstart/model runs/model-of-agents && "
+            "cp examples/agents/chat_template.jinja runs/model-of-agents/"
+        )
+    )
+    command = documented(
+        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-function "
+        "examples/agents/sorter.py:sort_with_tool --run-dir runs/agents"
+    )
+    short = "--skip-eval-before-train --eval-interval 100" if num_rounds < 15 else ""
+    clone.run(f"{command} --num-rollout {num_rounds} {short}")
+    metrics = Finished(0, "", clone.directory / "runs/agents").metrics()
+    rewards = [line["rollout/reward_mean"] for _, line in sorted(metrics.items())]
+    assert len(rewards) == num_rounds
+    assert 0 < sum(rewards[:2]) / 2 < 0.7
+    assert {(line["train/num_samples"], line["train/num_rows"]) for line in metrics.values()} == {(128.0, 128.0)}
+    if num_rounds >= 15:
+        assert sum(rewards[-5:]) / 5 >= 0.70
+    assert "<think>" in clone.run(documented("vime samples runs/agents --best"))
+
+
 @pytest.fixture(scope="module")
 def streamed(clone: Clone, tiny_task: TinyTask) -> Path:
     """A run in mode streaming, beside one in mode buffer."""

@@ -79,3 +79,36 @@ def test_row_sums_and_means_read_masked_tokens_of_their_own_row():
     assert row_sums(value_T, mask_T, rows).tolist() == [4.0, 4.0, 4.0, 0.0, 5.0, 0.0]
     assert row_means(value_T, mask_T, rows).tolist() == [2.0, 2.0, 2.0, 0.0, 5.0, 0.0]
     assert row_means(torch.zeros(2), torch.zeros(2), []).tolist() == [0.0, 0.0]
+
+
+def test_a_sample_of_three_rows_has_the_gradient_of_one_sample():
+    """Rows of 2, 1 and 3 tokens, of which 2, 1 and 2 are masked in: a sample of 5 tokens; beside it a sample of one row
+    of 2 tokens. Loss: ((1 + 2 + 4 + 8 + 32) / 5 + (64 + 128) / 2) / 2 samples = (9.4 + 96) / 2 = 52.7. Gradient of a
+    token: 1 / tokens of its sample / samples = 1/10 in the first, 1/4 in the second, 0 where the mask is 0."""
+    value_T = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], requires_grad=True)
+    mask_T = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    rows = [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 8)]
+    tokens_T = torch.tensor([5, 5, 5, 5, 5, 5, 2, 2])
+    loss = reduce_loss(value_T, mask_T, rows, per_token=False, num_samples=2, num_tokens=7, sample_tokens_T=tokens_T)
+    loss.backward()
+    assert loss.item() == pytest.approx(52.7)
+    assert value_T.grad.tolist() == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.0, 0.1, 0.25, 0.25])
+    # the same tokens end to end in one row of the sample
+    whole = [slice(0, 6), slice(6, 8)]
+    assert reduce_loss(value_T, mask_T, whole, per_token=False, num_samples=2, num_tokens=7).item() == loss.item()
+    # three samples of one row each would weigh the first sample three times: (1.5 + 4 + 20 + 96) / 4
+    apart = reduce_loss(value_T, mask_T, rows, per_token=False, num_samples=4, num_tokens=7)
+    assert apart.item() == pytest.approx(30.375)
+
+
+def test_a_sample_whose_rows_have_no_trainable_token_adds_nothing():
+    tokens_T = torch.tensor([0, 0, 0, 1])
+    mask_T = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    loss = reduce_loss(VALUE_T, mask_T, ROWS, per_token=False, num_samples=2, num_tokens=1, sample_tokens_T=tokens_T)
+    assert loss.item() == 2.5  # 5 / 1 / 2
+
+
+def test_per_token_the_rows_of_a_sample_do_not_matter():
+    tokens_T = torch.tensor([3, 3, 3, 3])
+    options = {"per_token": True, "num_samples": 1, "num_tokens": 3}
+    assert reduce_loss(VALUE_T, MASK_T, ROWS, **options, sample_tokens_T=tokens_T).item() == 3.0

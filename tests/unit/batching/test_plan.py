@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime.batching import plan
-from vime.batching.plan import plan_round
+from vime.batching.plan import join_plans, plan_round
 from vime.types import ConfigError, HandoffError
 
 
@@ -75,9 +75,51 @@ def test_samples_that_do_not_fill_the_steps_are_refused():
         _plan([1, 1, 1], samples_per_step=2)
 
 
-def test_a_step_that_does_not_divide_over_the_ranks_is_refused():
-    with pytest.raises(ConfigError, match=r"3 samples for 2 data-parallel ranks.*--global-batch-size"):
-        _plan([1, 1, 1])
+def test_rows_that_do_not_divide_over_the_ranks_leave_one_rank_fewer_and_no_rank_without_a_micro_batch():
+    # 3 rows, 2 ranks: 0..1 and 1..3 by 3 * rank // 2; the first rank has nothing to split and gets an empty one
+    assert _plan([1, 1, 1], micro_batch_size=1).steps[0].micro_batches == (((0,), ()), ((1,), (2,)))
+    # 1 row, 3 ranks: two ranks work on nothing, as often as the one that has the row
+    assert _plan([9], dp_size=3, loads=[9]).steps[0].micro_batches in ((((0,),), ((),), ((),)), (((),), ((),), ((0,),)))
+
+
+def test_steps_are_cut_between_samples_and_say_the_tokens_of_those_with_several_rows():
+    # samples of 1, 3, 2 and 1 rows; two a step. Tokens of the second 2 + 3 + 4 = 9, of the third 5 + 6 = 11
+    numbers = [0, 1, 1, 1, 2, 2, 3]
+    plan = _plan([5] * 7, trainable=[1, 2, 3, 4, 5, 6, 7], samples_per_step=2, dp_size=1, sample_numbers=numbers)
+    first, second = plan.steps
+    assert (first.micro_batches, second.micro_batches) == ((((0, 1), (2, 3)),), (((4, 5), (6,)),))
+    assert [(step.num_samples, step.num_rows, step.num_tokens) for step in plan.steps] == [(2, 4, 10), (2, 3, 18)]
+    assert first.sample_tokens == ((1, 9), (2, 9), (3, 9))
+    assert second.sample_tokens == ((4, 11), (5, 11))
+
+
+def test_rows_that_are_all_samples_by_themselves_are_planned_as_without_numbers():
+    lengths = [9, 1, 5, 3, 7, 2]
+    options = {"loads": lengths, "samples_per_step": 2}
+    assert _plan(lengths, sample_numbers=range(6), **options) == _plan(lengths, **options)
+    assert {step.sample_tokens for step in _plan(lengths, **options).steps} == {()}
+
+
+@pytest.mark.parametrize("numbers", [[1, 1, 2], [0, 2, 2], [0, 1, 0], [-1, -1, 0]])
+def test_numbers_of_samples_that_skip_or_return_are_a_fault_of_the_caller(numbers):
+    with pytest.raises(ValueError, match="not numbered"):
+        _plan([1, 1, 1], samples_per_step=1, sample_numbers=numbers)
+
+
+def test_samples_and_not_rows_must_fill_the_steps():
+    assert len(_plan([1] * 3, samples_per_step=2, sample_numbers=[0, 0, 1]).steps) == 1
+    with pytest.raises(HandoffError, match=r"has 1 samples.*multiple of the 2"):
+        _plan([1, 1], samples_per_step=2, sample_numbers=[0, 0])
+
+
+def test_joined_plans_count_rows_and_not_samples():
+    # 3 rows of two samples, then 2 rows of one: row 1 of the second is row 4 of the round
+    one = _plan([1] * 3, dp_size=1, trainable=[1, 2, 3], samples_per_step=2, sample_numbers=[0, 0, 1])
+    other = _plan([1] * 2, dp_size=1, trainable=[4, 5], samples_per_step=1, sample_numbers=[0, 0])
+    [step] = join_plans([one, other]).steps
+    assert step.micro_batches == (((0, 1), (2,), (3, 4)),)
+    assert (step.num_samples, step.num_tokens) == (3, 15)
+    assert step.sample_tokens == ((0, 3), (1, 3), (3, 9), (4, 9))
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(None, None), (1, 1)])
@@ -119,6 +161,48 @@ def test_every_row_is_planned_once_and_all_ranks_count_alike(
             within = all(sum(lengths[row] for row in batch) <= limit or len(batch) == 1 for batch in rank)
             assert within or not dynamic
             assert all(len(batch) <= 3 for batch in rank) or dynamic
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=9),
+    per_step=st.integers(1, 3),
+    dp_size=st.integers(1, 5),
+    multiple=st.integers(1, 3),
+    is_balanced=st.booleans(),
+    dynamic=st.booleans(),
+)
+def test_samples_of_several_rows_are_planned_whole_and_all_ranks_count_alike(
+    sizes, per_step, dp_size, multiple, is_balanced, dynamic
+):
+    sizes = sizes * per_step
+    numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+    lengths = [1 + 7 * row % 5 for row in range(len(numbers))]
+    limits = {"micro_batch_size": None, "max_tokens_per_micro_batch": 6} if dynamic else {}
+    plan = _plan(
+        lengths,
+        trainable=lengths,
+        samples_per_step=per_step,
+        dp_size=dp_size,
+        loads=lengths if is_balanced else None,
+        micro_batch_multiple=multiple,
+        sample_numbers=numbers,
+        **limits,
+    )
+    planned = [row for step in plan.steps for rank in step.micro_batches for batch in rank for row in batch]
+    assert sorted(planned) == list(range(len(numbers)))
+    for step in plan.steps:
+        rows = [row for rank in step.micro_batches for batch in rank for row in batch]
+        samples = {numbers[row] for row in rows}
+        assert len(samples) == step.num_samples == per_step
+        assert step.num_rows == sum(sizes[sample] for sample in samples)  # none of their rows is in another step
+        assert {len(rank) for rank in step.micro_batches} == {step.num_micro_batches}
+        assert step.num_micro_batches % multiple == 0
+        assert max(sum(map(len, rank)) for rank in step.micro_batches) <= -(-len(rows) // dp_size)
+        assert dict(step.sample_tokens) == {
+            row: sum(lengths[other] for other in rows if numbers[other] == numbers[row])
+            for row in rows
+            if sizes[numbers[row]] > 1
+        }
 
 
 @given(

@@ -297,6 +297,7 @@ def test_epochs_of_recorded_rounds_are_refused(model_dir: Path) -> None:
 
 STREAMING = ["--transferqueue-mode", "streaming"]
 EXTERNAL = ["--transferqueue-mode", "external"]
+AGENT = ["--agent-command", "sh agent.sh"]
 # knob -> (what to give it, and the flags under which it is read)
 READ = {
     "async_save": ([], ["--save-interval", "2"]),
@@ -322,6 +323,11 @@ READ = {
     "buffer_filter_path": (["a.b"], ["--over-sampling-batch-size", "8"]),
     "mask_offpolicy_in_partial_rollout": ([], ["--partial-rollout", "--over-sampling-batch-size", "8"]),
     "mixed_version_policy": (["mask"], [*STREAMING, "--max-staleness", "1"]),
+    "agent_timeout_secs": (["60"], AGENT),
+    "agent_max_turns": (["3"], AGENT),
+    "agent_max_tokens": (["99"], AGENT),
+    "agent_tool_parser": (["hermes"], AGENT),
+    "agent_reasoning_parser": (["qwen3"], AGENT),
     "rm_url": (["http://judge"], ["--no-group-rm", "--rm-type", "remote_rm"]),
     "custom_reward_post_process_path": (["a.b"], []),
     "get_mismatch_metrics": ([], []),

@@ -19,6 +19,7 @@ from vime.data.groups import (
     decode_facts,
     encode_facts,
     facts_of,
+    sample_numbers,
 )
 from vime.data.rows import TrainRow
 from vime.types import HandoffError, StaleError, VersionSpan
@@ -170,3 +171,22 @@ def test_rows_without_versions_have_no_age() -> None:
 def test_facts_of_no_rows_are_an_empty_array() -> None:
     assert facts_of([]).dtype == FACTS
     assert len(np.concatenate([facts_of([]), facts(row(0)).rows])) == 1
+
+
+def test_rows_of_one_index_are_one_sample_and_groups_are_told_apart() -> None:
+    # group 0: samples 4, 5 (of three rows), 6; group 1 begins with a sample 6 of its own; its two chunks tear none
+    one = facts_of([[make_row(at) for at in (4, 5, 5, 5, 6)]])
+    other = facts_of([[make_row(6)], [make_row(6), make_row(7)]])
+    assert sample_numbers(np.concatenate([one, other])).tolist() == [0, 1, 1, 1, 2, 3, 3, 4]
+    assert sample_numbers(one[:1]).tolist() == [0]
+    assert sample_numbers(one[:0]).tolist() == []
+
+
+def test_only_the_first_row_of_a_sample_counts_as_a_sample() -> None:
+    found = facts(*(make_row(at) for at in (4, 5, 5)))
+    assert [row.is_first_row for row in found.completions()] == [True, True, False]
+
+
+def test_samples_of_one_row_are_numbered_like_their_rows() -> None:
+    rows = np.concatenate([facts_of([[make_row(at) for at in range(3)]]), facts_of([[make_row(0)]])])
+    assert sample_numbers(rows).tolist() == [0, 1, 2, 3]

@@ -91,13 +91,19 @@ def test_a_row_without_a_response_is_legal():
     [
         ((), "has no rows"),
         ((make_row(0), make_row(1, group_index=1)), r"samples of groups \[0, 1\]"),
-        ((make_row(0), make_row(0)), "repeat"),
+        ((make_row(0), make_row(1), make_row(0)), "repeat"),
+        ((make_row(-1), make_row(-1)), "repeat"),
+        ((make_row(0), make_row(1), make_row(1, reward=0.5)), r"sample 1 of group 0: 2 rows with the rewards \[0.5, 1.0\]"),
         ((make_row(0), make_row(1, response=(), versions=(VersionSpan(0, 0, 3),))), "sample 1 of group 0"),
     ],
 )
 def test_an_illegal_group_is_refused(rows, message):
     with pytest.raises(HandoffError, match=message):
         check_group(rows)
+
+
+def test_rows_of_one_index_that_follow_each_other_are_one_sample():
+    check_group((make_row(0), make_row(1), make_row(1, response=(4,)), make_row(2)))
 
 
 def test_the_versions_of_a_row_are_those_of_its_first_and_last_token():

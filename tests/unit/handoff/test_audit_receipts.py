@@ -207,7 +207,7 @@ def test_a_checkpoint_an_event_or_a_metric_that_says_otherwise_is_named(run: Pat
     [finding] = breaches(look(run, receipts={1: {links[0]}}))
     assert f"round 1: the events name the receipts ['{links[0]}'], not {links[1]}" in finding
     [finding] = breaches(look(run, sizes={2: (4, 7)}))
-    assert "round 2: (samples, trainable tokens) (4, 8) stepped on, the metrics say (4, 7)" in finding
+    assert "round 2: (rows, trainable tokens) (4, 8) stepped on, the metrics say (4, 7)" in finding
 
 
 def test_a_version_that_was_confirmed_with_two_contents_is_named(run: Path) -> None:

@@ -156,6 +156,14 @@ def test_a_plan_comes_back_equal(num_groups: int, half_group: int, dp_size: int,
     assert plan.dp_size == dp_size
 
 
+def test_a_plan_carries_the_tokens_of_samples_with_several_rows_and_nothing_of_others() -> None:
+    plain = plan_of((0, 1), (2,))
+    step = replace(plain.steps[0], num_samples=2, sample_tokens=((1, 7), (2, 7)))
+    plan = replace(plain, steps=(step, *plain.steps))
+    assert decode_plan(encode_plan(plan)) == plan
+    assert encode_plan(plain) == b'{"rollout_id":0,"steps":[[3,1,[[[0,1]],[[2]]]]]}'
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b'{"rollout_id": 1}', b"[]", b'{"rollout_id": 1, "steps": [[1]]}'])
 def test_bytes_that_are_no_plan_are_refused(data: bytes) -> None:
     with pytest.raises(HandoffError, match="plan"):

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from vime.config.run import TrackingConfig
 from vime.observability import events
 from vime.observability.claims import read_claims
 from vime.observability.events import EventKind, EventLog, note_span, read_events
+from vime.observability.metrics import Tracker
 from vime.observability.trace import trace_events
 from vime.types import DataError
 
@@ -105,6 +107,14 @@ def test_no_flipped_bit_of_any_line_ends_a_reader(tmp_path: Path) -> None:
         log.path.write_bytes(damaged)
         read_claims(tmp_path)
         trace_events(read_events(tmp_path))
+
+
+def test_a_run_claims_rows_for_its_receipts_and_in_a_run_without_that_metric_its_samples(tmp_path: Path) -> None:
+    tracker = Tracker(TrackingConfig(), tmp_path, {})
+    tracker.log(0, {"train/num_samples": 8.0, "train/num_rows": 11.0, "train/num_tokens": 90.0})
+    tracker.log(1, {"train/num_samples": 8.0, "train/num_tokens": 70.0})
+    tracker.close()
+    assert read_claims(tmp_path).sizes == {0: (11, 90), 1: (8, 70)}
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:

@@ -60,6 +60,28 @@ def test_balance_by_flops_weighs_a_long_row_more_than_balance_by_length(tmp_path
     assert planned.plan.rows_of(0) == (0, 5, 6, 7)
 
 
+def test_a_sample_of_several_rows_counts_once_and_its_early_batches_need_not_divide_over_the_ranks(
+    tmp_path: Path,
+) -> None:
+    """Samples 0, 1, 2 and 3 of one group, 1 of three rows; two ranks. In one step of 4 samples, in two of 2, and in an
+    early batch of 1 sample with 3 more to follow."""
+
+    def numbered(*samples: int) -> list[TrainRow]:
+        return [make_row(index, prompt=[1], response=[2] * 4) for index in samples]
+
+    rows = facts_of([numbered(0, 1, 1, 1, 2, 3)])
+    [step] = RoundPlanner(config_of(tmp_path, global_batch_size=4)).plan(0, rows).plan.steps
+    assert (step.num_samples, step.num_rows) == (4, 6)
+    assert step.sample_tokens == ((1, 12), (2, 12), (3, 12))
+    steps = RoundPlanner(config_of(tmp_path, global_batch_size=2)).plan(0, rows).plan.steps
+    assert [(step.num_samples, step.num_rows) for step in steps] == [(2, 4), (2, 2)]
+    planner = RoundPlanner(config_of(tmp_path, global_batch_size=4))
+    begun = planner.plan(0, facts_of([numbered(1, 1, 1)]), is_early_batch=True)
+    rest = planner.plan(0, facts_of([numbered(0, 2, 3)]), [begun])
+    sizes = [(step.num_samples, step.num_rows, step.num_tokens) for step in (*begun.plan.steps, *rest.plan.steps)]
+    assert sizes == [(1, 3, 12), (3, 3, 12)]
+
+
 def test_a_row_over_the_limit_is_warned_of_once_and_stands_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

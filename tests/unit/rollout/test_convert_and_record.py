@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
 from vime.rollout.convert import encoded_group, group_rows, mark_removed, set_custom_rewards
-from vime.rollout.metrics import sample_facts
+from vime.rollout.metrics import row_facts
 from vime.rollout.record import load_rollout, save_rollout, save_samples
 from vime.types import DataError, HandoffError, PluginError, RewardError, Sample, SampleStatus, StaleError, VersionSpan
 
@@ -121,7 +121,7 @@ def test_facts_and_notes_of_a_group_say_what_metrics_ask():
     group[0].metadata, group[1].remove_sample = {"data_source": "openai/gsm8k"}, True
     args = make_args("--reward-key", "acc", "--source-key", "data_source")
     encoded = encoded_group(args, group, producer_id="w")
-    assert list(encoded.facts.completions()) == [sample_facts(args, one) for one in group]
+    assert list(encoded.facts.completions()) == row_facts(args, group)
     assert list(encoded.facts.notes.sources) == ["openai_gsm8k", ""]
     assert encoded.facts.notes.producer == "w"
     bare = encoded_group(make_args(), [sample(0, 1.0)]).facts.notes

@@ -17,7 +17,7 @@ from vime.sessions.server import make_app
 from vime.sessions.service import Ask, Refused, Sessions, member_samples
 from vime.sessions.store import Budget, SessionStore, State
 from vime.sessions.tokenizer import HfChatTokenizer
-from vime.types import EngineLostError, HandoffError, SampleStatus, VersionSpan
+from vime.types import EngineLostError, SampleStatus, VersionSpan
 
 TOKENIZER = HfChatTokenizer(make_chat_tokenizer("chatml"))
 ASK = Ask(messages=[{"role": "user", "content": "q"}])
@@ -165,20 +165,23 @@ def test_budgets_of_tokens_and_seconds_end_a_session_and_cut_the_last_completion
     run(tmp_path, story, completion("abc", reason="length"), now=now)
 
 
-def test_branches_of_a_member_are_rows_with_its_reward_and_no_group_yet(tmp_path: Path) -> None:
+def test_branches_of_a_session_are_rows_of_one_sample_with_its_reward(tmp_path: Path) -> None:
     async def story(sessions: Sessions, _: Engine) -> None:
-        session, _key = await sessions.create(4, 2, Budget())
-        live = sessions.by_id(session.id)
-        await sessions.ask(live, ASK, digest="a")
-        subagent = Ask(messages=[{"role": "user", "content": "search"}])
-        await sessions.ask(live, subagent, digest="b")
-        await sessions.complete(live, 0.25)
-        rows = member_samples(live.session, live.entries)
-        with pytest.raises(HandoffError, match=rf"session {session.id}, sample 2 of group 4: got 2 branches"):
-            sessions.samples(4)  # the loss would count the member twice
-        assert [(row.index, row.reward, row.metadata["session_row"]) for row in rows] == [(2, 0.25, 0), (2, 0.25, 1)]
+        for index, reward in ((2, 0.25), (1, 1.25)):
+            session, _key = await sessions.create(4, index, Budget())
+            live = sessions.by_id(session.id)
+            await sessions.ask(live, ASK, digest="a")
+            if index == 2:
+                await sessions.ask(live, Ask(messages=[{"role": "user", "content": "search"}]), digest="b")
+            await sessions.complete(live, reward)
+        rows = sessions.samples(4)
+        assert [(row.index, row.reward) for row in rows] == [(1, 1.25), (2, 0.25), (2, 0.25)]
+        assert [row.metadata["session_row"] for row in rows] == [0, 0, 1]
+        # two samples, rewards 1.25 and 0.25: deviations +-1/2, standard deviation sqrt(1/2)
+        trained = trained_rows(make_args(), [rows], 0)[0]
+        assert [row.reward for row in trained] == pytest.approx([0.5**0.5, -(0.5**0.5), -(0.5**0.5)], rel=1e-5)
 
-    run(tmp_path, story, completion("x<|im_end|>"), completion("y<|im_end|>"), now=[0.0])
+    run(tmp_path, story, *(completion(f"{text}<|im_end|>") for text in "xyz"), now=[0.0])
 
 
 def test_a_session_that_asks_nothing_is_ended_by_its_server_and_stays_failed_after_a_restart(tmp_path: Path) -> None:

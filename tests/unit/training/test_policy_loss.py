@@ -12,7 +12,7 @@ from tests.helpers.rows import make_row
 from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
 from vime.data.rows import TrainRow
-from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS
+from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS, sample_token_columns
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.policy_loss import PolicyLoss
 from vime.types import PluginError, StepPlan
@@ -86,10 +86,13 @@ def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
     assert found["loss"] == pytest.approx(0.25 + 0.1 * 0.625 * math.log(2))  # 0.25: the clipped term alone
 
 
-def test_an_empty_pack_is_zero_and_can_be_differentiated() -> None:
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+def test_an_empty_pack_is_zero_and_can_be_differentiated(estimator: str) -> None:
     batch = pack([])
     logp = torch.full((batch.num_tokens,), float("nan"), requires_grad=True)
-    loss, numbers = PolicyLoss(AlgoConfig(), STEP)(logp, torch.zeros(batch.num_tokens), batch)
+    loss, numbers = PolicyLoss(AlgoConfig(advantage_estimator=estimator), STEP)(
+        logp, torch.zeros(batch.num_tokens), batch
+    )
     loss.backward()
     assert float(loss.detach()) == 0
     assert numbers.tolist() == [0.0] * len(STATISTICS)
@@ -238,3 +241,36 @@ def test_a_custom_loss_that_is_constant_can_be_differentiated_too() -> None:
     assert float(loss.detach()) == 1
     assert logp_T.grad is not None
     assert logp_T.grad.tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # ratios 1.5 (cut at 1.2) and 1 with A = 1, 0.5 (cut at 0.8) with A = -2: (-1.2 - 1 + 1.6) / 3
+        ("grpo", -0.2),
+        # each row has its own ratio: sqrt 1.5 (cut at 1.2) at both of its tokens, and 0.5 (0.8): (-1.2 x 2 + 1.6) / 3
+        ("gspo", -0.8 / 3),
+    ],
+)
+def test_two_rows_of_one_sample_are_averaged_over_the_tokens_of_both(estimator: str, expected: float) -> None:
+    step = StepPlan(micro_batches=(((0,), (1,)),), num_samples=1, num_tokens=3, sample_tokens=((0, 3), (1, 3)))
+    found = 0.0
+    for number in (0, 1):  # a micro-batch each
+        columns = {OLD_LOGP: {0: torch.tensor(OLD[0]), 1: torch.tensor(OLD[1])}}
+        columns |= sample_token_columns(step, dict(enumerate(ROWS)), [number])
+        batch = pack([ROWS[number]], extra={name: [column[number]] for name, column in columns.items()})
+        logp_T = LOGP[:3] if number == 0 else LOGP[3:]
+        loss, _ = PolicyLoss(AlgoConfig(advantage_estimator=estimator, eps_clip=0.2), step)(logp_T, 0 * logp_T, batch)
+        found += float(loss)
+    assert found == pytest.approx(expected)
+
+
+def test_a_step_in_which_every_sample_is_one_row_has_no_column_of_tokens() -> None:
+    assert sample_token_columns(STEP, dict(enumerate(ROWS)), [0, 1]) == {}
+
+
+def test_a_sample_of_one_row_beside_one_of_several_divides_by_its_own_trainable_tokens() -> None:
+    rows = {0: row(1.0, [1, 0]), 1: row(1.0, [1, 1, 0]), 2: row(1.0, [1])}
+    step = StepPlan(micro_batches=(((0, 1, 2),),), num_samples=2, num_tokens=4, sample_tokens=((0, 2), (2, 2)))
+    [column] = sample_token_columns(step, rows, [0, 1, 2]).values()
+    assert {number: values.tolist() for number, values in column.items()} == {0: [2, 2], 1: [2, 2, 2], 2: [2]}

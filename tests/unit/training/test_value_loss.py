@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.helpers.rows import make_row
 from vime.batching.pack import PackedBatch, pack
-from vime.training.columns import RETURN, VALUE
+from vime.training.columns import RETURN, SAMPLE_TOKENS, VALUE
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
 from vime.types import StepPlan
 
@@ -40,6 +42,15 @@ def statistics(*batches: PackedBatch, per_token: bool = False) -> dict[str, floa
 def test_the_loss_is_the_mean_over_tokens_then_samples_or_over_all_tokens() -> None:
     assert statistics(packed([0, 1]))["value_loss"] == pytest.approx(((0.045 + 0.405) / 2 + 1.62) / 2)
     assert statistics(packed([0, 1]), per_token=True)["value_loss"] == pytest.approx((0.045 + 0.405 + 1.62) / 3)
+
+
+def test_two_rows_of_one_sample_are_averaged_over_the_tokens_of_both() -> None:
+    columns = {VALUE: OLD, RETURN: TARGET, "now": NOW}
+    extra = {name: [torch.tensor(column[number]) for number in (0, 1)] for name, column in columns.items()}
+    extra[SAMPLE_TOKENS] = [torch.full((3,), 3), torch.full((1,), 3)]
+    batch, step = pack(ROWS, extra=extra), replace(STEP, num_samples=1)
+    loss, _ = ValueLoss(step, value_clip=0.2, per_token=False)(batch.extra_T["now"], torch.zeros(1), batch)
+    assert float(loss) == pytest.approx((0.045 + 0.405 + 1.62) / 3)
 
 
 def test_metrics_are_means_over_trainable_tokens_of_what_the_round_began_with() -> None:

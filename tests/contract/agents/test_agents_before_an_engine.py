@@ -1,0 +1,296 @@
+"""Agents as a worker runs them, before a scripted engine: their rows, their failures, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.helpers.chat_tokenizers import make_chat_tokenizer
+from tests.helpers.rollout_setup import make_args
+from tests.helpers.scripted_engine import Reply, Request, ScriptedEngine
+from vime.agents import server
+from vime.agents.generate import generate
+from vime.agents.task import AgentTask
+from vime.config.agent_checks import GENERATE
+from vime.rollout.exchanges import recording
+from vime.rollout.generation import close_clients, train_sampling_params
+from vime.rollout.groups import generate_and_rm_group, unusable_reason
+from vime.rollout.loops import rollout_loop
+from vime.sessions.tokenizer import HfChatTokenizer
+from vime.types import Sample, SampleStatus
+from vime.utils import waits
+
+TOKENIZER = HfChatTokenizer(make_chat_tokenizer("chatml"))
+
+
+def answer(request: Request) -> Reply:
+    return Reply(token_ids=TOKENIZER.encode(f"n{request.number}<|im_end|>"), version=str(request.number))
+
+
+class World:
+    """A worker's process: an engine, a model's tokenizer, a run directory."""
+
+    def __init__(self, directory: Path, engine: ScriptedEngine) -> None:
+        self.directory, self._engine = directory, engine
+
+    def args(self, *flags: object) -> Any:
+        common = ("--hf-checkpoint", self.directory, "--custom-generate-function-path", GENERATE)
+        router = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", self._engine.port)
+        return make_args(*common, *router, *flags)
+
+    def command(self, source: str, *flags: object) -> Any:
+        (self.directory / "agent.py").write_text(source)
+        return self.args("--agent-command", f"{sys.executable} {self.directory / 'agent.py'}", *flags)
+
+    def generate(self, args: Any, sample: Sample) -> list[Sample]:
+        work = generate(args, sample, train_sampling_params(args))
+        return rollout_loop().run(work, name="an agent", timeout_s=60)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    make_chat_tokenizer("chatml").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "hidden_size": 32, "vocab_size": 300, "num_hidden_layers": 2,
+                    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 192,
+                    "max_position_embeddings": 512})
+    )  # fmt: skip
+    waits.open_registry(tmp_path, "worker")
+    with ScriptedEngine(answer) as engine:
+        yield World(tmp_path, engine)
+        while server._SERVERS:
+            rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
+        close_clients()
+    waits.close_registry()
+
+
+def sample(index: int = 0) -> Sample:
+    return Sample(group_index=7, index=index, prompt="1+1=", label="2", tokens=[1], metadata={"level": 3})
+
+
+def say(client: openai.OpenAI, messages: list[Any], text: str) -> list[Any]:
+    """Add a message and the answer to it."""
+    asked = [*messages, {"role": "user", "content": text}]
+    content = client.chat.completions.create(model="m", messages=asked).choices[0].message.content
+    return [*asked, {"role": "assistant", "content": content}]
+
+
+def two_turns(task: AgentTask) -> float:
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
+    assert (task.prompt, task.label, task.metadata["level"]) == ("1+1=", "2", 3)
+    say(client, say(client, [], "a"), "b")
+    return 0.5
+
+
+async def a_subagent(task: AgentTask) -> None:
+    """Two turns, and between them a conversation of its own; the run's reward function scores it."""
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
+    messages = await asyncio.to_thread(say, client, [], "a")
+    await asyncio.to_thread(say, client, [], "search")
+    await asyncio.to_thread(say, client, messages, "b")
+
+
+def raises(task: AgentTask) -> float:
+    raise KeyError(task.prompt)
+
+
+def returns_text(task: AgentTask) -> str:
+    return f"{task.label}"
+
+
+def asks_nothing(task: AgentTask) -> float:
+    return 1.0
+
+
+async def last_number(_args: Any, scored: Sample, **_: object) -> float:
+    """The number of the request that gave the last answer: its text ends with it."""
+    return float(scored.response.rsplit("n", 1)[1])
+
+
+HERE = Path(__file__)
+
+
+def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_reward(world: World) -> None:
+    [row] = world.generate(world.args("--agent-function", f"{HERE}:two_turns"), sample())
+    assert (row.group_index, row.index, row.status, row.reward) == (7, 0, SampleStatus.COMPLETED, 0.5)
+    assert (row.prompt, row.label, row.metadata["level"]) == ("1+1=", "2", 3)
+    said = TOKENIZER.encode("n0<|im_end|>"), TOKENIZER.encode("n1<|im_end|>")
+    trained = [token for token, mask in zip(row.tokens[row.prompt_length :], row.loss_mask, strict=True) if mask]
+    assert trained == [*said[0], *said[1]]
+    assert row.weight_versions == [0, 1]  # the engine said one for each request
+    assert row.response.startswith("n0")
+    assert row.response.endswith("n1")
+
+
+def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: World) -> None:
+    """Else the first group's record would grow with every agent's requests for as long as the process lives."""
+    args = world.args("--agent-function", f"{HERE}:two_turns")
+
+    async def work() -> int:
+        with recording(args, sample()) as record:
+            await generate(args, sample(), train_sampling_params(args))
+            return len(record.exchanges)
+
+    assert rollout_loop().run(work(), name="an agent", timeout_s=60) == 0
+
+
+def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_the_last_one(world: World) -> None:
+    args = world.args("--agent-function", f"{HERE}:a_subagent", "--custom-rm-path", f"{HERE}:last_number")
+    work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
+    rows = rollout_loop().run(work, name="a group", timeout_s=60)
+    assert [(row.index, row.metadata["session_row"], row.metadata["session_rows"]) for row in rows] == [
+        (0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2),
+    ]  # fmt: skip
+    for first, last in (rows[:2], rows[2:]):
+        assert first.reward == last.reward == float(last.response.rsplit("n", 1)[1])
+        assert first.response != last.response
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "it raised KeyError: '1+1='"),
+        ("returns_text", "it returned '2'; expected a finite number, or None"),
+        ("asks_nothing", "the session has no turn to reward; let it fail instead"),
+    ],
+)
+def test_a_function_that_gives_no_sample_lets_its_sample_fail_and_never_be_zero(
+    world: World, name: str, reason: str
+) -> None:
+    args = world.args("--agent-function", f"{HERE}:{name}")
+    [row] = world.generate(args, sample())
+    assert (row.status, row.reward, row.response_length) == (SampleStatus.FAILED, None, 0)
+    assert row.metadata == {"level": 3, "session_reason": reason}
+    work = generate_and_rm_group(args, [sample()], train_sampling_params(args))
+    group = rollout_loop().run(work, name="a group", timeout_s=60)
+    assert unusable_reason(group) == "failed"
+
+
+def test_a_program_finds_address_key_and_prompt_in_its_environment_and_says_its_reward(world: World) -> None:
+    source = """
+import json, os, urllib.request
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+base, session = os.environ["OPENAI_BASE_URL"], os.environ["VIME_SESSION"]
+assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+assert base == os.environ["ANTHROPIC_BASE_URL"] + "/v1"
+post(base + "/chat/completions", {"messages": [{"role": "user", "content": os.environ["VIME_PROMPT"]}]})
+post(f"{base}/sessions/{session}/complete", {"reward": float(os.environ["VIME_LABEL"])})
+"""
+    [row] = world.generate(world.command(source), sample())
+    assert (row.status, row.reward) == (SampleStatus.COMPLETED, 2.0)
+    assert TOKENIZER.decode(row.tokens) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\nn0<|im_end|>"
+
+
+def test_a_program_that_ends_with_another_code_than_0_says_why_it_failed(world: World) -> None:
+    [row] = world.generate(world.command("import sys\nprint('no luck')\nsys.exit(3)\n"), sample())
+    assert (row.status, row.reward) == (SampleStatus.FAILED, None)
+    assert row.metadata["session_reason"] == "it ended with code 3: no luck"
+
+
+ENDLESS = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+place = pathlib.Path(__file__).parent / "pids"
+place.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+place.with_suffix(".new").rename(place)
+time.sleep(600)
+"""
+
+
+def wait_for(path: Path) -> str:
+    ends = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < ends, f"{path} does not come"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def assert_they_end(pids: list[int]) -> None:
+    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(found, timeout=30)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_children(world: World) -> None:
+    args = world.command(ENDLESS, "--agent-timeout-secs", "4")
+    future = rollout_loop().submit(generate(args, sample(5), train_sampling_params(args)))
+    pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
+    known = wait_for(world.directory / "waits" / f"worker.{os.getpid()}.json")
+    while "the agent of sample 5, group 7, to end" not in known and not future.done():
+        known = (world.directory / "waits" / f"worker.{os.getpid()}.json").read_text()
+    [wait] = [one for one in json.loads(known)["waits"] if one["name"] == "the agent of sample 5, group 7, to end"]
+    assert (wait["owners"], wait["deadline_s"]) == (["agent"], 4.0)
+    [row] = future.result(60)
+    assert row.status is SampleStatus.FAILED
+    assert row.metadata["session_reason"] == "it ran for longer than 4 s (--agent-timeout-secs)"
+    assert_they_end(pids)
+
+
+def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: World) -> None:
+    args = world.command(ENDLESS)
+    future = rollout_loop().submit(generate(args, sample(), train_sampling_params(args)))
+    pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
+    future.cancel()
+    assert_they_end(pids)
+
+
+WORKER = """
+import asyncio, sys
+from vime.agents.task import AgentTask, run_command
+task = AgentTask(base_url="", anthropic_base_url="", api_key="", session_id="", prompt="")
+asyncio.run(run_command(f"{sys.executable} {sys.argv[1]}", task, timeout_s=600))
+"""
+
+
+def test_a_program_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ENDLESS.replace("600", "60"))
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path / "agent.py")])
+    program, child = (int(pid) for pid in wait_for(tmp_path / "pids").split())
+    worker.kill()
+    worker.wait(30)
+    assert_they_end([program])
+    psutil.Process(child).kill()  # its own child is not known to anybody any more, as docs/agents.md says
+
+
+def test_a_budget_of_turns_ends_the_session_and_its_row_is_truncated(world: World) -> None:
+    source = """
+import json, os, urllib.error, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+def ask():
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+ask()
+try:
+    ask()
+except urllib.error.HTTPError as error:
+    assert (error.code, json.load(error)["error"]["code"]) == (403, "budget_turns")
+"""
+    [row] = world.generate(world.command(source, "--agent-max-turns", "1"), sample())
+    assert (row.status, row.reward) == (SampleStatus.TRUNCATED, None)
+    assert row.metadata["session_reason"] == "budget of 1 turns"
+
+
+def test_the_file_of_a_process_that_has_ended_is_removed_when_another_one_begins(world: World) -> None:
+    folder = world.directory / server.DIRECTORY
+    folder.mkdir()
+    host = server.socket.gethostname()
+    dead, others = folder / f"{host}.4194305.ab.sqlite", folder / "elsewhere.4194305.ab.sqlite"  # above the largest pid
+    for path in (dead, dead.with_name(f"{dead.name}-wal"), others):
+        path.touch()
+    world.generate(world.args("--agent-function", f"{HERE}:two_turns"), sample())
+    names = {path.name for path in folder.iterdir()}
+    assert {name for name in names if ".4194305." in name} == {others.name}
+    assert [name for name in names if name.startswith(f"{host}.{os.getpid()}.") and name.endswith(".sqlite")]

@@ -1,0 +1,58 @@
+"""The flags of agents: what they derive, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rollout_setup import write_model_directory
+from vime.config.agent_checks import GENERATE, check_agents, resolve_agents
+from vime.config.parse import Config, parse
+from vime.types import ConfigError
+
+
+def config_of(directory: Path, *flags: str) -> Config:
+    write_model_directory(directory)
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    config = parse(["--hf-checkpoint", str(directory), *flags])
+    return config.replace(**resolve_agents(config))
+
+
+def test_an_agent_answers_the_prompts_and_without_one_nothing_changes(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "--agent-command", "sh agent.sh")
+    check_agents(config)
+    assert config.rollout.custom_generate_function_path == GENERATE
+    plain = config_of(tmp_path)
+    check_agents(plain)
+    assert plain.rollout.custom_generate_function_path is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--agent-function", "a.b"], "--agent-command and --agent-function.*Remove one"),
+        (["--custom-generate-function-path", "a.b"], "--custom-generate-function-path a.b with an agent"),
+        (["--agent-timeout-secs", "600"], "--agent-timeout-secs 600 is not below --generate-timeout-secs 600"),
+        (["--reference-mode"], "--reference-mode with an agent"),
+        (["--use-rollout-routing-replay"], "--use-rollout-routing-replay with an agent: sessions record no experts"),
+        (["--use-opd"], "--use-opd with an agent.*--opd-teacher-load"),
+    ],
+)
+def test_what_an_agent_cannot_be_combined_with_is_refused_by_name(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_agents(config_of(tmp_path, "--agent-command", "sh agent.sh", *flags))
+
+
+def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no program .*no-such-agent.* is found"):
+        check_agents(config_of(tmp_path, "--agent-command", "no-such-agent --fast"))
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "--agent-command", "sh agent.sh")
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"has no chat template.*chat_template.jinja"):
+        check_agents(config)

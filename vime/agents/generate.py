@@ -1,0 +1,64 @@
+"""The generate function of runs with an agent: a session, the agent, and the rows of what was sampled for it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from vime.agents.server import AgentServer, agent_server
+from vime.agents.task import AgentFailed, AgentTask, run_command, run_function
+from vime.config.parse import Args
+from vime.protocols import SamplingParams
+from vime.rollout.plugins import plugin
+from vime.rollout.prompts import decode_response
+from vime.sessions.service import Live, Refused, member_samples
+from vime.sessions.store import Budget, State
+from vime.types import PendingText, Sample, SampleStatus
+from vime.utils.waits import waiting
+
+
+async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> list[Sample]:
+    """Return the rows of the agent's session: one of a linear agent, one more for each branch; or the sample with
+    status failed and the reason in its metadata.
+
+    Waits for: the agent, --agent-timeout-secs. A reward is what the agent gave with `complete`, or what its function
+    returned; without one the run's reward function is asked.
+    """
+    server = await agent_server(args)
+    budget = Budget(turns=args.agent_max_turns, tokens=args.agent_max_tokens)
+    live, task = await server.begin(sample, budget, sampling_params)
+    try:
+        reward = await _run(args, task, f"the agent of sample {sample.index}, group {sample.group_index}, to end")
+        await _complete(server, live, reward)
+    except (AgentFailed, Refused) as error:
+        await server.give_up(live, str(error))
+    except BaseException:
+        await server.give_up(live, "its group is not wanted any more")
+        raise
+    rows = member_samples(live.session, live.entries, base=sample)
+    for row in rows:
+        if row.status is not SampleStatus.FAILED:
+            decode = partial(decode_response, args.hf_checkpoint)
+            row.set_pending_text(PendingText(row.tokens[row.prompt_length :], decode))
+    await server.retire(live)
+    return rows
+
+
+async def _run(args: Args, task: AgentTask, wait: str) -> float | None:
+    timeout_s = args.agent_timeout_secs
+    with waiting(wait, "agent", deadline_s=timeout_s):
+        if args.agent_command:
+            await run_command(args.agent_command, task, timeout_s=timeout_s)
+            return None
+        function = plugin(args, "agent_function")
+        assert function is not None, "check_agents wants one of them"
+        return await run_function(function, task, timeout_s=timeout_s)
+
+
+async def _complete(server: AgentServer, live: Live, reward: float | None) -> None:
+    """End the session of an agent that has ended; it may have said its reward itself."""
+    await server.turns_of(live)
+    session = live.session
+    if session.state is State.FAILED:
+        raise AgentFailed(session.reason or "it said that it failed")
+    if session.state is State.OPEN or reward is not None:
+        await server.sessions.complete(live, reward)

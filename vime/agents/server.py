@@ -1,0 +1,154 @@
+"""The server of sessions in a process that generates: on the rollout loop, on loopback, one for all of its agents."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from vime.agents.task import AgentTask
+from vime.backends.vllm_utils.reply_parser import make_reply_parser
+from vime.config.parse import Args
+from vime.protocols import SamplingParams
+from vime.rollout.generation import engine_client, train_sampling_params
+from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.sessions.server import make_routes
+from vime.sessions.service import Live, ReplyParser, Sessions
+from vime.sessions.splice import Message
+from vime.sessions.store import Budget, Call, Reply, SessionStore
+from vime.sessions.tokenizer import HfChatTokenizer
+from vime.types import Sample
+from vime.utils.waits import run_directory, waiting
+
+DIRECTORY = "sessions"
+"""Folder of a run with a SQLite file for each process that generates."""
+KEPT_SESSIONS = 1024
+"""How many sessions that have ended stay in the file, to be looked at; older ones are deleted."""
+BACKLOG = 1024
+
+
+class AgentServer:
+    """Made on the rollout loop by `agent_server`."""
+
+    def __init__(self, args: Args, parse: ReplyParser, path: Path) -> None:
+        tokenizer = HfChatTokenizer(load_tokenizer(args.hf_checkpoint))
+        self.path = path
+        self.sessions = Sessions(
+            SessionStore(path),
+            engine_client(args),
+            tokenizer,
+            parse,
+            context_length=context_limit(args),
+            sampling_params=train_sampling_params(args),
+            idle_s=args.agent_timeout_secs,
+        )
+        self._timeout_s = args.generate_timeout_secs
+        self._ended: deque[Live] = deque()
+        model = Path(args.hf_checkpoint).name
+        # nobody but this process makes sessions, so nobody is told the key that makes them
+        app = Starlette(routes=make_routes(admin_key=secrets.token_urlsafe(32), model=model))
+        app.state.sessions = self.sessions
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self._root = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+        self._server = uvicorn.Server(config)
+        # A context of its own: that of the group which happens to be the first would record every agent's requests as
+        # its own, and end them when it ends.
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), context=contextvars.Context())
+
+    async def begin(self, sample: Sample, budget: Budget, params: SamplingParams) -> tuple[Live, AgentTask]:
+        """Return a new session for the sample, and what its agent is told."""
+        if self._serving.done():
+            self._serving.result()
+        session, key = await self.sessions.create(sample.group_index, sample.index, budget)
+        live = self.sessions.by_id(session.id)
+        live.sampling = dict(params)
+        task = AgentTask(
+            base_url=f"{self._root}/v1",
+            anthropic_base_url=self._root,
+            api_key=key,
+            session_id=session.id,
+            prompt=sample.prompt,
+            label=sample.label,
+            metadata=sample.metadata,
+        )
+        return live, task
+
+    async def turns_of(self, live: Live) -> None:
+        """Wait until no turn of the session is under way: its agent may have ended without the last answer."""
+        under_way = [known.task for known in live.asked if not known.task.done()]
+        if under_way:
+            with waiting("turns of an agent that has ended", "engine", deadline_s=self._timeout_s):
+                await asyncio.wait(under_way, timeout=self._timeout_s)
+
+    async def give_up(self, live: Live, reason: str) -> None:
+        """Let the session fail, and end its turns under way."""
+        for known in live.asked:
+            known.task.cancel()
+        await self.sessions.fail(live, reason, is_final=True)
+
+    async def retire(self, live: Live) -> None:
+        """Note that the rows of the session were taken; the oldest of many is deleted."""
+        self._ended.append(live)
+        while len(self._ended) > KEPT_SESSIONS:
+            await self.sessions.delete(self._ended.popleft())
+
+    async def close(self) -> None:
+        """End the server; what was recorded stays in its file."""
+        self._server.should_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+        await self.sessions.close()
+
+
+_SERVERS: list[AgentServer] = []
+"""At most one. Owner: the rollout loop."""
+_LOCK = asyncio.Lock()
+
+
+async def agent_server(args: Args) -> AgentServer:
+    """Return the server of this process; the first call starts it. Call it on the rollout loop."""
+    async with _LOCK:
+        if not _SERVERS:
+            with ThreadPoolExecutor(1, thread_name_prefix="vime-agent-parser") as importing:
+                parse = await asyncio.get_running_loop().run_in_executor(importing, _make_parser, args)
+            _SERVERS.append(AgentServer(args, parse, _new_file()))
+        return _SERVERS[0]
+
+
+def _new_file() -> Path:
+    """Return the path of a new file; files of processes of this machine that have ended are removed: a group that one
+    of them had under way is generated again, by another agent."""
+    run, host = run_directory(), socket.gethostname()
+    assert run is not None, "every process of a run knows its directory"
+    directory = run / DIRECTORY
+    for old in directory.glob(f"{host}.*.sqlite"):
+        pid = int(old.name.removeprefix(f"{host}.").split(".")[0])
+        if not Path(f"/proc/{pid}").exists():
+            for path in directory.glob(f"{old.name}*"):
+                path.unlink(missing_ok=True)
+    return directory / f"{host}.{os.getpid()}.{secrets.token_hex(3)}.sqlite"
+
+
+def _make_parser(args: Args) -> ReplyParser:
+    """Return what reads completions. Without a parser of vLLM everything is content, and vLLM is not imported."""
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    if args.agent_tool_parser is None and args.agent_reasoning_parser is None:
+        plain = HfChatTokenizer(tokenizer)
+        return lambda _prompt, ids, _tools: Reply(content=plain.decode(ids, without_special=True))
+    parse = make_reply_parser(tokenizer, tools=args.agent_tool_parser, reasoning=args.agent_reasoning_parser)
+
+    def read(prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Message]) -> Reply:
+        found = parse(prompt_ids, token_ids, tools)
+        calls = tuple(Call(id=number, name=name, arguments=given) for number, name, given in found.calls)
+        return Reply(content=found.content, reasoning=found.reasoning, calls=calls)
+
+    return read

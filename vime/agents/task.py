@@ -1,0 +1,124 @@
+"""What an agent is told, and how it is run: a program of its own process group, or a function."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import cast
+
+from vime.rollout.loops import LoopThread
+from vime.types import VimeError
+from vime.utils import die_with_parent
+
+SHOWN_BYTES = 400
+"""How much of a program's last output its reason for failing holds."""
+MOST_THREADS = 256
+
+
+class AgentFailed(VimeError):
+    """The agent gave no sample; the message is the reason. Its group is treated as one with a failed sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """What an agent gets. `base_url` is for OpenAI's SDK, `anthropic_base_url` for Anthropic's; `api_key` for both."""
+
+    base_url: str
+    anthropic_base_url: str
+    api_key: str
+    session_id: str
+    prompt: str | list[dict[str, object]]
+    label: object = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of --agent-command. A prompt or label that is no text is JSON."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "VIME_PROMPT": _text(self.prompt),
+            "VIME_LABEL": "" if self.label is None else _text(self.label),
+            "VIME_SESSION": self.session_id,
+        }
+
+
+async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> None:
+    """Run the program to its end; AgentFailed for an exit code other than 0, and after `timeout_s`. Whatever is left of
+    its process group is ended, also when this is cancelled; the program ends with this process, however that ends."""
+    program, *arguments = shlex.split(command)
+    found = shutil.which(program)
+    if found is None:
+        raise AgentFailed(f"--agent-command: there is no program {program!r} any more")
+    launcher = [sys.executable, "-I", "-S", die_with_parent.__file__]
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_exec(
+            *launcher, found, *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **task.environment()},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(timeout_s):
+                code = await process.wait()
+        except TimeoutError:
+            raise AgentFailed(f"it ran for longer than {timeout_s:g} s (--agent-timeout-secs)") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # of its own session, which nobody else can have joined
+        if code:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - SHOWN_BYTES))
+            said = output.read().decode(errors="replace").strip()
+            raise AgentFailed(f"it ended with code {code}: {said or 'it wrote nothing'}")
+
+
+async def run_function(function: Callable[..., object], task: AgentTask, *, timeout_s: float) -> float | None:
+    """Return the function's reward. A plain `def` has a thread, an `async def` runs on a loop that generation does not
+    share. AgentFailed when it raises, is late, or returns something else. A thread cannot be ended: its next request is
+    refused, because its session has failed."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            if inspect.iscoroutinefunction(function):
+                call = cast("Coroutine[object, object, object]", function(task))
+                value = await asyncio.wrap_future(_loop().submit(call))
+            else:
+                value = await asyncio.get_running_loop().run_in_executor(_threads(), function, task)
+    except TimeoutError:
+        raise AgentFailed(f"it ran for longer than {timeout_s:g} s (--agent-timeout-secs)") from None
+    except Exception as error:  # boundary: an agent is a program of others and raises anything; its sample has failed
+        raise AgentFailed(f"it raised {type(error).__name__}: {error}"[: 2 * SHOWN_BYTES]) from error
+    if value is None:
+        return None
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise AgentFailed(f"it returned {value!r:.60}; expected a finite number, or None")
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+@lru_cache(maxsize=1)
+def _loop() -> LoopThread:
+    return LoopThread("vime-agent-loop")
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="vime-agent")

@@ -1,0 +1,69 @@
+"""Checks of the flags of agents, and what they derive (docs/agents.md)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+from vime.config.parse import Config
+from vime.types import ConfigError
+
+GENERATE = "vime.agents.generate.generate"
+"""What --custom-generate-function-path is in a run with an agent."""
+
+
+def resolve_agents(config: Config) -> dict[str, str | None]:
+    """Return --custom-generate-function-path as it is, or the one that runs agents."""
+    given = config.rollout.custom_generate_function_path
+    return {"custom_generate_function_path": GENERATE if config.agents.has_agent and given is None else given}
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether the tokenizer's files have one. True where they cannot be read, which is reported elsewhere."""
+    try:
+        settings = json.loads((directory.expanduser() / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return True
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    return bool(settings.get("chat_template")) or any((directory.expanduser() / name).exists() for name in files)
+
+
+def check_agents(config: Config) -> None:
+    agents, rollout = config.agents, config.rollout
+    if not agents.has_agent:
+        return
+    if agents.agent_command and agents.agent_function:
+        raise ConfigError("--agent-command and --agent-function: a sample has one agent. Remove one of them.")
+    if rollout.custom_generate_function_path != GENERATE:
+        raise ConfigError(
+            f"--custom-generate-function-path {rollout.custom_generate_function_path} with an agent: both would answer "
+            "the prompts. Remove one of them."
+        )
+    if agents.agent_command:
+        words = shlex.split(agents.agent_command)
+        if not words or shutil.which(words[0]) is None:
+            raise ConfigError(
+                f"--agent-command {agents.agent_command!r}: no program {words[:1]} is found. Give its path."
+            )
+    if agents.agent_timeout_secs >= rollout.generate_timeout_secs:
+        raise ConfigError(
+            f"--agent-timeout-secs {agents.agent_timeout_secs:g} is not below --generate-timeout-secs "
+            f"{rollout.generate_timeout_secs:g}, which ends the run. Raise that one."
+        )
+    if not has_chat_template(Path(config.model.hf_checkpoint)):
+        raise ConfigError(
+            f"--hf-checkpoint {config.model.hf_checkpoint}: its tokenizer has no chat template, and agents send "
+            "messages. Put chat_template.jinja beside the model."
+        )
+    for flag_given, why in (
+        (config.debug.reference_mode and "--reference-mode", "the order of an agent's requests is its own"),
+        (config.algo.use_rollout_routing_replay and "--use-rollout-routing-replay", "sessions record no experts"),
+        (
+            config.algo.use_opd and not config.algo.opd_teacher_load and "--use-opd",
+            "nobody gives teacher_log_probs; add --opd-teacher-load",
+        ),
+    ):
+        if flag_given:
+            raise ConfigError(f"{flag_given} with an agent: {why}. Remove one of the two.")
