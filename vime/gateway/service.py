@@ -32,7 +32,7 @@ from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_types import EXTERNAL, CapacityError, IssuedPrompt, Payload, Task, TransitionError
+from vime.handoff.ledger_types import EXTERNAL, CapacityError, IssuedPrompt, Payload, PromptGrant, Task, TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.types import LARGEST_REWARD, HandoffError, Sample, SampleStatus, VersionSpan, tiling_fault
 from vime.utils.waits import waiting
@@ -163,6 +163,11 @@ class Gateway:
     async def lease(self, producer: str, call: m.LeasePrompts) -> m.Prompts:
         """Waits for: a slot, `wait_s` at most. Unblocked by: a round that is served, or a dropped group."""
         name = _ledger_name(producer)
+        # Before the look at the weights: a gateway that was started again does not know them, and a job that does not
+        # hear of its leases would renew them by heartbeats, and nobody would work on them.
+        repeated = await self._ledger.call_async(PromptLedger.issued, name, call.request)
+        if repeated.prompts:
+            return self._prompts_of(producer, repeated)
         ends, seen = time.monotonic() + call.wait_s, -1
         with waiting("a slot for an external job", "driver", deadline_s=call.wait_s):
             while True:
@@ -178,6 +183,9 @@ class Gateway:
                     raise _STOPPING
                 seen = await self._ledger.wait_for_news_async(seen, min(left, STOP_POLL_S), slots=1)
         self.job(producer).is_told = grant.is_exhausted
+        return self._prompts_of(producer, grant)
+
+    def _prompts_of(self, producer: str, grant: PromptGrant) -> m.Prompts:
         return m.Prompts(
             prompts=[self._prompt(producer, issued) for issued in grant.prompts],
             serving=self.weights.serving,

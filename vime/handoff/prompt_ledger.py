@@ -86,6 +86,10 @@ class PromptLedger:
             return self._grant(tasks)
         return self._no_prompt(number, is_at_end=is_at_end)
 
+    def issued(self, producer: str, request: str) -> PromptGrant:
+        """Return what this request of `issue` was given and the producer still has; nothing new."""
+        return self._grant(self._store.memory.requests.get((producer, request), []))
+
     def _take(
         self, producer: str, count: int, request: str, partition: str, number: int, end: int | None
     ) -> tuple[list[Task], bool]:

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vime.backends.vllm_utils.guard import session_members, weigh_session
 from vime.config.parse import Config
 from vime.config.paths import path_flags
-from vime.config.queue_checks import EXTERNAL
+from vime.config.queue_checks import BUFFER, EXTERNAL
 from vime.ray.waits import wait_for
 from vime.types import ClusterError, ConfigError, describe
 from vime.utils import die_with_parent
@@ -105,7 +105,7 @@ def demand_of(config: Config) -> Demand:
         engines = config.cluster.num_engines
         cpus += ENGINE_CPUS * engines
         gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
-    if config.queue.transferqueue_mode != "off":
+    if config.queue.has_ledger or config.queue.transferqueue_mode == BUFFER:
         cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
     if config.queue.has_ledger:
         cpus += LEDGER_CPUS

@@ -348,3 +348,16 @@ def test_a_job_that_begins_anew_gives_back_what_its_dead_process_had(run):
     late = client.post("/v1/groups", json=group_of(old))
     assert (late.status_code, late.json()["code"]) == (409, "lease_lost")
     assert client.post("/v1/groups", json=group_of(again)).json()["is_committed"]
+
+
+def test_leases_whose_response_was_lost_come_back_though_the_gateway_forgot_the_jobs_weights(run):
+    """A gateway that was killed between the ledger's answer and its own has forgotten the confirmations too. It may not
+    ask for weights first: the job would lease anew, and its heartbeats would renew leases that it does not know."""
+    client = run.client()
+    [lost] = lease(client, request="whose response was lost")
+    run.weights._confirmed.clear()
+    [again] = lease(client, request="whose response was lost")
+    assert again == lost
+    refused(client.post("/v1/groups", json=group_of(again)), 409, "unconfirmed_version")
+    confirm(client)
+    assert client.post("/v1/groups", json=group_of(again)).json()["is_committed"]
