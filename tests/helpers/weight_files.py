@@ -31,7 +31,7 @@ def write_weights(
         for number, meta in enumerate(TensorMeta.of(name, tensor) for name, tensor in tensors.items())
     ]  # fmt: skip
     hashed = content_hash(tensors)
-    (directory / "tokenizer.json").write_text("{}")  # a run writes a whole Hugging Face directory
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')  # a run writes a whole Hugging Face directory
     (directory / "tensors.json").write_text(
         json.dumps({"version": version, "content_hash": hashed, "tensors": entries})
     )

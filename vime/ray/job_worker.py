@@ -90,13 +90,13 @@ class JobWorker(GroupWorker):
                 continue
             call = m.LeasePrompts(request=uuid.uuid4().hex, count=wanted, wait_s=LEASE_WAIT_S)
             granted = await self._client.call("/v1/leases", call, m.Prompts, longer_s=LEASE_WAIT_S)
+            if granted.is_exhausted:  # before the look at the weights: the gateway may be gone in a moment
+                self._over.set()
+                break
             if granted.serving != self._version or granted.lags:
                 await self._load(granted.serving)
             if granted.prompts:
                 return [self._assignment(prompt, granted.serving) for prompt in granted.prompts]
-            if granted.is_exhausted:
-                self._over.set()
-                break
         return []
 
     async def watch(self) -> None:

@@ -209,7 +209,7 @@ GENERATE = "from vime.rollout.generation import generate\nimport copy\nasync def
 def test_a_custom_generate_function_may_fan_out_and_set_rewards(play, plugin_file):
     text = GENERATE + (
         "sample = await generate(args, sample, params)\n"
-        "    twin = copy.deepcopy(sample); twin.reward = 9.0\n"
+        "    twin = copy.deepcopy(sample); twin.reward = 9.0; twin.index += 1000  # a sample of its own\n"
         "    return [sample, twin]\n"
     )
     with ScriptedEngine(echo_first_sample) as engine:

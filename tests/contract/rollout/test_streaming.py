@@ -42,7 +42,7 @@ def test_each_group_is_in_one_round_in_the_order_of_the_prompts(tmp_path, model_
         assert rounds[2].metrics["rollout/version_oldest"] == 2
         # six groups for three rounds of two, and not one prompt more
         assert run.status().active == 0
-        assert run.port.call(PromptLedger.issue, "p", 1, request="r").waits_for.startswith("a slot")
+        assert run.port.call(PromptLedger.issue, "p", 1, request="r").is_exhausted
 
 
 def test_at_staleness_0_no_prompt_is_sent_before_the_weights_of_the_round_are_served(tmp_path, model_dir):
