@@ -66,6 +66,8 @@ class GatewayClient:
 
     async def download(self, version: int, file: m.WeightFile, directory: Path) -> None:
         """Write one file of a version, part by part. RefusedError when it is not the file of the manifest."""
+        if Path(file.name).name != file.name:
+            raise VimeError(f"{self.url}: version {version} has a file {file.name!r}; expected a name without a path.")
         path, digest = f"/v1/weights/{version}/files/{file.name}", hashlib.sha256()
         draft = directory / f"{file.name}.partial"
         with draft.open("wb") as written:

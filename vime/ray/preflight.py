@@ -20,7 +20,7 @@ from vime.config.hf_config import num_tokenizer_ids
 from vime.config.layout import check_model_layout, idle_under_fsdp
 from vime.config.parse import Config, parse_readable
 from vime.config.paths import absolute_paths
-from vime.config.queue_checks import STREAMING
+from vime.config.queue_checks import EXTERNAL, STREAMING
 from vime.data.columns import check_requested
 from vime.handoff.ledger_types import LEDGER_NAME
 from vime.handoff.ledger_undo import lasting_file
@@ -53,6 +53,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     if is_async:
         refusals.attempt(_check_prefetch, config)
     refusals.attempt(_check_port, config.engine.vllm_router_port)
+    refusals.attempt(_check_gateway, config)
     refusals.attempt(_check_address, config.reward.rm_url)
     refusals.attempt(_check_resumed, config)
     refusals.attempt(_check_place, "--save-hf", config.model.save_hf)
@@ -94,6 +95,25 @@ def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, prog
 def _check_port(port: int | None) -> None:
     if port is not None and not port_is_free("127.0.0.1", port):
         raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
+
+
+def _check_gateway(config: Config) -> None:
+    """Check that the gateway of mode external can listen, and has its certificate."""
+    queue = config.queue
+    if queue.transferqueue_mode != EXTERNAL:
+        return
+    host, _, port = queue.transferqueue_address.rpartition(":")
+    if port != "0" and not port_is_free(host.strip("[]"), int(port)):
+        raise ConfigError(
+            f"--transferqueue-address {queue.transferqueue_address}: cannot be listened on; expected a free port of an "
+            "address of this machine. Choose another, or port 0."
+        )
+    for flag, path in (
+        ("--transferqueue-tls-cert", queue.transferqueue_tls_cert),
+        ("--transferqueue-tls-key", queue.transferqueue_tls_key),
+    ):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{flag} {path}: there is no such file. Expected one in PEM; check the path.")
 
 
 def _check_address(url: str | None) -> None:

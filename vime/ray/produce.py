@@ -83,17 +83,15 @@ class Weights:
             await self.client.call("/v1/weights/loaded", loaded, m.Confirmed)
 
     async def _files(self, manifest: m.WeightManifest) -> Path:
-        """Return a directory with the files of a version: the trainer's own where this machine sees it, else
-        downloaded ones."""
-        from vime.weights.published import TENSORS_NAME, content_hash_of
-
-        shared = Path(manifest.location)
-        if (shared / TENSORS_NAME).is_file() and content_hash_of(shared) == manifest.content_hash:
-            return shared
+        """Return a directory with the files of a version. Where this machine sees the trainer's own they are linked,
+        so that they stay when the trainer deletes an old version; else they are downloaded."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         for file in manifest.files:
-            await self.client.download(manifest.version, file, self.directory)
+            try:
+                os.link(Path(manifest.location) / Path(file.name).name, self.directory / Path(file.name).name)
+            except OSError:
+                await self.client.download(manifest.version, file, self.directory)
         return self.directory
 
     def _load(self, directory: Path, manifest: m.WeightManifest) -> dict[str, str]:

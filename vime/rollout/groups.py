@@ -39,6 +39,13 @@ async def generate_and_rm_group(
     with span("generate_group", group=number):
         samples = await _generate(args, group, sampling_params, evaluation=evaluation)
     waiting = [rows for rows in by_sample(samples) if any(row.reward is None for row in rows)]
+    for rows in waiting:
+        if any(row.reward is not None for row in rows):
+            raise PluginError(
+                f"--custom-generate-function-path: sample {rows[0].index} of group {number} has {len(rows)} rows, and "
+                "only some of them have a reward; expected the same on all, or none. Rows that are samples by "
+                "themselves need an index of their own."
+            )
     if any(sample.status in UNUSABLE for sample in samples) or is_aborting():
         return samples
     try:

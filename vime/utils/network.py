@@ -77,7 +77,8 @@ def _first_of_connections() -> int:
 
 def port_is_free(host: str, port: int) -> bool:
     """Whether a server could listen on `host:port` now. Connections that linger after a server's end do not count."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -129,11 +129,6 @@ def metadata_of(directory: Path) -> list[TensorMeta]:
     return [TensorMeta(each.name, each.dtype, tuple(each.shape)) for each in _told(directory).tensors]
 
 
-def content_hash_of(directory: Path) -> str:
-    """Return the hash that the trainer gave this version, without reading its tensors."""
-    return _told(directory).content_hash
-
-
 def forget_before(run_dir: Path, oldest: Version) -> list[Version]:
     """Delete the files of older versions and return their numbers."""
     gone = [version for version in whole_versions(run_dir) if version < oldest]

@@ -310,3 +310,14 @@ def test_a_round_that_failed_leaves_the_loop_fit_for_the_next_one(play, plugin_f
             play(engine, "--dynamic-sampling-filter-path", f"{bad}:keep")
         output, _ = play(engine)
     assert math.isclose(output.metrics["rollout/reward_mean"], 0.5)
+
+
+def test_rows_of_one_sample_of_which_only_some_have_a_reward_are_refused_by_name(play, plugin_file):
+    """Scored, the reward that the plug-in gave would be lost without a word."""
+    text = GENERATE + (
+        "sample = await generate(args, sample, params)\n"
+        "    twin = copy.deepcopy(sample); twin.reward = 9.0\n"
+        "    return [sample, twin]\n"
+    )
+    with ScriptedEngine(echo_first_sample) as engine, pytest.raises(PluginError, match="only some of them have a rew"):
+        play(engine, "--custom-generate-function-path", f"{plugin_file(text)}:custom")

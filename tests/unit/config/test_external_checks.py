@@ -1,11 +1,13 @@
 """--transferqueue-mode external: what nobody could reach, or nothing would generate, is refused before the start."""
 
 import json
+import socket
 
 import pytest
 
 from tests.helpers.rollout_setup import write_model_directory
 from vime.config.command_line import parse_command_line
+from vime.ray.preflight import _check_gateway
 from vime.types import ConfigError
 
 EXTERNAL = ["--transferqueue-mode", "external"]
@@ -59,3 +61,15 @@ def test_a_run_may_have_engines_of_its_own_beside_jobs_or_none(resolved):
 def test_what_could_not_work_is_refused_by_its_flag(resolved, tmp_path, flags, said):
     with pytest.raises(ConfigError, match=said):
         resolved(*[flag.format(prompts=tmp_path / "train.jsonl") for flag in flags])
+
+
+def test_a_port_that_is_taken_and_a_certificate_that_is_not_there_are_refused_before_the_start(resolved, tmp_path):
+    (tmp_path / "cert.pem").write_text("")
+    tls = ["--transferqueue-tls-cert", str(tmp_path / "cert.pem"), "--transferqueue-tls-key", str(tmp_path / "no.pem")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"--transferqueue-address {address}: cannot be listened on"):
+            _check_gateway(resolved(*EXTERNAL, "--transferqueue-address", address))
+    with pytest.raises(ConfigError, match=r"--transferqueue-tls-key .*no\.pem: there is no such file"):
+        _check_gateway(resolved(*EXTERNAL, *tls))
+    _check_gateway(resolved(*EXTERNAL))
