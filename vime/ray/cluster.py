@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -31,6 +32,7 @@ from vime.backends.vllm_utils.guard import session_members, weigh_session
 from vime.config.parse import Config
 from vime.config.paths import path_flags
 from vime.config.queue_checks import BUFFER, EXTERNAL
+from vime.ray.template import BaseProcess
 from vime.ray.waits import wait_for
 from vime.types import ClusterError, ConfigError, describe
 from vime.utils import die_with_parent
@@ -67,10 +69,13 @@ arena: each thread has its own otherwise, with an upper size, and Ray trains in 
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """For torch: nothing is compiled without a GPU, and what only decorates with `torch.compile` would import the compiler,
 1.6 CPU s a process."""
+STOCK_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / ray_constants.SETUP_WORKER_FILENAME)
 LOCAL_LOGS = "Ray's own logs are in /tmp/ray/session_latest/logs."
 END_S = 10.0
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
+
+_base_process = BaseProcess()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,16 +209,20 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
     --start-timeout-secs."""
     os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", WORKER_CONNECT_S)
     if config.cluster.device == "cpu":
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # they would have another environment
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: see yield_to_trainers
         for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
             os.environ.setdefault(name, value)
     _keep_ray_to_itself()
+    worker_program = None
+    if config.cluster.device == "cpu":
+        worker_program = _base_process.worker_program(STOCK_WORKER, with_queue=config.queue.transferqueue_mode != "off")
     limit_s = config.cluster.start_timeout_secs
     ends = time.monotonic() + limit_s
     for attempt in itertools.count(1):
         others = set(psutil.Process().children(recursive=True))
         try:
-            with waiting("a local Ray to start", deadline_s=START_S), _servers_alone():
+            with waiting("a local Ray to start", deadline_s=START_S), _servers_alone(worker_program):
                 ray.init(
                     address="local",  # never the cluster that some `ray start` left a note about
                     num_cpus=num_cpus,
@@ -259,7 +268,7 @@ def _keep_ray_to_itself() -> None:
 
 
 @contextlib.contextmanager
-def _servers_alone() -> Iterator[None]:
+def _servers_alone(worker_program: str | None) -> Iterator[None]:
     """Have `ray.init` in the block start what runs actors, and nothing that only shows or scales a cluster.
 
     Ray's option for the dashboard leaves out its pages, not its process. Left out are that one, the autoscaler, the
@@ -274,7 +283,7 @@ def _servers_alone() -> Iterator[None]:
     def of_an_agent(*arguments: object, **options: object) -> list[str]:
         return [sys.executable, "-I", "-S", die_with_parent.__file__, *python_command(*arguments, **options)]
 
-    less = {"no_monitor": True, "include_log_monitor": False}
+    less = {"no_monitor": True, "include_log_monitor": False, "setup_worker_path": worker_program}
     replaced: list[tuple[ModuleType, str, Callable[..., object]]] = [
         (parameter, "RayParams", functools.partial(cast("Callable[..., object]", parameter.RayParams), **less)),
         (services, "start_api_server", lambda *_, **__: (None, None)),  # its result for a dashboard that did not start
