@@ -216,13 +216,14 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
     _keep_ray_to_itself()
     worker_program = None
     if config.cluster.device == "cpu":
-        worker_program = _base_process.worker_program(STOCK_WORKER, with_queue=config.queue.transferqueue_mode != "off")
+        worker_program = _base_process.worker_program(STOCK_WORKER)
+        _base_process.begin(with_queue=config.queue.transferqueue_mode != "off")
     limit_s = config.cluster.start_timeout_secs
     ends = time.monotonic() + limit_s
     for attempt in itertools.count(1):
         others = set(psutil.Process().children(recursive=True))
         try:
-            with waiting("a local Ray to start", deadline_s=START_S), _servers_alone(worker_program):
+            with waiting("a local Ray to start", deadline_s=START_S), servers_alone(worker_program):
                 ray.init(
                     address="local",  # never the cluster that some `ray start` left a note about
                     num_cpus=num_cpus,
@@ -268,7 +269,7 @@ def _keep_ray_to_itself() -> None:
 
 
 @contextlib.contextmanager
-def _servers_alone(worker_program: str | None) -> Iterator[None]:
+def servers_alone(worker_program: str | None) -> Iterator[None]:
     """Have `ray.init` in the block start what runs actors, and nothing that only shows or scales a cluster.
 
     Ray's option for the dashboard leaves out its pages, not its process. Left out are that one, the autoscaler, the

@@ -56,11 +56,12 @@ class BaseProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._listener: socket.socket | None = None
         self._environment: dict[str, str] = {}
 
-    def worker_program(self, stock_program: str, *, with_queue: bool) -> str | None:
-        """Start the base, unless it runs; return the program with which a Ray started afterwards starts its workers.
-        None where there are no copies: Ray's own, `stock_program`. Sets two variables for Ray's workers."""
+    def worker_program(self, stock_program: str) -> str | None:
+        """Return the program with which a Ray started afterwards starts its workers, which then wait for `begin`. None
+        where there are no copies: `stock_program`, which is Ray's own. Sets two variables for Ray's workers."""
         if sys.platform != "linux":
             return None
         if self._process is not None and (self._process.poll() is not None or _without_ray() != self._environment):
@@ -68,21 +69,31 @@ class BaseProcess:
         if self._process is None:
             name = f"vime-template-{os.getpid()}-{secrets.token_hex(8)}"
             os.environ |= {fork_worker.ADDRESS: name, fork_worker.STOCK_PROGRAM: stock_program}
-            self._environment = _without_ray()
-            command = [sys.executable, "-m", __name__, name, *(["--with-queue"] if with_queue else [])]
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the driver alone
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", die_with_parent.__file__, *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # warnings of imports; what failed is said to who asks for a copy
-                    env={**os.environ, **OF_RAYS_SERVERS},
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            atexit.register(self.end)
+            self._listener = listener(name)
         return fork_worker.__file__
+
+    def begin(self, *, with_queue: bool) -> None:
+        """Start the base, unless it runs or there are no copies."""
+        if self._listener is None:
+            return
+        self._environment = _without_ray()
+        number = self._listener.fileno()
+        command = [sys.executable, "-m", __name__, str(number), *(["--with-queue"] if with_queue else [])]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the driver alone
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", die_with_parent.__file__, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # warnings of imports; what failed is said to who asks for a copy
+                env={**os.environ, **OF_RAYS_SERVERS},
+                pass_fds=[number],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._listener.close()  # the base's alone: who asks is refused when it is gone
+        self._listener = None
+        atexit.register(self.end)
 
     def end(self) -> None:
         """End the base and its templates; copies live on."""
@@ -90,6 +101,14 @@ class BaseProcess:
             self._process.kill()
             self._process.wait(END_S)
             self._process = None
+
+
+def listener(name: str) -> socket.socket:
+    """Return a socket at which workers ask; they wait there until a base accepts."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound.bind("\0" + name)  # abstract: no file that a kill would leave
+    bound.listen(socket.SOMAXCONN)
+    return bound
 
 
 def _without_ray() -> dict[str, str]:
@@ -112,12 +131,10 @@ class Copy(Exception):
 class Base:
     """Makes a template for each environment of Ray's workers, and hands requests on to it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, listener: socket.socket) -> None:
         self._own = dict(os.environ)
         self._templates: dict[frozenset[tuple[str, str]], socket.socket] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("\0" + name)
-        self._listener.listen(socket.SOMAXCONN)  # who asks during the imports waits here
+        self._listener = listener
 
     def serve(self, modules: Sequence[str], *, with_queue: bool) -> None:
         """Import, then serve for ever. Raises Copy in a copy."""
@@ -264,11 +281,14 @@ def become(request: Request) -> None:
     runpy.run_path(program, run_name="__main__")
 
 
-def main(name: str, *options: str) -> None:
-    try:
-        Base(name).serve(BASE_MODULES, with_queue="--with-queue" in options)
-    except Copy as copy:
-        request = copy.request
+def main(number: str, *options: str) -> None:
+    """Be a base with the listening socket that has this file descriptor."""
+    with socket.socket(fileno=int(number)) as listening:
+        listening.set_inheritable(False)
+        try:
+            Base(listening).serve(BASE_MODULES, with_queue="--with-queue" in options)
+        except Copy as copy:
+            request = copy.request
     become(request)
 
 

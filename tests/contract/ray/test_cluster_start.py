@@ -53,7 +53,9 @@ def make_slow(monkeypatch: pytest.MonkeyPatch, failures: list[Exception]) -> Slo
     monkeypatch.setattr(cluster, "_check_resources", lambda _: None)
     # The session may have a Ray of its own, with another address, which this process must go on to reach.
     monkeypatch.setattr(cluster, "_keep_ray_to_itself", lambda: None)
-    monkeypatch.setattr(cluster.BaseProcess, "worker_program", lambda *_, **__: None)
+    monkeypatch.setattr(
+        cluster, "_base_process", SimpleNamespace(worker_program=lambda _: None, begin=lambda **_: None)
+    )
     monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: cluster.LOOPBACK)
     return slow
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.training import ROOT
 from vime.ray import fork_worker
+from vime.ray.template import listener
 
 DEADLINE_S = 240.0
 NOBODY = 65534
@@ -202,7 +203,11 @@ for number in range(2):
 def base() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A base with few imports of its own: its name and process."""
     name = f"vime-template-test-{os.getpid()}-{time.monotonic_ns()}"
-    process = subprocess.Popen([sys.executable, "-m", "vime.ray.template", name], cwd=ROOT)
+    with listener(name) as listening:
+        number = listening.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vime.ray.template", str(number)], cwd=ROOT, pass_fds=[number]
+        )
     try:
         yield name, process
     finally:
@@ -211,19 +216,11 @@ def base() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 def connected(name: str) -> socket.socket:
-    """A connection to a base that may still be starting."""
-    ends = time.monotonic() + 60
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(60)
-        try:
-            connection.connect("\0" + name)
-        except ConnectionRefusedError:
-            connection.close()
-            assert time.monotonic() < ends
-            time.sleep(0.05)
-        else:
-            return connection
+    """A connection to a base, which may still be importing."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(60)
+    connection.connect("\0" + name)
+    return connection
 
 
 REFUSALS = {
@@ -282,7 +279,8 @@ def test_what_no_copy_can_be_is_refused_and_broken_requests_end_nothing(
 def test_another_user_gets_no_copy(base: tuple[str, subprocess.Popen[bytes]]) -> None:
     name, _ = base
     connected(name).close()
-    code = f"import os; from vime.ray.fork_worker import ask_for_copy; os.setuid({NOBODY}); print(ask_for_copy('{name}', []))"
+    asking = f"import os; from vime.ray.fork_worker import ask_for_copy; os.setuid({NOBODY})"
+    code = f"{asking}; print(ask_for_copy('{name}', []))"
     asked = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, capture_output=True, text=True
     )
