@@ -87,6 +87,7 @@ def role(process: psutil.Process) -> str:
         ("VLLM::", "vLLM engine core"),
         ("vllm_router", "vllm-router"),
         ("vllm::router", "vllm-router"),
+        ("vime.ray.template", "template of Ray's workers"),
         ("raylet/raylet", "raylet"),
         ("gcs_server", "Ray GCS"),
         ("prepare.py", "prepare.py"),
