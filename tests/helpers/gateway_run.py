@@ -15,8 +15,9 @@ import httpx
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
 from vime.gateway.app import make_app
 from vime.gateway.messages import WeightManifest
+from vime.gateway.samples import Limits
 from vime.gateway.server import GatewayServer
-from vime.gateway.service import Gateway, Limits
+from vime.gateway.service import Gateway
 from vime.gateway.tokens import Scope, TokenFile
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import GroupStore

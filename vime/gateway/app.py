@@ -52,6 +52,7 @@ CALLS = (
     Call("/v1/leases/drop", Scope.TRAIN, m.EndLease, m.Ended, "drop"),
     Call("/v1/leases/give-back", Scope.TRAIN, m.EndLease, m.Ended, "give_back"),
     Call("/v1/groups", Scope.TRAIN, m.PutGroup, m.Put, "put_group"),
+    Call("/v1/groups/own", Scope.TRAIN, m.PutOwnGroup, m.Put, "put_own_group"),
     Call("/v1/samples", Scope.TRAIN, m.PutSample, m.Put, "put_sample"),
     Call("/v1/weights/loaded", Scope.TRAIN, m.Loaded, m.Confirmed, "loaded"),
 )

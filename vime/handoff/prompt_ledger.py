@@ -111,17 +111,9 @@ class PromptLedger:
         if not producer or not key or not content:
             raise HandoffError(f"own group {key!r} of {producer!r}, content {content!r}: expected none to be empty.")
         store, memory, partition = self._store, self._store.memory, self._store.rules.partition
-        known = store.one(_OWN, producer, key)
+        known = self.known_own(producer, key, content)
         if known is not None:
-            group, attempt, state, checksum, stored = known
-            task, was_committed = Task(partition, group, attempt), checksum is not None
-            if was_committed or state == State.ISSUED:
-                if stored != content:
-                    return OwnGrant(outcome=OwnOutcome.OTHER_CONTENT, task=task)
-                if was_committed:
-                    return OwnGrant(outcome=OwnOutcome.COMMITTED, task=task)
-                memory.flights[partition, group] = replace(memory.flights[partition, group], deadline=store.deadline())
-                return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
+            return known
         if store.is_over():
             return OwnGrant(outcome=OwnOutcome.OVER)
         line = self._own_line()
@@ -139,6 +131,23 @@ class PromptLedger:
             memory.usage.active += 1
         line.pop((producer, key), None)
         memory.fly(Flight(task, producer, OF_OWN, store.deadline()))
+        return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
+
+    def known_own(self, producer: str, key: str, content: str) -> OwnGrant | None:
+        """Return what the key names already; None when it is free. Renews the deadline of a group in flight."""
+        store, memory, partition = self._store, self._store.memory, self._store.rules.partition
+        row = store.one(_OWN, producer, key)
+        if row is None:
+            return None
+        group, attempt, state, checksum, stored = row
+        task, was_committed = Task(partition, group, attempt), checksum is not None
+        if not was_committed and state != State.ISSUED:
+            return None
+        if stored != content:
+            return OwnGrant(outcome=OwnOutcome.OTHER_CONTENT, task=task)
+        if was_committed:
+            return OwnGrant(outcome=OwnOutcome.COMMITTED, task=task)
+        memory.flights[partition, group] = replace(memory.flights[partition, group], deadline=store.deadline())
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
 
     def _own_line(self) -> dict[tuple[str, str], float]:

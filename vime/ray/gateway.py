@@ -17,8 +17,9 @@ from vime.config.parse import Config
 from vime.gateway.address import ADDRESS_NAME, write_address
 from vime.gateway.app import make_app
 from vime.gateway.messages import WeightFile, WeightManifest
+from vime.gateway.samples import Limits
 from vime.gateway.server import GatewayServer
-from vime.gateway.service import Gateway, Limits
+from vime.gateway.service import Gateway
 from vime.gateway.tokens import TokenFile
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup
@@ -36,6 +37,7 @@ from vime.rollout.group_worker import WorkerStats
 from vime.rollout.group_writer import GroupWriter
 from vime.rollout.plugins import load_data_source
 from vime.rollout.prompts import context_limit
+from vime.rollout.sample_rows import by_sample
 from vime.rollout.worker import PromptsByNumber, payload_of
 from vime.types import EngineReport, Sample, Version
 from vime.utils.waits import waiting
@@ -200,7 +202,7 @@ class GatewayActor(WorkerProcess):
     def _encode(self, producer: str, samples: list[Sample]) -> tuple[EncodedGroup, Payload]:
         """As a rollout worker does. The producer's name says which gateway put the rows into the queue."""
         group = encoded_group(self._args, samples, producer_id=f"{producer}.{self._mark}", with_samples=True)
-        self._rewards += [float(sample.reward) for sample in samples if isinstance(sample.reward, (int, float))]
+        self._rewards += [rows[0].scalar_reward(self._args.reward_key) for rows in by_sample(samples)]
         return group, payload_of(group, samples)
 
 
@@ -213,4 +215,6 @@ def _limits(config: Config) -> Limits:
         vocab_size=read_model_shape(args.hf_checkpoint).vocab_size,
         max_tokens=context_limit(args),
         temperature=config.rollout.rollout_temperature,
+        reward_key=args.reward_key or "",
+        extra_fields=tuple(args.transfer_queue_extra_data_fields),
     )
