@@ -180,12 +180,9 @@ def _check_reward(where: str, reward: float | dict[str, float], key: str) -> Non
     """A number, or entries of which the run trains on one."""
     entries = reward if isinstance(reward, dict) else {"": reward}
     if isinstance(reward, dict) and (not key or key not in reward):
-        expected = (
-            f"a number, or entries with {key!r} (--reward-key)" if key else "a number: the run has no --reward-key"
-        )
-        raise invalid(
-            f"{where}: no entry of its reward is trained on.", f"entries {sorted(reward)[:8]}"[:200], expected
-        )
+        expected = f"a number, or entries with {key!r}" if key else "a number"
+        got = f"entries {sorted(reward)[:8]}"[:200]
+        raise invalid(f"{where}: no entry of its reward is trained on.", got, f"{expected} (`reward_key`)")
     wrong = next((value for value in entries.values() if not abs(value) <= LARGEST_REWARD), None)
     if wrong is not None:
         raise invalid(f"{where}: the reward is no number.", str(wrong), "a finite number")
