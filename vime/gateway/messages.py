@@ -19,7 +19,8 @@ Span = tuple[TokenId, TokenId, VersionNumber]
 Code = Literal[
     "not_this_message", "unknown_encoding", "invalid", "unauthorized", "forbidden", "no_such_call", "unknown_lease",
     "unknown_version", "unknown_file", "lease_lost", "other_sample", "other_content", "run_over",
-    "unconfirmed_version", "wrong_hash", "body_missing", "too_many_calls", "no_room", "unavailable", "failed", "internal", "too_large",
+    "unconfirmed_version", "wrong_hash", "body_missing", "too_many_calls", "no_room",
+    "unavailable", "failed", "internal", "too_large",
 ]  # fmt: skip
 
 

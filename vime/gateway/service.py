@@ -65,6 +65,16 @@ _STOPPING = Refusal(
     retry_after_s=2,
 )
 
+_OWN_LATE = Refusal(
+    503,
+    "unavailable",
+    "storing the group took longer than a lease lasts.",
+    got="a group that was given up meanwhile",
+    expected="a spool and a queue that store it in time",
+    next_action="Repeat the same call after Retry-After.",
+    retry_after_s=1,
+)
+
 
 class Prompts(Protocol):
     """A data source that returns any group by its number: samples with index, prompt, label and metadata."""
@@ -238,6 +248,8 @@ class Gateway:
                 try:
                     await self._commit(producer, task, prompts)
                 except Refusal as error:
+                    if error.code == "lease_lost":  # its time was over before it was stored: the key is free again
+                        raise _OWN_LATE from error
                     if not error.body.may_repeat:  # it will not come again as it was
                         await self._ledger.call_async(PromptLedger.drop, task, error.body.code)
                     raise
@@ -434,7 +446,7 @@ class Gateway:
             )
         partial[task] = partial.get(task, 0) + num_bytes
 
-    async def _samples_of(self, producer: str, task: Task) -> dict[int, m.GivenSample]:
+    async def _samples_of(self, producer: str, task: Task) -> dict[int, Rows]:
         """The samples of a group so far; after a restart of the gateway from the spool."""
         if task not in self._samples:
             records = await asyncio.to_thread(self._store.kept, task)
