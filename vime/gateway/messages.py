@@ -18,7 +18,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Span = tuple[TokenId, TokenId, VersionNumber]
 Code = Literal[
     "not_this_message", "unknown_encoding", "invalid", "unauthorized", "forbidden", "no_such_call", "unknown_lease",
-    "unknown_version", "unknown_file", "lease_lost", "other_sample", "other_content", "run_over",
+    "unknown_version", "unknown_file", "no_such_range", "lease_lost", "other_sample", "other_content", "run_over",
     "unconfirmed_version", "wrong_hash", "body_missing", "too_many_calls", "no_room",
     "unavailable", "failed", "internal", "too_large",
 ]  # fmt: skip
@@ -45,10 +45,10 @@ class Registered(Message):
     samples_per_prompt: int
     max_staleness: int
     temperature: float  # the trainer's log-probabilities are of the distribution at this one: sample from it
-    reward_key: str  # the entry that is trained on, when rewards have entries; empty: rewards are numbers
-    extra_fields: list[str]  # what each sample must bring in `extra`
     lease_timeout_s: float  # a lease that is not renewed by a heartbeat for so long goes to another producer
     max_body_bytes: int
+    reward_key: str = ""  # the entry that is trained on, when rewards have entries; empty: rewards are numbers
+    extra_fields: list[str] = []  # what each sample must bring in `extra`
 
 
 class Heartbeat(Message):
