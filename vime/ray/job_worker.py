@@ -9,7 +9,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from vime.config.parse import Args
 from vime.gateway import messages as m
@@ -218,6 +218,7 @@ class JobWorker(GroupWorker):
 def _extra(sample: Sample, name: str) -> object:
     """Return a column of --transfer-queue-extra-data-fields of the run, which the gateway checks: an attribute of the
     sample, or an entry of its metadata."""
-    value: Any = getattr(sample, name, None)
+    value: object = getattr(sample, name, None)
     value = sample.metadata.get(name) if value is None else value
-    return value.tolist() if hasattr(value, "tolist") else value
+    to_list = getattr(value, "tolist", None)  # of an array or a tensor
+    return to_list() if callable(to_list) else value
