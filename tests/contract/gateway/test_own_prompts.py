@@ -230,3 +230,24 @@ def test_the_audit_finds_a_payload_that_is_not_of_its_key(tmp_path: Path) -> Non
     report = audit(tmp_path / "ledger.db", checkpoint_round=None, spool=tmp_path / "spool")
     messages = [found.message for found in report.findings if found.check == "own"]
     assert "its payload names the keys ['k'], the ledger 'x'" in messages
+
+
+def test_no_job_reaches_a_prompt_of_an_evaluation_and_its_own_groups_are_of_the_train_partition(
+    run: GatewayRun,
+) -> None:
+    """The partition stands in the lease, which only the gateway signs, and it signs leases of the train partition."""
+    client = run.client()
+    grant = run.port.call(PromptLedger.issue, "external/job-a", 1, request="e", partition="eval/held-out", end=1)
+    [issued] = grant.prompts
+    [train] = lease(client)
+    assert train["group"] == 0
+    forged = train["lease"].replace("train/", "eval/held-out/")
+    assert forged.startswith(str(issued.task))
+    for path, call in (
+        ("/v1/groups", group_of(train) | {"lease": forged}),
+        ("/v1/samples", {"lease": forged, "sample": sample(0)}),
+        ("/v1/leases/drop", {"lease": forged, "reason": "mine"}),
+    ):
+        refused(client.post(path, json=call), 404, "unknown_lease")
+    put = client.post(OWN, json=own_of("eval/held-out/0")).json()
+    assert (put["group"], stored(run, 1)[0].metadata["own_key"]) == (1, "eval/held-out/0")
