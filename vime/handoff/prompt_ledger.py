@@ -168,10 +168,10 @@ class PromptLedger:
         """Give groups to a producer; return also whether the prompts are exhausted."""
         store, usage = self._store, self._store.memory.usage
         is_train = partition == store.rules.partition
-        room = max(0, store.num_slots() - usage.active - len(self._own_line())) if is_train else count
+        room = max(0, store.num_slots() - usage.active) if is_train else count
         retries = store.query(_RETRIES, number, min(count, room))
         [first] = store.one("select next_group from partition where id = ?", number)
-        num_new = min(count - len(retries), room - usage.retry if is_train else count)
+        num_new = min(count - len(retries), room - usage.retry - len(self._own_line()) if is_train else count)
         new = range(first, first + max(0, num_new if end is None else min(num_new, end - first)))
         for group, _ in retries:
             store.change(_ISSUE_AGAIN, producer, request, number, group)

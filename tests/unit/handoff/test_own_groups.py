@@ -87,7 +87,7 @@ def test_a_group_in_flight_is_no_lease_and_ends_when_its_key_is_not_asked_for_ag
 
 def test_slots_bound_them_and_one_that_waits_is_before_those_who_want_prompts(tmp_path: Path) -> None:
     clock = Clock()
-    ledger = open_ledger(tmp_path, clock, max_slots=3)
+    ledger = open_ledger(tmp_path, clock, max_slots=3, lease_timeout_s=100 * OWN_WAIT_S)
     tasks = issue(ledger, 3)
     assert [outcome(ledger, key) for key in ("a", "b")] == [OwnOutcome.WAITS] * 2
     assert "3 groups hold one" in own(ledger, "a").waits_for
@@ -96,10 +96,13 @@ def test_slots_bound_them_and_one_that_waits_is_before_those_who_want_prompts(tm
     assert outcome(ledger, "a") == OwnOutcome.ISSUED
     ledger.prompts.retry(tasks[1], "aborted")
     assert outcome(ledger, "b") == OwnOutcome.WAITS, "a group that is to be issued again keeps its slot"
+    assert issue(ledger, 1) == [Task("train", 1, 2)], "and is not behind those who wait for one: both would for ever"
+    ledger.prompts.drop(tasks[2], "filter")
+    assert issue(ledger, 1) == []
     for _ in range(4):
         clock.time += OWN_WAIT_S / 3
         ledger.status()  # the clock counts small steps only
-    assert len(issue(ledger, 1)) == 1, "who does not ask any more has no place in the line"
+    assert len(issue(ledger, 2)) == 1, "who does not ask any more has no place in the line"
     ledger.close()
     checked(tmp_path)
 
