@@ -1,6 +1,9 @@
 """The worker of `vime produce` before a gateway that is played by a list of responses."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
@@ -102,3 +105,17 @@ def test_a_job_that_hears_of_the_end_does_not_load_the_last_weights_first(tmp_pa
     """They are offered just before the run ends: the gateway would be gone when the job reports them."""
     over = m.Prompts(prompts=[], serving=1, is_exhausted=True)
     assert run_with(Gateway(m.Alive(leases=[], serving=1), over), tmp_path).is_exhausted
+
+
+@pytest.mark.timeout(120)
+def test_vime_produce_refuses_partial_rollout_by_name(tmp_path):
+    write_model_directory(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    words = ["--hf-checkpoint", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), "--rm-type", "exact_match"]
+    words += ["--rollout-max-response-len", "8"]
+    partial = ["--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--over-sampling-batch-size", "64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vime", "produce", "http://127.0.0.1:9", *words, *partial],
+        env={**os.environ, "VIME_TOKEN": "t"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, "refused: --partial-rollout with vime produce" in done.stderr) == (2, True), done.stderr
