@@ -1,6 +1,7 @@
 """A producer in the standard library, right or with one fault by name, for the judge of `vime conformance --producer`:
 `python broken_producer.py FAULT`."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -87,6 +88,18 @@ def samples(prompt):
     return made[:-1] if FAULT == "split" else made
 
 
+OWN = []
+
+
+def put_own(prompt):
+    """A group for a prompt of its own, always under the same key. The first prompt that it leased gives its place to
+    it: the script has a slot for each group."""
+    made = [sample | {"index": place, "reward": float(len(OWN))} for place, sample in enumerate(samples(prompt))]
+    OWN.append(prompt)
+    with contextlib.suppress(GoneError, SystemExit):
+        call("POST", "/v1/groups/own", {"key": "mine", "prompt": "mine", "samples": made})
+
+
 def main():
     facts = {} if FAULT == "not-registered" else call("POST", "/v1/producers/register", {})
 
@@ -105,6 +118,8 @@ def main():
             answer = call("POST", "/v1/leases", {"request": uuid.uuid4().hex, "wait_s": 2})
             serving = answer["serving"]
             for prompt in answer["prompts"]:
+                if FAULT == "own-key-twice" or (FAULT == "none" and not OWN):
+                    put_own(prompt)
                 call("POST", "/v1/groups", {"lease": prompt["lease"], "samples": samples(prompt)})
             if answer["is_exhausted"]:
                 break

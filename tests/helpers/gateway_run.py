@@ -15,8 +15,9 @@ import httpx
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
 from vime.gateway.app import make_app
 from vime.gateway.messages import WeightManifest
+from vime.gateway.samples import Limits
 from vime.gateway.server import GatewayServer
-from vime.gateway.service import Gateway, Limits
+from vime.gateway.service import Gateway
 from vime.gateway.tokens import Scope, TokenFile
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import GroupStore
@@ -38,7 +39,17 @@ HASH = "hash-of-version-"
 class GatewayRun:
     """What a run has around its gateway. Two samples a prompt, four slots, six prompts, versions of hash HASH + v."""
 
-    def __init__(self, directory: Path, *, clock=time.monotonic, limits=None, wraps_store=None, manifest=None, **rules):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        clock=time.monotonic,
+        limits=None,
+        wraps_store=None,
+        manifest=None,
+        flags=(),
+        **rules,
+    ):
         model = directory / "model"
         if not model.is_dir():
             write_model_directory(model)
@@ -47,6 +58,7 @@ class GatewayRun:
             "--hf-checkpoint", model, "--prompt-data", directory / "prompts.jsonl", "--label-key", "label",
             "--rm-type", "exact_match", "--rollout-batch-size", 2, "--n-samples-per-prompt", 2,
             "--transferqueue-mode", "streaming", "--rollout-max-response-len", 8,
+            *flags,
         )  # fmt: skip
         bounds = {"max_slots": 4, "max_staleness": 1, "lease_timeout_s": 30.0, "num_rounds": 3, "groups_per_round": 2}
         self.ledger = Ledger(directory / "ledger.db", LedgerRules(**(bounds | rules)), clock=clock)
@@ -117,8 +129,14 @@ def sample(index: int, reward: float = 1.0, **changes) -> dict:
 
 
 def group_of(prompt: dict, **changes) -> dict:
-    samples = [sample(s["index"], float(n), **changes) for n, s in enumerate(prompt["samples"])]
+    samples = [sample(s["index"], **({"reward": float(n)} | changes)) for n, s in enumerate(prompt["samples"])]
     return {"lease": prompt["lease"], "samples": samples}
+
+
+def own_of(key: str = "k", **changes) -> dict:
+    """A group for a prompt that the job brings itself."""
+    samples = [sample(place, **({"reward": float(place)} | changes)) for place in range(2)]
+    return {"key": key, "prompt": "mine", "label": 7, "metadata": {"from": "me"}, "samples": samples}
 
 
 class GatewayProcess:

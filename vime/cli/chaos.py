@@ -24,6 +24,7 @@ from vime.cli.chaos_faults import FAULTS, How
 from vime.cli.chaos_members import TARGETS
 from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan, Strike, published
 from vime.cli.commands import Commands
+from vime.config.queue_checks import EXTERNAL
 from vime.types import ConfigError, VimeError
 from vime.utils.failpoints import Point
 
@@ -64,6 +65,11 @@ OF_WORKERS = tuple(
     for point in (Point.GENERATE, Point.COMMIT, Point.LEASED, Point.OPTIMIZER, Point.DURABLE, Point.STOP)
 )
 """Added to the matrix when the flags have --num-rollout-workers."""
+OF_GATEWAY = tuple(
+    f"gateway@{point}:{PASSES.get(point, 2)}"
+    for point in (Point.GENERATE, Point.COMMIT, Point.LEASED, Point.CONFIRMED, Point.DURABLE, Point.STOP)
+)
+"""Added to the matrix when the flags have --transferqueue-mode external."""
 EVERY = tuple(f"{target}@{point}:{PASSES.get(point, 2)}" for point in PHASES for target in TARGETS)
 ANY = "any"
 AT_RANDOM = {ANY: 6, f"{ANY}+{ANY}": 2, f"{ANY}/{How.STOP_KILL}": 1, "move": 1}
@@ -123,7 +129,11 @@ def run_chaos(arguments: argparse.Namespace) -> None:
         has_own_weights=arguments.own_weights,
     )
     say = Console(highlight=False, markup=False, soft_wrap=True).print
-    matrix = (*MATRIX, *OF_WORKERS) if "--num-rollout-workers" in arguments.flags else MATRIX
+    matrix = (
+        *MATRIX,
+        *(OF_WORKERS if "--num-rollout-workers" in arguments.flags else ()),
+        *(OF_GATEWAY if EXTERNAL in arguments.flags else ()),
+    )
     cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else matrix)]
     if arguments.random:
         cases = list(random_cases(arguments.random, arguments.seed))

@@ -19,6 +19,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "driver": (),  # the process that was started
     "manager": ("ray::RolloutManager",),
     "worker": ("ray::RolloutWorkerActor",),
+    "gateway": ("ray::GatewayActor",),
     "trainer": ("ray::TrainerActor",),
     "engine": ("-m", "--worker-extension-cls"),
     "engine-core": ("VLLM::EngineCore",),  # vLLM's own child; the scripted engine has none

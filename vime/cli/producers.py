@@ -54,14 +54,19 @@ def run_producers(arguments: argparse.Namespace) -> None:
     if not found.producers:
         console.print("no external job has called since the gateway started")
         return
-    table = Table("producer", "online", "version", "groups", "leases", "refused", "model", "waits for", box=None)
+    table = Table(
+        *("producer", "online", "version", "behind", "groups", "groups/s", "leases", "refused", "model", "waits for"),
+        box=None,
+    )
     for job in found.producers:
         refused = ", ".join(f"{code} {count}" for code, count in sorted(job.refused.items()))
         cells = (
             job.name,
             "yes" if job.is_online else f"no, {job.seconds_since_call:.0f} s",
             "none" if job.newest_version < 0 else str(job.newest_version),
+            "" if job.behind < 0 else str(job.behind),
             str(job.committed),
+            f"{job.groups_per_s:.3g}",
             str(queue.leases.get(EXTERNAL + job.name, 0)),
             refused or "none",
             f"{job.model} ({job.engines} engines)" if job.model else "",

@@ -29,6 +29,7 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 JSON, MSGPACK, BYTES = "application/json", "application/msgpack", "application/octet-stream"
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})", re.IGNORECASE)
 BODY_S = 60.0
 """A body that has not arrived by then is refused."""
 
@@ -52,6 +53,7 @@ CALLS = (
     Call("/v1/leases/drop", Scope.TRAIN, m.EndLease, m.Ended, "drop"),
     Call("/v1/leases/give-back", Scope.TRAIN, m.EndLease, m.Ended, "give_back"),
     Call("/v1/groups", Scope.TRAIN, m.PutGroup, m.Put, "put_group"),
+    Call("/v1/groups/own", Scope.TRAIN, m.PutOwnGroup, m.Put, "put_own_group"),
     Call("/v1/samples", Scope.TRAIN, m.PutSample, m.Put, "put_sample"),
     Call("/v1/weights/loaded", Scope.TRAIN, m.Loaded, m.Confirmed, "loaded"),
 )
@@ -107,6 +109,8 @@ def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
     async def weight_file(request: Request) -> Response:
         door.admit(request, Scope.TRAIN)
         path, status = gateway.weights.file(_version(gateway, request), request.path_params["name"])
+        if "if-range" not in request.headers:  # with one, the part may not be wanted any more
+            _check_range(request.headers.get("range"), status.st_size)
         return FileResponse(path, stat_result=status, media_type=BYTES)
 
     async def queue(request: Request) -> m.Message:
@@ -179,6 +183,33 @@ class _Door:
             request.state.producer = producer
         self._calls.take(producer)
         return producer
+
+
+def _check_range(header: str | None, size: int) -> None:
+    """Refuse a part of a file that cannot be sent, in words of ours: `FileResponse` has others."""
+    if header is None:
+        return
+    expected = f"bytes=FIRST-LAST, bytes=FIRST- or bytes=-COUNT of a file of {size} bytes"
+    match = _RANGE.fullmatch(header.strip())
+    first, last = match.groups() if match else ("", "")
+    if not (first or last) or (first and last and int(first) > int(last)):
+        raise Refusal(
+            400,
+            "not_this_message",
+            "the header Range cannot be read.",
+            got=repr(header[:80]),
+            expected=expected,
+            next_action="Correct the header, or leave it out for the whole file.",
+        )
+    if int(first) >= size if first else not int(last) or not size:
+        raise Refusal(
+            416,
+            "no_such_range",
+            "the file has no such part.",
+            got=repr(header[:80]),
+            expected=expected,
+            next_action="Take the size from the manifest (num_bytes).",
+        )
 
 
 def _version(gateway: Gateway, request: Request) -> int:

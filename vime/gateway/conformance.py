@@ -1,6 +1,6 @@
 """Tests of a gateway from outside: whether it keeps what docs/producer-protocol.md promises to a job.
 
-It leases up to three prompts and puts two groups of made-up tokens, which the run may train on.
+It leases up to three prompts and puts three groups of made-up tokens, which the run may train on.
 """
 
 from __future__ import annotations
@@ -115,8 +115,16 @@ class Candidate:
         made: dict[str, object] = {
             "tokens": [*(prompt.tokens or [token]), token], "response_length": 1, "log_probs": [-1.0],
             "versions": [[0, 1, version]], "reward": 0.0,
+            "extra": {} if self.facts is None else {name: [-1.0] for name in self.facts.extra_fields},
         }  # fmt: skip
         return [{"index": sample.index, **made, **changes} for sample in prompt.samples]
+
+    def own_group(self, key: str, **changes: object) -> dict[str, object]:
+        """Return a group for a prompt of the job's own."""
+        places = range(1 if self.facts is None else self.facts.samples_per_prompt)
+        samples = [m.PromptSample(index=place, metadata={}) for place in places]
+        prompt = m.Prompt(lease="", group=0, attempt=0, prompt="", tokens=[], label=None, samples=samples)
+        return {"key": key, "prompt": "vime conformance", "wait_s": LEASE_S, "samples": self.samples(prompt, **changes)}
 
     def give_back(self, prompt: m.Prompt) -> Response:
         return self.post("/v1/leases/give-back", {"lease": prompt.lease, "reason": "vime conformance"})
@@ -290,6 +298,18 @@ def _sample_by_sample(gateway: Candidate) -> None:
             gateway.refused("/v1/samples", other, 409, "other_sample", "other content under an index that is stored")
 
 
+def _own(gateway: Candidate) -> None:
+    key, path = f"conformance-{uuid.uuid4().hex}", "/v1/groups/own"
+    whole = gateway.own_group(key)
+    if (size := len(gateway.own_group(key, index=0)["samples"])) > 1:  # type: ignore[arg-type]
+        gateway.refused(path, gateway.own_group(key, index=0), 422, "invalid", f"{size} samples of one index")
+    first, again = (gateway.done(path, whole, m.Put) for _ in range(2))
+    _expect((first.is_committed, first.repeated) == (True, False), f"the first put: {first}")
+    _expect((again.group, again.repeated) == (first.group, True), f"the same key again: {again}")
+    gateway.refused(path, gateway.own_group(key, reward=1.0), 409, "other_content", "other content under a key")
+    _expect(gateway.done(path, whole, m.Put).repeated, "the same key after a refused one does not say repeated")
+
+
 def _late(gateway: Candidate) -> None:
     prompt = gateway.lease()
     ended = [_message(gateway.give_back(prompt), m.Ended).repeated for _ in range(2)]
@@ -339,6 +359,7 @@ CHECKS: tuple[tuple[str, Callable[[Candidate], None], str], ...] = (
     ("split and impossible groups are refused", _split, "Check the samples against the prompt: 422, nothing stored."),
     ("a repeated put counts once", _repeated_put, "Answer a put of a committed attempt with repeated."),
     ("a group is ready with its last sample", _sample_by_sample, "Store each sample by index; other content: 409."),
+    ("a group of a job's own counts once under its key", _own, "Keep key and content; other content: 409."),
     ("a late put is refused", _late, "An attempt that ended takes no group: 409 lease_lost."),
     ("no lease of somebody else can be used", _foreign, "Tie a lease to its producer, by a signature."),
     ("leave gives every lease back", _leave, "Issue the groups again at once."),

@@ -11,6 +11,7 @@ from vime.gateway.messages import WeightManifest
 from vime.gateway.scripted import GROUPS, Record
 
 FAULTY = ("not_this_message", "unknown_encoding", "invalid", "too_large", "no_such_call", "forbidden")
+OWN = "/v1/groups/own"
 PUTS = ("/v1/groups", "/v1/samples")
 LATE_PUTS = 2
 """So many calls for a lost lease may be under way when the refusal arrives."""
@@ -111,6 +112,14 @@ def _same_content(session: Session) -> str:
         if put.setdefault(record.said("lease"), record.body) != record.body:
             return f"two different groups for one lease, {str(record.said('lease'))[:40]}"
     return _named(session.refused("other_sample"), "samples put again with other content")
+
+
+def _own_keys(session: Session) -> str:
+    put: dict[object, object] = {}
+    for record in session.of(OWN):
+        if put.setdefault(record.said("key"), record.body) != record.body:
+            return f"two different groups under the key {str(record.said('key'))[:40]!r}"
+    return _named(session.refused("other_content"), "groups put again under a key with other content")
 
 
 def _confirmed_again(session: Session) -> str:
@@ -219,6 +228,11 @@ CHECKS: tuple[tuple[str, Callable[[Session], str], str], ...] = (
         "puts the same content each time",
         _same_content,
         "Keep a group until its put is acknowledged; do not make it anew.",
+    ),
+    (
+        "puts one group under each key of its own",
+        _own_keys,
+        "A key names one group for the whole life of the run: send it again as it was, or choose another key.",
     ),
     (
         "reports its hashes again when asked",

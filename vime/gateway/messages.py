@@ -18,8 +18,9 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Span = tuple[TokenId, TokenId, VersionNumber]
 Code = Literal[
     "not_this_message", "unknown_encoding", "invalid", "unauthorized", "forbidden", "no_such_call", "unknown_lease",
-    "unknown_version", "unknown_file", "lease_lost", "other_sample", "unconfirmed_version", "wrong_hash",
-    "body_missing", "too_many_calls", "no_room", "unavailable", "failed", "internal", "too_large",
+    "unknown_version", "unknown_file", "no_such_range", "lease_lost", "other_sample", "other_content", "run_over",
+    "unconfirmed_version", "wrong_hash", "body_missing", "too_many_calls", "no_room",
+    "unavailable", "failed", "internal", "too_large",
 ]  # fmt: skip
 
 
@@ -46,6 +47,8 @@ class Registered(Message):
     temperature: float  # the trainer's log-probabilities are of the distribution at this one: sample from it
     lease_timeout_s: float  # a lease that is not renewed by a heartbeat for so long goes to another producer
     max_body_bytes: int
+    reward_key: str = ""  # the entry that is trained on, when rewards have entries; empty: rewards are numbers
+    extra_fields: list[str] = []  # what each sample must bring in `extra`
 
 
 class Heartbeat(Message):
@@ -101,21 +104,23 @@ class Prompts(Message):
 
 
 class GivenSample(Message):
-    """One completion. T: tokens of prompt and completion, R: those of the completion."""
+    """One completion, or one row of a sample of several. T: tokens of prompt and completion, R: those of the
+    completion."""
 
     index: int
     tokens: list[TokenId]  # [T]
     response_length: Annotated[int, Meta(ge=1)]  # R
     log_probs: list[float]  # [R] natural logarithms, of the distribution that was sampled from
     versions: list[Span]  # [start, end, version]: tile [0, R)
-    reward: float
+    reward: float | dict[str, float]
     loss_mask: list[Literal[0, 1]] | None = None  # [R] 1: the policy chose this token; all of them when left out
     status: Literal["completed", "truncated"] = "completed"
     response: str = ""
+    extra: dict[str, object] = {}  # column -> its value, for each of `extra_fields`
 
 
 class PutGroup(Message):
-    """A whole group: a sample for each index of the prompt, in any order."""
+    """A whole group: a sample for each index of the prompt, in any order. The rows of one sample follow each other."""
 
     lease: Name
     samples: Annotated[list[GivenSample], Meta(min_length=1, max_length=4096)]
@@ -126,6 +131,18 @@ class PutSample(Message):
 
     lease: Name
     sample: GivenSample
+    more_rows: Annotated[list[GivenSample], Meta(max_length=4096)] = []  # of the same sample
+
+
+class PutOwnGroup(Message):
+    """A whole group for a prompt that the job brought itself. `key` is chosen by the job: it counts once."""
+
+    key: Name
+    prompt: str | list[dict[str, object]]
+    samples: Annotated[list[GivenSample], Meta(min_length=1, max_length=4096)]  # indices 0 .. samples_per_prompt - 1
+    label: object = None
+    metadata: dict[str, object] = {}
+    wait_s: Annotated[float, Meta(ge=0, le=300)] = 0.0  # for a slot
 
 
 class Put(Message):
@@ -195,6 +212,8 @@ class ProducerState(Message):
     is_online: bool  # it called within `lease_timeout_s`
     seconds_since_call: float
     newest_version: int  # that it has confirmed; -1: none
+    behind: int  # versions by which that is older than the serving one; -1: it has confirmed none
+    groups_per_s: float  # over the last minutes
     committed: int  # since the gateway started
     refused: dict[str, int]  # code of the error -> calls
     lags: str

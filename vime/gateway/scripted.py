@@ -25,8 +25,9 @@ from vime.gateway import tokens
 from vime.gateway.app import make_app
 from vime.gateway.messages import WeightFile, WeightManifest
 from vime.gateway.refusal import Refusal
+from vime.gateway.samples import Limits
 from vime.gateway.server import GatewayServer
-from vime.gateway.service import Gateway, Limits
+from vime.gateway.service import Gateway
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger

@@ -15,12 +15,11 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import math
 import re
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
@@ -28,22 +27,34 @@ import msgspec
 
 from vime.gateway import messages as m
 from vime.gateway.refusal import Refusal
+from vime.gateway.samples import Limits, Rows, by_index, check_samples, fill, invalid, own_content, own_prompts
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LedgerPort
-from vime.handoff.ledger_types import EXTERNAL, CapacityError, IssuedPrompt, Payload, PromptGrant, Task, TransitionError
+from vime.handoff.ledger_types import (
+    EXTERNAL,
+    CapacityError,
+    IssuedPrompt,
+    OwnGrant,
+    OwnOutcome,
+    Payload,
+    PromptGrant,
+    Task,
+    TransitionError,
+)
 from vime.handoff.prompt_ledger import PromptLedger
-from vime.types import LARGEST_REWARD, HandoffError, Sample, SampleStatus, VersionSpan, tiling_fault
+from vime.types import HandoffError, Sample
 from vime.utils.waits import waiting
 
-SAMPLE_MARK = b"vime-gateway-sample-1\n"  # begins the record of a single sample in the spool
+SAMPLE_MARK = b"vime-gateway-sample-2\n"  # begins the record of a single sample in the spool
 _LEASE = re.compile(r"(.+)/(\d{1,15})#(\d{1,9})\.([A-Za-z0-9_-]{32})")
 NO_PAYLOAD = Payload(checksum=0, num_bytes=0, num_tokens=0, num_rows=0, min_version=0, max_version=0)
 """The ledger refuses to commit it: it only asks whether an attempt is committed already."""
 
 
 STOP_POLL_S = 1.0
+RATE_S = 180.0
 _STOPPING = Refusal(
     503,
     "unavailable",
@@ -52,6 +63,16 @@ _STOPPING = Refusal(
     expected="a run that goes on, perhaps when it was started again",
     next_action="Repeat the call after Retry-After.",
     retry_after_s=2,
+)
+
+_OWN_LATE = Refusal(
+    503,
+    "unavailable",
+    "storing the group took longer than a lease lasts.",
+    got="a group that was given up meanwhile",
+    expected="a spool and a queue that store it in time",
+    next_action="Repeat the same call after Retry-After.",
+    retry_after_s=1,
 )
 
 
@@ -73,22 +94,6 @@ Encode = Callable[[str, list[Sample]], tuple[EncodedGroup, Payload]]
 """(producer, samples of one group) -> its stored form, as a rollout worker of the run makes it. Any thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one call may bring, and what a job is told about the run."""
-
-    samples_per_prompt: int
-    max_staleness: int
-    lease_timeout_s: float
-    vocab_size: int
-    max_tokens: int  # of one sample, prompt and completion
-    temperature: float  # at which the trainer computes log-probabilities
-    max_body_bytes: int = 64 << 20
-    calls_per_s: float = 200.0  # of one token, on average; twice as many at once
-    failures_per_s: float = 20.0  # calls without a valid token, of all callers together
-    max_partial_bytes: int = 256 << 20  # samples of one producer whose groups are not whole
-
-
 @dataclass(slots=True)
 class Job:
     """What is known of a producer since the gateway started; nothing depends on it."""
@@ -96,9 +101,26 @@ class Job:
     called: float = 0.0
     said: m.Register = field(default_factory=m.Register)
     is_told: bool = False  # its last lease or heartbeat said that no prompt is left
+    began: float = field(default_factory=time.monotonic)
     committed: int = 0
+    commits: deque[float] = field(default_factory=deque)  # when; of the last RATE_S
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> groups
     refused: Counter[str] = field(default_factory=Counter)
+
+    def note_commit(self) -> None:
+        self.committed += 1
+        self.commits.append(time.monotonic())
+        self.forget_old_commits()
+
+    def forget_old_commits(self) -> None:
+        while self.commits and self.commits[0] < time.monotonic() - RATE_S:
+            self.commits.popleft()
+
+    @property
+    def groups_per_s(self) -> float:
+        """Groups a second over the last RATE_S, or since the first call."""
+        self.forget_old_commits()
+        return len(self.commits) / max(1.0, min(RATE_S, time.monotonic() - self.began))
 
 
 class Gateway:
@@ -122,10 +144,10 @@ class Gateway:
         self.weights, self.limits, self._lease_key = weights, limits, lease_key
         self.is_stopping = False  # set from any thread: calls that wait end within STOP_POLL_S
         self.jobs: dict[str, Job] = {}
-        self._samples: dict[Task, dict[int, m.GivenSample]] = {}  # of groups that are not whole, by index
+        self._samples: dict[Task, dict[int, Rows]] = {}  # of groups that are not whole, by index
         self._owner: dict[Task, str] = {}  # of these groups
         self._partial: dict[str, dict[Task, int]] = {}  # producer -> bytes in the spool of groups that are not whole
-        self._locks: weakref.WeakValueDictionary[Task, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._locks: weakref.WeakValueDictionary[object, asyncio.Lock] = weakref.WeakValueDictionary()
 
     def job(self, producer: str) -> Job:
         return self.jobs.setdefault(producer, Job())
@@ -142,6 +164,8 @@ class Gateway:
             samples_per_prompt=limits.samples_per_prompt,
             max_staleness=limits.max_staleness,
             temperature=limits.temperature,
+            reward_key=limits.reward_key,
+            extra_fields=[*limits.extra_fields],
             lease_timeout_s=limits.lease_timeout_s,
             max_body_bytes=limits.max_body_bytes,
         )
@@ -198,28 +222,73 @@ class Gateway:
         async with self._lock(task):
             if await self._is_committed(producer, task):
                 return m.Put(group=task.group, attempt=task.attempt, is_committed=True, repeated=True)
-            await self._commit(producer, task, call.samples)
+            given, prompts = by_index(call.samples), self._prompts.group_at(task.group)
+            self._check(producer, given, prompts, is_whole=True)
+            await self._commit(producer, task, [(prompt, given[prompt.index]) for prompt in prompts])
         return m.Put(group=task.group, attempt=task.attempt, is_committed=True)
 
+    async def put_own_group(self, producer: str, call: m.PutOwnGroup) -> m.Put:
+        """A group for a prompt of the job's own takes the next number of the run, in place of a prompt of its data
+        (docs/decisions/0035-groups-of-a-jobs-own.md). What the key names is looked up before the content is checked: a
+        job that was started again may have confirmed no weights yet."""
+        name, content = _ledger_name(producer), own_content(call)
+        async with self._lock((producer, call.key)):
+            grant = await self._ledger.call_async(PromptLedger.known_own, name, call.key, content)
+            if grant is None or grant.outcome is OwnOutcome.ISSUED:
+                given, wanted = by_index(call.samples), range(self.limits.samples_per_prompt)
+                self._check(producer, given, wanted, is_whole=True)
+                grant = await self._own_slot(name, call, content)
+            task = grant.task
+            if task is None or grant.outcome is OwnOutcome.OTHER_CONTENT:
+                raise _refuse_own(call, grant)
+            is_repeated = grant.outcome is OwnOutcome.COMMITTED
+            if not is_repeated:
+                places = self._prompts.group_at(task.group)
+                prompts = [(prompt, given[place]) for place, prompt in enumerate(own_prompts(call, places))]
+                try:
+                    await self._commit(producer, task, prompts)
+                except Refusal as error:
+                    if error.code == "lease_lost":  # its time was over before it was stored: the key is free again
+                        raise _OWN_LATE from error
+                    if not error.body.may_repeat:  # it will not come again as it was
+                        await self._ledger.call_async(PromptLedger.drop, task, error.body.code)
+                    raise
+        return m.Put(group=task.group, attempt=task.attempt, is_committed=True, repeated=is_repeated)
+
+    async def _own_slot(self, name: str, call: m.PutOwnGroup, content: str) -> OwnGrant:
+        """Waits for: a slot, `wait_s` at most. Unblocked by: a round that is served, or a dropped group."""
+        ends, seen = time.monotonic() + call.wait_s, -1
+        with waiting("a slot for a group of an external job's own", "driver", deadline_s=call.wait_s):
+            while True:
+                grant = await self._ledger.call_async(PromptLedger.issue_own, name, call.key, content)
+                left = ends - time.monotonic()
+                if grant.outcome is not OwnOutcome.WAITS or left <= 0:
+                    return grant
+                if self.is_stopping:
+                    raise _STOPPING
+                seen = await self._ledger.wait_for_news_async(seen, min(left, STOP_POLL_S), slots=1)
+
     async def put_sample(self, producer: str, call: m.PutSample) -> m.Put:
-        task, given = self._task(producer, call.lease), call.sample
+        task, given = self._task(producer, call.lease), [call.sample, *call.more_rows]
+        index = call.sample.index
         async with self._lock(task):
             if await self._is_committed(producer, task):
                 return m.Put(group=task.group, attempt=task.attempt, is_committed=True, repeated=True)
             have = await self._samples_of(producer, task)
-            is_repeated = given.index in have
-            if is_repeated and have[given.index] != given:
+            is_repeated, prompts = index in have, self._prompts.group_at(task.group)
+            if is_repeated and have[index] != given:
                 raise Refusal(
                     409,
                     "other_sample",
-                    f"sample {given.index} of this lease is stored already, with other content.",
-                    got=f"{len(given.tokens)} tokens, reward {given.reward:g}",
-                    expected=f"the same call again: {len(have[given.index].tokens)} tokens, "
-                    f"reward {have[given.index].reward:g}",
+                    f"sample {index} of this lease is stored already, with other content.",
+                    got=_shown(given),
+                    expected=f"the same call again: {_shown(have[index])}",
                     next_action="Go on with the other samples, or give the lease back to begin anew.",
                 )
             if not is_repeated:
-                self._filled(producer, task, [given], is_whole=False)
+                self._check(producer, by_index(given), prompts, is_whole=False)
+                if any(row.index != index for row in given):
+                    raise invalid("the rows are of several samples.", str([row.index for row in given][:8]), f"{index}")
                 record = SAMPLE_MARK + msgspec.msgpack.encode(given)
                 await self._take_room(producer, task, len(record))
                 try:
@@ -227,10 +296,11 @@ class Gateway:
                 except BaseException:
                     self._partial[producer][task] -= len(record)
                     raise
-                have[given.index] = given
-            missing = [sample.index for sample in self._prompts.group_at(task.group) if sample.index not in have]
+                have[index] = given
+            missing = [prompt.index for prompt in prompts if prompt.index not in have]
             if not missing:
-                await self._commit(producer, task, list(have.values()))
+                self._check(producer, have, prompts, is_whole=True)  # a restart forgets what was confirmed
+                await self._commit(producer, task, [(prompt, have[prompt.index]) for prompt in prompts])
         return m.Put(
             group=task.group,
             attempt=task.attempt,
@@ -280,6 +350,8 @@ class Gateway:
                     is_online=now - job.called < self.limits.lease_timeout_s,
                     seconds_since_call=round(now - job.called, 3),
                     newest_version=self.weights.newest(name),
+                    behind=self.weights.behind(name),
+                    groups_per_s=round(job.groups_per_s, 4),
                     committed=job.committed,
                     refused=dict(job.refused),
                     lags=self.weights.lag(name),
@@ -311,13 +383,13 @@ class Gateway:
             _refuse_late(error)
         return True
 
-    async def _commit(self, producer: str, task: Task, given: Sequence[m.GivenSample]) -> None:
-        """Store and commit a group, in the steps of `RolloutWorker.keep`."""
-        samples = self._filled(producer, task, given, is_whole=True)
+    async def _commit(self, producer: str, task: Task, prompts: Sequence[tuple[Sample, Rows]]) -> None:
+        """Store and commit a group, in the steps of `RolloutWorker.keep`. `prompts`: each with what the job made."""
+        samples = fill(prompts, task.attempt)
         try:
             group, payload = await asyncio.to_thread(self._encode, _ledger_name(producer), samples)
         except HandoffError as error:
-            raise _invalid("the group cannot be trained on.", str(error), "rows whose lists line up") from error
+            raise invalid("the group cannot be trained on.", str(error), "rows whose lists line up") from error
         try:
             admission = await self._ledger.call_async(
                 PromptLedger.admit, task, num_tokens=payload.num_tokens, num_bytes=len(group.record)
@@ -348,7 +420,7 @@ class Gateway:
             _refuse_late(error)
         self._forget(task)
         self._partial.get(producer, {}).pop(task, None)
-        self.job(producer).committed += 1
+        self.job(producer).note_commit()
 
     async def _take_room(self, producer: str, task: Task, num_bytes: int) -> None:
         """Count a sample of a group that is not whole, or refuse it.
@@ -374,16 +446,16 @@ class Gateway:
             )
         partial[task] = partial.get(task, 0) + num_bytes
 
-    async def _samples_of(self, producer: str, task: Task) -> dict[int, m.GivenSample]:
+    async def _samples_of(self, producer: str, task: Task) -> dict[int, Rows]:
         """The samples of a group so far; after a restart of the gateway from the spool."""
         if task not in self._samples:
             records = await asyncio.to_thread(self._store.kept, task)
             found = [
-                msgspec.msgpack.decode(record[len(SAMPLE_MARK) :], type=m.GivenSample)
+                msgspec.msgpack.decode(record[len(SAMPLE_MARK) :], type=Rows)
                 for record in records
                 if record.startswith(SAMPLE_MARK)
             ]
-            self._samples[task] = {sample.index: sample for sample in found}
+            self._samples[task] = {rows[0].index: rows for rows in found}
             self._owner[task] = producer
             if found:
                 self._partial.setdefault(producer, {})[task] = sum(map(len, records))
@@ -398,32 +470,18 @@ class Gateway:
         self._samples.pop(task, None)
         self._owner.pop(task, None)
 
-    def _filled(self, producer: str, task: Task, given: Sequence[m.GivenSample], *, is_whole: bool) -> list[Sample]:
-        """Return the group's samples with what the job generated, in the order of the prompt. Checks everything that
-        does not need the other samples."""
-        prompts = {sample.index: sample for sample in self._prompts.group_at(task.group)}
-        indices = sorted(sample.index for sample in given)
-        if (is_whole and indices != sorted(prompts)) or not prompts.keys() >= set(indices):
-            raise _invalid(
-                f"the samples are not those of group {task.group}.",
-                f"indices {indices[:16]}",
-                f"{'each' if is_whole else 'one'} of {sorted(prompts)[:16]}",
-            )
-        by_index = {sample.index: sample for sample in given}
-        for index, sample in by_index.items():
-            _check_sample(sample, self.limits)
-            for _, _, version in sample.versions:
-                if not self.weights.has_confirmed(producer, version):
-                    raise Refusal(
-                        409,
-                        "unconfirmed_version",
-                        f"sample {index}: its tokens name weights that this job has not confirmed.",
-                        got=f"version {version}",
-                        expected=f"a version that it reported as loaded; the newest is {self.weights.newest(producer)}",
-                        next_action="Report the hashes of the engines (POST /v1/weights/loaded), then repeat the call.",
-                        retry_after_s=0,
-                    )
-        return [_fill(prompts[index], by_index[index], task) for index in prompts if index in by_index]
+    def _check(
+        self, producer: str, given: Mapping[int, Rows], wanted: Sequence[Sample | int], *, is_whole: bool
+    ) -> None:
+        weights = self.weights
+        check_samples(
+            given,
+            [place.index if isinstance(place, Sample) else place for place in wanted],
+            self.limits,
+            has_confirmed=lambda version: weights.has_confirmed(producer, version),
+            newest=weights.newest(producer),
+            is_whole=is_whole,
+        )
 
     def _prompt(self, producer: str, issued: IssuedPrompt) -> m.Prompt:
         samples = self._prompts.group_at(issued.task.group)
@@ -437,9 +495,9 @@ class Gateway:
             samples=[m.PromptSample(index=sample.index, metadata=sample.metadata) for sample in samples],
         )
 
-    def _lock(self, task: Task) -> asyncio.Lock:
-        """Calls for one attempt run one after the other: a call and its repetition may arrive together."""
-        return self._locks.setdefault(task, asyncio.Lock())
+    def _lock(self, name: object) -> asyncio.Lock:
+        """Calls for one attempt, or one key, run one after the other: a call and its repetition may arrive together."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def _lease(self, producer: str, task: Task) -> str:
         digest = hmac.digest(self._lease_key, f"{producer}\n{task}".encode(), hashlib.sha256)[:24]
@@ -467,54 +525,37 @@ def _ledger_name(producer: str) -> str:
     return f"{EXTERNAL}{producer}"
 
 
-def _fill(prompt: Sample, given: m.GivenSample, task: Task) -> Sample:
-    prompt.tokens, prompt.response_length = given.tokens, given.response_length
-    prompt.loss_mask = list(given.loss_mask) if given.loss_mask is not None else [1] * given.response_length
-    prompt.rollout_log_probs, prompt.reward = given.log_probs, given.reward
-    prompt.token_policy_versions = _spans(given)
-    prompt.status, prompt.response, prompt.attempt = SampleStatus(given.status), given.response, task.attempt
-    return prompt
+def _shown(rows: Rows) -> str:
+    return f"{len(rows)} rows of {sum(len(row.tokens) for row in rows)} tokens, reward {rows[0].reward}"[:200]
 
 
-def _spans(given: m.GivenSample) -> list[VersionSpan]:
-    return [VersionSpan(version=version, start=start, end=end) for start, end, version in given.versions]
-
-
-def _check_sample(given: m.GivenSample, limits: Limits) -> None:
-    """Refuse a sample that no trainer could use, and say which number is wrong."""
-    where, length = f"sample {given.index}", given.response_length
-    if not length < len(given.tokens) <= limits.max_tokens:
-        raise _invalid(
-            f"{where}: its tokens are not a prompt and a completion within the bound.",
-            f"{len(given.tokens)} tokens, response_length {length}",
-            f"response_length below the number of tokens, and at most {limits.max_tokens} tokens",
+def _refuse_own(call: m.PutOwnGroup, grant: OwnGrant) -> Refusal:
+    if grant.outcome is OwnOutcome.OTHER_CONTENT:
+        return Refusal(
+            409,
+            "other_content",
+            f"key {call.key!r} names a group of this producer with other content.",
+            got=_shown(call.samples),
+            expected=f"what was put under this key as group {grant.task and grant.task.group}, byte for byte",
+            next_action="Choose another key for another group; this one counts once for the whole life of the run.",
         )
-    if max(given.tokens) >= limits.vocab_size:
-        raise _invalid(
-            f"{where}: the model has no such token.", f"token {max(given.tokens)}", f"0 to {limits.vocab_size - 1}"
+    if grant.outcome is OwnOutcome.OVER:
+        return Refusal(
+            409,
+            "run_over",
+            "the run is over: no round is left that could train this group.",
+            got=f"a group under key {call.key!r}",
+            expected="a run with rounds left",
+            next_action="Leave.",
         )
-    mask_length = length if given.loss_mask is None else len(given.loss_mask)
-    if len(given.log_probs) != length or mask_length != length:
-        raise _invalid(
-            f"{where}: its lists do not line up.",
-            f"{len(given.log_probs)} log_probs, {mask_length} entries of loss_mask",
-            f"{length} of each, one for each token of the completion",
-        )
-    wrong = next((value for value in given.log_probs if not (math.isfinite(value) and value <= 1e-3)), None)
-    if wrong is not None:
-        raise _invalid(f"{where}: a log-probability is impossible.", str(wrong), "finite, and not above 0")
-    if not abs(given.reward) <= LARGEST_REWARD:
-        raise _invalid(f"{where}: the reward is no number.", str(given.reward), "a finite number")
-    fault = tiling_fault(_spans(given), length)
-    if fault is not None:
-        raise _invalid(
-            f"{where}: {fault[:300]}.", f"versions {given.versions[:8]}", f"[start, end, version] over [0, {length})"
-        )
-
-
-def _invalid(what: str, got: str, expected: str) -> Refusal:
     return Refusal(
-        422, "invalid", what, got=got, expected=expected, next_action="Correct the call; nothing of it was stored."
+        429,
+        "no_room",
+        "every slot is taken.",
+        got=f"a group under key {call.key!r}",
+        expected=grant.waits_for,
+        next_action="Repeat the same call after Retry-After: it keeps its place in the line.",
+        retry_after_s=1,
     )
 
 

@@ -114,6 +114,11 @@ class Weights:
         with self._lock:
             return max(self._confirmed.get(producer, ()), default=-1)
 
+    def behind(self, producer: str) -> int:
+        """By how many versions a job is behind the serving one; -1: it has confirmed none."""
+        serving, newest = self.serving, self.newest(producer)
+        return -1 if newest < 0 else max(0, serving - newest)
+
     def has_confirmed(self, producer: str, version: Version) -> bool:
         with self._lock:
             return version in self._confirmed.get(producer, ())

@@ -12,6 +12,8 @@ Checks, by the name that a finding carries:
     tokens      what was committed is what was trained, dropped, sent back or is still held
     spool       every payload that may be needed again is there, whole and with its checksum, and the bytes at the end
                 that are no record never were one that the ledger knows
+    own         a group whose prompt a job brought itself is committed once for each key of the job, is never given to
+                somebody else, and its payload in the spool names the key
     eval        no group of an evaluation was ever in a round
     file        the ledger's file is whole: its structure, the checksum of each row, the chain of the history
     history     the history tells of the same states as the tables
@@ -32,14 +34,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vime.data.claims import RunClaims
-from vime.data.payload import record_size, split_record, unpack_rows
+from vime.data.payload import join_samples, record_size, split_record, unpack_rows
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.audit_receipts import CommittedGroup, LedgerRound, SavedReceipt, audit_receipts
 from vime.handoff.ledger_checksums import find_faults
 from vime.handoff.ledger_file import OLD_COPY
 from vime.handoff.ledger_identity import find_difference
 from vime.handoff.ledger_schema import expected_schema, open_for_reading
-from vime.handoff.ledger_types import EXTERNAL, LEDGER_NAME, SPOOL_NAME, LedgerMark, State, Task
+from vime.handoff.ledger_types import EXTERNAL, LEDGER_NAME, OWN_KEY, SPOOL_NAME, LedgerMark, State, Task
 from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.receipts import group_content
 from vime.handoff.spool import Spools
@@ -52,8 +54,8 @@ _LINES = """select h.sequence, h.event, coalesce(p.name, ''), coalesce(h.grp, -1
     coalesce(h.round, 0), coalesce(h.num_tokens, 0), coalesce(h.num_bytes, 0), coalesce(h.note, '')
     from history h left join partition p on p.id = h.partition order by h.sequence"""
 _GROUPS = """select p.name, g.grp, g.attempt, g.state, g.round, g.position, g.checksum, g.num_bytes, g.num_tokens,
-    g.num_rows, g.min_version, g.max_version, g.partial_attempt, g.partial_checksum from prompt_group g
-    join partition p on p.id = g.partition order by g.partition, g.grp"""
+    g.num_rows, g.min_version, g.max_version, g.partial_attempt, g.partial_checksum, g.producer,
+    g.own_key, g.own_content from prompt_group g join partition p on p.id = g.partition order by g.partition, g.grp"""
 SIZED = (State.READY, State.LEASED, State.TRAINED, State.DURABLE)
 IN_ROUND = (State.LEASED, State.TRAINED, State.DURABLE)
 NEEDED = (State.READY, State.LEASED, State.TRAINED)
@@ -78,6 +80,9 @@ class GroupFacts:
     max_version: int
     partial_attempt: int | None
     partial_checksum: int
+    producer: str
+    own_key: str | None
+    own_content: str | None
 
     @property
     def task(self) -> Task:
@@ -107,6 +112,7 @@ class AuditReport:
     num_unhashed: int = 0  # groups of them whose tokens could not be compared with what was committed
     trained: Mapping[int, LedgerRound] = field(default_factory=dict, repr=False)  # as the ledger has it
     producers: Mapping[str, int] = field(default_factory=dict)  # groups of rounds, by who generated them
+    own: Mapping[str, int] = field(default_factory=dict)  # of them: with a prompt that the producer brought itself
 
     def shown(self) -> str:
         """Return one phrase about how far the trainer's own evidence goes."""
@@ -118,7 +124,8 @@ class AuditReport:
     def counts(self) -> str:
         """Return one line: groups by state."""
         states = ", ".join(f"{total:,} {state}" for state, total in sorted(self.groups.items()))
-        jobs = [f"{total:,} by {name}" for name, total in sorted(self.producers.items())]
+        own = {name: f", {total:,} of them with prompts of its own" for name, total in self.own.items()}
+        jobs = [f"{total:,} by {name}{own.get(name, '')}" for name, total in sorted(self.producers.items())]
         whose = f" ({', '.join(jobs)})" if any(name.startswith(EXTERNAL) for name in self.producers) else ""
         return f"{sum(self.groups.values()):,} groups: {states or 'none'}{whose}"
 
@@ -225,6 +232,7 @@ def _audit_content(
         num_lines=num_lines,
         trained=_trained_rounds(facts, rounds, history),
         producers=_producers(connection, history.train),
+        own=Counter(fact.producer for fact in facts if fact.own_key is not None and fact.round_id is not None),
     )
 
 
@@ -282,6 +290,10 @@ def _check_history(facts: list[GroupFacts], history: History) -> Iterator[Findin
         told, shown = (str(trace.state), trace.attempt, trace.round_id), (fact.state, fact.attempt, fact.round_id)
         if told != shown:
             yield Finding("history", str(fact.task), f"(state, attempt, round) {shown}, the history says {told}")
+        own = None if fact.own_key is None else (fact.own_key, fact.own_content)
+        if own != trace.own or (own is not None and fact.producer != trace.producer):
+            told_own = f"the history says {trace.own} of {trace.producer}"
+            yield Finding("own", str(fact.task), f"key and content {own} of {fact.producer}; {told_own}")
         if fact.state in SIZED and (trace.tokens, trace.num_bytes) != (fact.num_tokens, fact.num_bytes):
             sizes = f"{fact.num_tokens} tokens, {fact.num_bytes} bytes; committed: {trace.tokens}, {trace.num_bytes}"
             yield Finding("tokens", str(fact.task), sizes)
@@ -385,6 +397,16 @@ def _check_payloads(facts: list[GroupFacts], spool: Spools, history: History) ->
             yield Finding("spool", str(fact.task), f"payload of {size[0]} bytes, {size[1]} tokens; committed: {wanted}")
         elif found != content:
             yield Finding("spool", str(fact.task), f"tokens with the hash {found}; committed: {content}")
+        elif fact.own_key is not None:
+            yield from _check_own_payload(fact, data)
+
+
+def _check_own_payload(fact: GroupFacts, data: bytes) -> Iterator[Finding]:
+    chunks, rest = split_record(data)
+    samples = join_samples([row for chunk in chunks for row in unpack_rows(chunk)], rest)
+    keys = {str(sample.metadata.get(OWN_KEY)) for sample in samples}
+    if keys != {fact.own_key}:
+        yield Finding("own", str(fact.task), f"its payload names the keys {sorted(keys)}, the ledger {fact.own_key!r}")
 
 
 def _content(data: bytes) -> str:

@@ -38,6 +38,8 @@ class GroupTrace:
     is_held: bool = False  # its size counts against the capacity
     round_id: int | None = None
     content: str = ""  # hash of its tokens when they were committed
+    producer: str = ""  # of the newest attempt
+    own: tuple[str, str] | None = None  # key and content of a group whose prompt the producer brought itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class History:
     versions: dict[int, int] = field(default_factory=dict)  # round -> version of the weights that train on it
     receipts: dict[int, str] = field(default_factory=dict)  # trained round -> link of what the trainer stepped on
     cursors: dict[str, int] = field(default_factory=dict)
+    own: dict[tuple[str, str], str] = field(default_factory=dict)  # (producer, key) -> the group that was committed
     num_active: int = 0
     num_retry: int = 0
     serving: int = 0
@@ -171,9 +174,20 @@ def on_issued(history: History, line: Line) -> None:
         history.expect(line, trace, (State.RETRY,), attempt=trace.attempt + 1)
         history.num_retry -= is_train
         trace.state, trace.attempt = State.ISSUED, line.attempt
+        if trace.own is not None:
+            history.find("own", line.name, f"issued again to {line.note}, who has not its prompt")
+    trace.producer = line.note
     if is_train:
         history.num_active += 1
         history.bound(line, "slots", history.num_active, "max_slots")
+
+
+def on_own(history: History, line: Line) -> None:
+    trace = history.trace(line, (State.ISSUED,))
+    note = json.loads(line.note)
+    trace.own = (str(note["key"]), str(note["content"]))
+    if line.partition != history.train:
+        history.find("own", line.name, f"a group of {trace.producer}'s own; only {history.train} may have some")
 
 
 def on_admitted(history: History, line: Line) -> None:
@@ -186,6 +200,10 @@ def on_ready(history: History, line: Line) -> None:
     history.unhold(trace)
     history.hold(line, trace)
     trace.state, trace.content = State.READY, line.note
+    if trace.own is not None:
+        first = history.own.setdefault((trace.producer, trace.own[0]), line.name)
+        if first != line.name:
+            history.find("own", line.name, f"committed under key {trace.own[0]!r} of {trace.producer}, as was {first}")
 
 
 def on_dropped(history: History, line: Line) -> None:
@@ -274,6 +292,7 @@ def on_loosened(history: History, line: Line) -> None:
 HANDLERS: dict[str, Callable[[History, Line], None]] = {
     "opened": on_opened,
     "issued": on_issued,
+    "own": on_own,
     "admitted": on_admitted,
     "ready": on_ready,
     "dropped": on_dropped,

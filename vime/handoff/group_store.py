@@ -204,6 +204,32 @@ class GroupStore:
                 self._spool.close()
 
 
+class StoresGroups:
+    """What every process that stores groups answers about them."""
+
+    _store: GroupStore
+
+    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
+        """Return the completions of finished groups, whichever process stored them."""
+        return [self._store.samples(group.task, group.checksum) for group in groups]
+
+    def restore(self, groups: Sequence[StoredGroup]) -> None:
+        """Put into the queue again what this run stored before it was restarted."""
+        self._store.restore(groups)
+
+    def release(self, tasks: Sequence[Task]) -> None:
+        """Free these groups' samples: they will not be asked for again."""
+        self._store.release(tasks)
+
+    def compact(self, needed: Mapping[Task, int | None]) -> int:
+        """Delete from the spool what no restart can need; return the bytes freed."""
+        return self._store.compact(needed)
+
+    @property
+    def spool_bytes(self) -> int:
+        return self._store.spool_bytes
+
+
 def compact_left_behind(directory: Path, own: Collection[Path], needed: Mapping[Task, int | None]) -> int:
     """Do the same for spools under `directory` that no worker of this start of the run writes: an earlier start had
     more workers, or other ones. Return the bytes freed."""

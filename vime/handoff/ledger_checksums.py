@@ -22,7 +22,7 @@ SEALED = {
         (
             *("partition", "grp", "attempt", "state", "producer", "request", "admitted", "round", "position"),
             *("ready_sequence", "checksum", "num_bytes", "num_tokens", "num_rows", "min_version", "max_version"),
-            *("partial_attempt", "partial_checksum", "reason", "facts"),
+            *("partial_attempt", "partial_checksum", "reason", "facts", "own_key", "own_content"),
         ),
     ),
 }
@@ -38,9 +38,16 @@ def make_seals(connection: sqlite3.Connection) -> None:
 
 
 def add_facts(connection: sqlite3.Connection) -> None:
-    """Add a column to groups for the numbers that a round is planned from, and give every row a seal that covers it.
-    Inside a transaction, once."""
+    """Add a column to groups for the numbers that a round is planned from. Inside a transaction, once."""
     connection.execute("alter table prompt_group add column facts blob")
+
+
+def add_own_keys(connection: sqlite3.Connection) -> None:
+    """Add columns for groups whose prompt a rollout job brought itself: its key for the group, and the hash of what it
+    put. Give every row a seal that covers them. Inside a transaction, once."""
+    connection.execute("alter table prompt_group add column own_key text")
+    connection.execute("alter table prompt_group add column own_content text")
+    connection.execute("create index own_group on prompt_group(producer, own_key) where own_key is not null")
     _add_function(connection)
     for table, (_, columns) in SEALED.items():
         connection.execute(f"update {table} set seal = vime_seal({', '.join(columns)})")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from vime.handoff.ledger_identity import find_obstacle
 from vime.handoff.ledger_schema import MOVING_ROUNDS
-from vime.handoff.ledger_store import LedgerStore, known_partition
+from vime.handoff.ledger_store import LedgerStore, find_group, known_partition
 from vime.handoff.ledger_types import LeasedGroup, LedgerFileError, LedgerMark, Payload, RestoreReport, Task
 from vime.handoff.ledger_undo import keep_before, note_going_back, undo_unless
 from vime.types import Version
@@ -22,6 +22,7 @@ _PARTIAL = """select p.id, p.name, g.grp, g.partial_attempt, g.partial_checksum 
     where g.state = 'retry' and g.partial_attempt is not null"""
 _SEND_BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0,
     facts = null, round = null, position = null, reason = ? where partition = ? and grp = ?"""
+_GIVE_UP = "update prompt_group set state = 'dropped', admitted = 0, reason = ? where partition = ? and grp = ?"
 _FORGET_PARTIAL = """update prompt_group set partial_attempt = null, partial_checksum = null
     where partition = ? and grp = ?"""
 
@@ -88,11 +89,23 @@ def loosen(store: LedgerStore, round_id: int) -> None:
     store.write("loosened", partition=store.train_id, round_id=round_id)
 
 
-def send_back(store: LedgerStore, task: Task, reason: str) -> None:
-    """Mark the group to be generated again."""
+def send_back(store: LedgerStore, task: Task, reason: str) -> bool:
+    """Mark the group to be generated again. One whose prompt a job brought itself is given up instead, because nobody
+    else has the prompt. Return whether it will be issued again."""
+    row = find_group(store, task)
+    if row.own_key is not None:
+        give_up(store, task, reason)
+        return False
+    store.change(_SEND_BACK, reason, row.partition, task.group)
+    store.write("retry", row.partition, task.group, task.attempt, note=reason)
+    return True
+
+
+def give_up(store: LedgerStore, task: Task, reason: str) -> None:
+    """Mark the group as dropped; the counts in memory are the caller's."""
     partition = known_partition(store, task.partition)
-    store.change(_SEND_BACK, reason, partition, task.group)
-    store.write("retry", partition, task.group, task.attempt, note=reason)
+    store.change(_GIVE_UP, reason, partition, task.group)
+    store.write("dropped", partition, task.group, task.attempt, note=reason)
 
 
 def restore(
@@ -122,20 +135,16 @@ def restore(
         store.write("restored", partition=store.train_id, round_id=last, note=note)
         settle(store, last)
         replayed, reached, is_exact = _replay_rounds(store, last, start, has_payload)
-        for task in in_flight:
-            send_back(store, task, "in flight at a restart")
+        reissued = [task for task in in_flight if send_back(store, task, "in flight at a restart")]
         lost = _find_lost(store, reached, has_payload)
-        for task, reason in lost:
-            send_back(store, task, reason)
+        regenerated = [task for task, reason in lost if send_back(store, task, reason)]
         for number, name, group, attempt, checksum in store.query(_PARTIAL):
             if not is_exact or not has_payload(Task(name, group, attempt), checksum):
                 store.change(_FORGET_PARTIAL, number, group)
         if start is not None:
             store.set_meta("serving", min(store.meta("serving", 0), start))
     store.memory = store.recall()
-    return RestoreReport(
-        replayed_rounds=tuple(replayed), reissued=tuple(in_flight), regenerated=tuple(task for task, _ in lost)
-    )
+    return RestoreReport(replayed_rounds=tuple(replayed), reissued=tuple(reissued), regenerated=tuple(regenerated))
 
 
 def _replay_rounds(

@@ -22,7 +22,15 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from vime.handoff.ledger_checksums import Schema, add_facts, find_faults, keep_sealed, make_seals, read_schema
+from vime.handoff.ledger_checksums import (
+    Schema,
+    add_facts,
+    add_own_keys,
+    find_faults,
+    keep_sealed,
+    make_seals,
+    read_schema,
+)
 from vime.handoff.ledger_file import (
     OLD_COPY,
     Note,
@@ -70,7 +78,7 @@ MOVING_ROUNDS = "round indexed by moving_round where state in ('leased', 'replay
 """Rounds that are not durable, to be followed by further conditions: few, however long the run is."""
 Migration = str | Callable[[sqlite3.Connection], None]
 """SQL, or a function that is called inside a transaction."""
-MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity, make_seals, add_facts)
+MIGRATIONS: tuple[Migration, ...] = (CREATE, make_identity, make_seals, add_facts, add_own_keys)
 
 
 def open_for_writing(

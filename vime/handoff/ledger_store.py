@@ -95,6 +95,7 @@ class Memory:
     holdings: dict[int, Holding] = field(default_factory=dict)
     too_old: int = 0  # groups refused at lease since the file was opened
     waiting: dict[Task, None] = field(default_factory=dict)  # tasks that wait for capacity, first come first
+    own_line: dict[tuple[str, str], float] = field(default_factory=dict)  # (producer, key) that wait for a slot: until
     soonest: float = float("inf")  # the earliest deadline, or a time before it
 
     def fly(self, flight: Flight) -> None:
@@ -305,6 +306,7 @@ class GroupRow(NamedTuple):
     reason: str | None
     partial_attempt: int | None
     partial_checksum: int | None
+    own_key: str | None  # of the job that brought the prompt
 
 
 def find_group(store: LedgerStore, task: Task) -> GroupRow:

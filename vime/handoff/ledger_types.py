@@ -12,6 +12,7 @@ from vime.types import HandoffError, LostError, Version
 
 EVAL_PREFIX = "eval/"
 LEDGER_NAME, SPOOL_NAME = "ledger.db", "spool"  # in a run directory
+OWN_KEY = "own_key"  # in the metadata of samples whose prompt a job brought itself
 EXTERNAL = "external/"  # begins the name of a producer outside of the run: of its token
 
 
@@ -114,6 +115,25 @@ class PromptGrant:
     serving: Version = 0  # the newest version that every engine confirmed
     waits_for: str = ""
     is_exhausted: bool = False  # no prompt is left and none can come back
+
+
+class OwnOutcome(StrEnum):
+    """What became of a group whose prompt the producer brought itself, when it asked by its key."""
+
+    ISSUED = "issued"  # it may be stored and committed now
+    COMMITTED = "committed"  # it was before; nothing is to be done
+    OTHER_CONTENT = "other_content"  # the key names a group with other content
+    WAITS = "waits"
+    OVER = "over"  # no round is left that could train it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnGrant:
+    """`task`: the group, when the key has one; `waits_for`: what must happen first."""
+
+    outcome: OwnOutcome
+    task: Task | None = None
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,17 @@
                                         -> drop            a filter refused it; its slot is free at once
                                         -> retry           aborted; issued again first, with its tokens if kept
 
-An attempt that misses its deadline is issued again under the next number; its later result is refused.
+An attempt that misses its deadline is issued again under the next number; its later result is refused. A group whose
+prompt a producer brought itself (`issue_own`) takes the next number too, and is dropped instead: nobody else has the
+prompt.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+from vime.handoff.ledger_restore import give_up
 from vime.handoff.ledger_store import Flight, GroupRow, LedgerStore, find_group, lack_of_room
 from vime.handoff.ledger_types import (
     EVAL_PREFIX,
@@ -19,6 +23,8 @@ from vime.handoff.ledger_types import (
     CommitOutcome,
     IssuedPrompt,
     LateAttemptError,
+    OwnGrant,
+    OwnOutcome,
     PartitionError,
     Payload,
     PromptGrant,
@@ -40,6 +46,13 @@ _COMMIT = """update prompt_group set state = 'ready', ready_sequence = ?, checks
     num_rows = ?, min_version = ?, max_version = ?, facts = ?, admitted = 1, partial_attempt = null,
     partial_checksum = null
     where partition = ? and grp = ?"""
+_ISSUE_OWN = """insert into prompt_group(partition, grp, attempt, state, producer, request, own_key, own_content)
+    values (?, ?, 1, 'issued', ?, ?, ?, ?)"""
+_OWN = """select grp, attempt, state, checksum, own_content from prompt_group indexed by own_group
+    where producer = ? and own_key = ? order by grp desc limit 1"""
+OF_OWN = ""  # the request of an own group in flight: `issue` refuses it, so no lease has it
+OWN_WAIT_S = 10.0
+"""A producer that has not asked again for so long loses the place of its own group in the line for a slot."""
 _BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0, facts = null,
     reason = ?,
     partial_attempt = coalesce(?, partial_attempt), partial_checksum = coalesce(?, partial_checksum)
@@ -86,6 +99,65 @@ class PromptLedger:
             return self._grant(tasks)
         return self._no_prompt(number, is_at_end=is_at_end)
 
+    def issue_own(self, producer: str, key: str, content: str) -> OwnGrant:
+        """Take the next number of the train partition for a group whose prompt `producer` brings itself, under a key of
+        its choice; `content`: hash of what it will store.
+
+        Once a group was committed under a key, the same key means that group for the whole life of the run, and other
+        content is refused. A group that was dropped before it was ever committed frees its key. Asking again renews the
+        deadline of a group in flight, or the place in the line for a slot: freed slots go to this line first, or
+        producers that wait for prompts would take every one of them.
+        """
+        if not producer or not key or not content:
+            raise HandoffError(f"own group {key!r} of {producer!r}, content {content!r}: expected none to be empty.")
+        store, memory, partition = self._store, self._store.memory, self._store.rules.partition
+        known = self.known_own(producer, key, content)
+        if known is not None:
+            return known
+        if store.is_over():
+            return OwnGrant(outcome=OwnOutcome.OVER)
+        line = self._own_line()
+        ahead = [*line].index((producer, key)) if (producer, key) in line else len(line)
+        if store.num_slots() - memory.usage.active - memory.usage.retry <= ahead:
+            line[producer, key] = store.clock.now() + OWN_WAIT_S
+            return OwnGrant(outcome=OwnOutcome.WAITS, waits_for=self._no_slot())
+        with store.transaction():
+            [group] = store.one("select next_group from partition where id = ?", store.train_id)
+            task = Task(partition, group, 1)
+            store.change(_ISSUE_OWN, store.train_id, group, producer, OF_OWN, key, content)
+            store.change("update partition set next_group = ? where id = ?", group + 1, store.train_id)
+            store.write("issued", store.train_id, group, 1, note=producer)
+            store.write("own", store.train_id, group, 1, note=json.dumps({"key": key, "content": content}))
+            memory.usage.active += 1
+        line.pop((producer, key), None)
+        memory.fly(Flight(task, producer, OF_OWN, store.deadline()))
+        return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
+
+    def known_own(self, producer: str, key: str, content: str) -> OwnGrant | None:
+        """Return what the key names already; None when it is free. Renews the deadline of a group in flight."""
+        store, memory, partition = self._store, self._store.memory, self._store.rules.partition
+        row = store.one(_OWN, producer, key)
+        if row is None:
+            return None
+        group, attempt, state, checksum, stored = row
+        task, was_committed = Task(partition, group, attempt), checksum is not None
+        if not was_committed and state != State.ISSUED:
+            return None
+        if stored != content:
+            return OwnGrant(outcome=OwnOutcome.OTHER_CONTENT, task=task)
+        if was_committed:
+            return OwnGrant(outcome=OwnOutcome.COMMITTED, task=task)
+        memory.flights[partition, group] = replace(memory.flights[partition, group], deadline=store.deadline())
+        return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
+
+    def _own_line(self) -> dict[tuple[str, str], float]:
+        """Return the own groups that wait for a slot, first come first, without those that are not asked for any
+        more."""
+        line, now = self._store.memory.own_line, self._store.clock.now()
+        for place in [place for place, until in line.items() if until <= now]:
+            del line[place]
+        return line
+
     def issued(self, producer: str, request: str) -> PromptGrant:
         """Return what this request of `issue` was given and the producer still has; nothing new."""
         return self._grant(self._store.memory.requests.get((producer, request), []))
@@ -99,7 +171,7 @@ class PromptLedger:
         room = max(0, store.num_slots() - usage.active) if is_train else count
         retries = store.query(_RETRIES, number, min(count, room))
         [first] = store.one("select next_group from partition where id = ?", number)
-        num_new = min(count - len(retries), room - usage.retry if is_train else count)
+        num_new = min(count - len(retries), room - usage.retry - len(self._own_line()) if is_train else count)
         new = range(first, first + max(0, num_new if end is None else min(num_new, end - first)))
         for group, _ in retries:
             store.change(_ISSUE_AGAIN, producer, request, number, group)
@@ -183,12 +255,13 @@ class PromptLedger:
         if not reason:
             raise HandoffError(f"group {task}: dropped without a reason; a dropped group is counted under one.")
         with self._store.transaction():
-            sql = "update prompt_group set state = 'dropped', admitted = 0, reason = ? where partition = ? and grp = ?"
-            self._store.change(sql, reason, row.partition, task.group)
-            self._note("dropped", row, task, note=reason)
-            self._leave(row, task)
+            self._drop(row, task, reason)
         self._store.memory.land(task)
         return True
+
+    def _drop(self, row: GroupRow, task: Task, reason: str) -> None:
+        give_up(self._store, task, reason)
+        self._leave(row, task)
 
     def retry(self, task: Task, reason: str, *, partial: int | None = None) -> bool:
         """Give back an aborted attempt; `partial` is the checksum of its tokens, stored under `task`, to be continued.
@@ -205,14 +278,17 @@ class PromptLedger:
 
     def heartbeat(self, producer: str) -> frozenset[Task]:
         """Note that `producer` is alive: its attempts get a full timeout from now. Return the attempts that it still
-        has."""
+        has. Groups with prompts of its own are not among them: only a repeated `issue_own` shows that it still has
+        the group."""
         flights, deadline = self._store.memory.flights, self._store.deadline()
-        held = {key: flight for key, flight in flights.items() if flight.producer == producer}
+        held = {key: one for key, one in flights.items() if one.producer == producer and one.request != OF_OWN}
         flights.update({key: replace(flight, deadline=deadline) for key, flight in held.items()})
         return frozenset(flight.task for flight in held.values())
 
     def abandon(self, producer: str) -> int:
         """Note that `producer` is dead: its prompts go to others at once. Return how many."""
+        for place in [place for place in self._store.memory.own_line if place[0] == producer]:
+            del self._store.memory.own_line[place]
         tasks = [flight.task for flight in self._store.memory.flights.values() if flight.producer == producer]
         if tasks:
             self._give_back(tasks, f"producer {producer} lost")
@@ -228,6 +304,9 @@ class PromptLedger:
         with self._store.transaction():
             for task in tasks:
                 row = find_group(self._store, task)
+                if row.own_key is not None:
+                    self._drop(row, task, reason)
+                    continue
                 attempt = task.attempt if partial is not None else None
                 self._store.change(_BACK, reason, attempt, partial, row.partition, task.group)
                 self._note("retry", row, task, note=reason)
@@ -262,17 +341,20 @@ class PromptLedger:
         return PromptGrant(prompts=prompts, serving=self._store.meta("serving", 0))
 
     def _no_prompt(self, number: int, *, is_at_end: bool) -> PromptGrant:
-        usage = self._store.memory.usage
         if number == self._store.train_id and self._store.is_over():
             return PromptGrant(prompts=(), is_exhausted=True)
         if is_at_end:
             is_done = self._store.one(_UNDER_WAY, number) is None
             why = "" if is_done else "the groups in flight: there is no new prompt, but one of them may come back"
             return PromptGrant(prompts=(), waits_for=why, is_exhausted=is_done)
-        return PromptGrant(
-            prompts=(),
-            waits_for=f"a slot: {usage.active} groups hold one and {usage.retry} to be retried, of "
-            f"{self._store.num_slots()}; a served round or a dropped group frees one",
+        return PromptGrant(prompts=(), waits_for=self._no_slot())
+
+    def _no_slot(self) -> str:
+        usage, line = self._store.memory.usage, self._store.memory.own_line
+        waiting = f", {len(line)} groups of jobs' own wait" if line else ""
+        return (
+            f"a slot: {usage.active} groups hold one and {usage.retry} to be retried, of {self._store.num_slots()}"
+            f"{waiting}; a served round or a dropped group frees one"
         )
 
 

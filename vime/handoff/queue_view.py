@@ -31,7 +31,7 @@ MARK = "vime-queue-1"  # first member of an exported file: its format
 SEGMENT = "segment-00000001.vsp"
 GROUP_FIELDS = (
     "attempt", "state", "producer", "round", "position", "num_rows", "num_tokens", "num_bytes", "min_version",
-    "max_version", "checksum", "partial_attempt", "reason",
+    "max_version", "checksum", "partial_attempt", "reason", "own_key",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from vime.handoff.ledger_restore import (
     HasPayload,
     RoundRow,
     find_round,
+    give_up,
     leased_group,
     loosen,
     pin,
@@ -273,13 +274,9 @@ class RoundLedger:
     def _refuse_stale(self, group: LeasedGroup) -> None:
         store, task, usage = self._store, group.task, self._store.memory.usage
         if store.rules.stale_policy is StalePolicy.RETRY:
-            send_back(store, task, _STALE)
-            usage.retry += 1
+            usage.retry += send_back(store, task, _STALE)
         else:
-            store.change(
-                "update prompt_group set state = 'dropped', admitted = 0, reason = ? where partition = ? and grp = ?",
-                _STALE, store.train_id, task.group)  # fmt: skip
-            store.write("dropped", store.train_id, task.group, task.attempt, note=_STALE)
+            give_up(store, task, _STALE)
         store.memory.too_old += 1
         usage.active -= 1
         usage.hold(-group.payload.num_tokens, -group.payload.num_bytes, groups=-1)

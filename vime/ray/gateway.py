@@ -10,33 +10,30 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config
 from vime.gateway.address import ADDRESS_NAME, write_address
 from vime.gateway.app import make_app
 from vime.gateway.messages import WeightFile, WeightManifest
+from vime.gateway.samples import Limits
 from vime.gateway.server import GatewayServer
-from vime.gateway.service import Gateway, Limits
+from vime.gateway.service import Gateway
 from vime.gateway.tokens import TokenFile
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import EXTERNAL, Payload
-from vime.observability.events import open_events
-from vime.observability.logs import setup_logging
 from vime.observability.samples import DroppedGroup
-from vime.ray.cluster import limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
-from vime.ray.stores import connect_store, group_store
 from vime.ray.worker_process import WorkerProcess, WorkerReport
 from vime.rollout.convert import encoded_group
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.group_writer import GroupWriter
-from vime.rollout.plugins import load_data_source
 from vime.rollout.prompts import context_limit
-from vime.rollout.worker import PromptsByNumber, payload_of
+from vime.rollout.sample_rows import by_sample
+from vime.rollout.worker import payload_of
 from vime.types import EngineReport, Sample, Version
 from vime.utils.waits import waiting
 from vime.weights.published import PublishedWeights, forget_before, read_back, version_directory, whole_versions
@@ -70,14 +67,9 @@ class GatewayActor(WorkerProcess):
         ledger: LedgerClient,
         address: str,
     ) -> None:
-        limit_threads(config)
-        yield_to_trainers(config)
+        super().__init__(config, number, PROCESS, run_dir, queue_address)
         self._run_dir, self._mark = Path(run_dir), name.removeprefix(f"{PROCESS}.")
-        setup_logging(self._run_dir, PROCESS)
-        self._events = open_events(self._run_dir, PROCESS)
         self._args, self._config, self._ledger = config.flat, config, ledger
-        store = connect_store(config, queue_address)
-        self._store = group_store(config, self._run_dir, store, worker=number)
         self._weights = Weights()
         for version in whole_versions(self._run_dir):
             self._serve(version)
@@ -86,7 +78,7 @@ class GatewayActor(WorkerProcess):
             ledger=ledger,
             store=self._store,
             writer=GroupWriter(self._store, ledger),
-            prompts=cast("PromptsByNumber", load_data_source(self._args)),  # the RolloutManager has looked
+            prompts=self._source,
             encode=self._encode,
             weights=self._weights,
             limits=_limits(config),
@@ -200,7 +192,7 @@ class GatewayActor(WorkerProcess):
     def _encode(self, producer: str, samples: list[Sample]) -> tuple[EncodedGroup, Payload]:
         """As a rollout worker does. The producer's name says which gateway put the rows into the queue."""
         group = encoded_group(self._args, samples, producer_id=f"{producer}.{self._mark}", with_samples=True)
-        self._rewards += [float(sample.reward) for sample in samples if isinstance(sample.reward, (int, float))]
+        self._rewards += [rows[0].scalar_reward(self._args.reward_key) for rows in by_sample(samples)]
         return group, payload_of(group, samples)
 
 
@@ -213,4 +205,6 @@ def _limits(config: Config) -> Limits:
         vocab_size=read_model_shape(args.hf_checkpoint).vocab_size,
         max_tokens=context_limit(args),
         temperature=config.rollout.rollout_temperature,
+        reward_key=args.reward_key or "",
+        extra_fields=tuple(args.transfer_queue_extra_data_fields),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from vime.config.parse import Args
@@ -18,7 +18,7 @@ from vime.handoff.ledger_types import Task
 from vime.rollout.group_worker import Assignment, GroupWorker
 from vime.rollout.partial import oldest_allowed
 from vime.rollout.reward_errors import ErrorShare
-from vime.types import Sample, SampleStatus, Version, VimeError
+from vime.types import LARGEST_REWARD, Sample, SampleStatus, Version, VimeError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -197,8 +197,28 @@ class JobWorker(GroupWorker):
             response_length=sample.response_length,
             log_probs=sample.rollout_log_probs,
             versions=[(span.start, span.end, span.version) for span in sample.token_policy_versions],
-            reward=sample.scalar_reward(self._args.reward_key),
+            reward=self._reward(sample),
             loss_mask=sample.loss_mask,  # type: ignore[arg-type]  # zeros and ones
             status="truncated" if sample.status is SampleStatus.TRUNCATED else "completed",
             response=sample.response,
+            extra={name: _extra(sample, name) for name in self._registered.extra_fields},
         )
+
+    def _reward(self, sample: Sample) -> float | dict[str, float]:
+        """With entries where the run trains on one: the others become metrics of the run. Entries that are no finite
+        numbers stay here, as a worker of the run leaves them out of its metrics."""
+        key = self._registered.reward_key
+        if not key or not isinstance(sample.reward, Mapping):
+            return sample.scalar_reward(self._args.reward_key)
+        sample.scalar_reward(key)  # raises where the run could not train on it
+        numbers = {name: value for name, value in sample.reward.items() if isinstance(value, (int, float))}
+        return {str(name): float(value) for name, value in numbers.items() if abs(value) <= LARGEST_REWARD}
+
+
+def _extra(sample: Sample, name: str) -> object:
+    """Return a column of --transfer-queue-extra-data-fields of the run, which the gateway checks: an attribute of the
+    sample, or an entry of its metadata."""
+    value: object = getattr(sample, name, None)
+    value = sample.metadata.get(name) if value is None else value
+    to_list = getattr(value, "tolist", None)  # of an array or a tensor
+    return to_list() if callable(to_list) else value

@@ -127,6 +127,12 @@ def main(address: str, flags: Sequence[str]) -> int:
                     f"{address}: expected http://HOST:PORT or https://HOST:PORT, as RUN/gateway.json says."
                 )
             config = read_command_line([*flags, *OF_EVERY_JOB], is_async=False, program="vime produce ADDRESS")
+            if config.rollout.partial_rollout:
+                raise ConfigError(
+                    "--partial-rollout with vime produce: a job that gives a group back keeps nothing of it, because "
+                    "whoever gets it next cannot read this job's tokens. Leave it out; give it to the run, whose own "
+                    "workers continue what they began."
+                )
             run_dir = claims.enter_context(RunDir.create(config.tracking.run_dir, dump(config)))
         except (VimeError, OSError) as error:
             sys.stderr.write(f"refused: {error}\n")

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from vime.handoff.group_store import GroupStore, StoredGroup
-from vime.handoff.ledger_types import Task
+from vime.config.parse import Config
+from vime.handoff.group_store import StoresGroups
+from vime.observability.events import open_events
+from vime.observability.logs import setup_logging
 from vime.observability.samples import DroppedGroup
+from vime.ray.cluster import limit_threads, yield_to_trainers
+from vime.ray.stores import connect_store, group_store
 from vime.rollout.group_worker import WorkerStats
-from vime.types import Sample
+from vime.rollout.plugins import load_data_source
+from vime.rollout.worker import PromptsByNumber
+
+if TYPE_CHECKING:
+    from vime.handoff.queue_client import QueueAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +34,19 @@ class WorkerReport:
     num_jobs: int = 0
 
 
-class WorkerProcess(ABC):
+class WorkerProcess(ABC, StoresGroups):
     """An actor with a store of groups. `coordinator.Workers` has the same calls, over all of them."""
 
-    _store: GroupStore
+    def __init__(
+        self, config: Config, number: int, process: str, run_dir: str, queue_address: QueueAddress | None
+    ) -> None:
+        """`process`: its name in logs and events; `number`: of its spool."""
+        limit_threads(config)
+        yield_to_trainers(config)
+        setup_logging(Path(run_dir), process)
+        self._events = open_events(Path(run_dir), process)
+        self._store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
+        self._source = cast("PromptsByNumber", load_data_source(config.flat))  # the RolloutManager has looked
 
     @abstractmethod
     def start(self, num_workers: int) -> None:
@@ -49,16 +67,3 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
-
-    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
-        """Return the samples of finished groups, whichever process stored them."""
-        return [self._store.samples(group.task, group.checksum) for group in groups]
-
-    def restore(self, groups: Sequence[StoredGroup]) -> None:
-        self._store.restore(groups)
-
-    def release(self, tasks: Sequence[Task]) -> None:
-        self._store.release(tasks)
-
-    def compact(self, needed: Mapping[Task, int | None]) -> int:
-        return self._store.compact(needed)

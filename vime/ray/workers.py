@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray import ObjectRef
@@ -29,23 +29,20 @@ from vime.config.queue_checks import EXTERNAL
 from vime.handoff.group_store import StoredGroup
 from vime.handoff.ledger_types import Task
 from vime.handoff.prompt_ledger import PromptLedger
-from vime.observability.events import EventKind, EventLog, open_events
-from vime.observability.logs import setup_logging
+from vime.observability.events import EventKind, EventLog
 from vime.observability.samples import DroppedGroup
 from vime.ray.actor import Actor, Options, start_actor
-from vime.ray.cluster import WORKER_CPUS, limit_threads, num_worker_processes, yield_to_trainers
+from vime.ray.cluster import WORKER_CPUS, num_worker_processes
 from vime.ray.gateway import PROCESS, GatewayActor, gateway_of
 from vime.ray.ledger_actor import LedgerClient
-from vime.ray.stores import connect_store, group_store
 from vime.ray.waits import wait_for
 from vime.ray.worker_process import WorkerProcess, WorkerReport
 from vime.rollout import sample_recorder
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.generation import use_engine_key
 from vime.rollout.group_worker import WorkerStats
-from vime.rollout.plugins import load_data_source
 from vime.rollout.vllm_rollout import close_generation
-from vime.rollout.worker import STOP_S, PromptsByNumber, RolloutWorker, worker_name
+from vime.rollout.worker import STOP_S, RolloutWorker, worker_name
 from vime.types import (
     ClusterError,
     EngineReport,
@@ -87,17 +84,10 @@ class RolloutWorkerActor(WorkerProcess):
         ledger: LedgerClient,
         key: str,
     ) -> None:
-        limit_threads(config)
-        yield_to_trainers(config)
-        process = f"rollout-worker-{number}"
-        setup_logging(Path(run_dir), process)
-        open_events(Path(run_dir), process)
+        super().__init__(config, number, f"rollout-worker-{number}", run_dir, queue_address)
         use_engine_key(key)
         sample_recorder.RECORDER.collect()
-        args = config.flat
-        self._store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
-        source = cast("PromptsByNumber", load_data_source(args))  # the RolloutManager has looked
-        self._worker = RolloutWorker(args, source=source, ledger=ledger, store=self._store, name=name)
+        self._worker = RolloutWorker(config.flat, source=self._source, ledger=ledger, store=self._store, name=name)
 
     def start(self, num_workers: int) -> None:
         self._worker.share(num_workers)

@@ -17,14 +17,14 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 from vime.config.parse import Args
 from vime.data.groups import encode_facts
 from vime.data.payload import bytes_to_samples, samples_to_bytes
-from vime.handoff.group_store import EncodedGroup, GroupStore, StoredGroup
+from vime.handoff.group_store import EncodedGroup, GroupStore, StoresGroups
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGrant, RoundOrder, Task, TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
@@ -60,7 +60,7 @@ class PromptsByNumber(Protocol):
     def group_at(self, group_index: int) -> list[Sample]: ...
 
 
-class RolloutWorker(GroupWorker):
+class RolloutWorker(GroupWorker, StoresGroups):
     """Consumes prompts that the ledger issues, each in a task of its own; waits for slots, engines, rewards and queue
     capacity; unblocked by changes of the ledger. `GroupWriter` stores finished groups."""
 
@@ -120,26 +120,6 @@ class RolloutWorker(GroupWorker):
 
     def is_ours(self, producer: str) -> bool:
         return producer == self.name
-
-    def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
-        """Return the completions of finished groups, whichever worker generated them."""
-        return [self._store.samples(group.task, group.checksum) for group in groups]
-
-    def restore(self, groups: Sequence[StoredGroup]) -> None:
-        """Put into the queue again what this run stored before it was restarted."""
-        self._store.restore(groups)
-
-    def release(self, tasks: Sequence[Task]) -> None:
-        """Free these groups' samples: they will not be asked for again."""
-        self._store.release(tasks)
-
-    def compact(self, needed: Mapping[Task, int | None]) -> int:
-        """Delete from the spool what no restart can need; return the bytes freed."""
-        return self._store.compact(needed)
-
-    @property
-    def spool_bytes(self) -> int:
-        return self._store.spool_bytes
 
     def close(self) -> None:
         self.stop()

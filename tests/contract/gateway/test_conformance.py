@@ -52,9 +52,9 @@ def test_the_gateway_passes_every_check_and_nothing_stays_leased(run, capsys, mo
     code = main(["conformance", run.server.url, "--other-token", second])
     out = capsys.readouterr().out
     assert (code, "FAIL" in out) == (0, False), out
-    assert "14 checks, 0 failed" in out
+    assert "15 checks, 0 failed" in out
     status = run.port.call(run.ledger.status.__func__)
-    assert (status.ready, status.producers) == (2, {}), "two groups were put, everything else was given back"
+    assert (status.ready, status.producers) == (3, {}), "three groups were put, everything else was given back"
 
 
 class Faults:
@@ -108,13 +108,18 @@ class Faults:
 
     @staticmethod
     def takes_part_of_a_group(run, monkeypatch):
-        monkeypatch.setattr(run.gateway, "_filled", lambda *_, **__: [])
+        monkeypatch.setattr(run.gateway, "_check", lambda *_, **__: None)
 
         async def committed(producer, task, given):
             pass
 
         monkeypatch.setattr(run.gateway, "_commit", committed)
         return "split and impossible groups are refused"
+
+    @staticmethod
+    def takes_any_content_under_a_key(run, monkeypatch):
+        monkeypatch.setattr("vime.gateway.service.own_content", lambda call: "same")
+        return "a group of a job's own counts once under its key"
 
     @staticmethod
     def keeps_leases_of_who_left(run, monkeypatch):
@@ -196,6 +201,7 @@ FAULTS = {
     "not-registered": {"registers first"},
     "other-request": {"repeats a call whose response was lost, as it was"},
     "other-content": {"repeats a call whose response was lost, as it was", "puts the same content each time"},
+    "own-key-twice": {"puts one group under each key of its own"},
     "impatient": {"waits for Retry-After"},
     "wrong-hash": {"reports the right hash of every version"},
     "old-version": {"names the version that sampled each token"},
@@ -208,7 +214,7 @@ FAULTS = {
 }
 
 
-USUAL = ("none", "other-content", "repeats-for-ever", "no-heartbeat", "old-version")
+USUAL = ("none", "own-key-twice", "other-content", "repeats-for-ever", "no-heartbeat", "old-version")
 """Of each kind of promise one: about repeating, leases, time and content."""
 
 

@@ -81,14 +81,17 @@ def test_producers_are_shown_with_versions_leases_groups_and_refusals(run, tmp_p
     (tmp_path / "run" / "gateway.json").write_text(json.dumps({"url": run.server.url}))
     monkeypatch.setenv("VIME_TOKEN", run.tokens.make("eyes", (Scope.READ,), seconds=60))
     monkeypatch.setenv("COLUMNS", "200")
+    job = run.gateway.job("job-a")
+    job.began -= 1000  # so that the last 180 s count: one group in them, and one before
+    job.commits.appendleft(job.commits[0] - 181)
     for target in (str(tmp_path / "run"), run.server.url):
         assert main(["producers", target]) == 0
         out = capsys.readouterr().out
         [shown] = [line for line in out.splitlines() if line.lstrip().startswith("job-a")]
-        assert shown.split()[:6] == ["job-a", "yes", "0", "1", "2", "unknown_lease"]
+        assert shown.split()[:8] == ["job-a", "yes", "0", "1", "1", "0.0056", "2", "unknown_lease"]  # 1 / 180
         assert ("tiny [bold] (2 engines)" in shown, "to load version 1" in shown) == (True, True)
         [other] = [line for line in out.splitlines() if line.lstrip().startswith("job-b")]
-        assert other.split()[:6] == ["job-b", "yes", "none", "0", "0", "none"]
+        assert other.split()[:7] == ["job-b", "yes", "none", "0", "0", "0", "none"]
         assert "1 groups ready" in out
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.helpers.gateway_run import GatewayProcess, confirm, group_of, job_client, lease, sample
+from tests.helpers.gateway_run import GatewayProcess, confirm, group_of, job_client, lease, own_of, sample
 from vime.gateway.tokens import Scope, TokenFile
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import LedgerRules, Task
@@ -39,7 +39,14 @@ def left_behind(directory: Path) -> tuple[int, list[Task]]:
         ledger.close()
 
 
-@pytest.mark.parametrize(("point", "call"), [*((point, "whole") for point in STEPS), (Point.COMMIT, "its last sample")])
+@pytest.mark.parametrize(
+    ("point", "call"),
+    [
+        *((point, "whole") for point in STEPS),
+        (Point.COMMIT, "its last sample"),
+        *((point, "of its own") for point in STEPS),
+    ],
+)
 def test_a_put_whose_gateway_was_killed_is_repeated_and_counts_once(tmp_path: Path, point: Point, call: str) -> None:
     first = GatewayProcess(tmp_path, failpoints=f"{point}:1:kill")
     try:
@@ -48,7 +55,10 @@ def test_a_put_whose_gateway_was_killed_is_repeated_and_counts_once(tmp_path: Pa
         confirm(client)
         [prompt] = lease(client)
         path, body = "/v1/groups", group_of(prompt)
-        if call != "whole":
+        if call == "of its own":
+            client.post("/v1/leases/give-back", json={"lease": prompt["lease"], "reason": "not needed"})
+            path, body = "/v1/groups/own", own_of()
+        elif call != "whole":
             one, last = (sample(entry["index"], float(n)) for n, entry in enumerate(prompt["samples"]))
             assert client.post("/v1/samples", json={"lease": prompt["lease"], "sample": one}).json()["missing"]
             path, body = "/v1/samples", {"lease": prompt["lease"], "sample": last}
@@ -71,6 +81,9 @@ def test_a_put_whose_gateway_was_killed_is_repeated_and_counts_once(tmp_path: Pa
         assert (put["is_committed"], put["repeated"], put["attempt"]) == (True, STEPS[point], 1)
         again = client.post(path, json=body).json()
         assert (again["is_committed"], again["repeated"]) == (True, True)
+        if call == "of its own":
+            other = client.post(path, json=own_of(reward=5.0))
+            assert (other.status_code, other.json()["code"]) == (409, "other_content")
     finally:
         second.kill()
     assert left_behind(tmp_path)[0] == 1

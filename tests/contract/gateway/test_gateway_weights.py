@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.gateway_run import GatewayRun, job_client
 from tests.helpers.weight_files import write_weights
-from vime.gateway.messages import Loaded, WeightManifest
+from vime.gateway.messages import ErrorBody, Loaded, WeightManifest
 from vime.gateway.refusal import Refusal
 from vime.gateway.weights import Weights
 
@@ -49,6 +49,33 @@ def test_the_files_of_a_version_arrive_byte_for_byte_whole_or_in_parts(run):
     assert [entry["name"] for entry in order["tensors"]] == ["b", "a", "c"]
     assert [entry["dtype"] for entry in order["tensors"]] == ["bfloat16", "float32", "float32"]
     assert order["content_hash"] == manifest["content_hash"]
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "code"),
+    [
+        ("bytes=9-3", 400, "not_this_message"),
+        ("bytes=-", 400, "not_this_message"),
+        ("bytes=1-2,4-5", 400, "not_this_message"),
+        ("lines=1-2", 400, "not_this_message"),
+        ("bytes=", 400, "not_this_message"),
+        ("bytes=1000000-", 416, "no_such_range"),
+        ("bytes=-0", 416, "no_such_range"),
+    ],
+)
+def test_a_part_that_cannot_be_sent_is_refused_with_an_error_body(run, header, status, code):
+    client = run.client(confirms=False)
+    error = refused(client.get("/v1/weights/0/files/tensors.json", headers={"range": header}), status, code)
+    assert set(error) == set(ErrorBody.__struct_fields__)
+    assert "bytes" in error["expected"]
+
+
+def test_parts_reach_to_the_end_of_a_file_and_not_beyond(run):
+    client = run.client(confirms=False)
+    whole = client.get("/v1/weights/0/files/tensors.json").content
+    for header, part in (("bytes=5-", whole[5:]), ("bytes=-7", whole[-7:]), ("bytes=3-99999999", whole[3:])):
+        response = client.get("/v1/weights/0/files/tensors.json", headers={"range": header})
+        assert (response.status_code, response.content) == (206, part)
 
 
 def test_no_other_file_can_be_read_whatever_the_name(run, tmp_path):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from vime.cli import chaos_run
-from vime.cli.chaos import EVERY, MATRIX, OF_WORKERS, PHASES, in_runs, parse_case, random_cases
+from vime.cli.chaos import EVERY, MATRIX, OF_GATEWAY, OF_WORKERS, PHASES, in_runs, parse_case, random_cases
 from vime.cli.chaos_faults import How
 from vime.cli.chaos_members import TARGETS
 from vime.cli.chaos_run import Case, ChaosRun, Outcome, Plan
@@ -157,7 +157,7 @@ def test_a_case_may_name_two_victims_and_a_stop_that_ends_with_a_kill() -> None:
 
 def test_the_matrix_meets_every_point_and_every_target_and_each_case_can_be_read() -> None:
     assert len({str(parse_case(text)) for text in EVERY}) == len(TARGETS) * len(PHASES)
-    cases = [parse_case(text) for text in (*MATRIX, *OF_WORKERS)]
+    cases = [parse_case(text) for text in (*MATRIX, *OF_WORKERS, *OF_GATEWAY)]
     assert {case.point for case in cases} == set(PHASES) == set(Point) - {Point.KEEP}
     assert {name for case in cases for name in case.victims} == set(TARGETS) - {"engine-core"}
     assert len({str(case) for case in cases}) == len(cases)

@@ -113,7 +113,8 @@ def test_a_ledger_from_before_ids_gets_one_and_its_lines_are_linked(
     older = (
         "drop table identity",
         "alter table history drop column link",
-        "alter table prompt_group drop column facts",
+        "drop index own_group",
+        *(f"alter table prompt_group drop column {name}" for name in ("facts", "own_key", "own_content")),
     )
     for statement in (*older, "pragma user_version = 1"):
         connection.execute(statement)
@@ -146,7 +147,8 @@ def test_changed_facts_of_a_group_are_found_by_its_seal(tmp_path: Path) -> None:
 def test_a_ledger_from_before_facts_gets_the_column_and_seals_that_cover_it(tmp_path: Path) -> None:
     write(tmp_path, 2)
     connection = sqlite3.connect(tmp_path / "ledger.db")
-    for statement in ("alter table prompt_group drop column facts", "pragma user_version = 3"):
+    columns = (f"alter table prompt_group drop column {name}" for name in ("facts", "own_key", "own_content"))
+    for statement in ("drop index own_group", *columns, "pragma user_version = 3"):
         connection.execute(statement)
     for table in SEALED:  # of the columns of then
         connection.execute(f"update {table} set seal = 1")

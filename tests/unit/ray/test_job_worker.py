@@ -1,12 +1,18 @@
 """The worker of `vime produce` before a gateway that is played by a list of responses."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.gateway import messages as m
 from vime.ray.job_worker import JobWorker
+from vime.types import RewardError, Sample, SampleStatus, VersionSpan
 
 REGISTERED = m.Registered(
     producer="job", protocol=1, serving=0, samples_per_prompt=1, max_staleness=0, temperature=1.0, lease_timeout_s=0.06,
@@ -39,6 +45,39 @@ class Loader:
     async def report(self, version): ...
 
 
+def given_by(tmp_path, registered, *flags, **changes):
+    """What a job with these flags sends of a sample."""
+    write_model_directory(tmp_path / "model")
+    args = make_args("--hf-checkpoint", tmp_path / "model", "--rm-type", "exact_match", *flags)
+    worker = JobWorker(args, Gateway(m.Alive(leases=[], serving=0)), registered, Loader(), num_prompts=2)
+    spans = [VersionSpan(version=0, start=0, end=1)]
+    sample = Sample(
+        index=3, tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0], token_policy_versions=spans,
+        status=SampleStatus.COMPLETED, **changes,
+    )  # fmt: skip
+    given = worker._given(sample)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=m.GivenSample)
+
+
+def test_a_job_sends_entries_where_the_run_trains_on_one_and_else_its_own_number(tmp_path):
+    reward = {"score": 1.0, "style": 2, "note": "good", "bad": float("nan")}
+    entries = msgspec.structs.replace(REGISTERED, reward_key="score")
+    assert given_by(tmp_path, entries, reward=reward).reward == {"score": 1.0, "style": 2.0}
+    assert given_by(tmp_path, entries, reward=0.5).reward == 0.5
+    assert given_by(tmp_path, REGISTERED, "--reward-key", "style", reward=reward).reward == 2.0
+    with pytest.raises(RewardError, match="score"):
+        given_by(tmp_path, entries, reward={"style": 2.0})
+
+
+def test_a_job_sends_the_columns_that_the_run_asks_for(tmp_path):
+    wanted = msgspec.structs.replace(REGISTERED, extra_fields=["teacher_log_probs", "weights", "note", "absent"])
+    given = given_by(
+        tmp_path, wanted, reward=0.0, teacher_log_probs=[-0.5], metadata={"weights": np.array([1, 2]), "note": {"a": 1}}
+    )
+    assert given.extra == {"teacher_log_probs": [-0.5], "weights": [1, 2], "note": {"a": 1}, "absent": None}
+    assert given_by(tmp_path, REGISTERED, reward=0.0, metadata={"weights": [1]}).extra == {}
+
+
 def run_with(gateway, tmp_path) -> JobWorker:
     write_model_directory(tmp_path / "model")
     args = make_args("--hf-checkpoint", tmp_path / "model", "--rm-type", "exact_match")
@@ -66,3 +105,17 @@ def test_a_job_that_hears_of_the_end_does_not_load_the_last_weights_first(tmp_pa
     """They are offered just before the run ends: the gateway would be gone when the job reports them."""
     over = m.Prompts(prompts=[], serving=1, is_exhausted=True)
     assert run_with(Gateway(m.Alive(leases=[], serving=1), over), tmp_path).is_exhausted
+
+
+@pytest.mark.timeout(120)
+def test_vime_produce_refuses_partial_rollout_by_name(tmp_path):
+    write_model_directory(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    words = ["--hf-checkpoint", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), "--rm-type", "exact_match"]
+    words += ["--rollout-max-response-len", "8"]
+    partial = ["--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--over-sampling-batch-size", "64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vime", "produce", "http://127.0.0.1:9", *words, *partial],
+        env={**os.environ, "VIME_TOKEN": "t"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, "refused: --partial-rollout with vime produce" in done.stderr) == (2, True), done.stderr
