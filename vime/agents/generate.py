@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from vime.agents.environment import play
 from vime.agents.server import AgentServer, agent_server
 from vime.agents.task import AgentFailed, AgentTask, run_command, run_function
 from vime.config.parse import Args
@@ -49,8 +50,10 @@ async def _run(args: Args, task: AgentTask, wait: str) -> float | None:
         if args.agent_command:
             await run_command(args.agent_command, task, timeout_s=timeout_s)
             return None
-        function = plugin(args, "agent_function")
-        assert function is not None, "check_agents wants one of them"
+        function, environment = plugin(args, "agent_function"), plugin(args, "environment")
+        if environment is not None:
+            function = partial(play, environment)
+        assert function is not None, "check_agents wants one of the three"
         return await run_function(function, task, timeout_s=timeout_s)
 
 

@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vime.rollout.exchanges import recording
 from vime.rollout.generation import close_clients, train_sampling_params
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.loops import rollout_loop
+from vime.rollout.plugins import plugin
 from vime.sessions.tokenizer import HfChatTokenizer
 from vime.types import Sample, SampleStatus
 from vime.utils import waits
@@ -42,11 +44,11 @@ class World:
     """A worker's process: an engine, a model's tokenizer, a run directory."""
 
     def __init__(self, directory: Path, engine: ScriptedEngine) -> None:
-        self.directory, self._engine = directory, engine
+        self.directory, self.engine = directory, engine
 
     def args(self, *flags: object) -> Any:
         common = ("--hf-checkpoint", self.directory, "--custom-generate-function-path", GENERATE)
-        router = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", self._engine.port)
+        router = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", self.engine.port)
         return make_args(*common, *router, *flags)
 
     def command(self, source: str, *flags: object) -> Any:
@@ -294,3 +296,140 @@ def test_the_file_of_a_process_that_has_ended_is_removed_when_another_one_begins
     names = {path.name for path in folder.iterdir()}
     assert {name for name in names if ".4194305." in name} == {others.name}
     assert [name for name in names if name.startswith(f"{host}.{os.getpid()}.") and name.endswith(".sqlite")]
+
+
+class Game:
+    """An environment that says a number after each completion, until it has heard three."""
+
+    request: Mapping[str, object] = {"max_tokens": 50}
+    closed: list[Game] = []  # noqa: RUF012 - of the class on purpose: a test looks at what was closed
+
+    def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        self.heard: list[object] = []
+        return [{"role": "user", "content": f"{task.prompt}{task.label}"}]
+
+    def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        self.heard.append(message["content"])
+        return [{"role": "user", "content": str(len(self.heard))}] if len(self.heard) < 3 else None
+
+    def reward(self) -> float | None:
+        return len(self.heard) / 4
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+class AsyncGame:
+    """The same without threads, and scored by the run's reward function."""
+
+    def __init__(self) -> None:
+        self._game = Game()
+
+    async def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        return self._game.reset(task)
+
+    async def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        return self._game.step(message)
+
+    async def reward(self) -> None:
+        return None
+
+
+class CallingGame(Game):
+    request: Mapping[str, object] = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
+
+
+def engine_record(requests: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """What the engine saw and said last, and every token that it said, from the scripted engine's own list."""
+    said = [TOKENIZER.encode(f"n{number}<|im_end|>") for number in range(len(requests))]
+    return [*requests[-1]["token_ids"], *said[-1]], [token for ids in said for token in ids]
+
+
+@pytest.mark.parametrize(("name", "reward"), [("Game", 0.75), ("AsyncGame", None), ("CallingGame", 0.75)])
+def test_an_environment_gives_one_row_of_exactly_what_the_engine_saw_and_said(
+    world: World, name: str, reward: float | None
+) -> None:
+    [row] = world.generate(world.args("--environment", f"{HERE}:{name}"), sample())
+    requests = world.engine.requests
+    whole, said = engine_record(requests)
+    assert row.tokens == whole
+    trained = [token for token, mask in zip(row.tokens[row.prompt_length :], row.loss_mask, strict=True) if mask]
+    assert trained == said
+    assert (row.status, row.reward, row.weight_versions) == (SampleStatus.COMPLETED, reward, [0, 1, 2])
+    assert TOKENIZER.decode(requests[0]["token_ids"]).count("1+1=2") == 1
+    assert ("Tools:" in TOKENIZER.decode(requests[0]["token_ids"])) is (name == "CallingGame")
+    assert (requests[0]["sampling_params"]["max_tokens"] == 50) is (name == "Game")
+
+
+def test_an_environment_that_has_no_room_for_another_turn_gives_its_reward_for_what_was(world: World) -> None:
+    [row] = world.generate(world.args("--environment", f"{HERE}:Game", "--agent-max-turns", "2"), sample())
+    assert (row.status, row.reward) == (SampleStatus.TRUNCATED, 0.5)
+    assert row.metadata["session_reason"] == "budget of 2 turns"
+
+
+class BrokenReset(Game):
+    def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        raise RuntimeError("no server")
+
+
+class BrokenStep(Game):
+    def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        raise RuntimeError("no server")
+
+
+class BrokenReward(Game):
+    def reward(self) -> float | None:
+        raise RuntimeError("no server")
+
+
+class BadMessage(Game):
+    def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        return [{"role": "user", "content": [{"type": "image_url"}]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, "it raised RuntimeError: no server") for name in ("BrokenReset", "BrokenStep", "BrokenReward")),
+        ("BadMessage", "content of type 'image_url' is not supported"),
+    ],
+)
+def test_an_environment_that_breaks_has_failed_is_closed_and_is_never_a_zero(
+    world: World, name: str, reason: str
+) -> None:
+    args = world.args("--environment", f"{HERE}:{name}")
+    game: Any = plugin(args, "environment")
+    game.closed.clear()
+    [row] = world.generate(args, sample())
+    assert (row.status, row.reward, row.response_length) == (SampleStatus.FAILED, None, 0)
+    assert reason in row.metadata["session_reason"]
+    assert [type(one) for one in game.closed] == [game]
+
+
+class SlowGame(Game):
+    """Its step ends after the test says so."""
+
+    may_end = threading.Event()
+    order: list[str] = []  # noqa: RUF012 - of the class on purpose: a test looks at it
+    is_closed = threading.Event()
+
+    def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        assert self.may_end.wait(60)
+        self.order.append("step")
+        return None
+
+    def close(self) -> None:
+        self.order.append("close")
+        self.is_closed.set()
+
+
+def test_an_environment_that_is_late_has_failed_and_is_closed_after_its_step(world: World) -> None:
+    args = world.args("--environment", f"{HERE}:SlowGame", "--agent-timeout-secs", "2")
+    game: Any = plugin(args, "environment")
+    [row] = world.generate(args, sample())
+    assert row.status is SampleStatus.FAILED
+    assert row.metadata["session_reason"] == "it ran for longer than 2 s (--agent-timeout-secs)"
+    assert game.order == []
+    game.may_end.set()
+    assert game.is_closed.wait(60)
+    assert game.order == ["step", "close"]
