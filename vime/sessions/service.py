@@ -31,6 +31,8 @@ class Completed(Protocol):
     def versions(self) -> Sequence[VersionSpan]: ...
     @property
     def finish_reason(self) -> str: ...
+    @property
+    def cached_tokens(self) -> int: ...
 
 
 class Generates(Protocol):
@@ -311,11 +313,13 @@ class Sessions:
         ids: list[int] = []
         log_probs: list[float] = []
         spans: list[VersionSpan] = []
+        cached: list[int] = []
         for _ in range(MOST_RESUMPTIONS):
             params = {**sampling, "max_tokens": most - len(ids)} | ({"stop": list(ask.stop)} if ask.stop else {})
             (part,) = await self._engine.generate([*prompt, *ids], params, session_id=live.session.id)
             spans += [VersionSpan(span.version, span.start + len(ids), span.end + len(ids)) for span in part.versions]
             ids += part.token_ids
+            cached.append(part.cached_tokens)
             log_probs += part.log_probs
             if part.finish_reason != "abort" or len(ids) >= most:
                 break
@@ -329,6 +333,7 @@ class Sessions:
             log_probs=tuple(log_probs),
             versions=tuple(spans),
             finish_reason="length" if part.finish_reason == "abort" else part.finish_reason,
+            cached_tokens=cached[0],
         )
 
     async def complete(self, live: Live, reward: float | None) -> None:

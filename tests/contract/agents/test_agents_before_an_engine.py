@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import os
 import subprocess
@@ -25,10 +26,11 @@ from vime.agents.generate import generate
 from vime.agents.task import AgentTask
 from vime.config.agent_checks import GENERATE
 from vime.rollout.exchanges import recording
-from vime.rollout.generation import close_clients, train_sampling_params
+from vime.rollout.generation import close_clients, take_prompt_tokens, train_sampling_params
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.loops import rollout_loop
 from vime.rollout.plugins import plugin
+from vime.rollout.rm_hub import close_rewards
 from vime.sessions.tokenizer import HfChatTokenizer
 from vime.types import Sample, SampleStatus
 from vime.utils import waits
@@ -37,7 +39,9 @@ TOKENIZER = HfChatTokenizer(make_chat_tokenizer("chatml"))
 
 
 def answer(request: Request) -> Reply:
-    return Reply(token_ids=TOKENIZER.encode(f"n{request.number}<|im_end|>"), version=str(request.number))
+    ids = TOKENIZER.encode(f"n{request.number}<|im_end|>")
+    cached = 0 if request.number == 0 else 16
+    return Reply(token_ids=ids, version=str(request.number), cached_tokens=cached)
 
 
 class World:
@@ -157,6 +161,91 @@ def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_
     for first, last in (rows[:2], rows[2:]):
         assert first.reward == last.reward == float(last.response.rsplit("n", 1)[1])
         assert first.response != last.response
+
+
+class RewardService:
+    """A remote reward that is away for its first request, and then says 0.25 times how often it has scored."""
+
+    def __init__(self) -> None:
+        self.scored: list[dict[str, Any]] = []
+        self.num_refused = 0
+        service = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not service.num_refused:
+                    service.num_refused += 1
+                    self.send_error(503)
+                    return
+                service.scored.append(body)
+                content = json.dumps({"reward": 0.25 * len(service.scored)}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/score"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> RewardService:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(30)
+
+
+def test_a_remote_reward_is_asked_again_and_once_for_each_session_of_several_rows(world: World) -> None:
+    with RewardService() as service:
+        flags = ("--rm-type", "remote_rm", "--rm-url", service.url)
+        args = world.args("--agent-function", f"{HERE}:a_subagent", *flags)
+        work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
+        rows = rollout_loop().run(work, name="a group", timeout_s=60)
+        rollout_loop().run(close_rewards(), name="rewards to close", timeout_s=60)
+    assert service.num_refused == 1
+    assert sorted(body["index"] for body in service.scored) == [0, 1]
+    found = {row.index: row.reward for row in rows}
+    assert sorted(found.values()) == [0.25, 0.5]
+    assert all(row.reward == found[row.index] for row in rows)
+    last = {row.index: row.response for row in rows}  # the branch that ended last
+    assert {body["index"]: body["response"] for body in service.scored} == last
+
+
+async def ranks(_args: Any, scored: list[Sample], **_: object) -> list[float]:
+    return [float(place) for place, _ in enumerate(scored)]
+
+
+def test_a_group_reward_gets_each_session_once_in_the_order_of_the_group(world: World) -> None:
+    flags = ("--group-rm", "--custom-rm-path", f"{HERE}:ranks")
+    args = world.args("--agent-function", f"{HERE}:a_subagent", *flags)
+    work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
+    rows = rollout_loop().run(work, name="a group", timeout_s=60)
+    assert [(row.index, row.reward) for row in rows] == [(0, 0.0), (0, 0.0), (1, 1.0), (1, 1.0)]
+
+
+def test_prompt_tokens_that_the_engine_had_already_are_counted_and_told_to_the_agent(world: World) -> None:
+    take_prompt_tokens()
+    world.generate(world.args("--agent-function", f"{HERE}:sees_the_cache"), sample())
+    lengths = [len(request["token_ids"]) for request in world.engine.requests]
+    taken = take_prompt_tokens()
+    assert (taken.asked, taken.cached) == (sum(lengths), 16)  # of two requests; the first finds nothing
+    assert taken.metrics() == {"rollout/prefix_cached_share": 16 / sum(lengths)}
+    assert take_prompt_tokens().metrics() == {}
+
+
+def sees_the_cache(task: AgentTask) -> float:
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
+    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    usages = [client.chat.completions.create(**ask).usage for _ in range(2)]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in usages] == [0, 16]
+    return 1.0
 
 
 @pytest.mark.parametrize(
