@@ -18,24 +18,18 @@ import openai
 import psutil
 import pytest
 
-from tests.helpers.chat_tokenizers import make_chat_tokenizer
-from tests.helpers.rollout_setup import make_args
-from tests.helpers.scripted_engine import Reply, Request, ScriptedEngine
+from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
+from tests.helpers.scripted_engine import Reply, Request
 from vime.agents import server
 from vime.agents.generate import generate
 from vime.agents.task import AgentTask
-from vime.config.agent_checks import GENERATE
 from vime.rollout.exchanges import recording
-from vime.rollout.generation import close_clients, take_prompt_tokens, train_sampling_params
+from vime.rollout.generation import take_prompt_tokens, train_sampling_params
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.loops import rollout_loop
 from vime.rollout.plugins import plugin
 from vime.rollout.rm_hub import close_rewards
-from vime.sessions.tokenizer import HfChatTokenizer
 from vime.types import Sample, SampleStatus
-from vime.utils import waits
-
-TOKENIZER = HfChatTokenizer(make_chat_tokenizer("chatml"))
 
 
 def answer(request: Request) -> Reply:
@@ -44,41 +38,10 @@ def answer(request: Request) -> Reply:
     return Reply(token_ids=ids, version=str(request.number), cached_tokens=cached)
 
 
-class World:
-    """A worker's process: an engine, a model's tokenizer, a run directory."""
-
-    def __init__(self, directory: Path, engine: ScriptedEngine) -> None:
-        self.directory, self.engine = directory, engine
-
-    def args(self, *flags: object) -> Any:
-        common = ("--hf-checkpoint", self.directory, "--custom-generate-function-path", GENERATE)
-        router = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", self.engine.port)
-        return make_args(*common, *router, *flags)
-
-    def command(self, source: str, *flags: object) -> Any:
-        (self.directory / "agent.py").write_text(source)
-        return self.args("--agent-command", f"{sys.executable} {self.directory / 'agent.py'}", *flags)
-
-    def generate(self, args: Any, sample: Sample) -> list[Sample]:
-        work = generate(args, sample, train_sampling_params(args))
-        return rollout_loop().run(work, name="an agent", timeout_s=60)
-
-
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    make_chat_tokenizer("chatml").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3", "hidden_size": 32, "vocab_size": 300, "num_hidden_layers": 2,
-                    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 192,
-                    "max_position_embeddings": 512})
-    )  # fmt: skip
-    waits.open_registry(tmp_path, "worker")
-    with ScriptedEngine(answer) as engine:
-        yield World(tmp_path, engine)
-        while server._SERVERS:
-            rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
-        close_clients()
-    waits.close_registry()
+def world(tmp_path: Path) -> Iterator[AgentWorld]:
+    with agent_world(tmp_path, answer) as made:
+        yield made
 
 
 def sample(index: int = 0) -> Sample:
@@ -127,7 +90,7 @@ async def last_number(_args: Any, scored: Sample, **_: object) -> float:
 HERE = Path(__file__)
 
 
-def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_reward(world: World) -> None:
+def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_reward(world: AgentWorld) -> None:
     [row] = world.generate(world.args("--agent-function", f"{HERE}:two_turns"), sample())
     assert (row.group_index, row.index, row.status, row.reward) == (7, 0, SampleStatus.COMPLETED, 0.5)
     assert (row.prompt, row.label, row.metadata["level"]) == ("1+1=", "2", 3)
@@ -139,7 +102,7 @@ def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_re
     assert row.response.endswith("n1")
 
 
-def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: World) -> None:
+def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: AgentWorld) -> None:
     """Else the first group's record would grow with every agent's requests for as long as the process lives."""
     args = world.args("--agent-function", f"{HERE}:two_turns")
 
@@ -151,7 +114,7 @@ def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: Wo
     assert rollout_loop().run(work(), name="an agent", timeout_s=60) == 0
 
 
-def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_the_last_one(world: World) -> None:
+def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_the_last_one(world: AgentWorld) -> None:
     args = world.args("--agent-function", f"{HERE}:a_subagent", "--custom-rm-path", f"{HERE}:last_number")
     work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
     rows = rollout_loop().run(work, name="a group", timeout_s=60)
@@ -202,7 +165,7 @@ class RewardService:
         self._thread.join(30)
 
 
-def test_a_remote_reward_is_asked_again_and_once_for_each_session_of_several_rows(world: World) -> None:
+def test_a_remote_reward_is_asked_again_and_once_for_each_session_of_several_rows(world: AgentWorld) -> None:
     with RewardService() as service:
         flags = ("--rm-type", "remote_rm", "--rm-url", service.url)
         args = world.args("--agent-function", f"{HERE}:a_subagent", *flags)
@@ -222,7 +185,7 @@ async def ranks(_args: Any, scored: list[Sample], **_: object) -> list[float]:
     return [float(place) for place, _ in enumerate(scored)]
 
 
-def test_a_group_reward_gets_each_session_once_in_the_order_of_the_group(world: World) -> None:
+def test_a_group_reward_gets_each_session_once_in_the_order_of_the_group(world: AgentWorld) -> None:
     flags = ("--group-rm", "--custom-rm-path", f"{HERE}:ranks")
     args = world.args("--agent-function", f"{HERE}:a_subagent", *flags)
     work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
@@ -230,7 +193,7 @@ def test_a_group_reward_gets_each_session_once_in_the_order_of_the_group(world: 
     assert [(row.index, row.reward) for row in rows] == [(0, 0.0), (0, 0.0), (1, 1.0), (1, 1.0)]
 
 
-def test_prompt_tokens_that_the_engine_had_already_are_counted_and_told_to_the_agent(world: World) -> None:
+def test_prompt_tokens_that_the_engine_had_already_are_counted_and_told_to_the_agent(world: AgentWorld) -> None:
     take_prompt_tokens()
     world.generate(world.args("--agent-function", f"{HERE}:sees_the_cache"), sample())
     lengths = [len(request["token_ids"]) for request in world.engine.requests]
@@ -257,7 +220,7 @@ def sees_the_cache(task: AgentTask) -> float:
     ],
 )
 def test_a_function_that_gives_no_sample_lets_its_sample_fail_and_never_be_zero(
-    world: World, name: str, reason: str
+    world: AgentWorld, name: str, reason: str
 ) -> None:
     args = world.args("--agent-function", f"{HERE}:{name}")
     [row] = world.generate(args, sample())
@@ -268,7 +231,7 @@ def test_a_function_that_gives_no_sample_lets_its_sample_fail_and_never_be_zero(
     assert unusable_reason(group) == "failed"
 
 
-def test_a_program_finds_address_key_and_prompt_in_its_environment_and_says_its_reward(world: World) -> None:
+def test_a_program_finds_address_key_and_prompt_in_its_environment_and_says_its_reward(world: AgentWorld) -> None:
     source = """
 import json, os, urllib.request
 def post(url, body):
@@ -285,7 +248,7 @@ post(f"{base}/sessions/{session}/complete", {"reward": float(os.environ["VIME_LA
     assert TOKENIZER.decode(row.tokens) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\nn0<|im_end|>"
 
 
-def test_a_program_that_ends_with_another_code_than_0_says_why_it_failed(world: World) -> None:
+def test_a_program_that_ends_with_another_code_than_0_says_why_it_failed(world: AgentWorld) -> None:
     [row] = world.generate(world.command("import sys\nprint('no luck')\nsys.exit(3)\n"), sample())
     assert (row.status, row.reward) == (SampleStatus.FAILED, None)
     assert row.metadata["session_reason"] == "it ended with code 3: no luck"
@@ -315,7 +278,7 @@ def assert_they_end(pids: list[int]) -> None:
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_children(world: World) -> None:
+def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_children(world: AgentWorld) -> None:
     args = world.command(ENDLESS, "--agent-timeout-secs", "4")
     future = rollout_loop().submit(generate(args, sample(5), train_sampling_params(args)))
     pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
@@ -330,7 +293,7 @@ def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_ch
     assert_they_end(pids)
 
 
-def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: World) -> None:
+def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: AgentWorld) -> None:
     args = world.command(ENDLESS)
     future = rollout_loop().submit(generate(args, sample(), train_sampling_params(args)))
     pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
@@ -356,7 +319,7 @@ def test_a_program_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
     psutil.Process(child).kill()  # its own child is not known to anybody any more, as docs/agents.md says
 
 
-def test_a_budget_of_turns_ends_the_session_and_its_row_is_truncated(world: World) -> None:
+def test_a_budget_of_turns_ends_the_session_and_its_row_is_truncated(world: AgentWorld) -> None:
     source = """
 import json, os, urllib.error, urllib.request
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -374,7 +337,7 @@ except urllib.error.HTTPError as error:
     assert row.metadata["session_reason"] == "budget of 1 turns"
 
 
-def test_the_file_of_a_process_that_has_ended_is_removed_when_another_one_begins(world: World) -> None:
+def test_the_file_of_a_process_that_has_ended_is_removed_when_another_one_begins(world: AgentWorld) -> None:
     folder = world.directory / server.DIRECTORY
     folder.mkdir()
     host = server.socket.gethostname()
@@ -436,7 +399,7 @@ def engine_record(requests: Sequence[Mapping[str, Any]]) -> tuple[list[int], lis
 
 @pytest.mark.parametrize(("name", "reward"), [("Game", 0.75), ("AsyncGame", None), ("CallingGame", 0.75)])
 def test_an_environment_gives_one_row_of_exactly_what_the_engine_saw_and_said(
-    world: World, name: str, reward: float | None
+    world: AgentWorld, name: str, reward: float | None
 ) -> None:
     [row] = world.generate(world.args("--environment", f"{HERE}:{name}"), sample())
     requests = world.engine.requests
@@ -450,7 +413,7 @@ def test_an_environment_gives_one_row_of_exactly_what_the_engine_saw_and_said(
     assert (requests[0]["sampling_params"]["max_tokens"] == 50) is (name == "Game")
 
 
-def test_an_environment_that_has_no_room_for_another_turn_gives_its_reward_for_what_was(world: World) -> None:
+def test_an_environment_that_has_no_room_for_another_turn_gives_its_reward_for_what_was(world: AgentWorld) -> None:
     [row] = world.generate(world.args("--environment", f"{HERE}:Game", "--agent-max-turns", "2"), sample())
     assert (row.status, row.reward) == (SampleStatus.TRUNCATED, 0.5)
     assert row.metadata["session_reason"] == "budget of 2 turns"
@@ -484,7 +447,7 @@ class BadMessage(Game):
     ],
 )
 def test_an_environment_that_breaks_has_failed_is_closed_and_is_never_a_zero(
-    world: World, name: str, reason: str
+    world: AgentWorld, name: str, reason: str
 ) -> None:
     args = world.args("--environment", f"{HERE}:{name}")
     game: Any = plugin(args, "environment")
@@ -512,7 +475,7 @@ class SlowGame(Game):
         self.is_closed.set()
 
 
-def test_an_environment_that_is_late_has_failed_and_is_closed_after_its_step(world: World) -> None:
+def test_an_environment_that_is_late_has_failed_and_is_closed_after_its_step(world: AgentWorld) -> None:
     args = world.args("--environment", f"{HERE}:SlowGame", "--agent-timeout-secs", "2")
     game: Any = plugin(args, "environment")
     [row] = world.generate(args, sample())
