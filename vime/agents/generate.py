@@ -34,6 +34,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         await server.give_up(live, str(error))
     except BaseException:
         await server.give_up(live, "its group is not wanted any more")
+        await server.retire(live)
         raise
     rows = member_samples(live.session, live.entries, base=sample)
     for row in rows:

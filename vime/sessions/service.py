@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import json
 import secrets
@@ -84,6 +85,7 @@ class Live:
     asked: list[Asked] = field(default_factory=list)
     next_number: int = 0
     sampling: dict[str, object] | None = None  # of this session; None: as all
+    context: contextvars.Context | None = None  # of its turns; None: that of the first who asks
 
 
 class Sessions:
@@ -170,7 +172,7 @@ class Sessions:
                 if (live.session.state, live.session.stopped) != before:
                     await self._store.put_session(live.session)
                 raise
-            task = asyncio.create_task(self._turn(live, ask, digest, idempotency_key))
+            task = asyncio.create_task(self._turn(live, ask, digest, idempotency_key), context=live.context)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             known = Asked(digest, idempotency_key, retry_count, task)

@@ -24,10 +24,11 @@ from vime.agents import server
 from vime.agents.generate import generate
 from vime.agents.task import AgentTask
 from vime.rollout.exchanges import recording
-from vime.rollout.generation import take_prompt_tokens, train_sampling_params
+from vime.rollout.generation import engine_client, take_prompt_tokens, train_sampling_params
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.loops import rollout_loop
 from vime.rollout.plugins import plugin
+from vime.rollout.request_priority import set_request_priority
 from vime.rollout.rm_hub import close_rewards
 from vime.types import Sample, SampleStatus
 
@@ -124,6 +125,45 @@ def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_
     for first, last in (rows[:2], rows[2:]):
         assert first.reward == last.reward == float(last.response.rsplit("n", 1)[1])
         assert first.response != last.response
+
+
+async def says_its_prompt(task: AgentTask) -> float:
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(task.prompt)}])
+    return 1.0
+
+
+def test_the_agent_of_the_group_that_is_needed_first_gets_the_next_free_place(tmp_path: Path) -> None:
+    """One place, taken by group 1. Group 9 waits for it, then group 3 comes, and is answered before it."""
+    may_answer = threading.Event()
+
+    def held(request: Request) -> Reply:
+        assert may_answer.wait(60)
+        return answer(request)
+
+    async def one(args: Any, group: int) -> None:
+        set_request_priority(group)
+        asked = Sample(group_index=group, index=0, prompt=f"g{group}", tokens=[1])
+        await generate(args, asked, train_sampling_params(args))
+
+    async def three(args: Any) -> None:
+        tasks = [asyncio.create_task(one(args, 1))]
+        slots = engine_client(args)._slots
+        while slots._free:
+            await asyncio.sleep(0)
+        for number, group in enumerate((9, 3), start=1):
+            tasks.append(asyncio.create_task(one(args, group)))
+            while len(slots._waiting) < number:
+                await asyncio.sleep(0)
+        may_answer.set()
+        await asyncio.gather(*tasks)
+
+    with agent_world(tmp_path, held) as world:
+        flags = ("--agent-function", f"{HERE}:says_its_prompt", "--vllm-server-concurrency", "1")
+        args = world.args(*flags, "--rollout-num-engines", "1")
+        rollout_loop().run(three(args), name="three agents", timeout_s=60)
+        asked = [TOKENIZER.decode(request["token_ids"]) for request in world.engine.requests]
+    assert [text.partition("g")[2][0] for text in asked] == ["1", "3", "9"]
 
 
 class RewardService:
