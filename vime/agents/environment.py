@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from vime.agents.task import AgentFailed, AgentTask, agent_threads
 from vime.utils.http import HttpSession
+from vime.utils.waits import waiting
 
 Message = Mapping[str, object]
 """As in OpenAI's chat completions: role, content, and tool_calls or tool_call_id."""
@@ -90,5 +91,6 @@ async def _call(method: Callable[..., object], *arguments: object) -> object:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        with waiting("an environment that is late to return", "agent", deadline_s=None):
+            await asyncio.wait([work])
         raise
