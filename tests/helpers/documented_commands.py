@@ -57,11 +57,11 @@ EXECUTED_BY = {
         "vime samples runs/tools --best",
         "vime report runs/tools",
     ),
-    f"{HERE}::test_the_agent_of_its_page_calls_its_tool": (
+    f"{HERE}::test_the_environment_of_its_page_learns_to_call": (
         "mkdir -p runs && cp -r examples/quickstart/model runs/model-of-agents && "
         "cp examples/agents/chat_template.jinja runs/model-of-agents/",
-        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-function "
-        "examples/agents/sorter.py:sort_with_tool --run-dir runs/agents",
+        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --environment "
+        "examples/agents/second_chance.py:SecondChance --run-dir runs/agents",
         "vime samples runs/agents --best",
     ),
     f"{HERE}::streamed": (

@@ -37,6 +37,7 @@ class Reply:
     finish_reason: str = "stop"
     version: str = "default"
     log_prob: float = -0.5
+    cached_tokens: int | None = None  # of the prompt, as an engine with prompt-tokens details says them
     spans: Sequence[tuple[str, int, int]] | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)  # overrides keys of the choice, for malformed answers
 
@@ -130,7 +131,7 @@ class ScriptedEngine:
         body = await request.json()
         number = len(self.requests)
         self.requests.append(body)
-        choices, is_held = [], False
+        choices, is_held, usage = [], False, {}
         for sample in range(body["sampling_params"]["n"]):
             reply = self._script(
                 Request(
@@ -149,9 +150,11 @@ class ScriptedEngine:
             if isinstance(reply, Held):
                 is_held, reply = True, replace(reply.reply, finish_reason="abort")
             choices.append(choice(sample, reply))
+            if reply.cached_tokens is not None:
+                usage = {"prompt_tokens_details": {"cached_tokens": reply.cached_tokens}}
         if is_held:
             await self._hold(f"generate-tokens-{body['request_id']}")
-        return web.json_response({"choices": choices, "usage": {}})
+        return web.json_response({"choices": choices, "usage": usage})
 
     async def _hold(self, name: str) -> None:
         aborted = self._held[name] = asyncio.Event()

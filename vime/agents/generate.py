@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from vime.agents.environment import play
 from vime.agents.server import AgentServer, agent_server
 from vime.agents.task import AgentFailed, AgentTask, run_command, run_function
 from vime.config.parse import Args
@@ -33,6 +34,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         await server.give_up(live, str(error))
     except BaseException:
         await server.give_up(live, "its group is not wanted any more")
+        await server.retire(live)
         raise
     rows = member_samples(live.session, live.entries, base=sample)
     for row in rows:
@@ -49,8 +51,10 @@ async def _run(args: Args, task: AgentTask, wait: str) -> float | None:
         if args.agent_command:
             await run_command(args.agent_command, task, timeout_s=timeout_s)
             return None
-        function = plugin(args, "agent_function")
-        assert function is not None, "check_agents wants one of them"
+        function, environment = plugin(args, "agent_function"), plugin(args, "environment")
+        if environment is not None:
+            function = partial(play, environment)
+        assert function is not None, "check_agents wants one of the three"
         return await run_function(function, task, timeout_s=timeout_s)
 
 

@@ -21,6 +21,7 @@ from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.generation import engine_client, train_sampling_params
 from vime.rollout.prompts import context_limit, load_tokenizer
+from vime.rollout.request_priority import request_priority, set_request_priority
 from vime.sessions.server import make_routes
 from vime.sessions.service import Live, ReplyParser, Sessions
 from vime.sessions.splice import Message
@@ -72,6 +73,8 @@ class AgentServer:
         session, key = await self.sessions.create(sample.group_index, sample.index, budget)
         live = self.sessions.by_id(session.id)
         live.sampling = dict(params)
+        live.context = contextvars.Context()  # that of the caller has its group's record and abort scope
+        live.context.run(set_request_priority, request_priority())
         task = AgentTask(
             base_url=f"{self._root}/v1",
             anthropic_base_url=self._root,

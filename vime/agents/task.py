@@ -98,7 +98,7 @@ async def run_function(function: Callable[..., object], task: AgentTask, *, time
                 call = cast("Coroutine[object, object, object]", function(task))
                 value = await asyncio.wrap_future(_loop().submit(call))
             else:
-                value = await asyncio.get_running_loop().run_in_executor(_threads(), function, task)
+                value = await asyncio.get_running_loop().run_in_executor(agent_threads(), function, task)
     except TimeoutError:
         raise AgentFailed(f"it ran for longer than {timeout_s:g} s (--agent-timeout-secs)") from None
     except Exception as error:  # boundary: an agent is a program of others and raises anything; its sample has failed
@@ -120,5 +120,6 @@ def _loop() -> LoopThread:
 
 
 @lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
+def agent_threads() -> ThreadPoolExecutor:
+    """Return the threads of agents and environments that are no coroutines."""
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="vime-agent")

@@ -34,8 +34,10 @@ def check_agents(config: Config) -> None:
     agents, rollout = config.agents, config.rollout
     if not agents.has_agent:
         return
-    if agents.agent_command and agents.agent_function:
-        raise ConfigError("--agent-command and --agent-function: a sample has one agent. Remove one of them.")
+    given = [name for name in ("agent_command", "agent_function", "environment") if getattr(agents, name)]
+    if len(given) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{flags}: a sample has one agent. Keep one of them.")
     if rollout.custom_generate_function_path != GENERATE:
         raise ConfigError(
             f"--custom-generate-function-path {rollout.custom_generate_function_path} with an agent: both would answer "

@@ -132,7 +132,7 @@ READ_WHEN = (
             *("agent_tool_parser", "agent_reasoning_parser"),
         ),
         lambda config: config.agents.has_agent,
-        "with --agent-command or --agent-function",
+        "with --agent-command, --agent-function or --environment",
     ),
     Condition(("rm_url",), _may_ask_service, "with --rm-type remote_rm, or where records or sets name their rewards"),
     Condition(

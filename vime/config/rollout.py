@@ -122,6 +122,11 @@ class AgentConfig:
         "def agent(task) -> reward, or None for the run's reward function; `async def` too",
         path=PathKind.PLUGIN,
     )
+    environment: str | None = flag(
+        None,
+        "class with reset(task), step(message) and reward(); one is made for each sample",
+        path=PathKind.PLUGIN,
+    )
     agent_timeout_secs: float = flag(
         300.0, "longest time of one agent, seconds; then it is ended and its sample has failed", minimum=0.1
     )
@@ -136,7 +141,7 @@ class AgentConfig:
 
     @property
     def has_agent(self) -> bool:
-        return bool(self.agent_command or self.agent_function)
+        return bool(self.agent_command or self.agent_function or self.environment)
 
 
 BOXED = "boxed_"

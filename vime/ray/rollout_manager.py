@@ -438,7 +438,9 @@ def _texts(groups: list[list[Sample]]) -> dict[int, MakeText]:
 def _make_text(sample: Sample) -> MakeText:
     """Return what makes the sample's text. A text that nobody has read stays token ids until then, 4 bytes each; the
     sample itself is not held."""
-    prompt = sample.prompt if isinstance(sample.prompt, str) else None
+    # The prompt of a session's row is made of the messages of its agent, which may be other than its task's text.
+    is_text = isinstance(sample.prompt, str) and "session_row" not in sample.metadata
+    prompt = str(sample.prompt) if is_text else None
     pending = vars(sample).get("response")
     if not isinstance(pending, PendingText):
         return partial(SampleText, prompt=prompt, response=sample.response)

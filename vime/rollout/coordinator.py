@@ -25,7 +25,7 @@ from vime.observability.events import span
 from vime.rollout.convert import mark_removed, set_custom_rewards
 from vime.rollout.early_batches import EarlyBatches
 from vime.rollout.group_worker import WorkerStats
-from vime.rollout.metrics import completion_metrics, drop_metrics, version_metrics
+from vime.rollout.metrics import completion_metrics, drop_metrics, num_removed, version_metrics
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.types import Sample, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
@@ -181,10 +181,11 @@ class RoundCoordinator:
             **version_metrics(completions, "rollout"),
             **drop_metrics(stats.dropped),
             **(stats.partial.metrics() if self._args.partial_rollout else {}),
+            **stats.prompts.metrics(),
             **_job_metrics(taken),
             "rollout/reward_mean_before_filter": statistics.fmean(rewards),
             "rollout/num_groups": float(len(taken.groups)),
-            "rollout/removed_samples": float(sum(completion.is_removed for completion in completions)),
+            "rollout/removed_samples": float(num_removed(completions)),
             "transferqueue/ready_groups": float(status.ready),
             "transferqueue/inflight_groups": float(sum(status.producers.values())),
             "transferqueue/retry_groups": float(status.retry),

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
-from vime.rollout.exchanges import Completion, note_completions
+from vime.rollout.exchanges import Completion, PromptTokens, note_completions
 from vime.rollout.request_priority import Slots
 from vime.types import EngineAddress, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.http import HttpFailure, HttpSession
@@ -57,6 +57,7 @@ class EngineClient:
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
         self._slots = Slots(max_in_flight)
         self._warned: set[str] = set()
+        self.prompts = PromptTokens()  # since somebody took them
         self._http = HttpSession(headers=EngineAddress(name="router", url=url, key=key).headers)  # the slots limit it
 
     async def generate(
@@ -96,7 +97,9 @@ class EngineClient:
             self._slots.release()
         if data is None:
             return [NOTHING] * n
-        completions = read_completions(data, n, f"{self.url}{ROUTE}")
+        completions, cached = read_response(data, n, f"{self.url}{ROUTE}")
+        if cached is not None:
+            self.prompts.add(PromptTokens(len(token_ids), cached))
         note_completions(token_ids, completions)
         return completions
 
@@ -182,11 +185,20 @@ class _Choice(msgspec.Struct, gc=False):
     routed_experts: str | None = None
 
 
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens_details: _Details | None = None
+
+
 class _Body(msgspec.Struct, gc=False):
     """The fields that are read from the engine's JSON. The rest is skipped without building objects, and no part of it
     is an object that the garbage collector would examine (docs/decisions/0029)."""
 
     choices: list[_Choice]
+    usage: _Usage | None = None
 
 
 class _Workers(msgspec.Struct):
@@ -199,11 +211,20 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def read_completions(data: bytes, n: int, source: str) -> list[Completion]:
-    """Return the engine's JSON as n completions, in the order of their index. Raises EngineError, naming `source`, when
-    the JSON is not of that form."""
+    """Return the completions of `read_response`."""
+    return read_response(data, n, source)[0]
+
+
+def read_response(data: bytes, n: int, source: str) -> tuple[list[Completion], int | None]:
+    """Return the engine's JSON as n completions, in the order of their index, and how many tokens of the prompt were in
+    its prefix cache; None when it does not say. Raises EngineError, naming `source`, when the JSON is not of that
+    form."""
     try:
-        choices = sorted(_DECODER.decode(data).choices, key=lambda choice: choice.index)
-        completions = [_read_choice(choice) for choice in choices]
+        body = _DECODER.decode(data)
+        details = body.usage and body.usage.prompt_tokens_details
+        cached = details.cached_tokens if details else None
+        choices = sorted(body.choices, key=lambda choice: choice.index)
+        completions = [_read_choice(choice, cached or 0) for choice in choices]
     except (msgspec.DecodeError, ValueError) as error:
         raise EngineError(
             f"{source}: the engine's response cannot be read: {error}; got {data[:300]!r}. Expected the format of vLLM "
@@ -211,10 +232,10 @@ def read_completions(data: bytes, n: int, source: str) -> list[Completion]:
         ) from error
     if len(completions) != n:
         raise EngineError(f"{source}: the engine returned {len(completions)} samples, expected {n}.")
-    return completions
+    return completions, cached
 
 
-def _read_choice(choice: _Choice) -> Completion:
+def _read_choice(choice: _Choice, cached_tokens: int) -> Completion:
     token_ids = choice.token_ids or []
     log_probs = [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
     if len(log_probs) != len(token_ids):
@@ -230,6 +251,7 @@ def _read_choice(choice: _Choice) -> Completion:
         versions=versions,
         finish_reason=str(choice.finish_reason),
         routed_experts=np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False) if encoded else None,
+        cached_tokens=cached_tokens,
     )
 
 

@@ -28,7 +28,8 @@ class Completion:
     """One of the n completions of a request: parallel lists, tiled by the spans.
 
     `routed_experts` [prompt + completion - 1, layers, top_k]: the experts of each token that the engine computed (the
-    last token was only sampled); None from an engine that does not report them.
+    last token was only sampled); None from an engine that does not report them. `cached_tokens` of the prompt were in
+    the engine's prefix cache.
     """
 
     token_ids: Sequence[int]
@@ -36,6 +37,22 @@ class Completion:
     versions: Sequence[VersionSpan]
     finish_reason: str  # stop, length or abort
     routed_experts: NDArray[np.integer] | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class PromptTokens:
+    """Prompt tokens of requests, and how many of them were in the engines' prefix caches."""
+
+    asked: int = 0
+    cached: int = 0
+
+    def add(self, other: PromptTokens) -> None:
+        self.asked, self.cached = self.asked + other.asked, self.cached + other.cached
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share; empty when no engine said how many were cached."""
+        return {"rollout/prefix_cached_share": self.cached / self.asked} if self.asked else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.engine_client import EngineClient
-from vime.rollout.exchanges import Completion
+from vime.rollout.exchanges import Completion, PromptTokens
 from vime.rollout.loops import raise_first, rollout_loop
 from vime.rollout.partial import may_mix
 from vime.rollout.prompts import context_limit, decode_response
@@ -134,6 +134,15 @@ def engine_client(args: Args) -> EngineClient:
             key=_engine_key,
         )
     return _CLIENTS[url]
+
+
+def take_prompt_tokens() -> PromptTokens:
+    """Return the prompt tokens of this process's requests since the last call. Any thread."""
+    whole = PromptTokens()
+    for client in _CLIENTS.values():
+        taken, client.prompts = client.prompts, PromptTokens()
+        whole.add(taken)
+    return whole
 
 
 def close_clients(timeout_s: float = 10.0) -> None:

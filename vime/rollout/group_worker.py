@@ -21,6 +21,7 @@ from vime.config.parse import Args
 from vime.handoff.ledger_types import Task
 from vime.rollout.abort_scope import AbortScope
 from vime.rollout.drop_limit import DropStreak
+from vime.rollout.exchanges import PromptTokens
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.groups import filter_verdict, generate_and_rm_group, unusable_reason
 from vime.rollout.loops import raise_first
@@ -44,6 +45,7 @@ class WorkerStats:
     response_tokens: int = 0
     put_times_s: list[float] = field(default_factory=list)
     partial: PartialStats = field(default_factory=PartialStats)
+    prompts: PromptTokens = field(default_factory=PromptTokens)
 
     @classmethod
     def joined(cls, parts: Sequence[WorkerStats]) -> WorkerStats:
@@ -58,6 +60,7 @@ class WorkerStats:
             whole.response_tokens += part.response_tokens
             whole.put_times_s += part.put_times_s
             whole.partial.add(part.partial)
+            whole.prompts.add(part.prompts)
         return whole
 
 

@@ -71,6 +71,17 @@ def completion_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[
     }
 
 
+def num_removed(completions: Iterable[SampleFacts]) -> int:
+    """Return how many samples are left out of the loss with all of their rows."""
+    is_removed: list[bool] = []
+    for completion in completions:
+        if completion.is_first_row:
+            is_removed.append(completion.is_removed)
+        else:
+            is_removed[-1] &= completion.is_removed
+    return sum(is_removed)
+
+
 def reward_entries(sample: Sample) -> dict[str, float] | None:
     """Return the finite numbers of a dict reward, by their names in metrics; None for another reward."""
     if not isinstance(sample.reward, Mapping):

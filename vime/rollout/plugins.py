@@ -30,6 +30,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "buffer_filter_path": ("args", "rollout_id", "buffer", "num_samples"),
     "custom_loss_path": LOSS_PARAMETERS,
     "agent_function": ("task",),
+    "environment": (),
 }
 """Flag -> the parameters that Vime passes to the plug-in, by position."""
 
@@ -37,6 +38,7 @@ _ANSWERS_AT_ONCE = (
     *("rollout_function_path", "custom_reward_post_process_path", "dynamic_sampling_filter_path"),
     *("rollout_sample_filter_path", "buffer_filter_path", "custom_loss_path"),
 )
+_OF_ENVIRONMENT = ("reset", "step", "reward")
 _METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
 
@@ -59,6 +61,13 @@ def check_plugins(args: Args) -> None:
         raise ConfigError(
             f"--data-source-path {args.data_source_path}: the class has no {', '.join(missing)}. A data source has "
             f"{', '.join(_METHODS)}."
+        )
+    environment = plugin(args, "environment")
+    missing = [method for method in _OF_ENVIRONMENT if not hasattr(environment, method)]
+    if isinstance(environment, type) and missing:
+        raise ConfigError(
+            f"--environment {args.environment}: the class has no {', '.join(missing)}. An environment has "
+            f"{', '.join(_OF_ENVIRONMENT)} (docs/agents.md)."
         )
     if args.rm_type in ("math", "boxed_math", "deepscaler") and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"--rm-type {args.rm_type}: math-verify is not installed. Run ./scripts/install.sh.")

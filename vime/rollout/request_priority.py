@@ -19,6 +19,11 @@ def set_request_priority(group_index: int) -> None:
     _PRIORITY.set(group_index)
 
 
+def request_priority() -> int:
+    """Return the group of the calling task's requests; -1 for evaluation."""
+    return _PRIORITY.get()
+
+
 class Slots:
     """At most `count` holders at once. Belongs to one event loop."""
 

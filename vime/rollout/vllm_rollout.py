@@ -24,11 +24,11 @@ from vime.handoff.ledger_types import Task
 from vime.protocols import DataSource, calling_plugin
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.evaluate import evaluate_all
-from vime.rollout.generation import close_clients
+from vime.rollout.generation import close_clients, take_prompt_tokens
 from vime.rollout.group_worker import Assignment, GroupWorker
 from vime.rollout.groups import mark_samples, unusable_reason
 from vime.rollout.loops import rollout_loop
-from vime.rollout.metrics import completion_metrics, drop_metrics, row_facts, version_metrics
+from vime.rollout.metrics import completion_metrics, drop_metrics, num_removed, row_facts, version_metrics
 from vime.rollout.partial import (
     is_unfinished,
     num_response_tokens,
@@ -248,11 +248,12 @@ class RoundWorker(GroupWorker):
             **completion_metrics(kept, "rollout"),
             **version_metrics(kept, "rollout"),
             **drop_metrics(self.stats.dropped),
+            **take_prompt_tokens().metrics(),
             "rollout/reward_mean_before_filter": sum(everyone) / len(everyone),
             "rollout/num_groups": float(len(self.kept)),
             "rollout/surplus_groups": float(self._num_finished_surplus),
             "rollout/aborted_groups": float(len(self._surplus) - self._num_finished_surplus),
-            "rollout/removed_samples": float(sum(completion.is_removed for completion in kept)),
+            "rollout/removed_samples": float(num_removed(kept)),
             **(self.stats.partial.metrics() if self._args.partial_rollout else {}),
         }
 

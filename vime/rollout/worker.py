@@ -32,6 +32,7 @@ from vime.handoff.receipts import group_content
 from vime.observability.events import span
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.convert import encoded_group
+from vime.rollout.generation import take_prompt_tokens
 from vime.rollout.group_worker import Assignment, GroupWorker, WorkerStats
 from vime.rollout.group_writer import GroupWriter
 from vime.rollout.loops import rollout_loop
@@ -116,6 +117,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
     def take_stats(self) -> WorkerStats:
         """Return the counts since the last call. Any thread."""
         taken, self.stats = self.stats, WorkerStats()
+        taken.prompts = take_prompt_tokens()
         return taken
 
     def is_ours(self, producer: str) -> bool:

@@ -145,9 +145,15 @@ def _chat_head(entry: Entry, model: str, kind: str) -> dict[str, object]:
     }
 
 
-def _chat_usage(entry: Entry) -> dict[str, int]:
+def _chat_usage(entry: Entry) -> dict[str, object]:
     prompt, said = _usage(entry)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    cached = {"cached_tokens": entry.turn.cached_tokens}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": said,
+        "total_tokens": prompt + said,
+        "prompt_tokens_details": cached,
+    }
 
 
 def write_chat(entry: Entry, body: Json, model: str) -> dict[str, object]:
@@ -259,7 +265,7 @@ def write_responses(entry: Entry, body: Json, model: str) -> dict[str, object]:
         "tools": body.get("tools") or [],
         "usage": {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": entry.turn.cached_tokens},
             "output_tokens": said,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + said,

@@ -23,6 +23,7 @@ class Turn:
     log_probs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     finish_reason: str
+    cached_tokens: int = 0  # of the prompt, in the engine's prefix cache
 
     @property
     def sequence(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import json
 import secrets
@@ -31,6 +32,8 @@ class Completed(Protocol):
     def versions(self) -> Sequence[VersionSpan]: ...
     @property
     def finish_reason(self) -> str: ...
+    @property
+    def cached_tokens(self) -> int: ...
 
 
 class Generates(Protocol):
@@ -82,6 +85,7 @@ class Live:
     asked: list[Asked] = field(default_factory=list)
     next_number: int = 0
     sampling: dict[str, object] | None = None  # of this session; None: as all
+    context: contextvars.Context | None = None  # of its turns; None: that of the first who asks
 
 
 class Sessions:
@@ -168,7 +172,7 @@ class Sessions:
                 if (live.session.state, live.session.stopped) != before:
                     await self._store.put_session(live.session)
                 raise
-            task = asyncio.create_task(self._turn(live, ask, digest, idempotency_key))
+            task = asyncio.create_task(self._turn(live, ask, digest, idempotency_key), context=live.context)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             known = Asked(digest, idempotency_key, retry_count, task)
@@ -311,11 +315,13 @@ class Sessions:
         ids: list[int] = []
         log_probs: list[float] = []
         spans: list[VersionSpan] = []
+        cached: list[int] = []
         for _ in range(MOST_RESUMPTIONS):
             params = {**sampling, "max_tokens": most - len(ids)} | ({"stop": list(ask.stop)} if ask.stop else {})
             (part,) = await self._engine.generate([*prompt, *ids], params, session_id=live.session.id)
             spans += [VersionSpan(span.version, span.start + len(ids), span.end + len(ids)) for span in part.versions]
             ids += part.token_ids
+            cached.append(part.cached_tokens)
             log_probs += part.log_probs
             if part.finish_reason != "abort" or len(ids) >= most:
                 break
@@ -329,6 +335,7 @@ class Sessions:
             log_probs=tuple(log_probs),
             versions=tuple(spans),
             finish_reason="length" if part.finish_reason == "abort" else part.finish_reason,
+            cached_tokens=cached[0],
         )
 
     async def complete(self, live: Live, reward: float | None) -> None:

@@ -41,6 +41,7 @@ class Response:
 
     status: int
     content: bytes
+    content_type: str = ""
 
     def described(self) -> str:
         """Return the status and the beginning of the content, for an error message."""
@@ -89,7 +90,7 @@ class HttpSession:
                     method, url, data=body, headers=headers, allow_redirects=self._is_outside
                 ) as response,
             ):
-                return Response(response.status, await response.read())
+                return Response(response.status, await response.read(), response.content_type)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise HttpTimeout(f"no response within {deadline_s:g} s") from error

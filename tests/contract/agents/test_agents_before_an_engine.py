@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +18,31 @@ import openai
 import psutil
 import pytest
 
-from tests.helpers.chat_tokenizers import make_chat_tokenizer
-from tests.helpers.rollout_setup import make_args
-from tests.helpers.scripted_engine import Reply, Request, ScriptedEngine
+from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
+from tests.helpers.scripted_engine import Reply, Request
 from vime.agents import server
 from vime.agents.generate import generate
 from vime.agents.task import AgentTask
-from vime.config.agent_checks import GENERATE
 from vime.rollout.exchanges import recording
-from vime.rollout.generation import close_clients, train_sampling_params
+from vime.rollout.generation import engine_client, take_prompt_tokens, train_sampling_params
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.loops import rollout_loop
-from vime.sessions.tokenizer import HfChatTokenizer
+from vime.rollout.plugins import plugin
+from vime.rollout.request_priority import set_request_priority
+from vime.rollout.rm_hub import close_rewards
 from vime.types import Sample, SampleStatus
-from vime.utils import waits
-
-TOKENIZER = HfChatTokenizer(make_chat_tokenizer("chatml"))
 
 
 def answer(request: Request) -> Reply:
-    return Reply(token_ids=TOKENIZER.encode(f"n{request.number}<|im_end|>"), version=str(request.number))
-
-
-class World:
-    """A worker's process: an engine, a model's tokenizer, a run directory."""
-
-    def __init__(self, directory: Path, engine: ScriptedEngine) -> None:
-        self.directory, self._engine = directory, engine
-
-    def args(self, *flags: object) -> Any:
-        common = ("--hf-checkpoint", self.directory, "--custom-generate-function-path", GENERATE)
-        router = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", self._engine.port)
-        return make_args(*common, *router, *flags)
-
-    def command(self, source: str, *flags: object) -> Any:
-        (self.directory / "agent.py").write_text(source)
-        return self.args("--agent-command", f"{sys.executable} {self.directory / 'agent.py'}", *flags)
-
-    def generate(self, args: Any, sample: Sample) -> list[Sample]:
-        work = generate(args, sample, train_sampling_params(args))
-        return rollout_loop().run(work, name="an agent", timeout_s=60)
+    ids = TOKENIZER.encode(f"n{request.number}<|im_end|>")
+    cached = 0 if request.number == 0 else 16
+    return Reply(token_ids=ids, version=str(request.number), cached_tokens=cached)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    make_chat_tokenizer("chatml").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3", "hidden_size": 32, "vocab_size": 300, "num_hidden_layers": 2,
-                    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 192,
-                    "max_position_embeddings": 512})
-    )  # fmt: skip
-    waits.open_registry(tmp_path, "worker")
-    with ScriptedEngine(answer) as engine:
-        yield World(tmp_path, engine)
-        while server._SERVERS:
-            rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
-        close_clients()
-    waits.close_registry()
+def world(tmp_path: Path) -> Iterator[AgentWorld]:
+    with agent_world(tmp_path, answer) as made:
+        yield made
 
 
 def sample(index: int = 0) -> Sample:
@@ -121,7 +91,7 @@ async def last_number(_args: Any, scored: Sample, **_: object) -> float:
 HERE = Path(__file__)
 
 
-def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_reward(world: World) -> None:
+def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_reward(world: AgentWorld) -> None:
     [row] = world.generate(world.args("--agent-function", f"{HERE}:two_turns"), sample())
     assert (row.group_index, row.index, row.status, row.reward) == (7, 0, SampleStatus.COMPLETED, 0.5)
     assert (row.prompt, row.label, row.metadata["level"]) == ("1+1=", "2", 3)
@@ -133,7 +103,7 @@ def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_re
     assert row.response.endswith("n1")
 
 
-def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: World) -> None:
+def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: AgentWorld) -> None:
     """Else the first group's record would grow with every agent's requests for as long as the process lives."""
     args = world.args("--agent-function", f"{HERE}:two_turns")
 
@@ -145,7 +115,7 @@ def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: Wo
     assert rollout_loop().run(work(), name="an agent", timeout_s=60) == 0
 
 
-def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_the_last_one(world: World) -> None:
+def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_the_last_one(world: AgentWorld) -> None:
     args = world.args("--agent-function", f"{HERE}:a_subagent", "--custom-rm-path", f"{HERE}:last_number")
     work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
     rows = rollout_loop().run(work, name="a group", timeout_s=60)
@@ -157,6 +127,130 @@ def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_
         assert first.response != last.response
 
 
+async def says_its_prompt(task: AgentTask) -> float:
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(task.prompt)}])
+    return 1.0
+
+
+def test_the_agent_of_the_group_that_is_needed_first_gets_the_next_free_place(tmp_path: Path) -> None:
+    """One place, taken by group 1. Group 9 waits for it, then group 3 comes, and is answered before it."""
+    may_answer = threading.Event()
+
+    def held(request: Request) -> Reply:
+        assert may_answer.wait(60)
+        return answer(request)
+
+    async def one(args: Any, group: int) -> None:
+        set_request_priority(group)
+        asked = Sample(group_index=group, index=0, prompt=f"g{group}", tokens=[1])
+        await generate(args, asked, train_sampling_params(args))
+
+    async def three(args: Any) -> None:
+        tasks = [asyncio.create_task(one(args, 1))]
+        slots = engine_client(args)._slots
+        while slots._free:
+            await asyncio.sleep(0)
+        for number, group in enumerate((9, 3), start=1):
+            tasks.append(asyncio.create_task(one(args, group)))
+            while len(slots._waiting) < number:
+                await asyncio.sleep(0)
+        may_answer.set()
+        await asyncio.gather(*tasks)
+
+    with agent_world(tmp_path, held) as world:
+        flags = ("--agent-function", f"{HERE}:says_its_prompt", "--vllm-server-concurrency", "1")
+        args = world.args(*flags, "--rollout-num-engines", "1")
+        rollout_loop().run(three(args), name="three agents", timeout_s=60)
+        asked = [TOKENIZER.decode(request["token_ids"]) for request in world.engine.requests]
+    assert [text.partition("g")[2][0] for text in asked] == ["1", "3", "9"]
+
+
+class RewardService:
+    """A remote reward that is away for its first request, and then says 0.25 times how often it has scored."""
+
+    def __init__(self) -> None:
+        self.scored: list[dict[str, Any]] = []
+        self.num_refused = 0
+        service = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not service.num_refused:
+                    service.num_refused += 1
+                    self.send_error(503)
+                    return
+                service.scored.append(body)
+                content = json.dumps({"reward": 0.25 * len(service.scored)}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/score"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> RewardService:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(30)
+
+
+def test_a_remote_reward_is_asked_again_and_once_for_each_session_of_several_rows(world: AgentWorld) -> None:
+    with RewardService() as service:
+        flags = ("--rm-type", "remote_rm", "--rm-url", service.url)
+        args = world.args("--agent-function", f"{HERE}:a_subagent", *flags)
+        work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
+        rows = rollout_loop().run(work, name="a group", timeout_s=60)
+        rollout_loop().run(close_rewards(), name="rewards to close", timeout_s=60)
+    assert service.num_refused == 1
+    assert sorted(body["index"] for body in service.scored) == [0, 1]
+    found = {row.index: row.reward for row in rows}
+    assert sorted(found.values()) == [0.25, 0.5]
+    assert all(row.reward == found[row.index] for row in rows)
+    last = {row.index: row.response for row in rows}  # the branch that ended last
+    assert {body["index"]: body["response"] for body in service.scored} == last
+
+
+async def ranks(_args: Any, scored: list[Sample], **_: object) -> list[float]:
+    return [float(place) for place, _ in enumerate(scored)]
+
+
+def test_a_group_reward_gets_each_session_once_in_the_order_of_the_group(world: AgentWorld) -> None:
+    flags = ("--group-rm", "--custom-rm-path", f"{HERE}:ranks")
+    args = world.args("--agent-function", f"{HERE}:a_subagent", *flags)
+    work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
+    rows = rollout_loop().run(work, name="a group", timeout_s=60)
+    assert [(row.index, row.reward) for row in rows] == [(0, 0.0), (0, 0.0), (1, 1.0), (1, 1.0)]
+
+
+def test_prompt_tokens_that_the_engine_had_already_are_counted_and_told_to_the_agent(world: AgentWorld) -> None:
+    take_prompt_tokens()
+    world.generate(world.args("--agent-function", f"{HERE}:sees_the_cache"), sample())
+    lengths = [len(request["token_ids"]) for request in world.engine.requests]
+    taken = take_prompt_tokens()
+    assert (taken.asked, taken.cached) == (sum(lengths), 16)  # of two requests; the first finds nothing
+    assert taken.metrics() == {"rollout/prefix_cached_share": 16 / sum(lengths)}
+    assert take_prompt_tokens().metrics() == {}
+
+
+def sees_the_cache(task: AgentTask) -> float:
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
+    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    usages = [client.chat.completions.create(**ask).usage for _ in range(2)]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in usages] == [0, 16]
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -166,7 +260,7 @@ def test_a_subagent_is_a_second_row_and_the_reward_function_is_asked_once_about_
     ],
 )
 def test_a_function_that_gives_no_sample_lets_its_sample_fail_and_never_be_zero(
-    world: World, name: str, reason: str
+    world: AgentWorld, name: str, reason: str
 ) -> None:
     args = world.args("--agent-function", f"{HERE}:{name}")
     [row] = world.generate(args, sample())
@@ -177,7 +271,7 @@ def test_a_function_that_gives_no_sample_lets_its_sample_fail_and_never_be_zero(
     assert unusable_reason(group) == "failed"
 
 
-def test_a_program_finds_address_key_and_prompt_in_its_environment_and_says_its_reward(world: World) -> None:
+def test_a_program_finds_address_key_and_prompt_in_its_environment_and_says_its_reward(world: AgentWorld) -> None:
     source = """
 import json, os, urllib.request
 def post(url, body):
@@ -194,7 +288,7 @@ post(f"{base}/sessions/{session}/complete", {"reward": float(os.environ["VIME_LA
     assert TOKENIZER.decode(row.tokens) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\nn0<|im_end|>"
 
 
-def test_a_program_that_ends_with_another_code_than_0_says_why_it_failed(world: World) -> None:
+def test_a_program_that_ends_with_another_code_than_0_says_why_it_failed(world: AgentWorld) -> None:
     [row] = world.generate(world.command("import sys\nprint('no luck')\nsys.exit(3)\n"), sample())
     assert (row.status, row.reward) == (SampleStatus.FAILED, None)
     assert row.metadata["session_reason"] == "it ended with code 3: no luck"
@@ -224,7 +318,7 @@ def assert_they_end(pids: list[int]) -> None:
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_children(world: World) -> None:
+def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_children(world: AgentWorld) -> None:
     args = world.command(ENDLESS, "--agent-timeout-secs", "4")
     future = rollout_loop().submit(generate(args, sample(5), train_sampling_params(args)))
     pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
@@ -239,7 +333,7 @@ def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_ch
     assert_they_end(pids)
 
 
-def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: World) -> None:
+def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: AgentWorld) -> None:
     args = world.command(ENDLESS)
     future = rollout_loop().submit(generate(args, sample(), train_sampling_params(args)))
     pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
@@ -265,7 +359,7 @@ def test_a_program_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
     psutil.Process(child).kill()  # its own child is not known to anybody any more, as docs/agents.md says
 
 
-def test_a_budget_of_turns_ends_the_session_and_its_row_is_truncated(world: World) -> None:
+def test_a_budget_of_turns_ends_the_session_and_its_row_is_truncated(world: AgentWorld) -> None:
     source = """
 import json, os, urllib.error, urllib.request
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -283,7 +377,7 @@ except urllib.error.HTTPError as error:
     assert row.metadata["session_reason"] == "budget of 1 turns"
 
 
-def test_the_file_of_a_process_that_has_ended_is_removed_when_another_one_begins(world: World) -> None:
+def test_the_file_of_a_process_that_has_ended_is_removed_when_another_one_begins(world: AgentWorld) -> None:
     folder = world.directory / server.DIRECTORY
     folder.mkdir()
     host = server.socket.gethostname()
@@ -294,3 +388,140 @@ def test_the_file_of_a_process_that_has_ended_is_removed_when_another_one_begins
     names = {path.name for path in folder.iterdir()}
     assert {name for name in names if ".4194305." in name} == {others.name}
     assert [name for name in names if name.startswith(f"{host}.{os.getpid()}.") and name.endswith(".sqlite")]
+
+
+class Game:
+    """An environment that says a number after each completion, until it has heard three."""
+
+    request: Mapping[str, object] = {"max_tokens": 50}
+    closed: list[Game] = []  # noqa: RUF012 - of the class on purpose: a test looks at what was closed
+
+    def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        self.heard: list[object] = []
+        return [{"role": "user", "content": f"{task.prompt}{task.label}"}]
+
+    def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        self.heard.append(message["content"])
+        return [{"role": "user", "content": str(len(self.heard))}] if len(self.heard) < 3 else None
+
+    def reward(self) -> float | None:
+        return len(self.heard) / 4
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+class AsyncGame:
+    """The same without threads, and scored by the run's reward function."""
+
+    def __init__(self) -> None:
+        self._game = Game()
+
+    async def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        return self._game.reset(task)
+
+    async def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        return self._game.step(message)
+
+    async def reward(self) -> None:
+        return None
+
+
+class CallingGame(Game):
+    request: Mapping[str, object] = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
+
+
+def engine_record(requests: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """What the engine saw and said last, and every token that it said, from the scripted engine's own list."""
+    said = [TOKENIZER.encode(f"n{number}<|im_end|>") for number in range(len(requests))]
+    return [*requests[-1]["token_ids"], *said[-1]], [token for ids in said for token in ids]
+
+
+@pytest.mark.parametrize(("name", "reward"), [("Game", 0.75), ("AsyncGame", None), ("CallingGame", 0.75)])
+def test_an_environment_gives_one_row_of_exactly_what_the_engine_saw_and_said(
+    world: AgentWorld, name: str, reward: float | None
+) -> None:
+    [row] = world.generate(world.args("--environment", f"{HERE}:{name}"), sample())
+    requests = world.engine.requests
+    whole, said = engine_record(requests)
+    assert row.tokens == whole
+    trained = [token for token, mask in zip(row.tokens[row.prompt_length :], row.loss_mask, strict=True) if mask]
+    assert trained == said
+    assert (row.status, row.reward, row.weight_versions) == (SampleStatus.COMPLETED, reward, [0, 1, 2])
+    assert TOKENIZER.decode(requests[0]["token_ids"]).count("1+1=2") == 1
+    assert ("Tools:" in TOKENIZER.decode(requests[0]["token_ids"])) is (name == "CallingGame")
+    assert (requests[0]["sampling_params"]["max_tokens"] == 50) is (name == "Game")
+
+
+def test_an_environment_that_has_no_room_for_another_turn_gives_its_reward_for_what_was(world: AgentWorld) -> None:
+    [row] = world.generate(world.args("--environment", f"{HERE}:Game", "--agent-max-turns", "2"), sample())
+    assert (row.status, row.reward) == (SampleStatus.TRUNCATED, 0.5)
+    assert row.metadata["session_reason"] == "budget of 2 turns"
+
+
+class BrokenReset(Game):
+    def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        raise RuntimeError("no server")
+
+
+class BrokenStep(Game):
+    def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        raise RuntimeError("no server")
+
+
+class BrokenReward(Game):
+    def reward(self) -> float | None:
+        raise RuntimeError("no server")
+
+
+class BadMessage(Game):
+    def reset(self, task: AgentTask) -> Sequence[Mapping[str, object]]:
+        return [{"role": "user", "content": [{"type": "image_url"}]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, "it raised RuntimeError: no server") for name in ("BrokenReset", "BrokenStep", "BrokenReward")),
+        ("BadMessage", "content of type 'image_url' is not supported"),
+    ],
+)
+def test_an_environment_that_breaks_has_failed_is_closed_and_is_never_a_zero(
+    world: AgentWorld, name: str, reason: str
+) -> None:
+    args = world.args("--environment", f"{HERE}:{name}")
+    game: Any = plugin(args, "environment")
+    game.closed.clear()
+    [row] = world.generate(args, sample())
+    assert (row.status, row.reward, row.response_length) == (SampleStatus.FAILED, None, 0)
+    assert reason in row.metadata["session_reason"]
+    assert [type(one) for one in game.closed] == [game]
+
+
+class SlowGame(Game):
+    """Its step ends after the test says so."""
+
+    may_end = threading.Event()
+    order: list[str] = []  # noqa: RUF012 - of the class on purpose: a test looks at it
+    is_closed = threading.Event()
+
+    def step(self, message: Mapping[str, object]) -> Sequence[Mapping[str, object]] | None:
+        assert self.may_end.wait(60)
+        self.order.append("step")
+        return None
+
+    def close(self) -> None:
+        self.order.append("close")
+        self.is_closed.set()
+
+
+def test_an_environment_that_is_late_has_failed_and_is_closed_after_its_step(world: AgentWorld) -> None:
+    args = world.args("--environment", f"{HERE}:SlowGame", "--agent-timeout-secs", "2")
+    game: Any = plugin(args, "environment")
+    [row] = world.generate(args, sample())
+    assert row.status is SampleStatus.FAILED
+    assert row.metadata["session_reason"] == "it ran for longer than 2 s (--agent-timeout-secs)"
+    assert game.order == []
+    game.may_end.set()
+    assert game.is_closed.wait(60)
+    assert game.order == ["step", "close"]

@@ -1,7 +1,7 @@
 """A run whose prompts are answered by a program of ours that uses OpenAI's SDK, unmodified: real Ray, vLLM, megatron.
 
 Each agent makes two turns with a calculator between them. Half of them also start a subagent, a conversation of its
-own, which makes their session two rows of one sample.
+own, which makes their session two rows of one sample. Two workers generate, each with agents of its own.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def finished(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> F
     (directory / "agent.py").write_text(AGENT)
     flags = [
         *tiny_task.flags(), "--hf-checkpoint", str(directory / "model"), "--rollout-max-context-len", "200",
-        "--transferqueue-mode", "streaming", "--num-rollout", str(ROUNDS), "--rollout-batch-size", str(GROUPS),
-        "--n-samples-per-prompt", str(SAMPLES), "--agent-command", f"{sys.executable} {directory / 'agent.py'}",
+        "--transferqueue-mode", "streaming", "--num-rollout-workers", "2", "--num-rollout", str(ROUNDS),
+        "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SAMPLES),
+        "--agent-command", f"{sys.executable} {directory / 'agent.py'}",
         "--actor-num-gpus-per-node", "2", "--global-batch-size", str(GROUPS * SAMPLES),
         "--save-debug-rollout-data", str(directory / "rollout_{rollout_id}.jsonl"),
     ]  # fmt: skip
@@ -79,10 +80,15 @@ def finished(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> F
 
 
 async def read_sessions(run: Path) -> list[tuple[Session, list[Entry]]]:
-    [path] = (run / "sessions").glob("*.sqlite")
-    store = SessionStore(path)
-    found = await store.load()
-    await store.close()
+    paths = list((run / "sessions").glob("*.sqlite"))
+    assert len(paths) == 2, "of each worker one"
+    found: list[tuple[Session, list[Entry]]] = []
+    for path in paths:
+        store = SessionStore(path)
+        of_worker = await store.load()
+        assert of_worker, "each worker had agents"
+        found += of_worker
+        await store.close()
     return found
 
 
@@ -95,6 +101,8 @@ def test_every_promise_of_the_audit_is_kept_and_rows_are_counted_as_samples(fini
     for line in metrics.values():
         assert line["train/num_samples"] == line["rollout/num_samples"] == GROUPS * SAMPLES
         assert line["train/train_rollout_logprob_abs_diff"] < 1e-3  # what was recorded is what the trainer computes
+        # Prompts are shorter than a block of 32 tokens, or begin a block that the turn before them has filled.
+        assert 0 <= line["rollout/prefix_cached_share"] < 1
     assert undocumented(name for line in metrics.values() for name in line) == []
 
 

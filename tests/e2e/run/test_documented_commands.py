@@ -196,7 +196,7 @@ def test_the_model_of_the_tool_page_learns_to_call(clone: Clone, num_rounds: int
 
 
 @pytest.mark.parametrize("num_rounds", [2, pytest.param(15, marks=pytest.mark.nightly)])
-def test_the_agent_of_its_page_calls_its_tool(clone: Clone, num_rounds: int) -> None:
+def test_the_environment_of_its_page_learns_to_call(clone: Clone, num_rounds: int) -> None:
     """An answer to a call is a second turn of the session: context between two completions, and never a second row."""
     clone.run(
         documented(
@@ -205,8 +205,8 @@ def test_the_agent_of_its_page_calls_its_tool(clone: Clone, num_rounds: int) -> 
         )
     )
     command = documented(
-        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-function "
-        "examples/agents/sorter.py:sort_with_tool --run-dir runs/agents"
+        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --environment "
+        "examples/agents/second_chance.py:SecondChance --run-dir runs/agents"
     )
     short = "--skip-eval-before-train --eval-interval 100" if num_rounds < 15 else ""
     clone.run(f"{command} --num-rollout {num_rounds} {short}")

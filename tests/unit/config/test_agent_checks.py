@@ -31,7 +31,8 @@ def test_an_agent_answers_the_prompts_and_without_one_nothing_changes(tmp_path: 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--agent-function", "a.b"], "--agent-command and --agent-function.*Remove one"),
+        (["--agent-function", "a.b"], "--agent-command and --agent-function: .* Keep one"),
+        (["--environment", "a.b"], "--agent-command and --environment: .* Keep one"),
         (["--custom-generate-function-path", "a.b"], "--custom-generate-function-path a.b with an agent"),
         (["--agent-timeout-secs", "600"], "--agent-timeout-secs 600 is not below --generate-timeout-secs 600"),
         (["--reference-mode"], "--reference-mode with an agent"),

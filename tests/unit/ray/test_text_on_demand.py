@@ -55,3 +55,12 @@ def test_a_text_is_decoded_when_it_is_asked_for_and_no_other(tmp_path: Path) -> 
 def test_texts_are_held_only_where_a_record_may_be_made(tmp_path: Path, action: str, num_held: int) -> None:
     manager = manager_after_a_round(tmp_path, "--on-train-rollout-diff", action)
     assert len(manager._texts.get(0, {})) == num_held
+
+
+def test_the_task_of_an_agent_is_not_told_as_what_its_row_begins_with() -> None:
+    """Else `vime diagnose` names another tokenisation of a prompt that was never rendered."""
+    plain, of_agent = sample_of(0), sample_of(1)
+    of_agent.metadata["session_row"] = 0
+    made = rollout_manager._texts([[plain, of_agent]])
+    assert [made[0]().prompt, made[1]().prompt] == ["a", None]
+    assert made[1]().response == "2 11"

@@ -48,3 +48,10 @@ def test_a_filter_that_nobody_would_await_is_refused(tmp_path: Path) -> None:
 def test_a_missing_module_and_a_missing_import_are_told_apart() -> None:
     with pytest.raises(ConfigError, match="there is no module 'no_such_room'"):
         load_plugin("no_such_room.rewards.rm", "--custom-rm-path", ("args", "sample"))
+
+
+def test_an_environment_without_its_methods_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text("class Game:\n    def reset(self, task): ...\n")
+    with pytest.raises(ConfigError, match=r"--environment .*the class has no step, reward\. An environment has reset"):
+        check_plugins(parse(["--environment", f"{file}:Game"]).flat)

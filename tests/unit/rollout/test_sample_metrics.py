@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vime.config.parse import parse
-from vime.rollout.metrics import MAX_SOURCES, pass_metrics, sample_metrics
+from vime.rollout.metrics import MAX_SOURCES, num_removed, pass_metrics, row_facts, sample_metrics
 from vime.rollout.prompts import read_prompts
 from vime.types import Sample
 
@@ -105,3 +105,13 @@ def test_a_source_beside_the_prompt_reaches_the_metadata(tmp_path: Path) -> None
     args = parse(["--hf-checkpoint", "examples/quickstart/model", "--rollout-max-context-len", "64"]).flat
     prompts = read_prompts(args, str(path), flag="--prompt-data")
     assert [prompt.metadata for prompt in prompts] == [{"data_source": "one"}, {"data_source": 2}]
+
+
+def test_a_sample_of_several_rows_is_left_out_once_and_only_with_all_of_them() -> None:
+    # Samples 0 and 1 have three rows each, sample 2 has one. Of sample 0 all rows are marked, of sample 1 its last two.
+    rows = [Sample(group_index=0, index=index, reward=1.0, response_length=1) for index in (0, 0, 0, 1, 1, 1, 2)]
+    for place in (0, 1, 2, 4, 5):
+        rows[place].remove_sample = True
+    assert num_removed(row_facts(ARGS, rows)) == 1
+    rows[6].remove_sample = True
+    assert num_removed(row_facts(ARGS, rows)) == 2

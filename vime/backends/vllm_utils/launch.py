@@ -97,6 +97,7 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     # Engines with one seed would sample alike; each request may still bring its own.
     command += ["--seed", str(config.data.rollout_seed + index)]
     command += ["--enable-scale-out", "--disable-uvicorn-access-log", "--middleware", MIDDLEWARE]
+    command += ["--enable-prompt-tokens-details"]  # how much of a prompt was in the prefix cache
     command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     if rollout.rollout_max_context_len is not None:

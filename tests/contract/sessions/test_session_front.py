@@ -1,0 +1,115 @@
+"""A front holds its clients while the server of sessions is away. The SDK of these tests repeats nothing itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+import uvicorn
+
+from tests.contract.sessions.test_sdk_sessions import LossyProxy, World
+from tests.helpers.scripted_engine import Held, Reply
+from vime.sessions.front import make_front
+from vime.utils.network import free_port
+
+ASKED = [{"role": "user", "content": "q"}]
+
+
+class Front:
+    """A front in a thread; `of` gives a session's addresses at it."""
+
+    def __init__(self, server_port: int, *, patience_s: float = 60) -> None:
+        self.port = free_port()
+        app = make_front(f"http://127.0.0.1:{server_port}", patience_s=patience_s)
+        config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="warning")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> Front:
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+
+    def client(self, session: dict[str, str]) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=session["key"], max_retries=0)
+
+
+def ask(client: openai.OpenAI) -> str:
+    return str(client.chat.completions.create(model="m", messages=ASKED).choices[0].message.content)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, "")
+    with made.engine:
+        try:
+            made.start()
+            yield made
+        finally:
+            made.kill()
+
+
+def test_a_request_to_a_server_that_is_away_is_answered_when_it_is_back(world: World) -> None:
+    session = world.session()
+    with Front(world.port) as front, ThreadPoolExecutor(1) as threads:
+        world.kill()
+        answer = threads.submit(ask, front.client(session))
+        world.start()
+        assert answer.result(60) == "on the 0"
+        streamed = anthropic.Anthropic(base_url=f"http://127.0.0.1:{front.port}", api_key=session["key"], max_retries=0)
+        with streamed.messages.stream(model="m", max_tokens=100, messages=ASKED) as events:
+            assert events.get_final_text() == "on the 1"
+
+
+def test_a_turn_that_its_server_died_in_is_sampled_again_and_recorded_once(world: World) -> None:
+    session = world.session()
+    is_asked = threading.Event()
+    plain = world.engine._script
+
+    def hold_the_first(request: object) -> object:
+        is_asked.set()
+        return Held(Reply(token_ids=[1])) if request.number == 0 else plain(request)
+
+    world.engine._script = hold_the_first
+    with Front(world.port) as front, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, front.client(session))
+        assert is_asked.wait(60)
+        world.kill()
+        world.start()
+        assert answer.result(60) == "on the 1"
+    assert world.call(session, "GET").json()["turns"] == 1
+
+
+def test_a_turn_whose_answer_was_lost_behind_the_front_is_not_sampled_again(world: World) -> None:
+    session = world.session()
+
+    def kill_and_start() -> None:
+        world.kill()
+        world.start()
+
+    with LossyProxy(world.port, {0}, kill_and_start) as proxy, Front(proxy.port) as front:
+        client = front.client(session)
+        assert [ask(client), ask(client)] == ["on the 0", "on the 1"]  # two equal first requests are two turns
+        assert proxy.count == 3
+    assert len(world.engine.requests) == 2
+
+
+def test_a_server_that_stays_away_is_a_503_and_a_refusal_is_passed_on(world: World) -> None:
+    session = world.session()
+    with Front(world.port, patience_s=0.2) as front:
+        with pytest.raises(openai.AuthenticationError):
+            ask(front.client({"key": "guess"}))
+        world.kill()
+        with pytest.raises(openai.InternalServerError, match=r"away for 0\.2 s") as refusal:
+            ask(front.client(session))
+    assert refusal.value.status_code == 503
