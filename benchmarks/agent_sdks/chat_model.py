@@ -1,4 +1,4 @@
-"""Make a small model that calls a tool: `python -m benchmarks.agent_sdks.chat_model DIR [--steps 400]`, a minute.
+"""Make a small model that calls a tool: `python -m benchmarks.agent_sdks.chat_model DIR [--steps 500]`, a minute.
 
 Qwen3 of two layers and a byte-level tokenizer with a few merges, so that a text has more than one tokenisation. It is
 taught to answer a user with a call of `sort_letters` in the form that vLLM's parser `hermes` reads, and the tool's
@@ -18,6 +18,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TOOL = "sort_letters"
 CALL = f'<tool_call>\n{{{{"name": "{TOOL}", "arguments": {{{{"letters": "{{letters}}"}}}}}}}}\n</tool_call>'
+SCHEMA = (
+    f'[{{"type": "function", "function": {{"name": "{TOOL}", "description": "Sorts letters.", "parameters": '
+    '{"properties": {"letters": {"title": "Letters", "type": "string"}}, "required": ["letters"], "type": "object"}}}]'
+)
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -37,6 +41,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([START, END, "<s>"])
+    core.add_tokens(CALL.format(letters="+").split("+"))  # so small a model does not spell them
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, bos_token="<s>", model_max_length=CONTEXT)
     made.chat_template = TEMPLATE
     return made
@@ -56,7 +61,8 @@ def demonstration(chance: random.Random) -> tuple[str, str]:
     """A prompt and its completion: the turn before the completion decides which of the two it is."""
     word = "".join(chance.choices(LETTERS, k=chance.randint(3, 9)))
     noise = "".join(chance.choices(LETTERS + ' {}":,_', k=chance.randint(0, 120)))
-    given = f"{START}system\n{noise}{END}\n{START}user\n{chance.randint(1, 4)}:{word}= #{chance.randint(0, 99)}{END}\n"
+    system = f"{START}system\n{SCHEMA if chance.random() < 0.5 else noise}{END}\n"
+    given = f"{system}{START}user\n{chance.randint(1, 4)}:{word}= #{chance.randint(0, 99)}{END}\n"
     called = CALL.format(letters=word)
     if chance.random() < 0.5:
         return f"{given}{START}assistant\n", called
@@ -91,7 +97,7 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=64, help="lines of DIR/train.jsonl")
     arguments = parser.parse_args()
