@@ -153,7 +153,8 @@ class Load:
             keys += [one["key"] for one in made]
         return keys
 
-    async def direct(self, client: aiohttp.ClientSession, turns: int, took: list[float]) -> None:
+    async def direct(self, client: aiohttp.ClientSession, turns: int, took: list[float], after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
         prompt = [ord(character) for character in "u:question 0\0a:"]
         for turn in range(turns):
             began = time.monotonic()
@@ -162,7 +163,10 @@ class Load:
             took.append(time.monotonic() - began)
             prompt += [ord(character) for character in f"{SPOKEN}\0u:question {turn}\0a:"]
 
-    async def session(self, client: aiohttp.ClientSession, key: str, turns: int, took: list[float]) -> None:
+    async def session(
+        self, client: aiohttp.ClientSession, key: str, turns: int, took: list[float], after_s: float = 0.0
+    ) -> None:
+        await asyncio.sleep(after_s)
         messages: list[dict[str, str]] = []
         for turn in range(turns):
             messages.append({"role": "user", "content": f"question {turn}"})
@@ -171,15 +175,17 @@ class Load:
             took.append(time.monotonic() - began)
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
 
-    async def compare(self, count: int, turns: int) -> tuple[list[float], list[float], list[str]]:
-        """Latencies of both sides, which take turns; the sessions stay open."""
+    async def compare(self, count: int, turns: int, spread_s: float) -> tuple[list[float], list[float], list[str]]:
+        """Latencies of both sides, one after the other; the sessions stay open."""
         direct: list[float] = []
         through: list[float] = []
+        waits = [spread_s * number / count for number in range(count)]
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             keys = await self.open(client, count)
             await asyncio.gather(*(self.direct(client, 1, []) for _ in range(count)))  # connections
-            await asyncio.gather(*(self.direct(client, turns, direct) for _ in range(count)))
-            await asyncio.gather(*(self.session(client, key, turns, through) for key in keys))
+            await asyncio.gather(*(self.direct(client, turns, direct, wait) for wait in waits))
+            pairs = zip(keys, waits, strict=True)
+            await asyncio.gather(*(self.session(client, key, turns, through, wait) for key, wait in pairs))
         return direct, through, keys
 
 
@@ -187,30 +193,25 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def latency(load: Load, server: psutil.Process, count: int, turns: int, repeats: int) -> float:
-    asyncio.run(load.compare(count, 2))  # warms up
-    direct: list[float] = []
-    through: list[float] = []
-    added, cpus = [], []
+def latency(load: Load, server: psutil.Process, count: int, turns: int, repeats: int, spread_s: float) -> float:
+    """Return what the 95th percentile is above the engine's, the median of the repeats."""
+    asyncio.run(load.compare(count, 2, spread_s))  # warms up
+    added: dict[float, list[float]] = {0.5: [], 0.95: []}
+    cpus = []
     for _ in range(repeats):
         cpu = cpu_of(server)
-        own, their, _keys = asyncio.run(load.compare(count, turns))
+        direct, through, _keys = asyncio.run(load.compare(count, turns, spread_s))
         cpus.append((cpu_of(server) - cpu) / (count * turns))
-        direct += own
-        through += their
-        added.append(quantile(their, 0.95) - quantile(own, 0.95))
-    for share in (0.5, 0.95):
-        own, their = quantile(direct, share), quantile(through, share)
-        print(
-            f"p{100 * share:.0f} at {count} sessions: direct {1e3 * own:.1f} ms, through {1e3 * their:.1f} ms, "
-            f"added {1e3 * (their - own):.1f} ms"
-        )
+        for share, found in added.items():
+            found.append(quantile(through, share) - quantile(direct, share))
+    middle, late = (statistics.median(found) for found in added.values())
     cpu_s = statistics.median(cpus)
     print(
-        f"CPU of the server: {1e3 * cpu_s:.2f} ms a turn, so {1 / cpu_s:,.0f} turns/s a core: "
-        f"{10 / cpu_s:,.0f} sessions a core that take a turn every 10 s"
+        f"{count} sessions{'' if spread_s else ' at once'}: added p50 {1e3 * middle:.1f} ms, p95 {1e3 * late:.1f} ms "
+        f"({', '.join(f'{1e3 * each:.1f}' for each in sorted(added[0.95]))}); {1e3 * cpu_s:.2f} ms of CPU a turn: "
+        f"{1 / cpu_s:,.0f} turns/s a core, {10 / cpu_s:,.0f} sessions a core that take a turn every 10 s"
     )
-    return statistics.median(added)
+    return late
 
 
 def growth(counts: list[int], engine: int, directory: Path) -> None:
@@ -256,7 +257,7 @@ def recovery(kills: int, engine: int, directory: Path) -> None:
     server, took = start(*command, port=port), []
     try:
         load = Load(engine, port)
-        _, _, keys = asyncio.run(load.compare(64, 8))
+        _, _, keys = asyncio.run(load.compare(64, 8, 0.0))
         body = {"model": "m", "messages": [{"role": "user", "content": "question 0"}]}
         for number in range(kills):
             server.send_signal(signal.SIGKILL)
@@ -311,8 +312,10 @@ def main() -> int:
             if arguments.repeats:
                 command = ("sessions", str(port), f"http://127.0.0.1:{engine}", str(directory / "latency"))
                 with process(*command, port=port) as server:
-                    seen = psutil.Process(server.pid)
-                    added = latency(Load(engine, port), seen, arguments.sessions, arguments.turns, arguments.repeats)
+                    seen, load = psutil.Process(server.pid), Load(engine, port)
+                    sizes = (arguments.sessions, arguments.turns, arguments.repeats)
+                    added = latency(load, seen, *sizes, arguments.latency)
+                    latency(load, seen, *sizes, 0.0)
         with process("engine", str(fast), "0.01", port=fast):
             if arguments.open:
                 growth(arguments.open, fast, directory)

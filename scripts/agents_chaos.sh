@@ -47,7 +47,7 @@ judge "$OUT/calm"
 
 export VIME_ENGINE_JOURNAL=$OUT/chaos/journal VIME_LOST_ANSWERS=$OUT/chaos/lost
 failed=0  # the judge speaks also about a run that failed
-"$PYTHON" -m vime chaos "$OUT/chaos/runs" "${HOW[@]}" --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --seed "$SEED" \
+"$PYTHON" -m vime chaos "$OUT/chaos/runs" "${HOW[@]}" --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --work-secs 60 --seed "$SEED" \
   -- "${FLAGS[@]}" --save-debug-rollout-data "$OUT/chaos/rollout_{rollout_id}.jsonl" || failed=1
 echo "with kills, $(wc -l <"$VIME_LOST_ANSWERS") answers lost:"
 judge "$OUT/chaos" || failed=1
