@@ -2,8 +2,9 @@
 # Six agent programs over SDKs of others, random kills of every part, one answer in ten lost; nothing may be lost, trained
 # twice or differ from what the engines say that they generated: benchmarks/agent_sdks/judge.py, docs/faults.md.
 #   ./scripts/agents_chaos.sh OUT [SESSIONS] [KILLS] [SEED]      default: 96 sessions, 10 kills, seed 0
-# ENGINE=vllm: vLLM and a model that was taught to call a tool, instead of a scripted engine; what is trained then depends
-# on time, so that the weights of the attempts of the run are compared with each other only.
+# ENGINE=vllm: vLLM and a model that was taught to call a tool, instead of a scripted engine.
+# The weights of the attempts of the run are compared with each other only: --reference-mode is refused with an agent, and
+# without it the same round trained in another life may differ in the last bit of a gradient (docs/log.md).
 # MODEL=DIR: made by benchmarks/agent_sdks/chat_model.py before.
 # WORKERS=2: rollout workers in processes of their own, each with its server of sessions, which are killed too.
 set -euo pipefail
@@ -32,8 +33,6 @@ FLAGS=(
   --agent-command "$PYTHON benchmarks/agent_sdks/launch.py" --agent-timeout-secs 120 --agent-tool-parser hermes
   --engine-health-interval-secs 1 --engine-health-timeout-secs 5
 )
-HOW=()
-[ "$ENGINE" != vllm ] || HOW+=(--own-weights)
 [ -z "${WORKERS:-}" ] || FLAGS+=(--num-rollout-workers "$WORKERS")
 judge() { "$PYTHON" -m benchmarks.agent_sdks.judge "$1" "$1/journal" --rounds "$ROUNDS" --groups $GROUPS_A_ROUND --samples $SAMPLES; }
 
@@ -46,8 +45,9 @@ judge "$OUT/calm"
 [ "$KILLS" != 0 ] || exit 0
 
 export VIME_ENGINE_JOURNAL=$OUT/chaos/journal VIME_LOST_ANSWERS=$OUT/chaos/lost
+touch "$VIME_LOST_ANSWERS"
 failed=0  # the judge speaks also about a run that failed
-"$PYTHON" -m vime chaos "$OUT/chaos/runs" "${HOW[@]}" --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --work-secs 60 --seed "$SEED" \
+"$PYTHON" -m vime chaos "$OUT/chaos/runs" --own-weights --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --work-secs 60 --seed "$SEED" \
   -- "${FLAGS[@]}" --save-debug-rollout-data "$OUT/chaos/rollout_{rollout_id}.jsonl" || failed=1
 echo "with kills, $(wc -l <"$VIME_LOST_ANSWERS") answers lost:"
 judge "$OUT/chaos" || failed=1
