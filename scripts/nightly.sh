@@ -12,11 +12,12 @@
 #   random   anything is killed at any time                               the drawing of faults, tests/unit/cli
 #   workers  the same with two rollout workers in processes of their own  tests/e2e/run/test_rollout_workers.py
 #   vllm     the same on vLLM, few                                        tests/e2e/run/test_streaming_run.py
+#   agents   six agent programs over SDKs of others, killed and judged    the judge, tests/unit/project; SDKs, tests/contract
 #   flips    a flipped bit in any file of a run directory                 one in each kind of file, test_streaming_run.py
 #   inputs   train.py with each broken input, in processes of their own   all of them in one process, tests/unit/ray
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PARTS=(tests matrix random workers vllm flips inputs)
+PARTS=(tests matrix random workers vllm agents flips inputs)
 OUT=${1:?usage: ./scripts/nightly.sh OUT [PART ...]; parts: ${PARTS[*]}}
 shift
 CHOSEN=("${@:-${PARTS[@]}}")
@@ -39,6 +40,7 @@ run_part() {
     random) bounded ./scripts/chaos.sh "$OUT/random" --random "$KILLS" --seed "$SEED" ;;
     workers) WORKERS=2 bounded ./scripts/chaos.sh "$OUT/workers" --random "$KILLS" --seed "$SEED" ;;
     vllm) ENGINE=vllm bounded ./scripts/chaos.sh "$OUT/vllm" --random $(((KILLS + 9) / 10)) --seed "$SEED" ;;
+    agents) bounded ./scripts/agents_chaos.sh "$OUT/agents" $((KILLS * 10)) "$KILLS" "$SEED" ;;
     flips) bounded "$PYTHON" -m tests.helpers.run_flips "$OUT/flips" --seed "$SEED" ;;
     inputs) bounded "$PYTHON" -m tests.helpers.broken_inputs ;;
   esac

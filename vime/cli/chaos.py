@@ -99,6 +99,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--every", action="store_true", help="every target at every point, hours")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument(
+        "--work-secs",
+        type=float,
+        default=WORK_S,
+        help=f"half of the random faults come up to so long after the first weights (default: {WORK_S:g})",
+    )
+    parser.add_argument(
         "--undisturbed", type=Path, metavar="RUN_DIR", help="a complete run of the same flags, instead of a new one"
     )
     parser.add_argument(
@@ -136,7 +142,7 @@ def run_chaos(arguments: argparse.Namespace) -> None:
     )
     cases = [parse_case(text) for text in arguments.case or (EVERY if arguments.every else matrix)]
     if arguments.random:
-        cases = list(random_cases(arguments.random, arguments.seed))
+        cases = list(random_cases(arguments.random, arguments.seed, arguments.work_secs))
     intervals = random.Random(arguments.seed).choices(SAVE_INTERVALS if arguments.random else (1,), k=len(cases))
     with _stop_signals():
         outcomes = _complete(plan, cases, intervals, arguments, say)
@@ -219,7 +225,7 @@ def parse_case(text: str) -> Case:
     return Case(target=target, point=points[name], count=int(count or 1), how=How(how or "kill"))
 
 
-def random_cases(total: int, seed: int) -> Iterator[Case]:
+def random_cases(total: int, seed: int, work_s: float = WORK_S) -> Iterator[Case]:
     """Draw faults of AT_RANDOM, half of them while rounds are trained, the others in the start before."""
     chance = random.Random(seed)
     for fault in chance.choices(list(AT_RANDOM), list(AT_RANDOM.values()), k=total):
@@ -231,7 +237,7 @@ def random_cases(total: int, seed: int) -> Iterator[Case]:
             how=How(how or "kill"),
             draw=chance.random(),
             is_at_work=is_at_work,
-            after_s=chance.uniform(0, WORK_S if is_at_work else START_S),
+            after_s=chance.uniform(0, work_s if is_at_work else START_S),
         )
 
 

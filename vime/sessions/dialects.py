@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from vime.sessions.service import Ask, Refused, parsed_arguments
+from vime.sessions.service import Ask, Refused, parsed_arguments, unknown_response
 from vime.sessions.store import Entry
 
 Json = Mapping[str, object]
@@ -196,6 +196,9 @@ def stream_chat(entry: Entry, body: Json, model: str) -> Iterator[tuple[str, obj
 
 
 def read_responses(body: Json) -> Ask:
+    for name in ("conversation", "prompt"):
+        if body.get(name):
+            raise Refused(400, name, f"{name} is kept by a server of OpenAI; send input, or previous_response_id")
     messages: list[dict[str, object]] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
@@ -223,8 +226,16 @@ def read_responses(body: Json) -> Ask:
         messages=messages,
         tools=tools,
         max_tokens=_limit(body, "max_output_tokens"),
-        follows=int(str(previous).removeprefix("resp_")) if previous else None,
+        follows=_number(previous, "resp_") if previous else None,
     )
+
+
+def _number(name: object, prefix: str) -> int:
+    """Return the number of the turn that a response of this name was made of."""
+    number = str(name).removeprefix(prefix)
+    if not number.isdecimal():
+        raise unknown_response(name)
+    return int(number)
 
 
 def _function(tool: Json, schema: str) -> dict[str, object]:
@@ -327,8 +338,16 @@ def read_messages(body: Json) -> Ask:
     tools: list[dict[str, object]] = [
         {"type": "function", "function": _function(tool, "input_schema")} for tool in _list(body.get("tools"))
     ]
-    stop = _stops(body.get("stop_sequences"))
-    return Ask(messages=messages, tools=tools, max_tokens=_limit(body, "max_tokens"), stop=stop)
+    thread = cast("Json", body.get("thread") or {})
+    goes_on = thread.get("type") == "continue"
+    return Ask(
+        messages=messages,
+        tools=tools,
+        max_tokens=_limit(body, "max_tokens"),
+        stop=_stops(body.get("stop_sequences")),
+        follows=_number(thread["previous_message_id"], "msg_") if goes_on else None,
+        inherits_tools=goes_on and "tools" not in body,
+    )
 
 
 def write_messages(entry: Entry, _: Json, model: str) -> dict[str, object]:

@@ -13,7 +13,7 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import cast
 
 import msgspec
@@ -155,7 +155,7 @@ def _guarded(handle: Handler) -> Handler:
         try:
             return await handle(request)
         except Refused as error:
-            return _error(error.status, error.code, str(error))
+            return _error(error.status, error.code, str(error), error.details)
         except LostError as error:  # SDKs ask again after 503
             logger.warning("a turn failed: %s", error)
             return _error(503, "engine", "the engines did not answer; ask again")
@@ -166,11 +166,10 @@ def _guarded(handle: Handler) -> Handler:
     return guarded
 
 
-def _error(status: int, code: str, message: str) -> JSONResponse:
+def _error(status: int, code: str, message: str, details: Mapping[str, str] | None = None) -> JSONResponse:
     """The body has what both families of SDKs read."""
-    return JSONResponse(
-        {"type": "error", "error": {"type": code, "code": code, "message": message, "param": None}}, status
-    )
+    error: dict[str, object] = {"type": code, "code": code, "message": message, "param": None}
+    return JSONResponse({"type": "error", "error": error | ({"details": details} if details else {})}, status)
 
 
 async def _body(request: Request) -> bytes:

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 from vime.sessions.recording import Turn, row_samples
@@ -51,9 +51,9 @@ ReplyParser = Callable[[Sequence[int], Sequence[int], Sequence[Message]], Reply]
 class Refused(VimeError):
     """A request that is answered with an HTTP status and a code; SDKs repeat 408, 409, 429 and 5xx, no others."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, details: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.details = status, code, dict(details or {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class Ask:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     follows: int | None = None  # the number of the turn whose conversation comes before `messages`
+    inherits_tools: bool = False  # those of that turn are meant, and not sent again
 
 
 @dataclass(slots=True)
@@ -245,7 +246,9 @@ class Sessions:
         live.session.last_asked = self._clock()
         messages = ask.messages
         if messages is not None and ask.follows is not None:
-            messages = [*self.conversation(live, ask.follows), *messages]
+            before = self.recorded(live, ask.follows)
+            messages = [*(before.messages or []), message_of(before.reply), *messages]
+            ask = replace(ask, tools=before.tools) if ask.inherits_tools else ask
         prompt = list(ask.token_ids) if messages is None else self._prompt(live, messages, ask.tools)
         turn = await self._generate(live, prompt, ask)
         entry = Entry(
@@ -264,12 +267,12 @@ class Sessions:
         live.entries.append(entry)
         return entry
 
-    def conversation(self, live: Live, number: int) -> list[dict[str, object]]:
-        """Return the messages of a recorded turn with its reply."""
+    def recorded(self, live: Live, number: int) -> Entry:
+        """Return a recorded turn that has messages."""
         for entry in live.entries:
             if entry.turn.number == number and entry.messages is not None:
-                return [*entry.messages, message_of(entry.reply)]
-        raise Refused(404, "unknown_response", f"the session has no recorded response {number}")
+                return entry
+        raise unknown_response(number)
 
     def _prompt(self, live: Live, messages: list[dict[str, object]], tools: list[dict[str, object]]) -> list[int]:
         """Return the recorded tokens of the longest conversation that `messages` goes on with and what follows; or the
@@ -391,6 +394,12 @@ def member_samples(session: Session, entries: Sequence[Entry], base: Sample | No
             row.status = SampleStatus.TRUNCATED
             row.metadata["session_reason"] = session.stopped
     return rows
+
+
+def unknown_response(name: object) -> Refused:
+    """What Anthropic's SDK answers with the whole conversation, because of the details."""
+    message = f"the session has no recorded response {name!r:.60}"
+    return Refused(404, "unknown_response", message, {"error_code": "thread_not_found"})
 
 
 def hash_of(key: str) -> str:

@@ -1,14 +1,16 @@
 """The durable state of sessions: one SQLite file, written before anything is answered.
 
-Every write is one transaction with `synchronous=FULL`: what was acknowledged survives a SIGKILL and a power cut.
+Every write is in a transaction with `synchronous=FULL`: what was acknowledged survives a SIGKILL and a power cut.
+Writes that wait at the same time share one, because each costs a wait for the disk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +21,7 @@ from vime.sessions.recording import Turn
 from vime.types import Version
 
 T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], object]
 
 
 class State(StrEnum):
@@ -99,6 +102,7 @@ class SessionStore:
     """All calls run in one thread of its own, in the order in which they were made."""
 
     def __init__(self, path: Path) -> None:
+        self._waiting: deque[tuple[Work, Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="session-store")
         self._database = self._thread.submit(self._open, path).result()
 
@@ -118,9 +122,33 @@ class SessionStore:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
 
+    async def _write(self, work: Work) -> None:
+        """Return when the work is on the disk. It gets there also when the caller is cancelled."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        self._waiting.append((work, done))
+        self._thread.submit(self._write_what_waits)
+        await asyncio.wrap_future(done)
+
+    def _write_what_waits(self) -> None:
+        """Write everything that waits by now; nothing, when an earlier call took it along."""
+        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if not taken:
+            return
+        try:
+            with self._database:
+                for work, _ in taken:
+                    work(self._database)
+        except BaseException as error:  # boundary: whatever it is, it is told to everybody whose write did not happen
+            for _, done in taken:
+                done.set_exception(error)
+        else:
+            for _, done in taken:
+                done.set_result(None)
+
     async def put_session(self, session: Session) -> None:
         row = (session.id, session.key_hash, msgspec.msgpack.encode(session))
-        await self._run(lambda database: database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row))
+        await self._write(lambda database: database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row))
 
     async def put_turn(self, session: Session, entry: Entry) -> None:
         """Write the turn and its session (whose time and budget it moves) together."""
@@ -131,14 +159,14 @@ class SessionStore:
             database.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", turn)
             database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row)
 
-        await self._run(work)
+        await self._write(work)
 
     async def delete(self, session_id: str) -> None:
         def work(database: sqlite3.Connection) -> None:
             database.execute("DELETE FROM turns WHERE session = ?", (session_id,))
             database.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
-        await self._run(work)
+        await self._write(work)
 
     async def load(self) -> list[tuple[Session, list[Entry]]]:
         """Return every session with its turns in order."""

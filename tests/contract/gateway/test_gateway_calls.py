@@ -163,7 +163,7 @@ def test_every_wrong_number_is_refused_by_name_and_stores_nothing(run):
         refused(client.post("/v1/groups", json=group_of(prompt) | {
             "samples": [sample(s["index"]) | {name: value} for s in prompt["samples"]]
         }), 422, "invalid")  # fmt: skip
-    for value in (float("nan"), float("-inf"), 0.5):
+    for value in (float("nan"), float("-inf"), float("inf"), 0.5):
         body = msgspec.msgpack.encode(group_of(prompt, log_probs=[value, -1.0, -1.0]))
         response = client.post("/v1/groups", content=body, headers={"content-type": "application/msgpack"})
         assert response.status_code == 422

@@ -375,3 +375,42 @@ def _call_messages(session: dict[str, str], asked: dict[str, object], stream: bo
     said = {"role": "assistant", "content": [block.model_dump() for block in answer.content]}
     again = client.messages.create(messages=[asked, said, {"role": "user", "content": [result]}], **ask)
     return str(again.content[0].text)
+
+
+@pytest.mark.parametrize("world", ["hermes"], indirect=True)
+def test_a_thread_of_anthropic_goes_on_with_what_the_server_has(world: World) -> None:
+    """Its runner of tools sends the result alone, without the conversation and without the tools: the first prompt and
+    completion are the beginning of the second prompt all the same."""
+    called = []
+
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Adds."""
+        called.append(a)
+        return "result 3"
+
+    ask = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "q"}], "max_iterations": 3}
+    said = _anthropic(world.session()).beta.messages.tool_runner(tools=[add], **ask).until_done()
+    assert (called, said.content[0].text) == ([1], "on the 1")
+    assert len(world.engine.requests) == 2
+    assert world.prompts_extend()
+
+
+def test_a_thread_that_is_not_there_is_refused_so_that_the_sdk_sends_all_of_it(world: World) -> None:
+    client = _anthropic(world.session())
+    messages = [{"role": "user", "content": "q"}]
+    for unknown in ("msg_7", "msg_of_another_server"):
+        thread = {"type": "continue", "previous_message_id": unknown}
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            client.beta.messages.create(model="m", max_tokens=9, messages=messages, thread=thread)
+        assert refused.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+    assert world.engine.requests == []
+
+
+@pytest.mark.parametrize("field", ["conversation", "prompt"])
+def test_a_conversation_that_is_kept_elsewhere_is_refused_and_not_left_out(world: World, field: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=field):
+        _openai(world.session()).responses.create(model="m", input="q", extra_body={field: {"id": "x"}})
+    with pytest.raises(openai.NotFoundError):
+        _openai(world.session()).responses.create(model="m", input="q", previous_response_id="resp_elsewhere")
+    assert world.engine.requests == []

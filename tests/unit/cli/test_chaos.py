@@ -178,6 +178,9 @@ def test_random_kills_depend_on_the_seed_alone() -> None:
     assert {name for case in many for name in case.target.split("+")} == {*TARGETS, "move"}
     assert {len(case.victims) for case in many} == {1, 2}
     assert {case.how for case in many} == {How.KILL, How.STOP_KILL}
+    assert max(case.after_s for case in many if case.is_at_work) < 4
+    later = [case.after_s for case in random_cases(300, seed=1, work_s=60.0) if case.is_at_work]
+    assert 30 < max(later) < 60  # rounds of agents take half a minute
 
 
 def test_a_kill_at_work_waits_for_the_weights_of_the_life_that_it_hits(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ case "$0 $*" in *"${FAILS:-nothing}"*) exit 1 ;; *"${HANGS:-nothing}"*) exec sle
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A directory with the two scripts, whose parts are stand-ins."""
-    for name in ("scripts/install.sh", "scripts/test.sh", "scripts/chaos.sh", ".venv/bin/python"):
+    parts = ("install.sh", "test.sh", "chaos.sh", "agents_chaos.sh")
+    for name in (*(f"scripts/{part}" for part in parts), ".venv/bin/python"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(STAND_IN)
@@ -65,6 +66,7 @@ def test_the_night_runs_every_part_and_says_which_failed(place: Path) -> None:
         ("random", "passed", f"chaos.sh {out}/random --random 15 --seed 7"),
         ("workers", "passed", f"chaos.sh {out}/workers --random 15 --seed 7"),
         ("vllm", "passed", f"chaos.sh {out}/vllm --random 2 --seed 7"),
+        ("agents", "passed", f"agents_chaos.sh {out}/agents 150 15 7"),
         ("flips", "FAILED: exit code 1", f"python -m tests.helpers.run_flips {out}/flips --seed 7"),
         ("inputs", "passed", "python -m tests.helpers.broken_inputs"),
     ]
