@@ -58,6 +58,7 @@ TIERS = ("unit", "contract", "dist", "e2e", "gpu")
 # Files and directories of tier e2e, by the seconds that they take (pytest prints the longest tests at its end).
 LONGEST_FIRST = (
     *("test_training", "test_streaming_run", "test_documented_commands", "test_equivalence_ladder", "vllm_utils"),
+    *("test_external_jobs", "test_agents_run"),
     *("test_refusals", "test_joined_cluster", "test_quickstart", "test_rollout_workers", "test_chaos_run"),
 )
 # Directories whose files share what is costly to make: ranks, Ray, engines. One worker takes all of one.

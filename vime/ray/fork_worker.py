@@ -48,6 +48,12 @@ def become_stock(arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, os.environ[STOCK_PROGRAM], *arguments])
 
 
+def read_own(name: str) -> str:
+    """Return a file of /proc about this process."""
+    with open(f"/proc/self/{name}") as file:
+        return file.read()
+
+
 def hand_on(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -60,6 +66,8 @@ def ask_for_copy(name: str, arguments: list[str]) -> int | None:
         "environment": dict(os.environ),
         "directory": os.getcwd(),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "leads_group": os.getpgid(0) == os.getpid(),
+        "oom_score_adj": read_own("oom_score_adj"),  # the raylet has set it from outside
         "blocked_signals": sorted(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     }
     try:

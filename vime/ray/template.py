@@ -6,10 +6,10 @@ worker (`vime/ray/fork_worker.py`), the base forks a template for the environmen
 imports Ray and the rest, and forks for each worker. A copy starts in milliseconds, also after a kill, and shares the
 memory of all imports.
 
-A copy has what a new process would have: Ray's arguments, environment, directory, standard streams, signal mask and
-niceness. Where something is asked for that only a new program can have, there is no copy, and Ray starts the worker as
-ever: a variable that differs from those of the base's imports, another Python, a runtime environment. So it is without
-Linux, on nodes that others started, and with CUDA.
+A copy has what a new process would have: Ray's arguments, environment, directory, standard streams, signal mask,
+process group, niceness and rank for the kernel's out-of-memory killer. Where something is asked for that only a new
+program can have, there is no copy, and Ray starts the worker as ever: a variable that differs from those of the base's
+imports, another Python, a runtime environment. So it is without Linux, on nodes that others started, and with CUDA.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ OF_RAYS_SERVERS = {"SPT_NOENV": "1"}
 """What Ray's servers give their workers beside these: for setproctitle."""
 BASE_MODULES = ("httpx", "aiohttp", "msgspec", "transformers.tokenization_utils_base", "vime.training.columns")
 WORKER_MODULES = ("ray._private.workers.default_worker", "vime.ray.rollout_manager", "vime.ray.engines")
-QUEUE_MODULES = ("transfer_queue.controller", "transfer_queue.storage.simple_storage", "transfer_queue.client")
+QUEUE_MODULES = ("tensordict",)
+"""Not TransferQueue itself: its import draws from Ray's random numbers, see `_draw_alike`."""
 WORKER_PROGRAM = "default_worker.py"
 END_S = 10.0
 MESSAGE_S = 10.0
@@ -139,6 +140,8 @@ class Base:
     def serve(self, modules: Sequence[str], *, with_queue: bool) -> None:
         """Import, then serve for ever. Raises Copy in a copy."""
         failure = _import(modules)
+        if with_queue and not failure:
+            load_modules(*QUEUE_MODULES)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps templates and copies
         while True:
             connection, _ = self._listener.accept()
@@ -155,9 +158,9 @@ class Base:
                     except Refused as reason:
                         fork_worker.send(connection, {"refused": str(reason)})
                         continue
-                    self._hand_on(request, (*streams, connection.fileno()), with_queue=with_queue)
+                    self._hand_on(request, (*streams, connection.fileno()))
 
-    def _hand_on(self, request: Request, descriptors: tuple[int, ...], *, with_queue: bool) -> None:
+    def _hand_on(self, request: Request, descriptors: tuple[int, ...]) -> None:
         environment = cast("dict[str, str]", request["environment"])
         key = frozenset(environment.items())
         if (template := self._templates.get(key)) is not None:
@@ -174,18 +177,18 @@ class Base:
             os.environ.clear()
             os.environ.update(environment)
             sys.path[0] = os.path.dirname(_parsed(request)[0][0])  # now: the import of Ray puts a directory before it
-            serve_copies(theirs, with_queue=with_queue)
+            serve_copies(theirs)
         theirs.close()
         self._templates[key] = template
         fork_worker.send(template, request, descriptors)
 
 
-def serve_copies(control: socket.socket, *, with_queue: bool) -> None:
+def serve_copies(control: socket.socket) -> None:
     """In a template: import the rest, then fork for each request until the base or Ray's raylet ends. Raises Copy in a
     copy."""
     failure = _import(WORKER_MODULES)
-    if with_queue and not failure:
-        load_modules(*QUEUE_MODULES)
+    if not failure and _draw_alike():
+        failure = "an import has drawn from Ray's random numbers, so copies would give equal ids to their tasks"
     gc.freeze()  # pages that no collection writes to stay shared
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
     while control.fileno() in select.select([control.fileno(), raylet], [], [])[0]:
@@ -209,6 +212,23 @@ def serve_copies(control: socket.socket, *, with_queue: bool) -> None:
                 os.close(raylet)
                 raise Copy(request)
     os._exit(0)  # nothing of the driver's or the base's runs here
+
+
+def _draw_alike() -> bool:
+    """Whether two copies of this process would draw equal ids from Ray. Its generator is in C++, gets its state at its
+    first use, and a fork inherits that. Two tasks of one id end the actor that gets both."""
+    from ray._raylet import UniqueID  # the base must not import it
+
+    drawn = []
+    for _ in range(2):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.write(write, UniqueID.from_random().binary())
+            os._exit(0)
+        os.close(write)
+        drawn.append(os.read(read, 64))
+        os.close(read)
+    return drawn[0] == drawn[1]
 
 
 def _tell(asker: socket.socket, pid: int) -> None:
@@ -272,6 +292,10 @@ def become(request: Request) -> None:
     os.environ.update(cast("dict[str, str]", request["environment"]))
     os.chdir(cast("str", request["directory"]))
     os.setpriority(os.PRIO_PROCESS, 0, cast("int", request["niceness"]))
+    if request["leads_group"]:  # with it the raylet ends what a worker has started
+        os.setpgid(0, 0)
+    with contextlib.suppress(OSError):  # lower than this process's, which only root may ask for
+        Path("/proc/self/oom_score_adj").write_text(cast("str", request["oom_score_adj"]))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, cast("list[int]", request["blocked_signals"]))
     if (numpy := sys.modules.get("numpy")) is not None:

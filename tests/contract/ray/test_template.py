@@ -41,6 +41,9 @@ COMPARED = (
     "niceness",
     "blocked",
     "handlers",
+    "signals",
+    "groups",
+    "rank for the killer",
     "umask",
     "path",
     "arguments",
@@ -56,6 +59,7 @@ def look() -> dict[str, Any]:
     import resource
 
     import numpy
+    from ray._raylet import UniqueID
 
     ended = subprocess.run([sys.executable, "-c", "raise SystemExit(3)"], check=False).returncode
     return {
@@ -69,13 +73,16 @@ def look() -> dict[str, Any]:
             name: str(signal.getsignal(name)).partition(" at ")[0]
             for name in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
         },
+        "signals": [line for line in fork_worker.read_own("status").splitlines() if line[:6] in ("SigBlk", "SigIgn")],
+        "groups": [os.getsid(0), os.getpgid(0) == os.getpid()],
+        "rank for the killer": fork_worker.read_own("oom_score_adj"),
         "umask": os.umask(0o22),
         "path": sys.path,
         "arguments": [os.path.basename(sys.argv[0]), *(argument.partition("=")[0] for argument in sys.argv[1:])],
         "files": sorted(set(_kinds_of_files())),
         "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
         "child": ended,
-        "draws": [random.random(), float(numpy.random.random())],
+        "draws": [random.random(), float(numpy.random.random()), UniqueID.from_random().hex()],
         "has_torch": "torch" in sys.modules,
     }
 
@@ -150,7 +157,7 @@ def test_a_copy_has_what_a_new_process_has(reports: list[dict[str, Any]], what: 
 
 
 def test_copies_draw_their_own_random_numbers_and_see_their_children_end(reports: list[dict[str, Any]]) -> None:
-    assert len({value for report in reports for value in report["draws"]}) == 6
+    assert len({value for report in reports for value in report["draws"]}) == 9
     assert [report["child"] for report in reports] == [3, 3, 3]
 
 
@@ -197,6 +204,23 @@ for number in range(2):
     assert second["is_copy"]
     assert first["base"] == second["base"]
     assert first["template"] != second["template"]
+
+
+DRAWING = """
+import json
+from ray._raylet import UniqueID
+from vime.ray.template import _draw_alike
+before = _draw_alike()
+UniqueID.from_random()
+print(json.dumps([before, _draw_alike()]))
+"""
+
+
+def test_copies_that_would_give_equal_ids_to_their_tasks_are_noticed_before_there_is_one() -> None:
+    """The import of TransferQueue drew an id. Two rollout workers then asked the ledger with tasks of one id, which
+    ended its process, again and again; the run went on, and only the walk of a round showed it."""
+    asked = subprocess.run([sys.executable, "-c", DRAWING], cwd=ROOT, check=True, timeout=60, capture_output=True)
+    assert json.loads(asked.stdout) == [False, True]
 
 
 @pytest.fixture

@@ -139,11 +139,13 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     assert own.client.post("/v1/groups/own", json=first).json()["repeated"]
     other = own.client.post("/v1/groups/own", json=first | {"prompt": "changed"}).json()
     assert (other["code"], other["may_repeat"]) == ("other_content", False)
+    again = {}
     for name, job in jobs.items():
         wait_until_it_brings(training, name, more_than=brought(training, name))
         job.kill()
         job.wait()
-    again = {name: started(Producer(words[name], tmp_path, tokens[name])) for name in words}
+        # at once: while it stays away, the run waits for what it had until its lease ends
+        again[name] = started(Producer(words[name], tmp_path, tokens[name]))
     for name in words:
         wait_until_it_brings(training, name, more_than=brought(training, name))
     interrupt(training)
