@@ -61,7 +61,7 @@ IN_ROUND = (State.LEASED, State.TRAINED, State.DURABLE)
 NEEDED = (State.READY, State.LEASED, State.TRAINED)
 
 _PRODUCERS = """select g.producer, count(*) from prompt_group g join partition p on p.id = g.partition
-    where p.name = ? and g.round is not null group by g.producer"""
+    where p.name = ? and g.state in ('trained', 'durable') group by g.producer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class AuditReport:
     receipts: tuple[int, int] | None = None  # the first and the last round that the trainer's receipts show
     num_unhashed: int = 0  # groups of them whose tokens could not be compared with what was committed
     trained: Mapping[int, LedgerRound] = field(default_factory=dict, repr=False)  # as the ledger has it
-    producers: Mapping[str, int] = field(default_factory=dict)  # groups of rounds, by who generated them
+    producers: Mapping[str, int] = field(default_factory=dict)  # groups that were trained, by who generated them
     own: Mapping[str, int] = field(default_factory=dict)  # of them: with a prompt that the producer brought itself
 
     def shown(self) -> str:
@@ -232,7 +232,9 @@ def _audit_content(
         num_lines=num_lines,
         trained=_trained_rounds(facts, rounds, history),
         producers=_producers(connection, history.train),
-        own=Counter(fact.producer for fact in facts if fact.own_key is not None and fact.round_id is not None),
+        own=Counter(
+            fact.producer for fact in facts if fact.own_key is not None and fact.state in ("trained", "durable")
+        ),
     )
 
 
