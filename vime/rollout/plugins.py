@@ -55,20 +55,17 @@ def check_plugins(args: Args) -> None:
             "declare that it can continue a sample that has response tokens. When it can, set `resumes = True` on the "
             "function (docs/customization.md); else leave --partial-rollout out."
         )
-    source = plugin(args, "data_source_path")
-    missing = [method for method in _METHODS if not hasattr(source, method)]
-    if isinstance(source, type) and missing:
-        raise ConfigError(
-            f"--data-source-path {args.data_source_path}: the class has no {', '.join(missing)}. A data source has "
-            f"{', '.join(_METHODS)}."
-        )
-    environment = plugin(args, "environment")
-    missing = [method for method in _OF_ENVIRONMENT if not hasattr(environment, method)]
-    if isinstance(environment, type) and missing:
-        raise ConfigError(
-            f"--environment {args.environment}: the class has no {', '.join(missing)}. An environment has "
-            f"{', '.join(_OF_ENVIRONMENT)} (docs/agents.md)."
-        )
+    for attribute, methods, told in (
+        ("data_source_path", _METHODS, "A data source has {}."),
+        ("environment", _OF_ENVIRONMENT, "An environment has {} (docs/agents.md)."),
+    ):
+        given = plugin(args, attribute)
+        missing = [method for method in methods if not hasattr(given, method)]
+        if isinstance(given, type) and missing:
+            raise ConfigError(
+                f"--{attribute.replace('_', '-')} {getattr(args, attribute)}: the class has no {', '.join(missing)}. "
+                f"{told.format(', '.join(methods))}"
+            )
     if args.rm_type in ("math", "boxed_math", "deepscaler") and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"--rm-type {args.rm_type}: math-verify is not installed. Run ./scripts/install.sh.")
     if args.group_rm and args.custom_rm_path is None:
