@@ -96,6 +96,8 @@ class Memory:
     too_old: int = 0  # groups refused at lease since the file was opened
     waiting: dict[Task, None] = field(default_factory=dict)  # tasks that wait for capacity, first come first
     own_line: dict[tuple[str, str], float] = field(default_factory=dict)  # (producer, key) that wait for a slot: until
+    is_turn_of_prompts: bool = False  # the last slot went to an own group
+    prompts_wanted: float = 0.0  # until when somebody counts as waiting for a slot for a prompt
     soonest: float = float("inf")  # the earliest deadline, or a time before it
 
     def fly(self, flight: Flight) -> None:

@@ -105,8 +105,8 @@ class PromptLedger:
 
         Once a group was committed under a key, the same key means that group for the whole life of the run, and other
         content is refused. A group that was dropped before it was ever committed frees its key. Asking again renews the
-        deadline of a group in flight, or the place in the line for a slot: freed slots go to this line first, or
-        producers that wait for prompts would take every one of them.
+        deadline of a group in flight, or the place in the line for a slot. While both are waited for, slots go to this
+        line and to prompts in turn: neither takes all.
         """
         if not producer or not key or not content:
             raise HandoffError(f"own group {key!r} of {producer!r}, content {content!r}: expected none to be empty.")
@@ -118,7 +118,8 @@ class PromptLedger:
             return OwnGrant(outcome=OwnOutcome.OVER)
         line = self._own_line()
         ahead = [*line].index((producer, key)) if (producer, key) in line else len(line)
-        if store.num_slots() - memory.usage.active - memory.usage.retry <= ahead:
+        free = store.num_slots() - memory.usage.active - memory.usage.retry
+        if free - self._is_turn_of_prompts() <= ahead:
             line[producer, key] = store.clock.now() + OWN_WAIT_S
             return OwnGrant(outcome=OwnOutcome.WAITS, waits_for=self._no_slot())
         with store.transaction():
@@ -129,6 +130,7 @@ class PromptLedger:
             store.write("issued", store.train_id, group, 1, note=producer)
             store.write("own", store.train_id, group, 1, note=json.dumps({"key": key, "content": content}))
             memory.usage.active += 1
+        memory.is_turn_of_prompts = True
         line.pop((producer, key), None)
         memory.fly(Flight(task, producer, OF_OWN, store.deadline()))
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
@@ -158,6 +160,11 @@ class PromptLedger:
             del line[place]
         return line
 
+    def _is_turn_of_prompts(self) -> bool:
+        """Whether the next slot is for somebody who waits for a prompt. Who has not asked for OWN_WAIT_S does not."""
+        memory = self._store.memory
+        return memory.is_turn_of_prompts and self._store.clock.now() < memory.prompts_wanted
+
     def issued(self, producer: str, request: str) -> PromptGrant:
         """Return what this request of `issue` was given and the producer still has; nothing new."""
         return self._grant(self._store.memory.requests.get((producer, request), []))
@@ -171,7 +178,10 @@ class PromptLedger:
         room = max(0, store.num_slots() - usage.active) if is_train else count
         retries = store.query(_RETRIES, number, min(count, room))
         [first] = store.one("select next_group from partition where id = ?", number)
-        num_new = min(count - len(retries), room - usage.retry - len(self._own_line()) if is_train else count)
+        if is_train:
+            free = max(0, room - usage.retry)
+            room = max(free - len(self._own_line()), min(free, self._is_turn_of_prompts()))
+        num_new = min(count - len(retries), room)
         new = range(first, first + max(0, num_new if end is None else min(num_new, end - first)))
         for group, _ in retries:
             store.change(_ISSUE_AGAIN, producer, request, number, group)
@@ -180,6 +190,10 @@ class PromptLedger:
         if new:
             store.change("update partition set next_group = ? where id = ?", new.stop, number)
         if is_train:
+            if new:
+                store.memory.is_turn_of_prompts = False
+            elif not retries and num_new <= 0:
+                store.memory.prompts_wanted = store.clock.now() + OWN_WAIT_S
             usage.retry -= len(retries)
             usage.active += len(retries) + len(new)
         tasks = [Task(partition, group, attempt + 1) for group, attempt in retries]

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.external_run import Producer, javascript_words, python_words
+from tests.helpers.external_run import Bringer, Producer, javascript_words, python_words
 from tests.helpers.jobs import gateway_address, make_token, produce
 from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
 from vime.cli.queue import newest_checkpoint
@@ -99,10 +100,10 @@ def test_a_job_in_place_of_the_inside_worker_gives_the_same_bits_also_after_the_
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[Producer], Producer]]:
+def started() -> Iterator[Callable[[Any], Any]]:
     """Producers that a test starts, ended with it."""
-    producers: list[Producer] = []
-    yield lambda producer: producers.append(producer) or producer  # type: ignore[func-returns-value]
+    producers: list[Producer | Bringer] = []
+    yield lambda producer: producers.append(producer) or producer
     for producer in producers:
         producer.close()
 
@@ -110,10 +111,11 @@ def started() -> Iterator[Callable[[Producer], Producer]]:
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH: its packages are not ours")
 @pytest.mark.timeout(900)
 def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_each_is_killed(
-    tiny_task: TinyTask, tmp_path: Path, started: Callable[[Producer], Producer]
+    tiny_task: TinyTask, tmp_path: Path, started: Callable[[Any], Any]
 ) -> None:
     """K = 1. The jobs import nothing of Vime. The gateway comes back at its address and asks for the weights' hashes
-    again; the jobs come back with the tokens that they had. The run is stopped when all of this was seen."""
+    again; the jobs come back with the tokens that they had. A fourth one brings prompts of its own: what it put before
+    the gateway was killed counts once. The run is stopped when all of this was seen."""
     address, run, plugin = gateway_address(), tmp_path / "run", tmp_path / "slow.py"
     plugin.write_text(SLOW_REWARD)
     flags = [
@@ -124,12 +126,19 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     url = f"http://{address}"
     words = {"job-py": python_words(url, tiny_task.model), "job-js": javascript_words(url, tiny_task.model)}
     tokens = {name: make_token(run, name) for name in words}
+    own = started(Bringer(url, make_token(run, "job-own")))
+    own.start()
     jobs = {name: started(Producer(words[name], tmp_path, tokens[name])) for name in words}
     training = Training("train.py", flags, run)
-    for name in words:
+    for name in (*words, "job-own"):
         wait_until_it_brings(training, name)
     training.kill_member("GatewayActor")
     training.wait_for_event("worker_lost")
+    wait_until_it_brings(training, "job-own", more_than=brought(training, "job-own"))
+    first = own.put[0]
+    assert own.client.post("/v1/groups/own", json=first).json()["repeated"]
+    other = own.client.post("/v1/groups/own", json=first | {"prompt": "changed"}).json()
+    assert (other["code"], other["may_repeat"]) == ("other_content", False)
     again = {}
     for name, job in jobs.items():
         wait_until_it_brings(training, name, more_than=brought(training, name))
@@ -140,13 +149,16 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     for name in words:
         wait_until_it_brings(training, name, more_than=brought(training, name))
     interrupt(training)
+    own.is_stopping = True
     finished = training.finish()
     assert finished.code == 130, finished.output
     assert all(job.process.poll() is None for job in again.values())  # they wait for the run to come back
     report = audit_run(run, saved=newest_checkpoint(run), claims=partial(read_claims, run))
     assert report.findings == ()
     assert report.groups["durable"] == 4 * len(finished.metrics())
-    assert set(report.producers) == {"rollout workers", "external/job-py", "external/job-js"}
-    assert {name: report.producers[f"external/{name}"] for name in words} == {
-        name: brought(training, name) for name in words
+    names = (*words, "job-own")
+    assert set(report.producers) == {"rollout workers", *(f"external/{name}" for name in names)}
+    assert {name: report.producers[f"external/{name}"] for name in names} == {
+        name: brought(training, name) for name in names
     }
+    assert report.own == {"external/job-own": brought(training, "job-own")}

@@ -98,13 +98,54 @@ def test_slots_bound_them_and_one_that_waits_is_before_those_who_want_prompts(tm
     assert outcome(ledger, "b") == OwnOutcome.WAITS, "a group that is to be issued again keeps its slot"
     assert issue(ledger, 1) == [Task("train", 1, 2)], "and is not behind those who wait for one: both would for ever"
     ledger.prompts.drop(tasks[2], "filter")
-    assert issue(ledger, 1) == []
+    assert outcome(ledger, "b") == OwnOutcome.WAITS, "the last slot went to one of these"
+    [prompt] = issue(ledger, 1)
+    ledger.prompts.drop(prompt, "filter")
+    assert issue(ledger, 1) == [], "and the last one to a prompt"
     for _ in range(4):
         clock.time += OWN_WAIT_S / 3
         ledger.status()  # the clock counts small steps only
     assert len(issue(ledger, 2)) == 1, "who does not ask any more has no place in the line"
     ledger.close()
     checked(tmp_path)
+
+
+def test_slots_go_to_own_groups_and_to_prompts_in_turn_while_both_are_waited_for(tmp_path: Path) -> None:
+    """A job whose own groups cost it no time took every slot, and one beside it brought 1 group of 544."""
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock, max_slots=1, lease_timeout_s=100 * OWN_WAIT_S)
+    [held], given = issue(ledger, 1), []
+    for number in range(8):
+        key = f"k{sum(kind == 'own' for kind in given)}"
+        assert (outcome(ledger, key), issue(ledger, 1)) == (OwnOutcome.WAITS, []), number
+        ledger.prompts.drop(held, "filter")
+        grant = own(ledger, key)
+        if grant.task is not None:
+            held, kind = grant.task, "own"
+        else:
+            [held], kind = issue(ledger, 1), "prompt"
+        given.append(kind)
+    assert given == ["own", "prompt"] * 4
+    ledger.prompts.drop(held, "filter")
+    assert own(ledger, key).task is not None
+    ledger.close()
+
+
+def test_who_has_stopped_asking_for_prompts_keeps_no_slot_from_own_groups(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock, max_slots=1, lease_timeout_s=100 * OWN_WAIT_S)
+    [held] = issue(ledger, 1)
+    assert (outcome(ledger, "a"), issue(ledger, 1)) == (OwnOutcome.WAITS, [])
+    ledger.prompts.drop(held, "filter")
+    task = own(ledger, "a").task
+    assert task is not None
+    ledger.prompts.drop(task, "filter")
+    assert outcome(ledger, "b") == OwnOutcome.WAITS, "it is the turn of prompts"
+    for _ in range(4):
+        clock.time += OWN_WAIT_S / 3
+        ledger.status()
+    assert outcome(ledger, "b") == OwnOutcome.ISSUED
+    ledger.close()
 
 
 @pytest.mark.parametrize("policy", list(StalePolicy))
