@@ -127,11 +127,12 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     words = {"job-py": python_words(url, tiny_task.model), "job-js": javascript_words(url, tiny_task.model)}
     tokens = {name: make_token(run, name) for name in words}
     own = started(Bringer(url, make_token(run, "job-own")))
-    own.start()
     jobs = {name: started(Producer(words[name], tmp_path, tokens[name])) for name in words}
     training = Training("train.py", flags, run)
-    for name in (*words, "job-own"):
+    for name in words:
         wait_until_it_brings(training, name)
+    own.start()
+    wait_until_it_brings(training, "job-own")
     training.kill_member("GatewayActor")
     training.wait_for_event("worker_lost")
     wait_until_it_brings(training, "job-own", more_than=brought(training, "job-own"))
@@ -139,6 +140,7 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     assert own.client.post("/v1/groups/own", json=first).json()["repeated"]
     other = own.client.post("/v1/groups/own", json=first | {"prompt": "changed"}).json()
     assert (other["code"], other["may_repeat"]) == ("other_content", False)
+    own.is_stopping = True  # it costs no time, so rounds would be over before the job in JavaScript has their weights
     again = {}
     for name, job in jobs.items():
         wait_until_it_brings(training, name, more_than=brought(training, name))
@@ -149,7 +151,6 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     for name in words:
         wait_until_it_brings(training, name, more_than=brought(training, name))
     interrupt(training)
-    own.is_stopping = True
     finished = training.finish()
     assert finished.code == 130, finished.output
     assert all(job.process.poll() is None for job in again.values())  # they wait for the run to come back
