@@ -178,7 +178,7 @@ def smollm2(directory: Path, rounds: int) -> Task:  # noqa: ARG001
         lr=1e-5,
         beta2=0.99,
         warmup=3,
-        micro_tokens=1024,
+        micro_tokens=384,
         trl_rows=32,
     )
 

@@ -21,7 +21,7 @@ ROLLOUT_ARGS=(
 EVAL_ARGS=(--eval-prompt-data held_out "$DATA/eval.jsonl" --eval-interval 14 --eval-temperature 0)
 ALGO_ARGS=(--advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --calculate-per-token-loss)
 OPTIMIZER_ARGS=(--lr 1e-5 --lr-warmup-iters 3 --weight-decay 0 --adam-beta2 0.99 --clip-grad 1.0)
-BATCH_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 1024)
+BATCH_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 384)
 QUEUE_ARGS=(--transferqueue-mode buffer)
 
 exec "$PYTHON" train.py "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \

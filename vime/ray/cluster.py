@@ -36,6 +36,7 @@ from vime.ray.template import BaseProcess
 from vime.ray.waits import wait_for
 from vime.types import ClusterError, ConfigError, describe
 from vime.utils import die_with_parent
+from vime.utils.heap import KEEP_FREED_MEMORY
 from vime.utils.network import LOOPBACK, address_of_interface, loopback_interface
 from vime.utils.waits import waiting
 
@@ -59,13 +60,6 @@ GENERATION_NICENESS = 3
 """Half of the weight of a process of niceness 0 (Linux: 1.25 times less for each step). More would leave generation
 next to nothing beside other work: 15 is 3 % of a core."""
 LOWEST_PRIORITY = 19  # of Linux
-KEEP_FREED_MEMORY = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
-    "MALLOC_TRIM_THRESHOLD_": "16000000000",
-}
-"""For glibc: a step gets the memory of the step before, instead of fresh pages that the kernel clears one by one. One
-arena: each thread has its own otherwise, with an upper size, and Ray trains in one thread of several."""
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """For torch: nothing is compiled without a GPU, and what only decorates with `torch.compile` would import the compiler,
 1.6 CPU s a process."""

@@ -125,9 +125,14 @@ def generate_call(
 def is_of_slime(function: Callable[..., object]) -> bool:
     """Return whether a plug-in was written for slime: its file imports from it."""
     try:
-        file = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:  # an instance with __call__, or a built-in
+        return _file_speaks_slime(function)
+    except TypeError:  # an instance with __call__, perhaps one that has no hash, or a built-in
         return False
+
+
+@lru_cache(maxsize=64)  # asked for each sample, and looking for a function's file takes as long as a small reward
+def _file_speaks_slime(function: Callable[..., object]) -> bool:
+    file = inspect.getsourcefile(inspect.unwrap(function))
     return file is not None and speaks_slime(file)
 
 

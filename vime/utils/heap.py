@@ -15,6 +15,17 @@ import math
 import os
 import time
 
+MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+KEEP_FREED_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    MMAP_THRESHOLD: "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "16000000000",
+}
+"""For glibc: a step gets the memory of the step before, instead of fresh pages that the kernel clears one by one. One
+arena: each thread has its own otherwise, with an upper size, and Ray trains in one thread of several."""
+LARGE_BLOCK_BYTES = 64 << 20
+"""In an engine blocks from here on go back at once: they are tensors of an update, needed for a moment once a round.
+What a step of generation allocates is smaller, 128 rows of 131,072 logits."""
 MIN_BYTES = 128 << 20
 COST_S_PER_BYTE = 0.25 / (1 << 30)
 """CPU seconds to give pages back and to get as many fresh ones, measured."""

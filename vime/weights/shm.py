@@ -30,6 +30,9 @@ class ShmSender(BucketSender):
         fleet.init_transfer([{"transport": "shm"}] * len(fleet.addresses))
 
     def close(self) -> None:
+        self._free_buffer()
+
+    def _free_buffer(self) -> None:
         self._memory = None
         if self._file is not None:
             os.close(self._file)
@@ -37,7 +40,7 @@ class ShmSender(BucketSender):
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         if self._memory is None or self._memory.numel() < nbytes:
-            self.close()
+            self._free_buffer()
             self._file = os.memfd_create("vime-weights")
             # Reserve now: without it a full machine would end the process by SIGBUS at the first write.
             os.posix_fallocate(self._file, 0, nbytes)

@@ -57,13 +57,16 @@ class BucketSender(ABC):
         content = ContentHash()
         pairs = checked_stream(stream, metadata)
         self._begin()
-        for bucket in cut_buckets(metadata, self._bucket_bytes):
-            buffer = self._buffer(bucket.nbytes)
-            for slot in bucket.slots:
-                tensor = next(pairs)
-                content.add(slot.meta, tensor)
-                slot.view(buffer).copy_(tensor.detach())
-            self._deliver(bucket, buffer, deliver)
+        try:
+            for bucket in cut_buckets(metadata, self._bucket_bytes):
+                buffer = self._buffer(bucket.nbytes)
+                for slot in bucket.slots:
+                    tensor = next(pairs)
+                    content.add(slot.meta, tensor)
+                    slot.view(buffer).copy_(tensor.detach())
+                self._deliver(bucket, buffer, deliver)
+        finally:
+            self._free_buffer()
         for _ in pairs:  # runs the check that the stream ends where the metadata ends
             pass
         return content
@@ -77,6 +80,9 @@ class BucketSender(ABC):
     def _buffer(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` that `_deliver` can send."""
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _free_buffer(self) -> None:  # noqa: B027 - a tensor of `_buffer` frees itself
+        """The update is over: hold no memory until the next one."""
 
     @abstractmethod
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:

@@ -1,11 +1,14 @@
 """The contract of a weight update, on the scripted engine and on vLLM, over every CPU transport."""
 
+import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
@@ -80,7 +83,17 @@ def test_versions_and_hashes_of_successive_updates_are_confirmed(transport, flee
         assert (engine_report.version, engine_report.content_hash) == (version, report.content_hash)
         assert engine_report.num_tensors == report.num_tensors == len(list(tiny_models.stream(model)))
         assert fleet.is_paused() == [False]
+        assert shared_files() == [], "memory of a bucket is held until the next update"
     sender.close()
+
+
+def shared_files() -> list[str]:
+    """Memory files of this process that hold weights."""
+    found = []
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(file))
+    return [name for name in found if "vime-weights" in name]
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "wait", "abort"])

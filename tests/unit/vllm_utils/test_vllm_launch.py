@@ -10,6 +10,7 @@ from vime.backends.vllm_utils.launch import engine_command, engine_environment, 
 from vime.backends.vllm_utils.router import router_command
 from vime.config.parse import Config, parse
 from vime.types import ConfigError, EngineAddress
+from vime.utils.heap import KEEP_FREED_MEMORY, LARGE_BLOCK_BYTES, MMAP_THRESHOLD
 
 
 def cpu(*argv: str) -> Config:
@@ -110,6 +111,12 @@ def test_cpu_environment_requires_what_control_needs_and_leaves_the_users_choice
     assert changes["VLLM_SERVER_DEV_MODE"] == "1"
     assert changes["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "VLLM_PLUGINS" not in changes
+
+
+def test_an_engine_of_a_local_ray_gives_large_blocks_back_at_once_and_what_the_user_set_counts():
+    assert engine_environment(cpu(), KEEP_FREED_MEMORY)[MMAP_THRESHOLD] == str(LARGE_BLOCK_BYTES)
+    for inherited in ({}, {MMAP_THRESHOLD: "1000000"}):
+        assert MMAP_THRESHOLD not in engine_environment(cpu(), inherited)
 
 
 def test_a_list_of_plugins_gets_ours_added_once():

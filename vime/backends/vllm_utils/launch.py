@@ -23,6 +23,7 @@ from vime.backends.vllm_utils.plugin import BACKEND
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config
 from vime.types import ConfigError
+from vime.utils.heap import KEEP_FREED_MEMORY, LARGE_BLOCK_BYTES, MMAP_THRESHOLD
 
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 CPU_SERVER_MODULE = "vime.backends.vllm_utils.cpu_server"  # the same, started in half the time
@@ -138,6 +139,8 @@ def engine_environment(config: Config, inherited: Mapping[str, str]) -> dict[str
         required |= DEFAULT_ENV_CPU
     defaults = {**DEFAULT_ENV, **(DEFAULT_ENV_CPU if on_cpu else {})}
     changes = {name: value for name, value in defaults.items() if name not in inherited} | required
+    if inherited.get(MMAP_THRESHOLD) == KEEP_FREED_MEMORY[MMAP_THRESHOLD]:  # a local Ray set it, not the user
+        changes[MMAP_THRESHOLD] = str(LARGE_BLOCK_BYTES)
     if inherited.get("VLLM_PLUGINS"):  # a list there means "only these"
         named = inherited["VLLM_PLUGINS"].split(",")
         changes["VLLM_PLUGINS"] = ",".join([*named, PLUGIN] if PLUGIN not in named else named)

@@ -62,7 +62,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         self.receiver: BucketReceiver | None = None
         self._received: set[str] = set()
         self._required: frozenset[str] | None = None
-        self._freed = FreedMemory()
+        self._freed_by_generation, self._freed_by_update = FreedMemory(), FreedMemory()
 
     def parse_init_info(self, init_dict: dict[str, object]) -> ConnectInfo:
         return ConnectInfo(init_dict)
@@ -78,6 +78,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         self._required = required_names(self.model_config)
 
     def start_weight_update(self) -> None:
+        self._freed_by_generation.give_back()  # the update needs its largest tensors three times
         self._connected.start()
         self._received = set()
         initialize_layerwise_reload(self.model)
@@ -105,7 +106,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             refresh_packed_copies(self.model)
-            self._freed.give_back()
+            self._freed_by_update.give_back()
 
     def shutdown(self) -> None:
         if self.receiver is not None:
