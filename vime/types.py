@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,9 +103,8 @@ def _copied_numbers(values: Iterable[float] | None) -> list[float] | None:
     return None if values is None else list(values)
 
 
-NUMBERS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
 _COPIES: dict[str, Callable[..., object]] = {  # each takes the type of its field
-    **dict.fromkeys(NUMBERS, _copied_numbers),
+    **dict.fromkeys(("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs"), _copied_numbers),
     "status": str,
     "token_policy_versions": lambda spans: [[span.version, span.start, span.end] for span in spans],
     "rollout_routed_experts": lambda experts: getattr(experts, "tolist", lambda: copy.deepcopy(experts))(),
@@ -274,16 +273,6 @@ class Sample:
                 "that sets sample.reward."
             )
         return float(reward)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Copy lists of numbers as a whole: a deep copy looks at each entry, and made for each prompt it took as long
-        as a small reward."""
-        copied = object.__new__(type(self))
-        memo[id(self)] = copied
-        for name, value in vars(self).items():
-            is_numbers = name in NUMBERS and type(value) is list
-            vars(copied)[name] = value[:] if is_numbers else copy.deepcopy(value, memo)
-        return copied
 
     def to_dict(self, without: Collection[str] = ()) -> dict[str, object]:
         """Return a JSON-ready copy of the sample for `from_dict`; `without`: fields that are left out."""

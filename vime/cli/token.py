@@ -31,8 +31,9 @@ def add_parser(commands: Commands) -> None:
             action.add_argument("name", metavar="NAME", help="of the producer: letters, digits, - and _")
             action.add_argument(
                 "--scopes",
-                default=Scope.TRAIN.value,
-                help=f"comma-separated, of {', '.join(Scope)}: lease and put, or look at everything (default: train)",
+                default=f"{Scope.TRAIN},{Scope.EVAL}",
+                help=f"comma-separated, of {', '.join(Scope)}: bring groups, evaluate, or look at everything (default: "
+                "train,eval)",
             )
             action.add_argument("--days", type=float, default=7.0, help="until it expires (default: 7)")
         elif name == "revoke":

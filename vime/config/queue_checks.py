@@ -77,7 +77,6 @@ def _check_external(config: Config) -> None:
     if has_engines:
         return
     needs_engines = {
-        "--eval-prompt-data or --eval-config": config.eval.has_sets,
         "--check-weight-update-equal": config.weights.check_weight_update_equal,
         "--partial-rollout": config.rollout.partial_rollout,
         f"--num-rollout-workers {queue.num_rollout_workers}": queue.num_rollout_workers > 1,

@@ -39,32 +39,36 @@ class Call:
     """One call of the protocol that takes a message."""
 
     path: str
-    scope: Scope
+    scopes: tuple[Scope, ...]  # one of them is needed
     takes: type[m.Message]
     returns: type[m.Message]
     name: str  # of the method of Gateway
 
 
+TRAIN, EVAL, READ = (Scope.TRAIN,), (Scope.EVAL,), (Scope.READ,)
+JOBS = TRAIN + EVAL
 CALLS = (
-    Call("/v1/producers/register", Scope.TRAIN, m.Register, m.Registered, "register"),
-    Call("/v1/producers/heartbeat", Scope.TRAIN, m.Heartbeat, m.Alive, "heartbeat"),
-    Call("/v1/producers/leave", Scope.TRAIN, m.Leave, m.Left, "leave"),
-    Call("/v1/leases", Scope.TRAIN, m.LeasePrompts, m.Prompts, "lease"),
-    Call("/v1/leases/drop", Scope.TRAIN, m.EndLease, m.Ended, "drop"),
-    Call("/v1/leases/give-back", Scope.TRAIN, m.EndLease, m.Ended, "give_back"),
-    Call("/v1/groups", Scope.TRAIN, m.PutGroup, m.Put, "put_group"),
-    Call("/v1/groups/own", Scope.TRAIN, m.PutOwnGroup, m.Put, "put_own_group"),
-    Call("/v1/samples", Scope.TRAIN, m.PutSample, m.Put, "put_sample"),
-    Call("/v1/weights/loaded", Scope.TRAIN, m.Loaded, m.Confirmed, "loaded"),
+    Call("/v1/producers/register", JOBS, m.Register, m.Registered, "register"),
+    Call("/v1/producers/heartbeat", JOBS, m.Heartbeat, m.Alive, "heartbeat"),
+    Call("/v1/producers/leave", JOBS, m.Leave, m.Left, "leave"),
+    Call("/v1/leases", TRAIN, m.LeasePrompts, m.Prompts, "lease"),
+    Call("/v1/leases/drop", TRAIN, m.EndLease, m.Ended, "drop"),
+    Call("/v1/leases/give-back", TRAIN, m.EndLease, m.Ended, "give_back"),
+    Call("/v1/groups", TRAIN, m.PutGroup, m.Put, "put_group"),
+    Call("/v1/groups/own", TRAIN, m.PutOwnGroup, m.Put, "put_own_group"),
+    Call("/v1/samples", TRAIN, m.PutSample, m.Put, "put_sample"),
+    Call("/v1/weights/loaded", JOBS, m.Loaded, m.Confirmed, "loaded"),
+    Call("/v1/evaluation/leases", EVAL, m.LeaseEvaluation, m.EvalPrompts, "lease_evaluation"),
+    Call("/v1/evaluation/groups", EVAL, m.PutEvaluated, m.Evaluated, "put_evaluated"),
 )
 """All are POST, and each may be repeated."""
 VIEWS = (
-    ("/v1/weights/{version}", Scope.TRAIN, m.WeightManifest),
-    ("/v1/queue", Scope.READ, m.QueueState),
-    ("/v1/producers", Scope.READ, m.Producers),
+    ("/v1/weights/{version}", JOBS, m.WeightManifest),
+    ("/v1/queue", READ, m.QueueState),
+    ("/v1/producers", READ, m.Producers),
 )
 FILE = "/v1/weights/{version}/files/{name}"
-"""GET, scope train: the bytes of a file, or a part of them (Range)."""
+"""GET, for a job: the bytes of a file, or a part of them (Range)."""
 
 
 class Rate:
@@ -96,29 +100,29 @@ def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
     door, document = _Door(gateway, tokens), msgspec.json.encode(openapi())
 
     async def take(call: Call, request: Request) -> m.Message:
-        producer = door.admit(request, call.scope)
+        producer = door.admit(request, call.scopes)
         body = await _body(request, gateway.limits.max_body_bytes)
         message = _decoded(body, _encoding(request), call.takes)
         run: Callable[[str, m.Message], Awaitable[m.Message]] = getattr(gateway, call.name)
         return await run(producer, message)
 
     async def weights(request: Request) -> m.Message:
-        door.admit(request, Scope.TRAIN)
+        door.admit(request, JOBS)
         return gateway.weights.manifest(_version(gateway, request))
 
     async def weight_file(request: Request) -> Response:
-        door.admit(request, Scope.TRAIN)
+        door.admit(request, JOBS)
         path, status = gateway.weights.file(_version(gateway, request), request.path_params["name"])
         if "if-range" not in request.headers:  # with one, the part may not be wanted any more
             _check_range(request.headers.get("range"), status.st_size)
         return FileResponse(path, stat_result=status, media_type=BYTES)
 
     async def queue(request: Request) -> m.Message:
-        door.admit(request, Scope.READ)
+        door.admit(request, READ)
         return await gateway.queue()
 
     async def producers(request: Request) -> m.Message:
-        door.admit(request, Scope.READ)
+        door.admit(request, READ)
         return await gateway.producers()
 
     async def schema(request: Request) -> Response:  # noqa: ARG001
@@ -171,14 +175,14 @@ class _Door:
         self._gateway, self._tokens = gateway, tokens
         self._calls, self._failures = Rate(gateway.limits.calls_per_s), Rate(gateway.limits.failures_per_s)
 
-    def admit(self, request: Request, scope: Scope) -> str:
+    def admit(self, request: Request, scopes: tuple[Scope, ...]) -> str:
         """Return the producer that calls, and note that it did."""
         try:
-            producer = self._tokens.check(request.headers.get("authorization"), scope)
+            producer = self._tokens.check(request.headers.get("authorization"), scopes)
         except Refusal:
             self._failures.take("")
             raise
-        if scope is Scope.TRAIN:
+        if scopes is not READ:
             self._gateway.job(producer).called = time.monotonic()
             request.state.producer = producer
         self._calls.take(producer)
@@ -329,6 +333,10 @@ def _response(request: Request, status: int, message: m.Message) -> Response:
     return Response(encode(message), status_code=status, media_type=media)
 
 
+def _needs(scopes: tuple[Scope, ...]) -> str:
+    return f"Scope {' or '.join(scopes)}."
+
+
 def _parameters(path: str) -> dict[str, object]:
     names = re.findall(r"\{(\w+)\}", path)
     of_path = {"in": "path", "required": True, "schema": {"type": "string"}}
@@ -359,15 +367,15 @@ def openapi() -> dict[str, object]:
         call.path: {
             "post": {
                 "operationId": call.name,
-                "summary": f"Scope {call.scope}.",
+                "summary": _needs(call.scopes),
                 "requestBody": {"required": True, **content(call.takes)},
                 "responses": responses(call.returns),
             }
         }
         for call in CALLS
     }
-    for path, scope, kind in VIEWS:
-        views: dict[str, object] = {"summary": f"Scope {scope}.", "responses": responses(kind)}
+    for path, scopes, kind in VIEWS:
+        views: dict[str, object] = {"summary": _needs(scopes), "responses": responses(kind)}
         paths[path] = {"get": views | _parameters(path)}
     raw = {"content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}
     of_file = {
@@ -375,7 +383,7 @@ def openapi() -> dict[str, object]:
         "206": {"description": "the part that Range names", **raw},
         "default": {"description": "refused", **content(m.ErrorBody)},
     }
-    paths[FILE] = {"get": {"summary": "Scope train.", "responses": of_file, **_parameters(FILE)}}
+    paths[FILE] = {"get": {"summary": _needs(JOBS), "responses": of_file, **_parameters(FILE)}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Vime's gateway for external rollout jobs", "version": str(m.PROTOCOL)},

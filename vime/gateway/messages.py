@@ -49,6 +49,7 @@ class Registered(Message):
     max_body_bytes: int
     reward_key: str = ""  # the entry that is trained on, when rewards have entries; empty: rewards are numbers
     extra_fields: list[str] = []  # what each sample must bring in `extra`
+    evaluates: bool = False  # the run has no engines: its evaluations are for jobs whose token has scope eval
 
 
 class Heartbeat(Message):
@@ -153,6 +154,55 @@ class Put(Message):
     is_committed: bool
     missing: list[int] = []  # indices of samples that the group still waits for
     repeated: bool = False
+
+
+class LeaseEvaluation(LeasePrompts):
+    """Asks for prompts of an evaluation, and renews those that the producer has."""
+
+
+class EvalSampling(Message):
+    """How the completions of an evaluation are sampled. `top_k` -1: of all tokens."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+
+
+class EvalPrompt(Message):
+    """One prompt of an evaluation set: a completion for each of `samples`, of the serving version alone."""
+
+    lease: str
+    set: str
+    group: int  # its number in the set
+    prompt: str | list[dict[str, object]]
+    tokens: list[TokenId]
+    label: object
+    samples: list[PromptSample]
+    sampling: EvalSampling
+
+
+class EvalPrompts(Message):
+    prompts: list[EvalPrompt]
+    serving: int
+    before_round: int = -1  # the evaluation: before which round it is
+    waits_for: str = ""  # when there is no prompt: what must happen first
+    lags: str = ""  # the same when it is for the job itself to load and report weights
+    is_over: bool = False  # no evaluation will come any more
+
+
+class PutEvaluated(Message):
+    """The completions of one prompt of an evaluation; or instead of them why they have no reward."""
+
+    lease: Name
+    samples: Annotated[list[GivenSample], Meta(max_length=4096)] = []
+    error: Annotated[str, Meta(max_length=2000)] = ""
+
+
+class Evaluated(Message):
+    """`repeated`: an earlier call had this outcome already; nothing was counted again."""
+
+    repeated: bool
 
 
 class EndLease(Message):

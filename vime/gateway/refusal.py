@@ -24,3 +24,25 @@ class Refusal(Exception):
         self.body = ErrorBody(
             code=code, what=what, got=got, expected=expected, next=next_action, may_repeat=retry_after_s is not None
         )
+
+
+STOPPING = Refusal(
+    503,
+    "unavailable",
+    "the run is being stopped.",
+    got="a wait for prompts",
+    expected="a run that goes on, perhaps when it was started again",
+    next_action="Repeat the call after Retry-After.",
+    retry_after_s=2,
+)
+
+
+def lease_lost(got: str) -> Refusal:
+    return Refusal(
+        409,
+        "lease_lost",
+        "the lease has ended.",
+        got=got,
+        expected="a lease that the producer still has",
+        next_action="Discard the work of this lease; heartbeats keep a lease alive.",
+    )

@@ -34,6 +34,7 @@ class Limits:
     vocab_size: int
     max_tokens: int  # of one row, prompt and completion
     temperature: float  # at which the trainer computes log-probabilities
+    evaluates: bool = False  # the run has no engines of its own, and its evaluations are for jobs
     reward_key: str = ""  # the entry of a reward with entries that is trained on; empty: rewards are numbers
     extra_fields: tuple[str, ...] = ()  # columns that each row must bring besides
     max_body_bytes: int = 64 << 20

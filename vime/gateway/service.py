@@ -26,13 +26,15 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from vime.gateway import messages as m
-from vime.gateway.refusal import Refusal
+from vime.gateway.evaluation import Evaluations
+from vime.gateway.refusal import STOPPING, Refusal, lease_lost
 from vime.gateway.samples import Limits, Rows, by_index, check_samples, fill, invalid, own_content, own_prompts
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import (
+    EVAL_PREFIX,
     EXTERNAL,
     CapacityError,
     IssuedPrompt,
@@ -55,16 +57,6 @@ NO_PAYLOAD = Payload(checksum=0, num_bytes=0, num_tokens=0, num_rows=0, min_vers
 
 STOP_POLL_S = 1.0
 RATE_S = 180.0
-_STOPPING = Refusal(
-    503,
-    "unavailable",
-    "the run is being stopped.",
-    got="a wait for prompts",
-    expected="a run that goes on, perhaps when it was started again",
-    next_action="Repeat the call after Retry-After.",
-    retry_after_s=2,
-)
-
 _OWN_LATE = Refusal(
     503,
     "unavailable",
@@ -100,6 +92,7 @@ class Job:
 
     called: float = 0.0
     said: m.Register = field(default_factory=m.Register)
+    evaluates: bool = False  # it has asked for prompts of evaluations, and was not told that there will be no more
     is_told: bool = False  # its last lease or heartbeat said that no prompt is left
     began: float = field(default_factory=time.monotonic)
     committed: int = 0
@@ -142,6 +135,7 @@ class Gateway:
         """`writer` is that of a rollout worker, on `store`, used on this loop alone."""
         self._ledger, self._store, self._writer, self._prompts, self._encode = ledger, store, writer, prompts, encode
         self.weights, self.limits, self._lease_key = weights, limits, lease_key
+        self.evaluations = Evaluations(weights, self._lease)
         self.is_stopping = False  # set from any thread: calls that wait end within STOP_POLL_S
         self.jobs: dict[str, Job] = {}
         self._samples: dict[Task, dict[int, Rows]] = {}  # of groups that are not whole, by index
@@ -166,6 +160,7 @@ class Gateway:
             temperature=limits.temperature,
             reward_key=limits.reward_key,
             extra_fields=[*limits.extra_fields],
+            evaluates=limits.evaluates,
             lease_timeout_s=limits.lease_timeout_s,
             max_body_bytes=limits.max_body_bytes,
         )
@@ -174,6 +169,7 @@ class Gateway:
         held = await self._ledger.call_async(PromptLedger.heartbeat, _ledger_name(producer))
         status = await self._ledger.call_async(Ledger.status)
         self.job(producer).is_told = status.is_over
+        self.evaluations.renew(producer)
         return m.Alive(
             leases=[self._lease(producer, task) for task in sorted(held)],
             serving=self.weights.serving,
@@ -182,7 +178,8 @@ class Gateway:
         )
 
     async def leave(self, producer: str, said: m.Leave) -> m.Left:  # noqa: ARG002  it has no fields
-        return m.Left(given_back=await self._ledger.call_async(PromptLedger.abandon, _ledger_name(producer)))
+        given_back = await self._ledger.call_async(PromptLedger.abandon, _ledger_name(producer))
+        return m.Left(given_back=given_back + self.evaluations.abandon(producer))
 
     async def lease(self, producer: str, call: m.LeasePrompts) -> m.Prompts:
         """Waits for: a slot, `wait_s` at most. Unblocked by: a round that is served, or a dropped group."""
@@ -204,7 +201,7 @@ class Gateway:
                 if grant.prompts or grant.is_exhausted or left <= 0:
                     break
                 if self.is_stopping:
-                    raise _STOPPING
+                    raise STOPPING
                 seen = await self._ledger.wait_for_news_async(seen, min(left, STOP_POLL_S), slots=1)
         self.job(producer).is_told = grant.is_exhausted
         return self._prompts_of(producer, grant)
@@ -265,7 +262,7 @@ class Gateway:
                 if grant.outcome is not OwnOutcome.WAITS or left <= 0:
                     return grant
                 if self.is_stopping:
-                    raise _STOPPING
+                    raise STOPPING
                 seen = await self._ledger.wait_for_news_async(seen, min(left, STOP_POLL_S), slots=1)
 
     async def put_sample(self, producer: str, call: m.PutSample) -> m.Put:
@@ -311,7 +308,29 @@ class Gateway:
 
     def not_told(self, since: float) -> list[str]:
         """Return the jobs that have called since `since` (of `time.monotonic`) and do not know that the run is over."""
-        return [name for name, job in list(self.jobs.items()) if job.called >= since and not job.is_told]
+        jobs = [(name, job) for name, job in list(self.jobs.items()) if job.called >= since]
+        return [name for name, job in jobs if not job.is_told or job.evaluates]
+
+    async def lease_evaluation(self, producer: str, call: m.LeaseEvaluation) -> m.EvalPrompts:
+        """Waits for: an evaluation, `wait_s` at most. Unblocked by: the driver, before some rounds and after the last;
+        and by leases whose time is over."""
+        ends, job, desk = time.monotonic() + call.wait_s, self.job(producer), self.evaluations
+        job.evaluates = True
+        with waiting("an evaluation for an external job", "driver", deadline_s=call.wait_s):
+            while True:
+                found = desk.lease(producer, call)
+                left = ends - time.monotonic()
+                if found.prompts or found.lags or found.is_over or left <= 0:
+                    break
+                if self.is_stopping:
+                    raise STOPPING
+                await asyncio.sleep(min(left, STOP_POLL_S))  # an evaluation comes from another thread
+        job.evaluates = not found.is_over
+        return found
+
+    async def put_evaluated(self, producer: str, call: m.PutEvaluated) -> m.Evaluated:
+        """The first result of a prompt counts, also when the time of its lease is over."""
+        return self.evaluations.put(producer, self._task(producer, call.lease, is_evaluated=True), call)
 
     async def drop(self, producer: str, call: m.EndLease) -> m.Ended:
         """The group will never be trained."""
@@ -503,19 +522,20 @@ class Gateway:
         digest = hmac.digest(self._lease_key, f"{producer}\n{task}".encode(), hashlib.sha256)[:24]
         return f"{task}.{base64.urlsafe_b64encode(digest).decode()}"
 
-    def _task(self, producer: str, lease: str) -> Task:
+    def _task(self, producer: str, lease: str, *, is_evaluated: bool = False) -> Task:
         """Return the attempt that a lease names. A lease of another producer is refused as one that never existed."""
         match = _LEASE.fullmatch(lease)
         if match is not None:
             task = Task(match[1], int(match[2]), int(match[3]))
-            if hmac.compare_digest(self._lease(producer, task).encode(), lease.encode()):
+            is_signed = hmac.compare_digest(self._lease(producer, task).encode(), lease.encode())
+            if is_signed and task.partition.startswith(EVAL_PREFIX) is is_evaluated:
                 return task
         raise Refusal(
             404,
             "unknown_lease",
             "this producer has no such lease.",
             got=repr(lease[:80]),
-            expected="a lease as POST /v1/leases returned it to the same token",
+            expected=f"a lease as POST /v1/{'evaluation/' * is_evaluated}leases returned it to the same token",
             next_action="Discard the work and lease new prompts.",
         )
 
@@ -560,11 +580,4 @@ def _refuse_own(call: m.PutOwnGroup, grant: OwnGrant) -> Refusal:
 
 
 def _refuse_late(error: TransitionError) -> NoReturn:
-    raise Refusal(
-        409,
-        "lease_lost",
-        "the lease has ended.",
-        got=str(error),
-        expected="a lease that the producer still has",
-        next_action="Discard the work of this lease; heartbeats keep a lease alive.",
-    ) from error
+    raise lease_lost(str(error)) from error

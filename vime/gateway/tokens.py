@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class Scope(StrEnum):
     """What a token may do."""
 
     TRAIN = "train"  # lease prompts, put groups, confirm weights
+    EVAL = "eval"  # the same for evaluations
     READ = "read"  # see the queue and all producers
 
 
@@ -91,9 +92,9 @@ class TokenFile:
     def tokens(self) -> tuple[Token, ...]:
         return self._read().tokens
 
-    def check(self, header: str | None, scope: Scope) -> str:
-        """Return the name of the token in an Authorization header. Refusal 401 without a valid one, 403 when it has not
-        this scope."""
+    def check(self, header: str | None, scopes: Collection[Scope]) -> str:
+        """Return the name of the token in an Authorization header. Refusal 401 without a valid one, 403 when it has
+        none of these scopes."""
         word, _, given = (header or "").partition(" ")
         match = _TOKEN.fullmatch(given.strip()) if word.lower() == "bearer" else None
         token_id, secret = match.groups() if match else ("", "")
@@ -108,13 +109,13 @@ class TokenFile:
                 expected="Authorization: Bearer TOKEN",
                 next_action="Ask who started the run for a token.",
             )
-        if scope not in token.scopes:
+        if set(scopes).isdisjoint(token.scopes):
             raise Refusal(
                 403,
                 "forbidden",
                 "the token may not do this.",
                 got=f"a token with scopes {', '.join(token.scopes)}",
-                expected=f"scope {scope}",
+                expected=f"scope {' or '.join(scopes)}",
                 next_action="Use a token that has this scope.",
             )
         return token.name

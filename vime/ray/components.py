@@ -249,7 +249,8 @@ class Components:
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluate the serving weights on the evaluation data. `rollout_id` names the round before which it runs."""
-        if self.parts.engines is None or not self.config.eval.has_sets:
+        by_jobs = self.config.queue.transferqueue_mode == EXTERNAL
+        if not self.config.eval.has_sets or (self.parts.engines is None and not by_jobs):
             return
         self._rest_trainers()
         self.watchers.screen.activity("evaluating")

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vime.config.eval_sets import EvalSet
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config
 from vime.gateway.address import ADDRESS_NAME, write_address
 from vime.gateway.app import make_app
-from vime.gateway.messages import WeightFile, WeightManifest
+from vime.gateway.evaluation import EvalPart, Evaluation, Place, Result
+from vime.gateway.messages import EvalSampling, WeightFile, WeightManifest
 from vime.gateway.samples import Limits
 from vime.gateway.server import GatewayServer
 from vime.gateway.service import Gateway
@@ -29,8 +33,11 @@ from vime.observability.samples import DroppedGroup
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.worker_process import WorkerProcess, WorkerReport
 from vime.rollout.convert import encoded_group
+from vime.rollout.evaluate import eval_data_sets, eval_groups
+from vime.rollout.generation import eval_sampling_params
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.group_writer import GroupWriter
+from vime.rollout.partial import num_response_tokens
 from vime.rollout.prompts import context_limit
 from vime.rollout.sample_rows import by_sample
 from vime.rollout.worker import payload_of
@@ -47,6 +54,18 @@ TELL_S, TELL_POLL_S, ONLINE_S = 8.0, 0.05, 15.0
 """A job that has called within ONLINE_S hears of the end at its next call: `vime produce` calls every 5 s."""
 KEPT_VERSIONS = 1
 """Versions kept beyond those that --max-staleness lets jobs generate with: a job may be loading one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalProgress:
+    """How far an evaluation is, in prompts. `num_tokens`: of completions; `waits_for`: why it does not go on
+    (empty: it does); `results`: once all are there."""
+
+    done: int
+    total: int
+    num_tokens: int
+    waits_for: str
+    results: Mapping[Place, Result] | None = None
 
 
 def gateway_of(producer: str) -> str:
@@ -106,6 +125,30 @@ class GatewayActor(WorkerProcess):
             engine=PROCESS, version=found.version, content_hash=found.content_hash, num_tensors=found.num_tensors
         )
 
+    def evaluate(self, before_round: int) -> EvalProgress:
+        """Offer the prompts of an evaluation of the serving weights, unless it was done already, and return how far it
+        is."""
+        desk = self._gateway.evaluations
+        if desk.current is None or desk.current.before_round != before_round:
+            desk.current = Evaluation(
+                before_round=before_round,
+                version=self._weights.serving,
+                parts={
+                    one.name: _eval_part(self._gateway.limits, one, eval_groups(one, prompts, before_round))
+                    for one, prompts in eval_data_sets(self._args)
+                },
+                lease_timeout_s=self._gateway.limits.lease_timeout_s,
+            )
+        results, total = dict(desk.current.results), desk.current.total
+        is_whole = len(results) == total
+        return EvalProgress(
+            done=len(results),
+            total=total,
+            num_tokens=sum(num_response_tokens(group) for group in results.values() if not isinstance(group, str)),
+            waits_for="" if is_whole else self._no_evaluator(),
+            results=results if is_whole else None,
+        )
+
     def start(self, num_workers: int) -> None:
         """Nothing: jobs ask for prompts when they have confirmed weights, which the run has offered by now."""
 
@@ -136,6 +179,7 @@ class GatewayActor(WorkerProcess):
         """When the run is over, waits for: jobs that have called lately to hear it, TELL_S at most."""
         began = time.monotonic()
         if self._ledger.call(Ledger.status).is_over:
+            self._gateway.evaluations.is_over = True
             with waiting("jobs outside to hear that the run is over", "external job", deadline_s=TELL_S):
                 while self._gateway.not_told(began - ONLINE_S) and time.monotonic() < began + TELL_S:
                     time.sleep(TELL_POLL_S)
@@ -164,6 +208,18 @@ class GatewayActor(WorkerProcess):
             for name, job in list(self._gateway.jobs.items())
             if job.called >= since and self._weights.newest(name) >= max(0, oldest)
         ]
+
+    def _no_evaluator(self) -> str:
+        """Say why nobody evaluates; empty when a job does."""
+        since = time.monotonic() - self._gateway.limits.lease_timeout_s
+        jobs = [(name, job) for name, job in list(self._gateway.jobs.items()) if job.evaluates and job.called >= since]
+        if not jobs:
+            return (
+                f"a rollout job at {self._server.url} that evaluates: none has asked for prompts of evaluations (vime "
+                "token make RUN NAME makes a token with the scopes train and eval)"
+            )
+        lags = {name: self._weights.lag(name) for name, _ in jobs}
+        return "" if "" in lags.values() else "; ".join(f"{name}: {lag}" for name, lag in lags.items())
 
     def _why_nobody(self) -> str:
         """Say why no job takes prompts."""
@@ -196,6 +252,28 @@ class GatewayActor(WorkerProcess):
         return group, payload_of(group, samples)
 
 
+def _eval_part(limits: Limits, one: EvalSet, groups: list[list[Sample]]) -> EvalPart:
+    args = one.config.flat
+    params = eval_sampling_params(args)
+    return EvalPart(
+        name=one.name,
+        groups=groups,
+        sampling=EvalSampling(
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=params.get("top_k", -1),
+            max_tokens=params["max_tokens"],
+        ),
+        limits=replace(
+            limits,
+            samples_per_prompt=args.n_samples_per_eval_prompt,
+            max_tokens=context_limit(args),
+            reward_key=args.reward_key or "",
+            extra_fields=(),
+        ),
+    )
+
+
 def _limits(config: Config) -> Limits:
     args, queue = config.flat, config.queue
     return Limits(
@@ -205,6 +283,7 @@ def _limits(config: Config) -> Limits:
         vocab_size=read_model_shape(args.hf_checkpoint).vocab_size,
         max_tokens=context_limit(args),
         temperature=config.rollout.rollout_temperature,
+        evaluates=not config.cluster.num_engines and config.eval.has_sets,
         reward_key=args.reward_key or "",
         extra_fields=tuple(args.transfer_queue_extra_data_fields),
     )

@@ -15,10 +15,13 @@ from vime.config.parse import Args
 from vime.gateway import messages as m
 from vime.gateway.client import GatewayClient, RefusedError
 from vime.handoff.ledger_types import Task
+from vime.rollout.generation import eval_sampling_params
 from vime.rollout.group_worker import Assignment, GroupWorker
+from vime.rollout.groups import UNUSABLE, generate_and_rm_group
+from vime.rollout.loops import raise_first
 from vime.rollout.partial import oldest_allowed
-from vime.rollout.reward_errors import ErrorShare
-from vime.types import LARGEST_REWARD, Sample, SampleStatus, Version, VimeError
+from vime.rollout.reward_errors import ErrorShare, error_of
+from vime.types import LARGEST_REWARD, EngineError, Sample, SampleStatus, Version, VimeError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,68 @@ class JobWorker(GroupWorker):
     @property
     def is_exhausted(self) -> bool:
         return self._over.is_set()
+
+    async def run(self) -> None:
+        """Work, and evaluate beside it where the run leaves that to jobs, until both are over."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(super().run())
+                if self._registered.evaluates:
+                    tasks.create_task(self._evaluate())
+        except BaseExceptionGroup as failures:
+            raise_first(failures)
+
+    async def _evaluate(self) -> None:
+        """Waits for: evaluations. Unblocked by: the gateway, which says when the last one is over."""
+        while not self._is_ending:
+            call = m.LeaseEvaluation(request=uuid.uuid4().hex, count=self._max_running, wait_s=LEASE_WAIT_S)
+            try:
+                granted = await self._client.call("/v1/evaluation/leases", call, m.EvalPrompts, longer_s=LEASE_WAIT_S)
+            except RefusedError as error:
+                if error.code != "forbidden":
+                    raise
+                logger.warning("this job does not evaluate: %s", error)
+                return
+            if granted.is_over:
+                return
+            if granted.lags:
+                await self._load(granted.serving)
+            if granted.prompts:
+                renewing = asyncio.create_task(self._renew())
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        for prompt in granted.prompts:
+                            tasks.create_task(self._evaluate_prompt(prompt, granted.before_round))
+                finally:
+                    renewing.cancel()
+
+    async def _evaluate_prompt(self, prompt: m.EvalPrompt, before_round: int) -> None:
+        """Generate one prompt of an evaluation, with its own sampling, and bring the result."""
+        params = eval_sampling_params(self._args)
+        params |= {"temperature": prompt.sampling.temperature, "top_p": prompt.sampling.top_p}
+        params |= {"top_k": prompt.sampling.top_k, "max_tokens": prompt.sampling.max_tokens}
+        samples = _samples_of(prompt)
+        for sample in samples:
+            sample.rollout_id = before_round
+        samples = await generate_and_rm_group(self._args, samples, params, evaluation=True)
+        error = error_of(samples)
+        unusable = [sample.status for sample in samples if sample.status in UNUSABLE]
+        if unusable and not error:
+            raise EngineError(f"evaluation {prompt.set}, prompt {prompt.group}: ended {unusable[0]}.")
+        given = [] if error else [self._given(sample, ()) for sample in samples]
+        try:
+            call = m.PutEvaluated(lease=prompt.lease, samples=given, error=error[:2000])
+            await self._client.call("/v1/evaluation/groups", call, m.Evaluated)
+        except RefusedError as refused:
+            if refused.code not in LOST:
+                raise
+            logger.warning("evaluation %s, prompt %d: %s", prompt.set, prompt.group, refused)
+
+    async def _renew(self) -> None:
+        """Waits for: the clock."""
+        while True:
+            await asyncio.sleep(min(self._registered.lease_timeout_s / 3, HEARTBEAT_S))
+            await self._client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
 
     async def take(self) -> list[Assignment]:
         """Return the next prompts; none when the run is over. Its gateway may be gone then, so no call is waited for
@@ -124,7 +189,8 @@ class JobWorker(GroupWorker):
 
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
         """Put the group; it counts when this returns."""
-        put = m.PutGroup(lease=self._leases[assignment.task], samples=[self._given(sample) for sample in samples])
+        given = [self._given(sample, self._registered.extra_fields) for sample in samples]
+        put = m.PutGroup(lease=self._leases[assignment.task], samples=given)
         try:
             await self._client.call("/v1/groups", put, m.Put)
         except RefusedError as error:
@@ -176,21 +242,9 @@ class JobWorker(GroupWorker):
     def _assignment(self, prompt: m.Prompt, serving: Version) -> Assignment:
         task = Task(PARTITION, prompt.group, prompt.attempt)
         self._leases[task] = prompt.lease
-        prompts = [
-            Sample(
-                group_index=prompt.group,
-                index=each.index,
-                session_id=f"group-{prompt.group}",
-                prompt=prompt.prompt,
-                tokens=list(prompt.tokens),
-                label=prompt.label,
-                metadata=dict(each.metadata),
-            )
-            for each in prompt.samples
-        ]
-        return Assignment(task=task, prompts=prompts, serving=serving)
+        return Assignment(task=task, prompts=_samples_of(prompt), serving=serving)
 
-    def _given(self, sample: Sample) -> m.GivenSample:
+    def _given(self, sample: Sample, extra_fields: Sequence[str]) -> m.GivenSample:
         return m.GivenSample(
             index=sample.index,
             tokens=sample.tokens,
@@ -201,7 +255,7 @@ class JobWorker(GroupWorker):
             loss_mask=sample.loss_mask,  # type: ignore[arg-type]  # zeros and ones
             status="truncated" if sample.status is SampleStatus.TRUNCATED else "completed",
             response=sample.response,
-            extra={name: _extra(sample, name) for name in self._registered.extra_fields},
+            extra={name: _extra(sample, name) for name in extra_fields},
         )
 
     def _reward(self, sample: Sample) -> float | dict[str, float]:
@@ -213,6 +267,21 @@ class JobWorker(GroupWorker):
         sample.scalar_reward(key)  # raises where the run could not train on it
         numbers = {name: value for name, value in sample.reward.items() if isinstance(value, (int, float))}
         return {str(name): float(value) for name, value in numbers.items() if abs(value) <= LARGEST_REWARD}
+
+
+def _samples_of(prompt: m.Prompt | m.EvalPrompt) -> list[Sample]:
+    return [
+        Sample(
+            group_index=prompt.group,
+            index=each.index,
+            session_id=f"group-{prompt.group}",
+            prompt=prompt.prompt,
+            tokens=list(prompt.tokens),
+            label=prompt.label,
+            metadata=dict(each.metadata),
+        )
+        for each in prompt.samples
+    ]
 
 
 def _extra(sample: Sample, name: str) -> object:

@@ -37,11 +37,12 @@ from vime.rollout import sample_recorder  # by its module: Ray copies what an ac
 from vime.rollout.convert import encoded_group, set_custom_rewards
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, Workers
 from vime.rollout.early_batches import EarlyBatches
-from vime.rollout.evaluate import eval_data_sets
+from vime.rollout.evaluate import eval_data_sets, eval_groups, judged
 from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
 from vime.rollout.record import load_rollout, save_rollout, save_samples
+from vime.rollout.reward_errors import mark
 from vime.rollout.sample_rows import by_sample
 from vime.rollout.vllm_rollout import close_generation, generation_progress
 from vime.rollout.worker import PromptsByNumber, RolloutWorker
@@ -377,6 +378,37 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate with the serving weights; the samples go to RUN_DIR/eval."""
+        if not self._config.cluster.num_engines:
+            output = self._evaluated_outside(rollout_id)
+        else:
+            output = self._evaluated_here(rollout_id)
+        for name, samples in output.data.items():
+            save_samples(self._run_dir / "eval" / f"{name}_{rollout_id}.jsonl", samples)
+        return dict(output.metrics)
+
+    def _evaluated_outside(self, rollout_id: int) -> RolloutFnEvalOutput:
+        """Mode external without engines. Waits for: jobs outside."""
+        from vime.ray.workers import RemoteWorkers
+
+        assert self._coordinator is not None
+        assert isinstance(self._coordinator.workers, RemoteWorkers)
+        began = time.monotonic()
+        results = self._coordinator.workers.evaluate(rollout_id)
+        data: dict[str, list[Sample]] = {}
+        metrics: dict[str, float] = {}
+        for one, prompts in eval_data_sets(self._config.flat):
+            groups = eval_groups(one, prompts, rollout_id)
+            for number, prompted in enumerate(groups):
+                result = results[one.name, number]
+                if isinstance(result, str):
+                    mark(prompted, result)
+                else:
+                    groups[number] = result
+            data[one.name], of_set = judged(one, prompts, groups, time.monotonic() - began)
+            metrics |= of_set
+        return RolloutFnEvalOutput(data=data, metrics=metrics)
+
+    def _evaluated_here(self, rollout_id: int) -> RolloutFnEvalOutput:
         source = cast("DataSource", self._source)  # an evaluation draws nothing from it
         output = self._generate(self._config.flat, rollout_id, source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
@@ -384,9 +416,7 @@ class RolloutManager:
                 f"--rollout-function-path {self._config.rollout.rollout_function_path}: returned "
                 f"{type(output).__name__} for evaluation=True, expected RolloutFnEvalOutput."
             )
-        for name, samples in output.data.items():
-            save_samples(self._run_dir / "eval" / f"{name}_{rollout_id}.jsonl", samples)
-        return dict(output.metrics)
+        return output
 
     def progress(self) -> str:
         """One line about the round in hand, for the screen."""

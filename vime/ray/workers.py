@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
+from vime.gateway.evaluation import Place, Result
 from vime.handoff.group_store import StoredGroup
 from vime.handoff.ledger_types import Task
 from vime.handoff.prompt_ledger import PromptLedger
@@ -33,7 +34,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.samples import DroppedGroup
 from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import WORKER_CPUS, num_worker_processes
-from vime.ray.gateway import PROCESS, GatewayActor, gateway_of
+from vime.ray.gateway import PROCESS, EvalProgress, GatewayActor, gateway_of
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.waits import wait_for
 from vime.ray.worker_process import WorkerProcess, WorkerReport
@@ -41,6 +42,7 @@ from vime.rollout import sample_recorder
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.generation import use_engine_key
 from vime.rollout.group_worker import WorkerStats
+from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.vllm_rollout import close_generation
 from vime.rollout.worker import STOP_S, RolloutWorker, worker_name
 from vime.types import (
@@ -222,6 +224,50 @@ class RemoteWorkers:
                 self._is_closed.wait(POLL_S)
         raise WaitTimeoutError(
             f"the gateway to offer version {version} to the jobs outside", deadline_s, PROCESS, "See RUN_DIR/logs."
+        )
+
+    def evaluate(self, before_round: int) -> Mapping[Place, Result]:
+        """Mode external: have jobs outside evaluate the serving weights. Waits for: the jobs. A gateway that dies
+        meanwhile is replaced, and its evaluation begins again."""
+        deadline_s = self._config.rollout.rollout_timeout_secs
+        began, said = time.monotonic(), EvalProgress(done=0, total=0, num_tokens=0, waits_for="a gateway")
+        warned = ""
+        with waiting("an evaluation by jobs outside", "external job", deadline_s=deadline_s):
+            while time.monotonic() < began + deadline_s:
+                gateway = next((host.gateway for host in self._alive() if host.gateway is not None), None)
+                if gateway is not None:
+                    try:
+                        [said] = wait_for(
+                            [gateway.ask(GatewayActor.evaluate, before_round)],
+                            name="an evaluation by jobs outside",
+                            owner=PROCESS,
+                            deadline_s=CALL_S,
+                        )
+                        if said.results is not None:
+                            return said.results
+                    except LostError as error:
+                        logger.warning("the evaluation before round %d begins again: %s", before_round, error)
+                BOARD.post(
+                    RoundProgress(
+                        name=f"evaluation before round {before_round} by jobs outside",
+                        kept_groups=said.done,
+                        wanted_groups=said.total,
+                        in_flight_groups=said.total - said.done,
+                        dropped_groups=0,
+                        response_tokens=said.num_tokens,
+                        elapsed_s=time.monotonic() - began,
+                    )
+                )
+                if said.waits_for not in ("", warned):
+                    warned = said.waits_for
+                    logger.warning("the evaluation before round %d waits for %s", before_round, warned)
+                self.raise_if_failed()
+                self._is_closed.wait(POLL_S)
+        raise WaitTimeoutError(
+            f"the evaluation before round {before_round} by jobs outside: {said.done} of {said.total} prompts done",
+            deadline_s,
+            said.waits_for or "external jobs",
+            "Start a job whose token has scope eval, or raise --rollout-timeout-secs.",
         )
 
     def stop(self) -> None:

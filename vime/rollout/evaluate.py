@@ -48,17 +48,45 @@ async def evaluate_all(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     ends = asyncio.get_running_loop().time() + args.rollout_timeout_secs
     for one, prompts in eval_data_sets(args):
         started = time.monotonic()
-        own = one.config.flat
-        samples, num_errors = await _evaluate(one, rollout_id, prompts, ends)
-        data[one.name] = samples
-        prefix = f"eval/{one.name}"
-        metrics |= sample_metrics(own, samples, prefix) | pass_metrics(own, samples, prefix)
-        metrics[f"{prefix}/time"] = time.monotonic() - started
-        if prompts.num_too_long:
-            metrics[f"{prefix}/prompts_too_long"] = float(prompts.num_too_long)
-        if num_errors:
-            metrics[f"{prefix}/reward_errors"] = float(num_errors)
+        groups = await _evaluate(one, rollout_id, prompts, ends)
+        data[one.name], of_set = judged(one, prompts, groups, time.monotonic() - started)
+        metrics |= of_set
     return RolloutFnEvalOutput(data=data, metrics=metrics)
+
+
+def judged(
+    one: EvalSet, prompts: Prompts, groups: list[list[Sample]], seconds: float
+) -> tuple[list[Sample], dict[str, float]]:
+    """Return samples and metrics of one set. Groups whose reward failed (--on-reward-error drop) are left out and
+    counted; RewardError when they are too many."""
+    own, name = one.config.flat, one.name
+    scored = check_evaluation(own, name, groups)
+    samples = [sample for group in scored for sample in group]
+    unusable = [sample for sample in samples if sample.status in UNUSABLE]
+    if unusable:
+        raise EngineError(
+            f"evaluation {name}: {len(unusable)} samples ended {unusable[0].status}, expected completions."
+        )
+    prefix = f"eval/{name}"
+    metrics = sample_metrics(own, samples, prefix) | pass_metrics(own, samples, prefix) | {f"{prefix}/time": seconds}
+    if prompts.num_too_long:
+        metrics[f"{prefix}/prompts_too_long"] = float(prompts.num_too_long)
+    if len(scored) < len(groups):
+        metrics[f"{prefix}/reward_errors"] = float(len(groups) - len(scored))
+    return samples, metrics
+
+
+def eval_groups(one: EvalSet, prompts: Prompts, rollout_id: int) -> list[list[Sample]]:
+    """Return a group of new samples for each prompt of a set."""
+    size = one.config.flat.n_samples_per_eval_prompt
+    groups = [
+        [_new_sample(one, prompt, number, number * size + offset) for offset in range(size)]
+        for number, prompt in enumerate(prompts)
+    ]
+    for group in groups:
+        for sample in group:
+            sample.rollout_id = rollout_id
+    return groups
 
 
 def _new_sample(one: EvalSet, prompt: Prompt, group_index: int, index: int) -> Sample:
@@ -69,22 +97,15 @@ def _new_sample(one: EvalSet, prompt: Prompt, group_index: int, index: int) -> S
     return sample
 
 
-async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float) -> tuple[list[Sample], int]:
-    """Return the samples, and the number of prompts left out because their reward failed (--on-reward-error drop).
-    `ends` is a time of the running loop."""
+async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float) -> list[list[Sample]]:
+    """Return the completed group of each prompt. `ends` is a time of the running loop."""
     args, name = one.config.flat, one.name
-    size, params = args.n_samples_per_eval_prompt, eval_sampling_params(args)
-    groups = [
-        [_new_sample(one, prompt, number, number * size + offset) for offset in range(size)]
-        for number, prompt in enumerate(prompts)
-    ]
+    params, groups = eval_sampling_params(args), eval_groups(one, prompts, rollout_id)
     started, finished = time.monotonic(), 0
     results: list[list[Sample]] = [[] for _ in groups]
 
     async def work(number: int) -> None:
         nonlocal finished
-        for sample in groups[number]:
-            sample.rollout_id = rollout_id
         results[number] = await generate_and_rm_group(args, groups[number], params, evaluation=True)
         finished += 1
         BOARD.post(
@@ -113,11 +134,4 @@ async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float
         ) from error
     except BaseExceptionGroup as failures:
         raise_first(failures)
-    scored = check_evaluation(args, name, results)
-    samples = [sample for group in scored for sample in group]
-    unusable = [sample for sample in samples if sample.status in UNUSABLE]
-    if unusable:
-        raise EngineError(
-            f"evaluation {name}: {len(unusable)} samples ended {unusable[0].status}, expected completions."
-        )
-    return samples, len(results) - len(scored)
+    return results

@@ -28,9 +28,14 @@ def mark_or_raise(args: Args, samples: list[Sample], error: RewardError) -> None
             f"{error} (--on-reward-error {STOP}; with {DROP} its group is left out and counted)"
         ) from error
     logger.warning("group %d is left out: %s", samples[0].group_index, error)
+    mark(samples, str(error))
+
+
+def mark(samples: list[Sample], error: str) -> None:
+    """Mark the group as one whose reward failed."""
     for sample in samples:
         sample.status = SampleStatus.FAILED
-        sample.metadata = {**sample.metadata, REASON: str(error)}
+        sample.metadata = {**sample.metadata, REASON: error}
 
 
 def error_of(samples: list[Sample]) -> str:
