@@ -18,7 +18,7 @@ def gateway_address() -> str:
 def make_token(run_dir: Path, name: str, *scopes: Scope) -> str:
     """Return a token of a run, which need not have started."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    return TokenFile(run_dir).make(name, scopes or (Scope.TRAIN,), seconds=3600)
+    return TokenFile(run_dir).make(name, scopes or (Scope.TRAIN, Scope.EVAL), seconds=3600)
 
 
 def produce(run_dir: Path, address: str, name: str, flags: Sequence[str], *, run: Path) -> Training:

@@ -253,6 +253,10 @@ class Components:
         if not self.config.eval.has_sets or (self.parts.engines is None and not by_jobs):
             return
         self._rest_trainers()
+        if self.parts.engines is None:
+            self.watchers.screen.note(
+                f"evaluation before round {rollout_id}: by jobs outside, with tokens of scope eval"
+            )
         self.watchers.screen.activity("evaluating")
         with self.watchers.round_metrics.timed("perf/eval_time"):
             metrics = self._wait_for_manager(self.parts.manager.ask(RolloutManager.evaluate, rollout_id), "evaluation")

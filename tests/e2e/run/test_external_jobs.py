@@ -1,5 +1,6 @@
 """--transferqueue-mode external through train.py, with real parts: rollout jobs that share an address with the run."""
 
+import json
 import os
 import shutil
 import signal
@@ -66,15 +67,30 @@ def wait_until_it_brings(training: Training, job: str, *, more_than: int = 0) ->
         time.sleep(0.1)
 
 
+def evaluated(run: Path) -> dict[str, list[tuple[list[int], float, str]]]:
+    """File of each evaluation -> tokens, reward and status of each of its samples."""
+    return {
+        file.name: [
+            (sample["tokens"], sample["reward"], sample["status"])
+            for sample in map(json.loads, file.read_text().splitlines())
+        ]
+        for file in sorted((run / "eval").glob("*.jsonl"))
+    }
+
+
 @pytest.mark.timeout(900)
 def test_a_job_in_place_of_the_inside_worker_gives_the_same_bits_also_after_the_trainer_was_killed(
     tiny_task: TinyTask, tmp_path: Path
 ) -> None:
-    """One job lives through both lives of the trainer: it loads the versions that the second one serves."""
+    """One job lives through both lives of the trainer: it loads the versions that the second one serves. It evaluates
+    too: the run has no engines."""
     plugin = tmp_path / "filter.py"
     plugin.write_text(FILTER)
     shared = ["--reference-mode", "--over-sampling-batch-size", "6", "--dynamic-sampling-filter-path", f"{plugin}:keep"]
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--save-interval", "1"]
+    held_out = f"{flags[flags.index('--prompt-data') + 1]}@[0:3]"
+    flags += ["--eval-prompt-data", "held_out", held_out, "--eval-interval", "2", "--n-samples-per-eval-prompt", "2"]
+    flags += ["--eval-temperature", "0.7"]
     inside = train([*flags, *shared], tmp_path / "off")
     assert inside.code == 0, inside.output
     assert len(set(hashes(inside).values())) == ROUNDS + 1
@@ -94,6 +110,8 @@ def test_a_job_in_place_of_the_inside_worker_gives_the_same_bits_also_after_the_
     assert resumed.code == 0, resumed.output
     assert job.finish(deadline_s=60).code == 0
     assert hashes(resumed) == hashes(inside)
+    assert evaluated(run) == evaluated(tmp_path / "off")
+    assert len(evaluated(run)) == 3, "before round 0, 2 and 4"
     report = audit_run(run, saved=newest_checkpoint(run), claims=partial(read_claims, run))
     assert report.findings == ()
     assert report.groups["durable"] == 4 * ROUNDS
