@@ -33,8 +33,13 @@ def resolved(tmp_path):
     return resolve
 
 
-def test_a_run_may_have_engines_of_its_own_beside_jobs_or_none(resolved):
-    beside, alone = resolved(*EXTERNAL), resolved(*ALONE)
+def test_a_run_may_have_engines_of_its_own_beside_jobs_or_none(resolved, tmp_path):
+    evaluation = (
+        "--eval-prompt-data",
+        "held_out",
+        str(tmp_path / "train.jsonl"),
+    )  # by jobs, where there are no engines
+    beside, alone = resolved(*EXTERNAL, *evaluation), resolved(*ALONE, *evaluation)
     assert (beside.cluster.num_engines, alone.cluster.num_engines) == (1, 0)
     assert (beside.queue.has_ledger, alone.queue.has_ledger) == (True, True)
     assert beside.queue.transferqueue_address == "127.0.0.1:0"
@@ -54,13 +59,12 @@ def test_a_run_may_have_engines_of_its_own_beside_jobs_or_none(resolved):
         ([*ALONE, "--partial-rollout"], "--partial-rollout with --rollout-num-engines 0"),
         ([*ALONE, "--num-rollout-workers", "2"], "--num-rollout-workers 2 with --rollout-num-engines 0"),
         ([*ALONE, "--check-weight-update-equal"], "--check-weight-update-equal with --rollout-num-engines 0"),
-        ([*ALONE, "--eval-prompt-data", "own", "{prompts}"], "--eval-config with --rollout-num-engines 0"),
         ([*EXTERNAL, "--transferqueue-storage-backend", "MooncakeStore"], "MooncakeStore"),
     ],
 )
-def test_what_could_not_work_is_refused_by_its_flag(resolved, tmp_path, flags, said):
+def test_what_could_not_work_is_refused_by_its_flag(resolved, flags, said):
     with pytest.raises(ConfigError, match=said):
-        resolved(*[flag.format(prompts=tmp_path / "train.jsonl") for flag in flags])
+        resolved(*flags)
 
 
 def test_a_port_that_is_taken_and_a_certificate_that_is_not_there_are_refused_before_the_start(resolved, tmp_path):

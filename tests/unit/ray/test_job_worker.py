@@ -55,7 +55,7 @@ def given_by(tmp_path, registered, *flags, **changes):
         index=3, tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0], token_policy_versions=spans,
         status=SampleStatus.COMPLETED, **changes,
     )  # fmt: skip
-    given = worker._given(sample)
+    given = worker._given(sample, registered.extra_fields)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=m.GivenSample)
 
 
