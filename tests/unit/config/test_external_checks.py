@@ -38,7 +38,7 @@ def test_a_run_may_have_engines_of_its_own_beside_jobs_or_none(resolved, tmp_pat
         "--eval-prompt-data",
         "held_out",
         str(tmp_path / "train.jsonl"),
-    )  # by jobs, where there are no engines
+    )  # by jobs without engines
     beside, alone = resolved(*EXTERNAL, *evaluation), resolved(*ALONE, *evaluation)
     assert (beside.cluster.num_engines, alone.cluster.num_engines) == (1, 0)
     assert (beside.queue.has_ledger, alone.queue.has_ledger) == (True, True)
