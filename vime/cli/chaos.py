@@ -85,7 +85,7 @@ class ChaosError(VimeError):
     """A killed run lost something, repeated something or left something behind."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser(
         "chaos",
         help="kill processes of a run in every phase; exit 3 when anything was lost",

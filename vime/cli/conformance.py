@@ -25,7 +25,7 @@ from vime.utils.waits import waiting
 POLL_S, STOP_S = 0.1, 20.0
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser(
         "conformance",
         help="test a gateway, or a rollout job, against docs/producer-protocol.md; exit 1 when a check fails",

@@ -19,7 +19,7 @@ from vime.training.evidence import DIFFERENCE, RESCORED
 from vime.types import ConfigError
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser(
         "diagnose",
         help="why trainer and engine differ about log-probabilities, from what a run has recorded",

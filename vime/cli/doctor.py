@@ -66,7 +66,7 @@ class Finding:
     text: str  # what was found; what to do, unless it passes
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="whether this machine can run: cores, memory, disk, limits, ports, GPU, Ray, model; exit 2 when it cannot",

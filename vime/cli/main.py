@@ -3,64 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import io
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Protocol, cast
 
-from rich.console import Console
-
-from vime.cli import (
-    chaos,
-    conformance,
-    diagnose,
-    doctor,
-    produce,
-    producers,
-    queue,
-    runs,
-    samples,
-    token,
-    train,
-    why_stuck,
-)
-from vime.handoff.queue_view import ledger_fates
-from vime.observability.html_report import REPORT_FILE, write_report
-from vime.observability.report import show_report
-from vime.observability.run_dir import check_run_dir
-from vime.observability.summary import summarise
+from vime.cli import produce, train
+from vime.cli.commands import Commands
 from vime.types import VimeError
+
+MODULES = {
+    **dict.fromkeys(train.COMMANDS, "train"),
+    produce.COMMAND: "produce",
+    "report": "report",
+    "ls": "runs",
+    "compare": "runs",
+    "samples": "samples",
+    "doctor": "doctor",
+    "why-stuck": "why_stuck",
+    "diagnose": "diagnose",
+    "audit": "queue",
+    "queue": "queue",
+    "token": "token",
+    "producers": "producers",
+    "conformance": "conformance",
+    "chaos": "chaos",
+}
+"""Command -> the module of `vime.cli` that adds it, in the order of `vime --help`. A command loads its own module only:
+all of them together take a second."""
+
+
+class _Module(Protocol):
+    def add_parsers(self, commands: Commands) -> None: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code (0 done, 1 `why-stuck` or `conformance` found something, 2 refused,
     3 failed, 130 asked to stop)."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if words and words[0] in train.COMMANDS:
-        return train.run_train(words[0], words[1:])
-    if words and words[0] == produce.COMMAND:
+    word = words[0] if words else ""
+    if word in train.COMMANDS:
+        return train.run_train(word, words[1:])
+    if word == produce.COMMAND:
         return produce.run_produce(words[1:])
     parser = argparse.ArgumentParser(prog="vime", description="Train, and look at runs.")
     parser.add_argument("--version", action="version", version=f"vime {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
-    train.add_parsers(commands)
-    produce.add_parser(commands)
-    report_parser = commands.add_parser(
-        "report", help="summary, reward curve and completions of a run; writes its report.html again"
-    )
-    report_parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
-    report_parser.set_defaults(run_command=lambda arguments: report(arguments.run))
-    runs.add_parsers(commands)
-    samples.add_parser(commands)
-    doctor.add_parser(commands)
-    why_stuck.add_parser(commands)
-    diagnose.add_parser(commands)
-    queue.add_parsers(commands)
-    token.add_parser(commands)
-    producers.add_parser(commands)
-    conformance.add_parser(commands)
-    chaos.add_parser(commands)
+    for name in [MODULES[word]] if word in MODULES else dict.fromkeys(MODULES.values()):
+        cast("_Module", importlib.import_module(f"vime.cli.{name}")).add_parsers(commands)
     arguments = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # completions hold what the terminal's encoding may not know
@@ -81,11 +73,3 @@ def version() -> str:
         return importlib.metadata.version("vime")
     except importlib.metadata.PackageNotFoundError:
         return "of a clone that is not installed"
-
-
-def report(run: Path) -> None:
-    """Print the results of `run`, a live, finished or dead one."""
-    check_run_dir(run)
-    if write_report(run, ledger_fates) is None:
-        sys.stderr.write(f"vime report: {REPORT_FILE} could not be written; the reason is above.\n")
-    show_report(summarise(run.resolve()), Console(highlight=False))

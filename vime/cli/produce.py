@@ -20,7 +20,7 @@ The exit code is 0 when the run has no prompt left, 2 for a refused command line
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     """List it in the help of `vime`; `run_produce` gets its flags unparsed, because they have their own parser."""
     commands.add_parser(COMMAND, help="a rollout job for a run of mode external, on any machine", add_help=False)
 

@@ -18,7 +18,7 @@ from vime.handoff.ledger_types import EXTERNAL
 from vime.types import ConfigError
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser("producers", help="external rollout jobs: who is online, with which weights")
     parser.add_argument("run", metavar="RUN", help="the run directory, or the address of its gateway (http://...)")
     add_token(parser, "read")

@@ -35,7 +35,7 @@ class Pick:
     completion: KeptSample
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser(
         "samples",
         help="prompts and completions of a round, with rewards, versions, and why a group was dropped",

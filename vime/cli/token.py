@@ -17,7 +17,7 @@ from vime.types import ConfigError
 DAY_S = 86400.0
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     token = commands.add_parser("token", help="make, list and revoke tokens of external rollout jobs")
     actions = token.add_subparsers(dest="action", required=True)
     for name, text, call in (

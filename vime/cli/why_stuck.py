@@ -18,7 +18,7 @@ from vime.observability.waits import RunProcess, SeenWait, State
 STUCK = 1
 
 
-def add_parser(commands: Commands) -> None:
+def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser(
         "why-stuck", help="what every process of a run waits for, and who blocks it; exit 1 when something is stuck"
     )
