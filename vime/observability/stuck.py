@@ -248,8 +248,8 @@ def _gone_jobs(processes: Sequence[RunProcess]) -> list[str]:
     """Say of each job outside that has groups and is silent what it has, when others get them, and what to do."""
     return [
         f"job {owner.removeprefix(JOB)}, outside the run, has {wait.name} and has not been heard of for "
-        f"{wait.age_s:.0f} s; its leases end in {max(0.0, wait.deadline_s - wait.age_s):.0f} s, and others get them. If "
-        "it is dead, start it again with its token, and they get them at once; `vime producers RUN` shows every job"
+        f"{wait.age_s:.0f} s; its leases end in {max(0.0, wait.deadline_s - wait.age_s):.0f} s, and others get them. "
+        "If it is dead, start it again with its token, and they get them at once; `vime producers RUN` shows every job"
         for process in processes
         for wait in process.waits
         for owner in wait.owners
