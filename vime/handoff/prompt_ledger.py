@@ -117,7 +117,7 @@ class PromptLedger:
             return known
         if store.is_over():
             return OwnGrant(outcome=OwnOutcome.OVER)
-        if not self._share(producer, key, 1):
+        if not self._share(producer, 1):
             memory.line.wait(producer, key, 1, store.clock.now())
             return OwnGrant(outcome=OwnOutcome.WAITS, waits_for=self._no_slot(producer))
         with store.transaction():
@@ -149,11 +149,11 @@ class PromptLedger:
         memory.flights[partition, group] = replace(memory.flights[partition, group], deadline=store.deadline())
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
 
-    def _share(self, producer: str, name: str, count: int) -> int:
+    def _share(self, producer: str, count: int) -> int:
         """Return how many slots a call may take now for new groups of the train partition."""
         store, usage = self._store, self._store.memory.usage
         free = store.num_slots() - usage.active - usage.retry
-        return store.memory.line.share(producer, name, count, free=free, held=self._held, now=store.clock.now())
+        return store.memory.line.share(producer, count, free=free, held=self._held, now=store.clock.now())
 
     def _held(self) -> dict[str, int]:
         """Return by producer the groups that are being made or are ready."""
@@ -174,7 +174,7 @@ class PromptLedger:
         [first] = store.one("select next_group from partition where id = ?", number)
         num_new = count - len(retries)
         if is_train:
-            num_new = self._share(producer, request, num_new)
+            num_new = self._share(producer, num_new)
         new = range(first, first + max(0, num_new if end is None else min(num_new, end - first)))
         for group, _ in retries:
             store.change(_ISSUE_AGAIN, producer, request, number, group)

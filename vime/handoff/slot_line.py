@@ -53,10 +53,8 @@ class SlotLine:
                 del self._wishes[who]
         return len(self._wishes.keys() - {producer})
 
-    def share(
-        self, producer: str, name: str, count: int, *, free: int, held: Callable[[], Mapping[str, int]], now: float
-    ) -> int:
-        """Return how many of `free` slots this call, which wants `count`, may take now. `held`: groups by producer.
+    def share(self, producer: str, count: int, *, free: int, held: Callable[[], Mapping[str, int]], now: float) -> int:
+        """Return how many of `free` slots a call that wants `count` may take now. `held`: groups by producer.
 
         What it may not take is the turn of another that waits, and that will get it when it asks. Example: 4 slots are
         free; a holds none and wants 8, b holds 1 and wants 2. One by one they go to a, a (it waits longer), b, a.
@@ -66,12 +64,11 @@ class SlotLine:
         if not self.others(producer, now):
             return min(count, free)
         wanted = {who: sum(wish.wanted for wish in wishes.values()) for who, wishes in self._wishes.items()}
-        before = self._wishes.get(producer, {}).get(name, Wish(now, 0)).wanted
-        wanted[producer] = wanted.get(producer, 0) - before + count
+        wanted[producer] = free  # its place is what counts: it takes no more than `count`
         holds, given = held(), dict.fromkeys(wanted, 0)
         line = [(holds.get(who, 0), place, who) for place, who in enumerate(wanted)]
         heapq.heapify(line)
-        for _ in range(min(free, sum(wanted.values()))):
+        for _ in range(free):
             fewest, place, who = line[0]
             given[who] += 1
             if given[who] < wanted[who]:

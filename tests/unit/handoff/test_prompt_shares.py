@@ -77,6 +77,13 @@ def test_several_calls_of_one_producer_count_together_and_each_of_them_may_take_
     assert [len(asks(full, "slow", 1, name)) for name in "vwst"] == [1] * 4, "w is a new name"
 
 
+def test_a_call_that_is_served_takes_no_turn_from_the_other_calls_of_its_producer(full: Ledger) -> None:
+    assert (asks(full, "fast", 8), [asks(full, "slow", 1, name) for name in "stuv"]) == ([], [[]] * 4)
+    serve(full)
+    assert len(asks(full, "slow", 1, "s")) == 1
+    assert len(asks(full, "fast", 8)) == 4, "t, u and v wait"
+
+
 def test_who_is_silent_or_leaves_keeps_no_slot_from_others_and_a_lone_producer_gets_all(
     full: Ledger, clock: Clock
 ) -> None:
