@@ -191,10 +191,12 @@ const run = await call("POST", "/v1/producers/register", { model: "uniform over 
 process.on("SIGTERM", leave);
 setInterval(() => call("POST", "/v1/producers/heartbeat", {}), run.lease_timeout_s * 250);
 let [version, lags] = [-1, "the first weights"];
+let request = randomUUID(); // the same until it brings a prompt: it is the job's place in the line
 for (;;) {
   try {
     if (lags) version = await load();
-    const answer = await call("POST", "/v1/leases", { request: randomUUID(), wait_s: 20 });
+    const answer = await call("POST", "/v1/leases", { request, wait_s: 20 });
+    if (answer.prompts.length) request = randomUUID();
     for (const prompt of answer.prompts) {
       const samples = prompt.samples.map(({ index }) => sampleOf(prompt, index, version));
       await call("POST", "/v1/groups", { lease: prompt.lease, samples });

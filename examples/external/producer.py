@@ -131,12 +131,14 @@ def main() -> None:
     temperature = run["temperature"] if args.temperature is None else args.temperature
     threading.Thread(target=beat, args=(gateway, run["lease_timeout_s"] / 4), daemon=True).start()
     answer = {"lags": "the first weights", "is_exhausted": False}
+    request = uuid.uuid4().hex  # the same until it brings a prompt: it is the job's place in the line
     try:
         while not answer["is_exhausted"]:
             try:
                 if answer["lags"]:
                     policy.load(gateway)
-                answer = gateway.call("POST", "/v1/leases", {"request": uuid.uuid4().hex, "wait_s": 20}).json()
+                answer = gateway.call("POST", "/v1/leases", {"request": request, "wait_s": 20}).json()
+                request = uuid.uuid4().hex if answer["prompts"] else request
                 for prompt in answer["prompts"]:
                     samples = policy.generate(prompt, args.max_new_tokens, temperature)
                     gateway.call("POST", "/v1/groups", {"lease": prompt["lease"], "samples": samples})

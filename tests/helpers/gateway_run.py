@@ -37,7 +37,10 @@ HASH = "hash-of-version-"
 
 
 class GatewayRun:
-    """What a run has around its gateway. Two samples a prompt, four slots, six prompts, versions of hash HASH + v."""
+    """What a run has around its gateway. Two samples a prompt, four slots, six prompts, versions of hash HASH + v.
+    `port`: of a ledger that is open elsewhere."""
+
+    ledger = None
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class GatewayRun:
         wraps_store=None,
         manifest=None,
         flags=(),
+        port=None,
         **rules,
     ):
         model = directory / "model"
@@ -61,8 +65,9 @@ class GatewayRun:
             *flags,
         )  # fmt: skip
         bounds = {"max_slots": 4, "max_staleness": 1, "lease_timeout_s": 30.0, "num_rounds": 3, "groups_per_round": 2}
-        self.ledger = Ledger(directory / "ledger.db", LedgerRules(**(bounds | rules)), clock=clock)
-        self.port, self.queue = LocalLedgerPort(self.ledger), MemoryStore()
+        if port is None:
+            self.ledger = Ledger(directory / "ledger.db", LedgerRules(**(bounds | rules)), clock=clock)
+        self.port, self.queue = port or LocalLedgerPort(self.ledger), MemoryStore()
         self.spool = Spool(directory / "spool")
         self.store = GroupStore(
             self.queue if wraps_store is None else wraps_store(self.queue), self.spool, partition="train"
@@ -102,7 +107,8 @@ class GatewayRun:
         self.server.stop()
         self.writer.close()
         self.store.close()
-        self.ledger.close()
+        if self.ledger is not None:
+            self.ledger.close()
 
 
 def job_client(url: str, token: str) -> httpx.Client:

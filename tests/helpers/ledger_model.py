@@ -14,6 +14,7 @@ from vime.handoff.ledger_types import (
     Task,
     TransitionError,
 )
+from vime.handoff.slot_line import WAIT_S
 from vime.types import StaleError
 
 OPEN = ("issued", "retry", "ready")
@@ -51,6 +52,7 @@ class Model:
     groups: dict[tuple[str, int], Group] = field(default_factory=dict)
     rounds: dict[int, Round] = field(default_factory=dict)
     line: list[Task] = field(default_factory=list)
+    waiting: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)  # for slots, longest first
     serving: int = 0
     num_commits: int = 0
     fence: int = 0
@@ -71,7 +73,7 @@ class Model:
     def held(self):
         return sum(group.tokens for group in self.groups.values() if group.is_held)
 
-    def issue(self, producer, count, partition):
+    def issue(self, producer, count, partition, request=""):
         self.expire()
         is_train = partition == "train"
         room = max(0, self.rules.max_slots - self.active()) if is_train else count
@@ -80,7 +82,15 @@ class Model:
         )
         first = sum(name == partition for name, _ in self.groups)
         chosen = retries[: min(room, count)]
-        num_new = min(count - len(chosen), room - len(retries) if is_train else count)
+        num_new = count - len(chosen)
+        if is_train:
+            num_new = min(num_new, self.share(producer, request, num_new, room - len(retries)))
+            mine = self.waiting.setdefault(producer, {})
+            if chosen or num_new:
+                mine.pop(request, None)
+                self.waiting[producer] = self.waiting.pop(producer)
+            else:
+                mine[request] = (self.now + WAIT_S, count)
         tasks = []
         for index in [*chosen, *range(first, first + num_new)]:
             group = self.groups.setdefault((partition, index), Group(attempt=0))
@@ -88,6 +98,22 @@ class Model:
             group.deadline = self.now + self.rules.lease_timeout_s
             tasks.append((Task(partition, index, group.attempt), group.partial))
         return tasks
+
+    def share(self, producer, request, count, free):
+        """One slot after the other goes to the producer that has the fewest; of equals, to the first in the line."""
+        self.waiting = {
+            name: {each: wish for each, wish in wishes.items() if wish[0] > self.now}
+            for name, wishes in self.waiting.items()
+        }
+        wants = {name: sum(wish[1] for wish in wishes.values()) for name, wishes in self.waiting.items() if wishes}
+        has_now = [group.producer for group in self.train("issued", "ready").values()]
+        wants[producer] = wants.get(producer, 0) + count - self.waiting.get(producer, {}).get(request, (0, 0))[1]
+        given = dict.fromkeys(wants, 0)
+        for _ in range(free):
+            hungry = [name for name in wants if given[name] < wants[name]]
+            if hungry:
+                given[min(hungry, key=lambda name: has_now.count(name) + given[name])] += 1
+        return given[producer]
 
     def admit(self, task, tokens):
         group = self.flying(task)
@@ -149,6 +175,7 @@ class Model:
         return {Task(*key, group.attempt) for key, group in held.items()}
 
     def abandon(self, producer):
+        self.waiting.pop(producer, None)
         for task in self.heartbeat(producer):
             self.give_back(task.partition, task.group)
 
@@ -287,6 +314,7 @@ class Model:
         for found in self.rounds.values():
             found.deadline = self.now + self.rules.lease_timeout_s
         self.line.clear()
+        self.waiting.clear()
 
     def expire(self):
         for key, group in self.groups.items():

@@ -72,7 +72,8 @@ class Left(Message):
 
 
 class LeasePrompts(Message):
-    """Asks for prompts. `request` is chosen by the caller: a call that is repeated with it returns the same leases."""
+    """Asks for prompts. `request` is chosen by the caller: a call that is repeated with it returns the same leases, and
+    until it got some keeps its place in the line."""
 
     request: Name
     count: Count = 1

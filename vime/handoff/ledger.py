@@ -22,7 +22,16 @@ from pathlib import Path
 from vime.handoff.ledger_file import fold_in
 from vime.handoff.ledger_schema import MOVING_ROUNDS
 from vime.handoff.ledger_store import LedgerStore
-from vime.handoff.ledger_types import CommitOutcome, LedgerMark, LedgerRules, Payload, State, Task, TransitionError
+from vime.handoff.ledger_types import (
+    CommitOutcome,
+    LedgerMark,
+    LedgerRules,
+    Lent,
+    Payload,
+    State,
+    Task,
+    TransitionError,
+)
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.round_ledger import RoundLedger, num_ready_of_round
 
@@ -131,6 +140,20 @@ class Ledger:
             waiting_for_room=tuple(memory.waiting),
             is_over=self._store.is_over(),
         )
+
+    def lent(self) -> list[Lent]:
+        """Return what each producer makes. Its leases end `lease_timeout_s` after it was heard of."""
+        store = self._store
+        now, groups, heard = store.clock.now(), dict[str, list[int]](), dict[str, float]()
+        for flight in store.memory.flights.values():
+            if flight.task.partition == store.rules.partition:
+                groups.setdefault(flight.producer, []).append(flight.task.group)
+                since = flight.deadline - store.rules.lease_timeout_s
+                heard[flight.producer] = max(since, heard.get(flight.producer, since))
+        return [
+            Lent(producer=producer, groups=tuple(sorted(held)), silent_s=max(0.0, now - heard[producer]))
+            for producer, held in groups.items()
+        ]
 
     def commit_each(self, groups: Sequence[tuple[Task, Payload]]) -> list[CommitOutcome | TransitionError]:
         """Run `prompts.commit` for one group after the other; a refusal takes the group's place and stops no other."""

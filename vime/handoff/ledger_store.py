@@ -27,6 +27,7 @@ from vime.handoff.ledger_types import (
     Task,
     TransitionError,
 )
+from vime.handoff.slot_line import SlotLine
 
 MAX_LOG_BYTES, COMMITS_BETWEEN_LOOKS = 16 << 20, 64
 _EVENT = f"insert into history({LINE}, link) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -95,9 +96,7 @@ class Memory:
     holdings: dict[int, Holding] = field(default_factory=dict)
     too_old: int = 0  # groups refused at lease since the file was opened
     waiting: dict[Task, None] = field(default_factory=dict)  # tasks that wait for capacity, first come first
-    own_line: dict[tuple[str, str], float] = field(default_factory=dict)  # (producer, key) that wait for a slot: until
-    is_turn_of_prompts: bool = False  # the last slot went to an own group
-    prompts_wanted: float = 0.0  # until when somebody counts as waiting for a slot for a prompt
+    line: SlotLine = field(default_factory=SlotLine)  # who waits for a slot
     soonest: float = float("inf")  # the earliest deadline, or a time before it
 
     def fly(self, flight: Flight) -> None:

@@ -128,6 +128,15 @@ class OwnOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """The groups of the train partition that a producer makes now."""
+
+    producer: str
+    groups: tuple[int, ...]
+    silent_s: float  # since it was heard of: by a lease, a heartbeat or a put
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGrant:
     """`task`: the group, when the key has one; `waits_for`: what must happen first."""
 

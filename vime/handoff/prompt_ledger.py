@@ -51,8 +51,8 @@ _ISSUE_OWN = """insert into prompt_group(partition, grp, attempt, state, produce
 _OWN = """select grp, attempt, state, checksum, own_content from prompt_group indexed by own_group
     where producer = ? and own_key = ? order by grp desc limit 1"""
 OF_OWN = ""  # the request of an own group in flight: `issue` refuses it, so no lease has it
-OWN_WAIT_S = 10.0
-"""A producer that has not asked again for so long loses the place of its own group in the line for a slot."""
+_HELD = """select producer, count(*) from prompt_group indexed by open_group
+    where partition = ? and state in ('issued', 'retry', 'ready') and state != 'retry' group by producer"""
 _BACK = """update prompt_group set state = 'retry', admitted = 0, num_tokens = 0, num_bytes = 0, facts = null,
     reason = ?,
     partial_attempt = coalesce(?, partial_attempt), partial_checksum = coalesce(?, partial_checksum)
@@ -72,8 +72,10 @@ class PromptLedger:
         `end`.
 
         A call that is repeated with the same `request` (its response was lost) gets the same prompts. In the train
-        partition at most `max_slots` groups hold a slot. After a restore even a retry waits until the replayed rounds
-        before it are served, or its tokens would be too old when it is trained. No partition: the train one.
+        partition at most `max_slots` groups hold a slot. While others wait for one too, new prompts go to who holds the
+        fewest groups (slot_line.py); groups to be retried go to whoever asks, because a round waits for them. After a
+        restore even a retry waits until the replayed rounds before it are served, or its tokens would be too old when
+        it is trained. No partition: the train one.
         """
         if count < 1 or not producer or not request:
             raise HandoffError(f"issue of {count} prompts to {producer!r}, request {request!r}; expected 1 and names.")
@@ -97,7 +99,7 @@ class PromptLedger:
             memory.fly(Flight(task, producer, request, deadline))
         if tasks:
             return self._grant(tasks)
-        return self._no_prompt(number, is_at_end=is_at_end)
+        return self._no_prompt(producer, number, is_at_end=is_at_end)
 
     def issue_own(self, producer: str, key: str, content: str) -> OwnGrant:
         """Take the next number of the train partition for a group whose prompt `producer` brings itself, under a key of
@@ -105,8 +107,7 @@ class PromptLedger:
 
         Once a group was committed under a key, the same key means that group for the whole life of the run, and other
         content is refused. A group that was dropped before it was ever committed frees its key. Asking again renews the
-        deadline of a group in flight, or the place in the line for a slot. While both are waited for, slots go to this
-        line and to prompts in turn: neither takes all.
+        deadline of a group in flight, or the place in the line for a slot, which is that of prompts too.
         """
         if not producer or not key or not content:
             raise HandoffError(f"own group {key!r} of {producer!r}, content {content!r}: expected none to be empty.")
@@ -116,12 +117,9 @@ class PromptLedger:
             return known
         if store.is_over():
             return OwnGrant(outcome=OwnOutcome.OVER)
-        line = self._own_line()
-        ahead = [*line].index((producer, key)) if (producer, key) in line else len(line)
-        free = store.num_slots() - memory.usage.active - memory.usage.retry
-        if free - self._is_turn_of_prompts() <= ahead:
-            line[producer, key] = store.clock.now() + OWN_WAIT_S
-            return OwnGrant(outcome=OwnOutcome.WAITS, waits_for=self._no_slot())
+        if not self._share(producer, 1):
+            memory.line.wait(producer, key, 1, store.clock.now())
+            return OwnGrant(outcome=OwnOutcome.WAITS, waits_for=self._no_slot(producer))
         with store.transaction():
             [group] = store.one("select next_group from partition where id = ?", store.train_id)
             task = Task(partition, group, 1)
@@ -130,8 +128,7 @@ class PromptLedger:
             store.write("issued", store.train_id, group, 1, note=producer)
             store.write("own", store.train_id, group, 1, note=json.dumps({"key": key, "content": content}))
             memory.usage.active += 1
-        memory.is_turn_of_prompts = True
-        line.pop((producer, key), None)
+        memory.line.serve(producer, key)
         memory.fly(Flight(task, producer, OF_OWN, store.deadline()))
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
 
@@ -152,18 +149,15 @@ class PromptLedger:
         memory.flights[partition, group] = replace(memory.flights[partition, group], deadline=store.deadline())
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
 
-    def _own_line(self) -> dict[tuple[str, str], float]:
-        """Return the own groups that wait for a slot, first come first, without those that are not asked for any
-        more."""
-        line, now = self._store.memory.own_line, self._store.clock.now()
-        for place in [place for place, until in line.items() if until <= now]:
-            del line[place]
-        return line
+    def _share(self, producer: str, count: int) -> int:
+        """Return how many slots a call may take now for new groups of the train partition."""
+        store, usage = self._store, self._store.memory.usage
+        free = store.num_slots() - usage.active - usage.retry
+        return store.memory.line.share(producer, count, free=free, held=self._held, now=store.clock.now())
 
-    def _is_turn_of_prompts(self) -> bool:
-        """Whether the next slot is for somebody who waits for a prompt. Who has not asked for OWN_WAIT_S does not."""
-        memory = self._store.memory
-        return memory.is_turn_of_prompts and self._store.clock.now() < memory.prompts_wanted
+    def _held(self) -> dict[str, int]:
+        """Return by producer the groups that are being made or are ready."""
+        return dict(self._store.query(_HELD, self._store.train_id))
 
     def issued(self, producer: str, request: str) -> PromptGrant:
         """Return what this request of `issue` was given and the producer still has; nothing new."""
@@ -178,10 +172,9 @@ class PromptLedger:
         room = max(0, store.num_slots() - usage.active) if is_train else count
         retries = store.query(_RETRIES, number, min(count, room))
         [first] = store.one("select next_group from partition where id = ?", number)
+        num_new = count - len(retries)
         if is_train:
-            free = max(0, room - usage.retry)
-            room = max(free - len(self._own_line()), min(free, self._is_turn_of_prompts()))
-        num_new = min(count - len(retries), room)
+            num_new = self._share(producer, num_new)
         new = range(first, first + max(0, num_new if end is None else min(num_new, end - first)))
         for group, _ in retries:
             store.change(_ISSUE_AGAIN, producer, request, number, group)
@@ -190,10 +183,10 @@ class PromptLedger:
         if new:
             store.change("update partition set next_group = ? where id = ?", new.stop, number)
         if is_train:
-            if new:
-                store.memory.is_turn_of_prompts = False
-            elif not retries and num_new <= 0:
-                store.memory.prompts_wanted = store.clock.now() + OWN_WAIT_S
+            if retries or num_new:  # also where no prompt is left: a slot would be of no use
+                store.memory.line.serve(producer, request)
+            else:
+                store.memory.line.wait(producer, request, count, store.clock.now())
             usage.retry -= len(retries)
             usage.active += len(retries) + len(new)
         tasks = [Task(partition, group, attempt + 1) for group, attempt in retries]
@@ -301,8 +294,7 @@ class PromptLedger:
 
     def abandon(self, producer: str) -> int:
         """Note that `producer` is dead: its prompts go to others at once. Return how many."""
-        for place in [place for place in self._store.memory.own_line if place[0] == producer]:
-            del self._store.memory.own_line[place]
+        self._store.memory.line.leave(producer)
         tasks = [flight.task for flight in self._store.memory.flights.values() if flight.producer == producer]
         if tasks:
             self._give_back(tasks, f"producer {producer} lost")
@@ -354,18 +346,18 @@ class PromptLedger:
         prompts = tuple(issued_prompt(self._store, task) for task in tasks)
         return PromptGrant(prompts=prompts, serving=self._store.meta("serving", 0))
 
-    def _no_prompt(self, number: int, *, is_at_end: bool) -> PromptGrant:
+    def _no_prompt(self, producer: str, number: int, *, is_at_end: bool) -> PromptGrant:
         if number == self._store.train_id and self._store.is_over():
             return PromptGrant(prompts=(), is_exhausted=True)
         if is_at_end:
             is_done = self._store.one(_UNDER_WAY, number) is None
             why = "" if is_done else "the groups in flight: there is no new prompt, but one of them may come back"
             return PromptGrant(prompts=(), waits_for=why, is_exhausted=is_done)
-        return PromptGrant(prompts=(), waits_for=self._no_slot())
+        return PromptGrant(prompts=(), waits_for=self._no_slot(producer))
 
-    def _no_slot(self) -> str:
-        usage, line = self._store.memory.usage, self._store.memory.own_line
-        waiting = f", {len(line)} groups of jobs' own wait" if line else ""
+    def _no_slot(self, producer: str) -> str:
+        usage, others = self._store.memory.usage, self._store.memory.line.others(producer, self._store.clock.now())
+        waiting = f", {others} other producers wait too and who holds the fewest groups is first" if others else ""
         return (
             f"a slot: {usage.active} groups hold one and {usage.retry} to be retried, of {self._store.num_slots()}"
             f"{waiting}; a served round or a dropped group frees one"

@@ -17,6 +17,7 @@ from pathlib import Path
 from vime.observability.events import outcome, read_events
 from vime.observability.waits import RunProcess, SeenWait, State, read_run
 from vime.types import DataError
+from vime.utils.waits import JOB
 
 SAMPLE_S = 0.5
 PATIENCE_S = 30.0
@@ -24,6 +25,8 @@ PATIENCE_S = 30.0
 OVERDUE_S = 2.0
 GONE_BEFORE_S = 12.0
 """A process last seen this long before the driver did not die with it: files are touched every 5 s."""
+GONE_SHARE = 0.5
+"""Part of a lease that a job outside may be silent: it is to send a heartbeat every quarter, so it missed two."""
 ROOT = "driver"
 
 
@@ -93,9 +96,10 @@ def judge(processes: Sequence[RunProcess], ended: str) -> Verdict:
     chain = min(_chains(by_name, driver), key=_rank, default=None) or _circle(by_name, driver)
     is_stuck = chain.kind in STUCK_AT_ONCE or (chain.kind in STUCK_AFTER_PATIENCE and chain.age_s >= PATIENCE_S)
     line = _told(chain, by_name)
-    unnoticed = [process for process in processes if process.state in (State.DEAD, State.STOPPED)]
+    unnoticed = [_condition(each) for each in processes if each.state in (State.DEAD, State.STOPPED)]
+    unnoticed += _gone_jobs(processes)
     if not is_stuck and unnoticed:
-        others = "; ".join(_condition(process) for process in unnoticed)
+        others = "; ".join(unnoticed)
         return Verdict(is_stuck=True, line=f"{others}; meanwhile {line}", processes=tuple(processes))
     return Verdict(is_stuck=is_stuck, line=line, processes=tuple(processes))
 
@@ -238,6 +242,19 @@ def _condition(process: RunProcess) -> str:
     if process.work:
         return f"{process.name} has been at '{process.work[-1].name}' for {process.work[-1].age_s:.0f} s"
     return f"{process.name} is at work"
+
+
+def _gone_jobs(processes: Sequence[RunProcess]) -> list[str]:
+    """Say of each job outside that has groups and is silent what it has, when others get them, and what to do."""
+    return [
+        f"job {owner.removeprefix(JOB)}, outside the run, has {wait.name} and has not been heard of for "
+        f"{wait.age_s:.0f} s; its leases end in {max(0.0, wait.deadline_s - wait.age_s):.0f} s, and others get them. "
+        "If it is dead, start it again with its token, and they get them at once; `vime producers RUN` shows every job"
+        for process in processes
+        for wait in process.waits
+        for owner in wait.owners
+        if owner.startswith(JOB) and wait.deadline_s is not None and wait.age_s > GONE_SHARE * wait.deadline_s
+    ]
 
 
 def _last_words(by_name: dict[str, RunProcess], ended: str) -> str:

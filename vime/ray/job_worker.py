@@ -146,6 +146,7 @@ class JobWorker(GroupWorker):
     async def _take(self) -> list[Assignment]:
         """Waits for: weights, slots, and a place among the prompts in progress. Unblocked by: the gateway, and groups
         that end."""
+        request = uuid.uuid4().hex  # one name until it gets something: it is one place in the line
         while not self._is_ending:
             wanted = self._max_running - len(self._running)
             if wanted < 1:
@@ -153,7 +154,7 @@ class JobWorker(GroupWorker):
                 with waiting("a prompt in progress to end", "engine", deadline_s=None):
                     await self._ended.wait()
                 continue
-            call = m.LeasePrompts(request=uuid.uuid4().hex, count=wanted, wait_s=LEASE_WAIT_S)
+            call = m.LeasePrompts(request=request, count=wanted, wait_s=LEASE_WAIT_S)
             granted = await self._client.call("/v1/leases", call, m.Prompts, longer_s=LEASE_WAIT_S)
             if granted.is_exhausted:  # before the look at the weights: the gateway may be gone in a moment
                 self._over.set()

@@ -26,6 +26,7 @@ from vime.handoff.spool_check import check_spool
 from vime.observability.logs import setup_logging
 from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import LEDGER_CPUS
+from vime.ray.lease_waits import LeaseWaits
 from vime.ray.waits import Result, wait_for, wait_for_async
 from vime.types import VimeError
 from vime.utils.failpoints import Point, failpoint
@@ -42,6 +43,7 @@ class LedgerActor:
         self._run_dir, self._train = Path(run_dir), rules.partition
         setup_logging(self._run_dir, "ledger")
         self._ledger = Ledger(self._run_dir / LEDGER_NAME, rules, clock=time.monotonic, synchronous=synchronous)
+        self._lease_waits = LeaseWaits(rules.lease_timeout_s)
         self._expiring: asyncio.Task[None] | None = None
         self._news = asyncio.Condition()
         self._notified = self._ledger.sequence  # the last line of the history that waiters were notified of
@@ -95,11 +97,13 @@ class LedgerActor:
         return os.getpid()
 
     async def _expire(self) -> None:
-        """Let time pass also while nothing calls the ledger. Waits for: the clock. Ends with the actor."""
+        """Let time pass also while nothing calls the ledger, and show what jobs outside owe. Waits for: the clock. Ends
+        with the actor."""
         while True:
             await asyncio.sleep(EXPIRE_INTERVAL_S)
             try:
                 self._ledger.expire()
+                self._lease_waits.show(self._ledger.lent())
             except VimeError as error:  # a full disk: logged, and tried again
                 logger.error("overdue leases could not be taken back: %s", error)
             await self._tell()

@@ -29,6 +29,7 @@ from vime.handoff.ledger_port import LedgerPort
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGrant, RoundOrder, Task, TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.receipts import group_content
+from vime.handoff.slot_line import WAIT_S
 from vime.observability.events import span
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.convert import encoded_group
@@ -137,7 +138,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
         """Waits for: slots, and for this worker's share of them. Unblocked by: a group that ends, or the driver, which
         releases the slots of a round. Returns nothing when the worker stops: what it gives back is for other
         workers."""
-        seen = -1
+        seen, request = -1, uuid.uuid4().hex  # one name until it gets something: it is one place in the line
         with waiting("a slot for a prompt", "driver", deadline_s=None):
             while not self._abort_scope.is_set:
                 wanted = min(
@@ -148,13 +149,13 @@ class RolloutWorker(GroupWorker, StoresGroups):
                     await self._wait_until_one_ends()
                     continue
                 grant: PromptGrant = await self._ledger.call_async(
-                    PromptLedger.issue, self.name, wanted, request=uuid.uuid4().hex
+                    PromptLedger.issue, self.name, wanted, request=request
                 )
                 self.waits_for = grant.waits_for
                 if grant.prompts:
                     failpoint(Point.ISSUE)
                     return [self._assignment(issued, grant.serving) for issued in grant.prompts]
-                seen = await self._ledger.wait_for_news_async(seen, NEWS_S, slots=1)
+                seen = await self._ledger.wait_for_news_async(seen, WAIT_S / 2, slots=1)
         return []
 
     def _assignment(self, issued: IssuedPrompt, serving: Version) -> Assignment:

@@ -17,7 +17,7 @@ from vime.handoff.ledger_store import count_usage
 from vime.handoff.ledger_types import RoundOrder, StalePolicy
 from vime.types import VimeError
 
-PRODUCERS, HOLDERS = st.sampled_from(["p", "q"]), st.sampled_from(["t", "u"])
+PRODUCERS, HOLDERS = st.sampled_from(["p", "q", "r"]), st.sampled_from(["t", "u"])
 PARTITIONS = st.sampled_from(["train", "train", "train", "eval/x"])
 PICK = st.integers(min_value=0, max_value=10**6)
 
@@ -65,7 +65,7 @@ class LedgerMachine(RuleBasedStateMachine):
         request = str(self.requests)
         got, expected = self.both(
             lambda: self.ledger.prompts.issue(producer, count, request=request, partition=partition),
-            lambda: self.model.issue(producer, count, partition),
+            lambda: self.model.issue(producer, count, partition, str(self.requests)),
         )
         tasks = [(prompt.task, prompt.partial and prompt.partial[0].attempt) for prompt in got.prompts]
         assert tasks == expected

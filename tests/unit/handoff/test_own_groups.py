@@ -21,7 +21,7 @@ from tests.helpers.ledger_cases import (
 from vime.handoff.audit_history import History, Line
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import LateAttemptError, OwnGrant, OwnOutcome, StalePolicy, State, Task, TransitionError
-from vime.handoff.prompt_ledger import OWN_WAIT_S
+from vime.handoff.slot_line import WAIT_S
 
 
 def own(ledger: Ledger, key: str = "k", content: str = "c", producer: str = "external/job") -> OwnGrant:
@@ -85,27 +85,28 @@ def test_a_group_in_flight_is_no_lease_and_ends_when_its_key_is_not_asked_for_ag
     checked(tmp_path)
 
 
-def test_slots_bound_them_and_one_that_waits_is_before_those_who_want_prompts(tmp_path: Path) -> None:
+def test_slots_bound_them_and_they_wait_in_the_line_of_those_who_want_prompts(tmp_path: Path) -> None:
     clock = Clock()
-    ledger = open_ledger(tmp_path, clock, max_slots=3, lease_timeout_s=100 * OWN_WAIT_S)
+    ledger = open_ledger(tmp_path, clock, max_slots=3, lease_timeout_s=100 * WAIT_S)
     tasks = issue(ledger, 3)
     assert [outcome(ledger, key) for key in ("a", "b")] == [OwnOutcome.WAITS] * 2
     assert "3 groups hold one" in own(ledger, "a").waits_for
     ledger.prompts.drop(tasks[0], "filter")
-    assert (issue(ledger, 1), outcome(ledger, "b")) == ([], OwnOutcome.WAITS)
+    assert issue(ledger, 1) == [], "p holds 2, and the job none"
     assert outcome(ledger, "a") == OwnOutcome.ISSUED
     ledger.prompts.retry(tasks[1], "aborted")
     assert outcome(ledger, "b") == OwnOutcome.WAITS, "a group that is to be issued again keeps its slot"
     assert issue(ledger, 1) == [Task("train", 1, 2)], "and is not behind those who wait for one: both would for ever"
     ledger.prompts.drop(tasks[2], "filter")
-    assert outcome(ledger, "b") == OwnOutcome.WAITS, "the last slot went to one of these"
-    [prompt] = issue(ledger, 1)
-    ledger.prompts.drop(prompt, "filter")
-    assert issue(ledger, 1) == [], "and the last one to a prompt"
+    assert "1 other producers wait" in ledger.prompts.issue("p", 1, request="more").waits_for, "1 each; b came first"
+    assert outcome(ledger, "b") == OwnOutcome.ISSUED
+    assert (outcome(ledger, "c"), issue(ledger, 1)) == (OwnOutcome.WAITS, [])
+    ledger.prompts.drop(Task("train", 1, 2), "filter")
+    assert outcome(ledger, "c") == OwnOutcome.WAITS, "the job holds 2, and p none"
     for _ in range(4):
-        clock.time += OWN_WAIT_S / 3
+        clock.time += WAIT_S / 3
         ledger.status()  # the clock counts small steps only
-    assert len(issue(ledger, 2)) == 1, "who does not ask any more has no place in the line"
+    assert outcome(ledger, "c") == OwnOutcome.ISSUED, "who does not ask any more has no place in the line"
     ledger.close()
     checked(tmp_path)
 
@@ -113,7 +114,7 @@ def test_slots_bound_them_and_one_that_waits_is_before_those_who_want_prompts(tm
 def test_slots_go_to_own_groups_and_to_prompts_in_turn_while_both_are_waited_for(tmp_path: Path) -> None:
     """A job whose own groups cost it no time took every slot, and one beside it brought 1 group of 544."""
     clock = Clock()
-    ledger = open_ledger(tmp_path, clock, max_slots=1, lease_timeout_s=100 * OWN_WAIT_S)
+    ledger = open_ledger(tmp_path, clock, max_slots=1, lease_timeout_s=100 * WAIT_S)
     [held], given = issue(ledger, 1), []
     for number in range(8):
         key = f"k{sum(kind == 'own' for kind in given)}"
@@ -133,7 +134,7 @@ def test_slots_go_to_own_groups_and_to_prompts_in_turn_while_both_are_waited_for
 
 def test_who_has_stopped_asking_for_prompts_keeps_no_slot_from_own_groups(tmp_path: Path) -> None:
     clock = Clock()
-    ledger = open_ledger(tmp_path, clock, max_slots=1, lease_timeout_s=100 * OWN_WAIT_S)
+    ledger = open_ledger(tmp_path, clock, max_slots=1, lease_timeout_s=100 * WAIT_S)
     [held] = issue(ledger, 1)
     assert (outcome(ledger, "a"), issue(ledger, 1)) == (OwnOutcome.WAITS, [])
     ledger.prompts.drop(held, "filter")
@@ -142,7 +143,7 @@ def test_who_has_stopped_asking_for_prompts_keeps_no_slot_from_own_groups(tmp_pa
     ledger.prompts.drop(task, "filter")
     assert outcome(ledger, "b") == OwnOutcome.WAITS, "it is the turn of prompts"
     for _ in range(4):
-        clock.time += OWN_WAIT_S / 3
+        clock.time += WAIT_S / 3
         ledger.status()
     assert outcome(ledger, "b") == OwnOutcome.ISSUED
     ledger.close()

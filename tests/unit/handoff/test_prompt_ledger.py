@@ -314,3 +314,17 @@ def test_a_run_that_ended_normally_is_not_changed_by_a_restore(tmp_path):
     assert (ledger.status(), ledger.needed_payloads()) == before
     ledger.close()
     assert checked(tmp_path, checkpoint_round=1).groups == {"durable": 4}
+
+
+def test_what_each_producer_makes_and_since_when_it_is_silent(ledger, clock):
+    issue(ledger, 2, "external/a")
+    clock.time += 4.0
+    issue(ledger, 1, "external/a")
+    [evaluated, kept] = [*issue(ledger, 1, "b", "eval/x"), *issue(ledger, 1, "b")]
+    clock.time += 1.0
+    lent = {each.producer: (each.groups, each.silent_s) for each in ledger.lent()}
+    assert lent == {"external/a": ((0, 1, 2), 1.0), "b": ((3,), 1.0)}, "heard of by its newest call; eval is no lease"
+    ledger.prompts.heartbeat("external/a")
+    ledger.prompts.commit(kept, payload(3))
+    assert [(each.producer, each.silent_s) for each in ledger.lent()] == [("external/a", 0.0)]
+    assert evaluated.partition == "eval/x"

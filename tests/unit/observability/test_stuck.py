@@ -287,3 +287,30 @@ def test_ranks_that_all_wait_for_all_others_are_looked_at_once_each():
     assert found.is_stuck
     assert found.line.endswith("from trainer-4095; trainer-4095 (pid 100) is STOPPED")
     assert len(links) == 1
+
+
+def owes(name: str, *, age_s: float) -> SeenWait:
+    return wait("groups 3, 5", f"job://{name}", age_s=age_s, deadline_s=60.0)
+
+
+def test_a_job_outside_that_is_silent_for_half_of_its_lease_is_named_with_its_groups_and_what_to_do() -> None:
+    manager = process("rollout-manager", wait("the groups of round 3", age_s=43))
+    for silent_s, is_stuck in ((30.0, False), (31.0, True), (61.0, True)):
+        ledger = process("ledger", owes("job-a", age_s=silent_s), owes("job-b", age_s=4.0))
+        found = verdict(GENERATION, manager, ledger)
+        assert found.is_stuck == is_stuck
+        assert ("job-a" in found.line, "job-b" in found.line) == (is_stuck, False)
+    assert "its leases end in 0 s" in found.line
+    found = verdict(GENERATION, manager, process("ledger", owes("job-a", age_s=43.0)))
+    assert found.line == (
+        "job job-a, outside the run, has groups 3, 5 and has not been heard of for 43 s; its leases end in 17 s, and "
+        "others get them. If it is dead, start it again with its token, and they get them at once; `vime producers "
+        "RUN` shows every job; meanwhile driver waits 43 s for 'a round of generation' from rollout-manager; "
+        "rollout-manager waits 43 s for 'the groups of round 3' in itself"
+    )
+
+
+def test_a_stopped_engine_explains_a_run_before_a_job_that_is_silent() -> None:
+    stopped = process("engine-0", state=State.STOPPED)
+    found = verdict(GENERATION, MANAGER, process("router"), stopped, process("ledger", owes("job-a", age_s=50.0)))
+    assert (found.is_stuck, "STOPPED" in found.line) == (True, True)
