@@ -125,20 +125,18 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, help="(default: the run's)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    policy = Policy(args.model)
+    policy, request, answer = Policy(args.model), uuid.uuid4().hex, {"lags": "the first weights", "is_exhausted": False}
     gateway = Gateway(base_url=args.address, headers={"authorization": f"Bearer {args.token}"}, timeout=60)
     run = gateway.call("POST", "/v1/producers/register", {"model": args.model, "engines": 1}).json()
     temperature = run["temperature"] if args.temperature is None else args.temperature
     threading.Thread(target=beat, args=(gateway, run["lease_timeout_s"] / 4), daemon=True).start()
-    answer = {"lags": "the first weights", "is_exhausted": False}
-    request = uuid.uuid4().hex  # the same until it brings a prompt: it is the job's place in the line
     try:
         while not answer["is_exhausted"]:
             try:
                 if answer["lags"]:
                     policy.load(gateway)
                 answer = gateway.call("POST", "/v1/leases", {"request": request, "wait_s": 20}).json()
-                request = uuid.uuid4().hex if answer["prompts"] else request
+                request = uuid.uuid4().hex if answer["prompts"] else request  # else it keeps its place in the line
                 for prompt in answer["prompts"]:
                     samples = policy.generate(prompt, args.max_new_tokens, temperature)
                     gateway.call("POST", "/v1/groups", {"lease": prompt["lease"], "samples": samples})
