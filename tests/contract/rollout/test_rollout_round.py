@@ -9,6 +9,7 @@ from tests.helpers.kept import round_groups
 from tests.helpers.rollout_setup import make_args, write_jsonl
 from tests.helpers.scripted_engine import Hang, Reply, ScriptedEngine
 from vime.observability.samples import read_fates, read_round
+from vime.rollout import evaluate
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.sample_recorder import RECORDER
 from vime.rollout.vllm_rollout import close_generation, generate_rollout, generation_progress
@@ -290,13 +291,13 @@ def test_what_a_buffer_filter_forgets_is_counted_as_dropped(play):
 
 def test_evaluation_sets_share_one_deadline(play, tmp_path, monkeypatch):
     own = [write_jsonl(tmp_path / f"{letter}.jsonl", [{"input": letter, "label": letter}]) for letter in "ij"]
-    deadlines = []
+    deadlines, evaluate_set = [], evaluate._evaluate
 
-    async def note(one, _rollout_id, _prompts, ends):
+    async def note(one, rollout_id, prompts, ends):
         deadlines.append((one.name, ends))
-        return [], 0
+        return await evaluate_set(one, rollout_id, prompts, ends)
 
-    monkeypatch.setattr("vime.rollout.evaluate._evaluate", note)
+    monkeypatch.setattr(evaluate, "_evaluate", note)
     with ScriptedEngine(echo_first_sample) as engine:
         play(engine, "--eval-prompt-data", "first", own[0], "second", own[1], evaluation=True)
     assert [name for name, _ in deadlines] == ["first", "second"]
