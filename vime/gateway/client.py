@@ -30,6 +30,8 @@ PATIENCE_S = 600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 PART_BYTES = 32 << 20
 MSGPACK = "application/msgpack"
+UNCONFIRMED = "unconfirmed_version"
+"""May be repeated, but only after this job has reported its weights: alone it would be refused until patience ends."""
 
 
 class GatewayAwayError(LostError):
@@ -37,7 +39,7 @@ class GatewayAwayError(LostError):
 
 
 class RefusedError(VimeError):
-    """A call that would be refused again. `code`: as in docs/producer-protocol.md."""
+    """A call that would be refused again, unless the job acts first. `code`: as in docs/producer-protocol.md."""
 
     def __init__(self, path: str, body: m.ErrorBody) -> None:
         super().__init__(f"{path}: {body.what} Got {body.got}; expected {body.expected}. {body.next}")
@@ -118,7 +120,7 @@ class GatewayClient:
                     if response.status in (200, 206):
                         return response
                     refusal = _refusal(path, response)
-                    if refusal is not None and not refusal.may_repeat:
+                    if refusal is not None and (not refusal.may_repeat or refusal.code == UNCONFIRMED):
                         raise RefusedError(path, refusal)
                     problem = response.described() if refusal is None else f"{refusal.code}: {refusal.what}"
                 if time.monotonic() > ends:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from vime.config.parse import Args
 from vime.gateway import messages as m
-from vime.gateway.client import GatewayClient, RefusedError
+from vime.gateway.client import UNCONFIRMED, GatewayClient, RefusedError
 from vime.handoff.ledger_types import Task
 from vime.rollout.generation import eval_sampling_params
 from vime.rollout.group_worker import Assignment, GroupWorker
@@ -119,8 +119,8 @@ class JobWorker(GroupWorker):
             raise EngineError(f"evaluation {prompt.set}, prompt {prompt.group}: ended {unusable[0]}.")
         given = [] if error else [self._given(sample, ()) for sample in samples]
         try:
-            call = m.PutEvaluated(lease=prompt.lease, samples=given, error=error[:2000])
-            await self._client.call("/v1/evaluation/groups", call, m.Evaluated)
+            put = m.PutEvaluated(lease=prompt.lease, samples=given, error=error[:2000])
+            await self._put("/v1/evaluation/groups", put, m.Evaluated)
         except RefusedError as refused:
             if refused.code not in LOST:
                 raise
@@ -191,17 +191,19 @@ class JobWorker(GroupWorker):
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
         """Put the group; it counts when this returns."""
         given = [self._given(sample, self._registered.extra_fields) for sample in samples]
-        put = m.PutGroup(lease=self._leases[assignment.task], samples=given)
-        try:
-            await self._client.call("/v1/groups", put, m.Put)
-        except RefusedError as error:
-            if error.code != "unconfirmed_version":
-                raise
-            # The gateway was started again, and asks what it forgot: every version whose tokens may still come.
-            for version in sorted({span.version for sample in samples for span in sample.token_policy_versions}):
-                await self._weights.report(version)
-            await self._client.call("/v1/groups", put, m.Put)
+        await self._put("/v1/groups", m.PutGroup(lease=self._leases[assignment.task], samples=given), m.Put)
         self.stats.committed_groups += 1
+
+    async def _put(self, path: str, put: m.PutGroup | m.PutEvaluated, kind: type[m.Put] | type[m.Evaluated]) -> None:
+        """A gateway that was started again asks what it forgot: every version whose tokens may still come."""
+        try:
+            await self._client.call(path, put, kind)
+        except RefusedError as error:
+            if error.code != UNCONFIRMED:
+                raise
+            for version in sorted({version for sample in put.samples for *_, version in sample.versions}):
+                await self._weights.report(version)
+            await self._client.call(path, put, kind)
 
     async def note_dropped(self, assignment: Assignment, reason: str) -> None:
         await self._end("/v1/leases/drop", assignment, reason)

@@ -207,7 +207,7 @@ class RemoteWorkers:
         ends = time.monotonic() + deadline_s
         with waiting("the gateway to offer weights", PROCESS, deadline_s=deadline_s):
             while time.monotonic() < ends:
-                gateway = next((host.gateway for host in self._alive() if host.gateway is not None), None)
+                gateway = self._gateway()
                 if gateway is not None:
                     try:
                         [report] = wait_for(
@@ -234,7 +234,7 @@ class RemoteWorkers:
         warned = ""
         with waiting("an evaluation by jobs outside", "external job", deadline_s=deadline_s):
             while time.monotonic() < began + deadline_s:
-                gateway = next((host.gateway for host in self._alive() if host.gateway is not None), None)
+                gateway = self._gateway()
                 if gateway is not None:
                     try:
                         [said] = wait_for(
@@ -338,6 +338,10 @@ class RemoteWorkers:
     def _alive(self) -> list[_Host]:
         with self._lock:
             return list(self._hosts)
+
+    def _gateway(self) -> Actor[GatewayActor] | None:
+        """Return the gateway; None until the one that takes the place of a dead one has been started."""
+        return next((host.gateway for host in self._alive() if host.gateway is not None), None)
 
     def _host(self, number: int) -> _Host:
         return next(host for host in self._alive() if host.number == number)

@@ -29,6 +29,17 @@ async def reward(args, sample, **kwargs):
     await asyncio.sleep(3.0)
     return float(len(set(sample.tokens)) % 3)
 '''
+MARKED_REWARD = '''"""Say that an answer is being scored, and take three seconds for it."""
+
+import asyncio
+import pathlib
+
+
+async def reward(args, sample, **kwargs):
+    pathlib.Path("{marker}").touch()
+    await asyncio.sleep(3.0)
+    return 1.0
+'''
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""
 
 
@@ -115,6 +126,35 @@ def test_a_job_in_place_of_the_inside_worker_gives_the_same_bits_also_after_the_
     report = audit_run(run, saved=newest_checkpoint(run), claims=partial(read_claims, run))
     assert report.findings == ()
     assert report.groups["durable"] == 4 * ROUNDS
+
+
+@pytest.mark.timeout(600)
+def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """The job has its results, and weights that the new gateway does not know of, when the old one is gone."""
+    address, run, marker = gateway_address(), tmp_path / "run", tmp_path / "is_scored"
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(MARKED_REWARD.format(marker=marker))
+    flags = [*tiny_task.flags(), "--num-rollout", "1", "--rollout-num-engines", "0"]
+    prompts = f"{flags[flags.index('--prompt-data') + 1]}@[0:3]"
+    flags += ["--transferqueue-mode", "external", "--transferqueue-address", address]
+    flags += ["--eval-prompt-data", "held_out", prompts, "--eval-interval", "1", "--n-samples-per-eval-prompt", "2"]
+    reward = ["--custom-rm-path", f"{plugin}:reward"]
+    job = produce(tmp_path / "job", address, "job-a", [*job_flags(tiny_task), *reward], run=run)
+    training = Training("train.py", flags, run)
+    ends = time.monotonic() + 240
+    while not marker.exists():
+        assert time.monotonic() < ends, training.so_far().output
+        time.sleep(0.05)
+    training.kill_member("GatewayActor")
+    finished = training.finish()
+    assert finished.code == 0, finished.output
+    assert "evaluation before round 0: by jobs outside" in finished.output
+    assert len(finished.events("worker_lost")) == 1
+    found = evaluated(run)
+    assert list(found) == ["held_out_0.jsonl", "held_out_1.jsonl"]
+    assert [len(samples) for samples in found.values()] == [6, 6]
+    ended = job.finish(deadline_s=60)
+    assert ended.code == 0, ended.output
 
 
 @pytest.fixture
