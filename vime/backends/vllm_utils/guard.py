@@ -7,6 +7,9 @@ leaves its EngineCore behind for ever otherwise, with the GPU memory it holds.
 
 SIGTERM is passed on to the server, which then has GRACE_S to end. The exit code is the server's (128 + signal).
 
+vLLM puts the sockets between its processes into the directory for temporary files and leaves them there when it is
+killed. Here they go to a directory of their own, which is removed behind the server.
+
 PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child ends, and an owner may start
 servers from a pool.
 """
@@ -17,14 +20,17 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 PR_SET_PDEATHSIG = 1
 GROUP_ATTEMPTS = 20
 DIE_WITH_PARENT = "VIME_DIE_WITH_PARENT"
+SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 def die_with_parent() -> None:
@@ -81,6 +87,8 @@ def main(grace_s: float, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     weigh_session(os.getpid())
+    sockets = tempfile.mkdtemp(prefix="vime-")  # a short name: the path of a socket has at most 107 characters
+    os.environ.setdefault(SOCKETS, sockets)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     left_s: float | None = None
     while server.poll() is None:
@@ -96,6 +104,7 @@ def main(grace_s: float, command: list[str]) -> int:
     while kill_session(os.getpid(), spare=os.getpid()):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
+    shutil.rmtree(sockets, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 
