@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vime.backends.vllm_utils.guard import SOCKETS, session_members
+from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
 from vime.config.parse import Config
 from vime.ray.cluster import GENERATION_NICENESS, yield_to_trainers
@@ -40,11 +40,6 @@ def make_server(tmp_path: Path, *arguments: str, code: str = SERVER) -> ServerPr
         ready_url=f"http://127.0.0.1:{port}/",
         grace_s=0.3,
     )
-
-
-def sockets_of(server: ServerProcess) -> Path:
-    [process, _] = server_and_child(server)
-    return Path(process.environ()[SOCKETS])
 
 
 def server_and_child(server: ServerProcess) -> list[psutil.Process]:
@@ -116,13 +111,14 @@ def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
     assert_gone(processes)
 
 
-def test_sockets_that_a_killed_server_leaves_are_removed(server):
-    sockets = sockets_of(server)
-    assert sockets.stat().st_mode & 0o077 == 0
-    (sockets / "left-behind").touch()
-    server_and_child(server)[0].kill()
+def test_temporary_files_that_a_killed_server_leaves_are_removed(server):
+    [process, _] = server_and_child(server)
+    temporary = Path(process.environ()["TMPDIR"])
+    assert temporary.stat().st_mode & 0o077 == 0
+    (temporary / "left-behind").touch()
+    process.kill()
     psutil.wait_procs([psutil.Process(server.pid)], timeout=DEADLINE_S)
-    assert not sockets.exists()
+    assert not temporary.exists()
 
 
 def test_stop_may_be_called_twice_and_check_says_that_it_was_stopped(server):

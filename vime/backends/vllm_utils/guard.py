@@ -7,8 +7,8 @@ leaves its EngineCore behind for ever otherwise, with the GPU memory it holds.
 
 SIGTERM is passed on to the server, which then has GRACE_S to end. The exit code is the server's (128 + signal).
 
-vLLM puts the sockets between its processes into the directory for temporary files and leaves them there when it is
-killed. Here they go to a directory of their own, which is removed behind the server.
+vLLM leaves files in the directory for temporary files: the sockets between its processes when it is killed, and how
+they first met always. The server gets a directory of its own for them, which is removed behind it.
 
 PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child ends, and an owner may start
 servers from a pool.
@@ -30,7 +30,6 @@ import time
 PR_SET_PDEATHSIG = 1
 GROUP_ATTEMPTS = 20
 DIE_WITH_PARENT = "VIME_DIE_WITH_PARENT"
-SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 def die_with_parent() -> None:
@@ -87,9 +86,9 @@ def main(grace_s: float, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     weigh_session(os.getpid())
-    sockets = tempfile.mkdtemp(prefix="vime-")  # a short name: the path of a socket has at most 107 characters
-    os.environ.setdefault(SOCKETS, sockets)
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    temporary = tempfile.mkdtemp(prefix="vime-")  # a short name: the path of a socket has at most 107 characters
+    environment = {**os.environ, "TMPDIR": temporary}
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     left_s: float | None = None
     while server.poll() is None:
         ready, _, _ = select.select([wake_read, sys.stdin], [], [], left_s)
@@ -104,7 +103,7 @@ def main(grace_s: float, command: list[str]) -> int:
     while kill_session(os.getpid(), spare=os.getpid()):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
-    shutil.rmtree(sockets, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 
