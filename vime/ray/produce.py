@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 
 from vime.config.parse import Config, dump
+from vime.config.rollout import LEASED_PROMPTS
 from vime.gateway import messages as m
 from vime.gateway.client import GatewayAwayError, GatewayClient
-from vime.observability.events import open_events
+from vime.observability.events import EventKind, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 TOKEN_VARIABLE = "VIME_TOKEN"
-OF_EVERY_JOB = ("--debug-rollout-only", "--data-source-path", "vime.rollout.leased.LeasedPrompts", "--num-rollout", "1")
+OF_EVERY_JOB = ("--debug-rollout-only", "--data-source-path", LEASED_PROMPTS, "--num-rollout", "1")
 """What the flags of a run must say where nothing is trained and prompts come from elsewhere."""
 POLL_S, STOP_S, CONFIRM_S = 0.25, 20.0, 60.0
 INTERRUPTED = 130
@@ -139,17 +140,21 @@ def main(address: str, flags: Sequence[str]) -> int:
             return ConfigError.exit_code
         program.adopt_orphans()
         setup_logging(run_dir.path, "driver")
-        open_events(run_dir.path, "driver")
+        events = open_events(run_dir.path, "driver")
+        events.emit(EventKind.RUN_STARTED)
         screen = Screen(run_dir=run_dir.path)
         with Interrupts() as interrupts:
             try:
                 _run(config, run_dir.path, GatewayClient(address, token), screen, interrupts)
             except (Interrupted, KeyboardInterrupt):
+                events.emit(EventKind.RUN_FAILED, error="interrupted")
                 screen.failed("stopped; the leases of this job went back to the run.")
                 return INTERRUPTED
             except VimeError as error:
+                events.emit(EventKind.RUN_FAILED, error=str(error))
                 screen.failed(f"{error}\nLogs: {run_dir.path / 'logs'}")
                 return error.exit_code
+        events.emit(EventKind.RUN_FINISHED)
         screen.note("the run has no prompt left: done")
         return 0
 
