@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ray import ObjectRef
 
+from vime.config.model_files import update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
 from vime.handoff.receipts import ReceiptFile
@@ -242,7 +243,7 @@ class Components:
             [self.parts.manager.ask(RolloutManager.serve_to_jobs, version)],
             name="weights for jobs outside to be read back",
             owner="gateway",
-            deadline_s=self.config.weights.update_weight_timeout_secs + GRACE_S,
+            deadline_s=update_deadline_s(self.config) + GRACE_S,
             on_poll=self._poll(interruptible=False),
         )
         return report
