@@ -3,9 +3,9 @@ r"""What a weight update costs: HTTP calls, milliseconds in which engines do not
     .venv/bin/python benchmarks/publish.py [--updates 20] [--turns 5] [--engines 1] [--transport shm] \
         [--model DIR] [--checkout DIR ...]
 
-The quick start's model, or --model, goes to real vLLM engines, again and again, from one process as a trainer rank does it. With
-several checkouts each has engines of its own and they take turns, so that a machine whose speed drifts slows all of
-them alike. Medians of the turns; a turn is `--updates` updates.
+The quick start's model, or --model, goes to real vLLM engines, again and again, from one process as a trainer rank does
+it. With several checkouts each has engines of its own and they take turns, so that a machine whose speed drifts slows
+all of them alike. Medians of the turns; a turn is `--updates` updates.
 """
 
 import argparse

@@ -10,12 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vime.types import ConfigError
-
-if TYPE_CHECKING:
-    from vime.config.parse import Config
 
 INDEX = "model.safetensors.index.json"
 TRAINABLE = ("F32", "F16", "BF16", "F64")
@@ -63,14 +59,6 @@ def read_headers(directory: str, *, flag: str) -> dict[str, TensorHeader]:
                 "transformers writes them; copy the file again from where it came from, and compare the sizes."
             ) from error
     return found
-
-
-def update_deadline_s(config: Config) -> float:
-    """The deadline of one weight update: --update-weight-timeout-secs, and a second for each whole GB that travels.
-    That is taken as twice the checkpoint's files: bf16 may be trained and sent in fp32."""
-    files = Path(config.model.hf_checkpoint).expanduser().glob("*.safetensors")
-    sent = 2 * sum(file.stat().st_size for file in files)
-    return config.weights.update_weight_timeout_secs + sent // 10**9
 
 
 def _weight_files(path: Path, where: str) -> list[str]:
