@@ -9,6 +9,7 @@ nccl has run in the tests of `tests/gpu` alone; what it adds to gloo's code is `
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +40,6 @@ class BroadcastGroup(Protocol):
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
 
     def abort(self) -> None: ...
-
-
-_abandoned: list[tuple[BroadcastGroup, dist.Work | None]] = []
 
 
 class BroadcastSender(BucketSender):
@@ -100,7 +98,6 @@ class BroadcastSender(BucketSender):
         group = _joined(self._group)
         answer: Future[None] | None = None
         travelling: Future[object] | None = None
-        work: dist.Work | None = None
         try:
             for _, buffer in filled:
                 if answer is None:
@@ -114,11 +111,8 @@ class BroadcastSender(BucketSender):
                 self._wait(travelling, answer)
                 self._wait(answer, answer)
         except BaseException:
-            # Giving up the group would wait for a broadcast that no engine may take any more: until the timeout, or
-            # until the engines are stopped. Keep it instead, so that the error comes out now.
-            _abandoned.append((group, work))
             self._group = None
-            in_background("weight-abort", group.abort)  # NCCL's watchdog would end a process that has to save
+            _give_up(group, self._backend)
             raise
 
     def _wait(self, awaited: Future[Any], answer: Future[None]) -> None:
@@ -239,6 +233,16 @@ def _broadcast(group: BroadcastGroup, buffer: torch.Tensor) -> dist.Work:
 def _arrived(bucket: Bucket, buffer: torch.Tensor, work: dist.Work) -> list[torch.Tensor]:
     work.wait()
     return [slot.view(buffer) for slot in bucket.slots]
+
+
+def _give_up(group: BroadcastGroup, backend: str) -> None:
+    """Leave a group in whose broadcast no engine may take part any more, so that the error comes out now and the
+    process can save and end: deleting the group waits for the broadcast, until the timeout or until the engines are
+    stopped. So it is never deleted, not even when Python ends and empties its modules. NCCL's has a watchdog that ends
+    the process when the broadcast is late."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if backend == "nccl":
+        in_background("weight-abort", group.abort)
 
 
 def _completion(work: dist.Work, device: torch.device) -> Callable[[], object]:
