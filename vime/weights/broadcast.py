@@ -70,9 +70,9 @@ class BroadcastSender(BucketSender):
             }
             for position in range(len(worlds))
         ]
-        meeting: Future[Any] = in_background("weight-connect", partial(fleet.init_transfer, infos))
+        meeting: Future[BroadcastGroup | None] = in_background("weight-connect", partial(fleet.init_transfer, infos))
         join = partial(_make_group, _device(self._backend), self._store, 0, world_size, address, timeout)
-        joining: Future[Any] = in_background("weight-connect", join)
+        joining: Future[BroadcastGroup | None] = in_background("weight-connect", join)
         # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
         with waiting("the engines to join the broadcast group", "engine", deadline_s=self._timeout_s):
             done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
@@ -96,7 +96,7 @@ class BroadcastSender(BucketSender):
         """Ask the engines once, when the first bucket is ready; then broadcast bucket after bucket, each while the next
         one is filled and the engines load those before."""
         group = _joined(self._group)
-        answer: Future[None] | None = None
+        answer: Future[object] | None = None
         travelling: Future[object] | None = None
         try:
             for _, buffer in filled:
@@ -115,7 +115,7 @@ class BroadcastSender(BucketSender):
             _give_up(group, self._backend)
             raise
 
-    def _wait(self, awaited: Future[Any], answer: Future[None]) -> None:
+    def _wait(self, awaited: Future[object], answer: Future[object]) -> None:
         """Wait for `awaited`, but not when the engines have failed: theirs is the error that explains."""
         with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):
             done, _ = wait([awaited, answer], timeout=self._timeout_s, return_when=FIRST_COMPLETED)
