@@ -96,16 +96,19 @@ class Weights:
         return self.directory
 
     def _load(self, directory: Path, manifest: m.WeightManifest) -> dict[str, str]:
-        """Move the tensors to the engines; return the hash that each of them reports."""
+        """Move the tensors to the engines, and return by engine the hash that the gateway asks for. It is taken of the
+        very tensors that are sent; that each engine holds them is what `publish` confirms, by the content hash."""
         from vime.ray.publisher import Publisher
+        from vime.weights.hashing import OrderedHash, hashed
         from vime.weights.published import metadata_of, tensors_of
 
         if self._publisher is None:
             self._publisher = Publisher(self.config, self.directory.parent, self.engines.addresses)
-        stream = ((meta.name, tensor) for meta, tensor in tensors_of(directory))
-        report = self._publisher.publish(stream, metadata_of(directory), manifest.version)
-        self.screen.note(f"version {report.version} is loaded, hash {report.content_hash}")
-        return {each.engine: each.content_hash for each in report.engine_reports}
+        metadata, ordered = metadata_of(directory), OrderedHash()
+        stream = hashed(((meta.name, tensor) for meta, tensor in tensors_of(directory)), metadata, ordered)
+        report = self._publisher.publish(stream, metadata, manifest.version)
+        self.screen.note(f"version {report.version} is loaded, hash {ordered.hexdigest()}")
+        return {each.engine: ordered.hexdigest() for each in report.engine_reports}
 
     def close(self) -> None:
         if self._publisher is not None:
