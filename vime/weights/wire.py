@@ -79,10 +79,16 @@ class BucketSender(ABC):
         tensors = checked_stream(stream, metadata)
         for bucket in cut_buckets(metadata, self._bucket_bytes):
             buffer = self._buffer(bucket)
-            views = [slot.view(buffer) for slot in bucket.slots]
-            for view in views:
-                view.copy_(next(tensors).detach())
-            content.add_all([slot.meta for slot in bucket.slots], views)
+            sources = []  # hashed before they are copied: a tensor that overwrites another in the bucket is noticed
+            for slot in bucket.slots:
+                tensor = next(tensors).detach()
+                if tensor.device.type == "cpu":  # kept until the bucket is full, they would be a third one
+                    content.add(slot.meta, tensor)
+                else:
+                    sources.append((slot.meta, tensor))
+                slot.view(buffer).copy_(tensor)
+            if sources:
+                content.add_all(*zip(*sources, strict=True))
             yield bucket, buffer
         for _ in tensors:  # runs the check that the stream ends where the metadata ends
             pass

@@ -1,12 +1,14 @@
 """The engine's end accepts whole updates in order, and nothing else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from vime.types import PublishError
-from vime.weights.plan import TensorMeta, cut_buckets
+from vime.weights.plan import Slot, TensorMeta, cut_buckets
 from vime.weights.transports import make_receiver, make_sender
-from vime.weights.wire import BucketReceiver, bucket_to_wire, buckets_from_wire, update_to_wire
+from vime.weights.wire import BucketReceiver, BucketSender, bucket_to_wire, buckets_from_wire, update_to_wire
 
 METAS = [TensorMeta("a", "float32", (4,)), TensorMeta("b", "bfloat16", (2, 2))]
 FIRST, SECOND = cut_buckets(METAS, 16)
@@ -87,3 +89,38 @@ def test_an_unknown_transport_is_refused_by_name(tmp_path):
         make_sender("carrier pigeon", bucket_bytes=1, directory=tmp_path, timeout_s=1)
     with pytest.raises(ValueError, match="'carrier pigeon'"):
         make_receiver("carrier pigeon", torch.device("cpu"))
+
+
+class LoopBack(BucketSender, BucketReceiver):
+    """Both ends of a transfer, cut by the same code: what is wrong with the cut is wrong at both."""
+
+    def __init__(self) -> None:
+        BucketSender.__init__(self, bucket_bytes=1 << 20, timeout_s=1.0)
+        BucketReceiver.__init__(self, torch.device("cpu"))
+
+    def connect(self, fleet): ...
+    def close(self): ...
+
+    def _send(self, filled, metadata, deliver):
+        self.start()
+        for bucket, self.buffer in filled:
+            list(self.receive(bucket_to_wire(bucket)))
+
+    def _read(self, buckets, update_info):
+        for bucket in buckets:
+            yield [slot.view(self.buffer) for slot in bucket.slots]
+
+    def received_hash(self):
+        return self._content.hexdigest()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_tensor_that_overwrites_another_in_its_bucket_is_noticed(overlap, monkeypatch):
+    view = Slot.view
+    if overlap:
+        monkeypatch.setattr(Slot, "view", lambda slot, buffer: view(replace(slot, offset=slot.offset // 4), buffer))
+    weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])}
+    metas = [TensorMeta.of(name, tensor) for name, tensor in weights.items()]
+    ends = LoopBack()
+    sent = ends.send_update(iter(weights.items()), metas, lambda told: None)
+    assert (ends.received_hash() == sent.hexdigest()) is not overlap
