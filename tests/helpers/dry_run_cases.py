@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,28 @@ from vime.config.parse import Config
 from vime.types import Role
 
 ROWS = (40, 40, 17)  # tokens of each row of a pack; the padded vocabulary of 100 makes logits the largest tensors
+
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "rms_norm_eps": 1e-6}
+LARGE = {
+    "qwen3-4b": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **ROPE}
+    | {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+    | {"tie_word_embeddings": True, "hidden_act": "silu"},
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **ROPE}
+    | {"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32}
+    | {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    | {"tie_word_embeddings": False, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+"""config.json of models by name, as their makers publish them; nobody has their weights here."""
+
+
+def write_large(directory: Path) -> Path:
+    for name, record in LARGE.items():
+        (directory / name).mkdir(parents=True)
+        (directory / name / "config.json").write_text(json.dumps(record))
+    return directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,3 +146,50 @@ def real(ranks: Ranks, models: Path) -> dict[str, dict[str, int]]:
         }
         backend.close()
     return found
+
+
+def shards(_: Ranks, cases: dict[str, Config], all_ranks: bool = False) -> dict[str, tuple[int, int]]:
+    """By case, (parameters that the ranks hold together, each once; those of the same model in transformers)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from vime.backends.megatron_utils.dry_run import distinct_ranks, prepare_process
+    from vime.ray.dry_run import world_size
+    from vime.training.roles import engine_spec
+
+    prepare_process("cuda")
+    found = {}
+    for name, config in cases.items():
+        spec, world, total = engine_spec(Role.REFERENCE, config, total_steps=0), world_size(config), 0
+        kinds = distinct_ranks(config.parallel, world)
+        if all_ranks:  # each alone: what `distinct_ranks` takes for equal is looked at
+            per_stage = world // config.parallel.pipeline_model_parallel_size
+            counted = [_held(config, spec, rank, world) for rank in range(world)]
+            for stage in range(config.parallel.pipeline_model_parallel_size):
+                assert len({counted[stage * per_stage + rank] for rank in range(per_stage)}) == 1
+            total = sum(counted[rank][1] for rank in range(0, world, per_stage))
+        else:
+            total = sum(len(stages) * _held(config, spec, rank, world)[1] for rank, stages, _ in kinds)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.hf_checkpoint))
+        found[name] = total, sum(parameter.numel() for parameter in model.parameters())
+    return found
+
+
+def _held(config: Config, spec: Any, rank: int, world: int) -> tuple[int, int]:
+    """(parameters on the rank, parameters of its stage over all ranks that cut it)."""
+    from vime.backends.megatron_utils.dry_run import DryModel, fake_rank
+    from vime.backends.megatron_utils.hf_layout import is_expert
+
+    parallel, on_rank, of_stage = config.parallel, 0, 0
+    with fake_rank(parallel, rank=rank, world_size=world):
+        for chunk in DryModel(spec, config).core:
+            for name, parameter in chunk.named_parameters():
+                cut = parallel.tensor_model_parallel_size
+                if is_expert(name):
+                    cut = parallel.expert_tensor_parallel_size or cut
+                copies = cut if getattr(parameter, "tensor_model_parallel", False) else 1
+                copies *= parallel.expert_model_parallel_size if is_expert(name) else 1
+                on_rank += parameter.numel()
+                of_stage += parameter.numel() * copies
+    return on_rank, of_stage

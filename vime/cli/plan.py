@@ -95,8 +95,7 @@ def read_flags(flags: Sequence[str]) -> tuple[Config, list[str]]:
     if given.cluster.device == "auto" and config.cluster.device == "cpu":
         notes.append("planned for the CPU, because no GPU is here: add --device cuda to plan for GPUs.")
     if config.parallel.transformer_impl == "transformer_engine":
-        config = config.replace(transformer_impl="local")
-        notes.append("--transformer-impl transformer_engine: counted with local layers; its own are not known.")
+        notes.append("--transformer-impl transformer_engine: counted with local layers; its activations are not known.")
     return config, notes
 
 

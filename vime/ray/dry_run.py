@@ -35,13 +35,15 @@ class Part:
 
     @property
     def heaviest(self) -> RankBytes:
+        """By its peak, which without passes is what it holds between two steps."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
 
 def dry_run(config: Config, *, with_passes: bool, deadline_s: float = DEADLINE_S) -> list[Part]:
     """Return what each kind of rank holds, with forward and backward passes or without. VimeError when it cannot be
-    told; ConfigError when the child refuses the model."""
-    job = json.dumps({"config": config.to_dict(), "with_passes": with_passes})
+    told; ConfigError when the child refuses the model. Layers are megatron's own: those of Transformer Engine cannot be
+    made without a GPU, and their parameters are the same."""
+    job = json.dumps({"config": config.replace(transformer_impl="local").to_dict(), "with_passes": with_passes})
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

@@ -9,6 +9,10 @@ import pytest
 from tests.helpers.dist_launch import launch
 from tests.helpers.dry_run_cases import LAYOUTS, Layout
 
+PEAK = 0.01
+"""Relative. Measured: 0.02 % in dense models, 0.4 % in a pipeline, where messages of shapes and a scheduler's lists are
+not alike, and 0.9 % with experts, which the real router does not fill evenly."""
+
 Counts = dict[str, list[dict[str, int]]]
 
 
@@ -47,3 +51,4 @@ def test_between_steps_every_rank_holds_the_counted_bytes(dry: Counts, real: Cou
 def test_a_step_of_a_real_rank_holds_what_was_counted(dry: Counts, real: Counts, layout: Layout) -> None:
     for counted, held in zip(dry[layout.name], real[layout.name], strict=True):
         print(layout.name, counted["activations"], held["activations"])  # noqa: T201  the figure belongs in the log
+        assert counted["activations"] == pytest.approx(held["activations"], rel=PEAK)

@@ -5,7 +5,7 @@ the whole world, which returns at once. Everything else is what a trainer rank d
 optimizer and schedule. Only for a process of its own: what megatron knows of the world is global.
 
 Where a value would decide a shape there is no value: experts get equally many tokens (`_even_counts`). Attention
-without a mask counts as the fused kernel that stands in its place on a GPU, and on a CPU too.
+counts as a fused kernel (`_FusedAttention`).
 """
 
 from __future__ import annotations
@@ -40,24 +40,32 @@ def prepare_process(device: str) -> None:
 
     model.LOGIT_ENTRIES["meta"] = model.LOGIT_ENTRIES[device]
     logprobs.BLOCK_ENTRIES["meta"] = logprobs.BLOCK_ENTRIES[device]
-    vars(layer_spec)["F"] = _FusedAttention("torch.nn.functional")
+    vars(layer_spec)["F"] = _FusedAttention(takes_masks=device == "cpu")
 
 
 class _FusedAttention(types.ModuleType):
-    """`torch.nn.functional`, whose attention without a mask holds what a fused kernel holds. On the meta device torch
-    would choose the formula, with all scores of a sequence."""
+    """`torch.nn.functional`, whose attention holds what a fused kernel holds. On the meta device torch would choose the
+    formula, with all scores of a sequence."""
+
+    def __init__(self, *, takes_masks: bool) -> None:
+        """`takes_masks`: that of the CPU does. That of a GPU does not for grouped queries, so the formula counts."""
+        super().__init__("torch.nn.functional")
+        self.takes_masks = takes_masks
 
     def __getattr__(self, name: str) -> object:
         return getattr(F, name)
 
-    @staticmethod
     def scaled_dot_product_attention(
-        query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float, **options: bool
+        self, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float, **options: bool
     ) -> Tensor:
-        if attn_mask is not None:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale, **options)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001  what torch itself would call
-        out: Tensor = flash(query, key, value, 0.0, options["is_causal"], False, scale=scale)[0]
+        if attn_mask is None:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001  what torch itself would call
+            out: Tensor = flash(query, key, value, 0.0, options["is_causal"], False, scale=scale)[0]
+        elif self.takes_masks:
+            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+            out = fused(query, key, value, 0.0, attn_mask=attn_mask.to(query.dtype), scale=scale)[0]
+        else:
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale, **options)
         return out
 
 
