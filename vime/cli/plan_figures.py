@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -96,7 +95,7 @@ def show(
     config: Config, parts: Sequence[Part], figures: Estimate, *, notes: Sequence[str], advice: Sequence[str]
 ) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    table = Table(box=box.SIMPLE, title="GiB of one rank", title_justify="left")
+    table = Table(box=None, title="GiB of one rank", title_justify="left", padding=(0, 1, 0, 0))  # 80 columns hold it
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "models" else "right", no_wrap=True)
     for part in parts:
