@@ -11,19 +11,25 @@ from vime.config.parse import Config
 from vime.types import EngineAddress, Version
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import PublishReport, publish
-from vime.weights.transports import make_sender
+from vime.weights.transports import EACH_BY_ITSELF, make_sender
 
 if TYPE_CHECKING:
     import torch
 
 
 class Publisher:
-    """Sends one version after another over one connection to all engines."""
+    """Sends one version after another over one connection to all engines.
 
-    def __init__(self, config: Config, run_dir: Path, engines: Sequence[EngineAddress]) -> None:
+    `may_lose`: an engine that is lost in an update is left out, and the others get the update; it is for the caller to
+    see whose reports are missing. Not over a broadcast, in which all wait for each."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, engines: Sequence[EngineAddress], *, may_lose: bool = False
+    ) -> None:
         weights = config.weights
         self._config = weights
-        self._fleet = FleetControl(engines, timeout_s=weights.update_weight_timeout_secs)
+        may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF
+        self._fleet = FleetControl(engines, timeout_s=weights.update_weight_timeout_secs, may_lose=may_lose)
         directory = Path(weights.update_weight_disk_dir) if weights.update_weight_disk_dir else run_dir / "weights"
         self._sender = make_sender(
             weights.update_weight_transport,
@@ -32,6 +38,10 @@ class Publisher:
             timeout_s=weights.update_weight_timeout_secs,
         )
         self._sender.connect(self._fleet)
+
+    def reaches(self, engines: Sequence[EngineAddress]) -> bool:
+        """Whether these are the engines that it sends to."""
+        return tuple(self._fleet.addresses) == tuple(engines)
 
     def publish(
         self, stream: Iterator[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], version: Version
