@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -342,6 +341,6 @@ class Engines:
             parties=["router"],
         )
 
-    def _emit(self, kind: EventKind, engine: ManagedEngine, **facts: Any) -> None:
+    def _emit(self, kind: EventKind, engine: ManagedEngine, **facts: str | float) -> None:
         if self._events is not None:
-            self._events.emit(kind, engine=engine.name, **facts)
+            self._events.emit(kind, ago_s=0.0, engine=engine.name, **facts)
