@@ -28,7 +28,7 @@ import psutil
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vime.backends.vllm_utils.scripted_server import AT_ONCE, PACE
+from vime.backends.vllm_utils.scripted_server import AT_ONCE, LOADS_FIRST, PACE
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTED = "vime.backends.vllm_utils.scripted_server"
@@ -75,7 +75,7 @@ def start(out: Path, engines: int, pace: float) -> subprocess.Popen[bytes]:
         *("--vllm-server-concurrency", "4", "--debug-engine-module", SCRIPTED, "--on-train-rollout-diff", "ignore"),
         *("--engine-health-interval-secs", "1", "--run-dir", str(out / "run")),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", PACE: str(pace), AT_ONCE: "2"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", PACE: str(pace), AT_ONCE: "2", LOADS_FIRST: "1"}
     return subprocess.Popen(
         [sys.executable, "train.py", *flags],
         cwd=ROOT,

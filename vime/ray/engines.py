@@ -72,7 +72,7 @@ class Engines:
         self._serving: Version | None = None
         self._fleet: FleetControl | None = None
         self._end: VimeError | None = None  # what ends the run at the next check
-        self._counts = {"lost": 0, "readmitted": 0}
+        self._num_lost = self._num_readmitted = 0  # since the last round
         self._longest_away_s = 0.0
         for engine in self._engines:
             self._start(engine)
@@ -186,11 +186,15 @@ class Engines:
         """Return what happened to engines since the last call; nothing in a run of one engine, which ends with it."""
         if len(self) == 1:
             return {}
-        told = {f"engines/{name}": float(count) for name, count in self._counts.items()}
-        if self._counts["readmitted"]:
+        told = {
+            "engines/serving": float(self.num_serving),
+            "engines/lost": float(self._num_lost),
+            "engines/readmitted": float(self._num_readmitted),
+        }
+        if self._num_readmitted:
             told["engines/away_time"] = self._longest_away_s
-        self._counts, self._longest_away_s = dict.fromkeys(self._counts, 0), 0.0
-        return {**told, "engines/serving": float(self.num_serving)}
+        self._num_lost, self._num_readmitted, self._longest_away_s = 0, 0, 0.0
+        return told
 
     def stop(self, grace_s: float = STOP_S) -> None:
         """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
@@ -280,7 +284,7 @@ class Engines:
             self._ask_router(RouterActor.leave_out, engine.address)
         start_in_s = engine.lose()
         self._checks.pop(engine.name, None)
-        self._counts["lost"] += 1
+        self._num_lost += 1
         self._emit(EventKind.ENGINE_LOST, engine, error=str(error), start_in_s=start_in_s)
         self._tell(f"{engine.name} is lost and is started again; {len(others)} of {len(self)} serve. {error}")
 
@@ -326,7 +330,7 @@ class Engines:
                 return
         away_s = engine.serve()
         if away_s is not None:
-            self._counts["readmitted"] += 1
+            self._num_readmitted += 1
             self._longest_away_s = max(self._longest_away_s, away_s)
             self._emit(EventKind.ENGINE_READMITTED, engine, version=version, lost_s=away_s)
             self._tell(f"{engine.name} serves again, {away_s:.0f} s after its loss.")

@@ -12,7 +12,7 @@ from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
 
-SCRIPTED = "vime.backends.vllm_utils.scripted_server"
+SCRIPTED, VLLM = "vime.backends.vllm_utils.scripted_server", "vime.backends.vllm_utils.cpu_server"
 TWO_ENGINES = ["--transferqueue-mode", "streaming", "--rollout-num-engines", "2", "--engine-health-interval-secs", "1"]
 
 
@@ -60,9 +60,32 @@ def assert_the_run_went_on(finished: Finished, num_rounds: int, *, num_kills: in
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), *TWO_ENGINES, "--debug-engine-module", SCRIPTED, "--num-rollout", "40"]
-    pace = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "5"}  # 12 tokens: a round takes over two seconds
+    pace = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "5", "VIME_SCRIPTED_LOADS_FIRST": "1"}  # a round takes over two seconds
     training = Training("train.py", flags, tmp_path / "run", variables=pace)
     training.wait_for_event("round_trained", count=2)
     kill_and_wait(training, SCRIPTED, 1, times=1)
     kill_and_wait(training, SCRIPTED, 0, times=2)
     assert_the_run_went_on(training.finish(), 40, num_kills=2)
+
+
+SLOW_REWARD = '''"""A round takes at least two seconds, so that an engine's start takes some rounds and not all."""
+
+import asyncio
+
+
+async def slow(args, sample, **kwargs):
+    await asyncio.sleep(2)
+    return float(sum(sample.tokens[-sample.response_length :]) % 5)
+'''
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_run_goes_on_while_one_of_two_vllm_engines_is_killed(tiny_task: TinyTask, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    flags = [*tiny_task.flags(), *TWO_ENGINES, "--num-rollout", "60"]
+    flags += ["--custom-rm-path", f"{tmp_path / 'slow.py'}:slow", "--check-weight-update-equal"]
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("round_trained", count=2)
+    kill_and_wait(training, VLLM, 1, times=1)
+    assert_the_run_went_on(training.finish(900), 60, num_kills=1)

@@ -11,6 +11,7 @@ training can be compared on the same work. Environment:
 
     VIME_SCRIPTED_TOKENS_PER_SECOND   of each sequence, however many there are; unset: completions come at once
     VIME_SCRIPTED_REQUESTS_AT_ONCE    of the engine, others wait; unset: all of them
+    VIME_SCRIPTED_LOADS_FIRST         any text: it responds when it can take weights, as vLLM does; unset: earlier
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from vime.types import ConfigError
 
 PACE = "VIME_SCRIPTED_TOKENS_PER_SECOND"
 AT_ONCE = "VIME_SCRIPTED_REQUESTS_AT_ONCE"
+LOADS_FIRST = "VIME_SCRIPTED_LOADS_FIRST"
 MEDIAN_SHARE = 1 / 8
 """Median length of a completion, as a share of max_tokens."""
 SPREAD = math.log(4) / 1.2816
@@ -92,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         requests_at_once=at_once,
         keys=EngineKeys.from_environment(os.environ),
     )
+    if os.environ.get(LOADS_FIRST):
+        importlib.import_module("vime.weights.transports")
     with engine:
         # what the first weights need, while the trainer builds its model
         threading.Thread(target=importlib.import_module, args=("vime.weights.transports",), daemon=True).start()
