@@ -131,7 +131,9 @@ def report(path: Path, kills: list[float], engines: int) -> None:
     lost, ready, back = (events(path, f"engine_{kind}") for kind in ("lost", "ready", "readmitted"))
     rounds = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     by_kind: dict[str, list[tuple[float, float]]] = defaultdict(list)  # tokens and seconds of rounds
-    for line in rounds[1:]:
+    for line in [line for line in rounds if "engines/serving" in line][
+        1:
+    ]:  # not a mark, nor a round that was cut short
         is_whole = line["engines/serving"] == engines and not line["engines/lost"] and not line["engines/readmitted"]
         kind = "all engines" if is_whole else "one away"
         by_kind[kind].append((line["rollout/num_tokens"], line["perf/step_time"]))
