@@ -1,7 +1,7 @@
 r"""What one control call of each engine costs the trainer: CPU milliseconds, connections and threads, for N engines.
 
     .venv/bin/python benchmarks/control_client.py [--engines 1 8 64 256] [--turns 5] [--buckets 8] \
-        [--gap 0] [--checkout DIR ...]
+        [--tensors 40] [--gap 0] [--checkout DIR ...]
 
 The engines are real sockets without a model, all in one process of their own, so that only the client is measured. A
 turn is three publishes, each of `--buckets` updates (the first pauses, the last confirms), one report and one resume.
@@ -32,11 +32,12 @@ RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length
     len(CONTENT),
     CONTENT,
 )
-METADATA = {  # of a model of 40 tensors: some 3 kB, as one bucket of the quick start has
-    "names": [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(40)],
-    "dtypes": ["bfloat16"] * 40,
-    "shapes": [[256, 256]] * 40,
-}
+
+
+def metadata(tensors: int) -> dict[str, list[Any]]:
+    """What a call tells: 40 tensors are some 3 kB, as one bucket of the quick start has."""
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(tensors)]
+    return {"names": names, "dtypes": ["bfloat16"] * tensors, "shapes": [[256, 256]] * tensors}
 
 
 class Engine(asyncio.Protocol):
@@ -82,7 +83,7 @@ def serve(pipe: Any, number: int) -> None:
     asyncio.run(run())
 
 
-def client(ports: list[int], buckets: int, gap_s: float) -> None:
+def client(ports: list[int], buckets: int, tensors: int, gap_s: float) -> None:
     """The control client of the checkout on PYTHONPATH, and a turn for each line of stdin."""
     from vime.backends.vllm_utils.control import FleetControl
     from vime.types import EngineAddress
@@ -91,18 +92,20 @@ def client(ports: list[int], buckets: int, gap_s: float) -> None:
     fleet = FleetControl(
         [EngineAddress(name=f"engine-{port}", url=f"http://127.0.0.1:{port}", key="k") for port in ports], timeout_s=60
     )
+    told = metadata(tensors)
     for _ in sys.stdin:
         wall_s, cpu_s = 0.0, time.process_time()
         for _ in range(PUBLISHES):
             time.sleep(gap_s)  # a round is trained
             began = time.monotonic()
             for index in range(buckets):
-                fleet.update({**METADATA, "index": index, "count": buckets}, version=1, pause_mode="keep")
+                fleet.update({**told, "index": index, "count": buckets}, version=1, pause_mode="keep")
             fleet.reports()
             fleet.resume()
             wall_s += time.monotonic() - began
         calls = PUBLISHES * (buckets + 2)
         found = {
+            "CPU s a publish": (time.process_time() - cpu_s) / PUBLISHES,
             "CPU ms a call and engine": 1e3 * (time.process_time() - cpu_s) / calls / len(ports),
             "wall ms a call of all": 1e3 * wall_s / calls,
             "threads": float(threading.active_count()),
@@ -117,15 +120,16 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 256], help="(default: 1 8 64 256)")
     parser.add_argument("--turns", type=int, default=5, help="turns of each checkout that count (default: 5)")
     parser.add_argument("--buckets", type=int, default=8, help="updates of a publish (default: 8)")
+    parser.add_argument("--tensors", type=int, default=40, help="that an update tells of (default: 40)")
     parser.add_argument("--gap", type=float, default=0.0, help="seconds before each publish (default: 0)")
     parser.add_argument("--checkout", type=Path, action="append", help="a checkout to measure (default: this one)")
     parser.add_argument("--ports", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ports:
-        client(options.ports, options.buckets, options.gap)
+        client(options.ports, options.buckets, options.tensors, options.gap)
         return
     checkouts = [checkout.resolve() for checkout in options.checkout or [ROOT]]
-    names = ("CPU ms a call and engine", "wall ms a call of all", "connections", "threads")
+    names = ("CPU s a publish", "CPU ms a call and engine", "wall ms a call of all", "connections", "threads")
     print(f"| engines | checkout | {' | '.join(names)} |\n|---|{'---|' * (len(names) + 1)}")
     for number in options.engines:
         for checkout, found in measure(number, checkouts, options).items():
@@ -141,6 +145,7 @@ def measure(number: int, checkouts: list[Path], options: argparse.Namespace) -> 
         engines = context.Process(target=serve, args=(theirs, number), daemon=True)
         engines.start()
         command = [sys.executable, str(Path(__file__).resolve()), "--buckets", str(options.buckets)]
+        command += ["--tensors", str(options.tensors)]
         command += ["--gap", str(options.gap), "--ports"]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         caller = subprocess.Popen(

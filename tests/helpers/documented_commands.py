@@ -144,6 +144,10 @@ EXECUTED_BY = {
         "--debug-train-only --prompt-data data.jsonl --label-key answer --n-samples-per-prompt 1 "
         "--calculate-per-token-loss ...",
     ),
+    "tests/dist/megatron_utils/test_plan_command.py"
+    "::test_the_shipped_launch_fits_80_gib_and_is_told_what_to_change_for_24": (
+        "vime plan --device cuda FLAGS OF TRAIN.PY",
+    ),
     "tests/contract/gateway/test_gateway_commands.py"
     "::test_a_token_is_made_listed_and_revoked_while_the_gateway_works": (
         "vime token make RUN NAME",

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from vime.gateway.messages import WeightFile, WeightManifest
-from vime.weights.hashing import content_hash
+from vime.weights.hashing import ordered_hash
 from vime.weights.plan import TensorMeta
 
 
@@ -30,7 +30,7 @@ def write_weights(
         }
         for number, meta in enumerate(TensorMeta.of(name, tensor) for name, tensor in tensors.items())
     ]  # fmt: skip
-    hashed = content_hash(tensors)
+    hashed = ordered_hash(tensors)
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')  # a run writes a whole Hugging Face directory
     (directory / "tensors.json").write_text(
         json.dumps({"version": version, "content_hash": hashed, "tensors": entries})

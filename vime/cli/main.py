@@ -17,6 +17,7 @@ from vime.types import VimeError
 MODULES = {
     **dict.fromkeys(train.COMMANDS, "train"),
     produce.COMMAND: "produce",
+    "plan": "plan",
     "report": "report",
     "ls": "runs",
     "compare": "runs",
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train.run_train(word, words[1:])
     if word == produce.COMMAND:
         return produce.run_produce(words[1:])
+    if word == "plan":
+        from vime.cli.plan import run_plan  # not needed by the others
+
+        return run_plan(words[1:])
     parser = argparse.ArgumentParser(prog="vime", description="Train, and look at runs.")
     parser.add_argument("--version", action="version", version=f"vime {version()}")
     commands = parser.add_subparsers(dest="command", required=True)

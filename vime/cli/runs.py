@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.cli.commands import Commands
+from vime.config.rollout import LEASED_PROMPTS
 from vime.observability.curve import RESPONSE_LENGTH
 from vime.observability.events import EventKind, outcome, read_events
 from vime.observability.html_report import CHARTS, by_name, flat_config, run_state
@@ -134,8 +135,10 @@ def _line_of(run: Path, directory: Path) -> tuple[str, ...]:
 
 
 def _of_all(summary: RunSummary, run: Path) -> str:
-    """Return `12/30`, with the total of --num-rollout."""
+    """Return `12/30`, with the total of --num-rollout; of `vime produce`, which has no rounds, what it is."""
     with contextlib.suppress(VimeError):
+        if config_value(read_config(run), "data", "data_source_path") == LEASED_PROMPTS:
+            return "rollout job"
         wanted = config_value(read_config(run), "rollout", "num_rollout")
         return f"{summary.num_rounds}/{wanted}" if wanted else str(summary.num_rounds)
     return str(summary.num_rounds)

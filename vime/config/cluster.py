@@ -34,6 +34,12 @@ class ClusterConfig:
         minimum=0,
     )
     device: str = flag("auto", "device of trainer and engines", choices=("auto", "cuda", "cpu"))
+    gpu_memory_gib: float = flag(
+        80.0,
+        "memory of one GPU, GiB: with --device cuda a run whose trainer ranks hold more than that between two steps is "
+        "refused before anything starts, and `vime plan` compares the peak with it",
+        minimum=0.1,
+    )
     distributed_backend: str | None = flag(
         None, "torch.distributed backend; empty: nccl on cuda, gloo on cpu", choices=("nccl", "gloo")
     )

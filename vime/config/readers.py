@@ -63,6 +63,7 @@ def _may_mix_versions(config: Config) -> bool:
 
 
 READ_WHEN = (
+    Condition(("gpu_memory_gib",), lambda config: config.cluster.device == "cuda", "with --device cuda"),
     Condition(
         ("min_lr", "lr_decay_iters"),
         lambda config: config.optimizer.lr_decay_style != "constant",

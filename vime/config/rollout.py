@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from vime.config.flags import PathKind, flag
 
+LEASED_PROMPTS = "vime.rollout.leased.LeasedPrompts"
+"""The data source of `vime produce`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:

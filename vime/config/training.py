@@ -311,7 +311,9 @@ class WeightsConfig:
     update_weight_disk_dir: str | None = flag(
         None, "directory of transport disk; empty: RUN_DIR/weights", path=PathKind.FILE
     )
-    update_weight_timeout_secs: float = flag(300.0, "deadline of one weight update, seconds", minimum=1)
+    update_weight_timeout_secs: float = flag(
+        300.0, "deadline of one weight update, seconds; one more for each GB of the model in fp32", minimum=1
+    )
     pause_mode: str | None = flag(
         None,
         "what running requests do during an update; empty: wait (keep when max staleness > 0)",

@@ -1,6 +1,7 @@
 """Tests of a gateway from outside: whether it keeps what docs/producer-protocol.md promises to a job.
 
-It leases up to three prompts and puts three groups of made-up tokens, which the run may train on.
+It leases up to three prompts and puts three groups of made-up tokens, which the run may train on. With a token of scope
+`eval`, while an evaluation is open to jobs, it puts a made-up result of one prompt too.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Candidate:
             )
         return prompts.prompts[0]
 
-    def samples(self, prompt: m.Prompt, **changes: object) -> list[dict[str, object]]:
+    def samples(self, prompt: m.Prompt | m.EvalPrompt, **changes: object) -> list[dict[str, object]]:
         """Return made-up samples of a prompt: its last token once more."""
         version = 0 if self.manifest is None else self.manifest.version
         token = prompt.tokens[-1] if prompt.tokens else 0
@@ -310,6 +311,35 @@ def _own(gateway: Candidate) -> None:
     _expect(gateway.done(path, whole, m.Put).repeated, "the same key after a refused one does not say repeated")
 
 
+def _evaluation(gateway: Candidate) -> None:
+    call, put = {"request": f"conformance-{uuid.uuid4().hex}"}, "/v1/evaluation/groups"
+    response = gateway.post("/v1/evaluation/leases", call)
+    if response.status == 403:
+        _error(response, 403, "forbidden", "a token without scope eval")
+        return
+    first = _message(response, m.EvalPrompts)
+    if not first.prompts:
+        _expect(bool(first.waits_for) != first.is_over, f"no prompt, and it does not say why: {first}")
+        return
+    again = gateway.done("/v1/evaluation/leases", call, m.EvalPrompts)
+    _expect(first.prompts == again.prompts, "the same request returned other prompts")
+    prompt = first.prompts[0]
+    whole: dict[str, object] = {"lease": prompt.lease, "samples": gateway.samples(prompt)}
+    wrong: list[tuple[str, Body]] = [
+        ("neither samples nor an error", {"lease": prompt.lease}),
+        ("samples and an error", whole | {"error": "both"}),
+        ("a sample twice", whole | {"samples": gateway.samples(prompt)[:1] * 2}),
+    ]
+    for what, body in wrong:
+        gateway.refused(put, body, 422, "invalid", what)
+    old = whole | {"samples": gateway.samples(prompt, versions=[[0, 1, NEVER]])}
+    gateway.refused(put, old, 409, "unconfirmed_version", "tokens of a version that nobody confirmed")
+    forged = prompt.lease[:-1] + ("A" if prompt.lease[-1] != "A" else "B")
+    gateway.refused(put, whole | {"lease": forged}, 404, "unknown_lease", "a lease that was altered")
+    counted = [gateway.done(put, whole, m.Evaluated).repeated for _ in range(2)]
+    _expect(counted == [False, True], f"the same result twice said repeated {counted}")
+
+
 def _late(gateway: Candidate) -> None:
     prompt = gateway.lease()
     ended = [_message(gateway.give_back(prompt), m.Ended).repeated for _ in range(2)]
@@ -360,6 +390,7 @@ CHECKS: tuple[tuple[str, Callable[[Candidate], None], str], ...] = (
     ("a repeated put counts once", _repeated_put, "Answer a put of a committed attempt with repeated."),
     ("a group is ready with its last sample", _sample_by_sample, "Store each sample by index; other content: 409."),
     ("a group of a job's own counts once under its key", _own, "Keep key and content; other content: 409."),
+    ("an evaluated prompt counts once", _evaluation, "Keep the first result of a prompt; check it as a group."),
     ("a late put is refused", _late, "An attempt that ended takes no group: 409 lease_lost."),
     ("no lease of somebody else can be used", _foreign, "Tie a lease to its producer, by a signature."),
     ("leave gives every lease back", _leave, "Issue the groups again at once."),

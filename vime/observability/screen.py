@@ -104,7 +104,8 @@ class Screen:
             for name, value in sorted(metrics.items())
             if "/by_" not in name and name.rpartition("/")[2].startswith(OF_EVAL)
         )
-        self._say(f"evaluation before round {rollout_id}: {shown}")
+        when = f"after {rollout_id} of {self._total} rounds" if rollout_id else "before the first round"
+        self._say(f"evaluation {when}: {shown}")
 
     def note(self, text: str) -> None:
         """Print a permanent line."""

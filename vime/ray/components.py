@@ -16,6 +16,7 @@ from ray import ObjectRef
 
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
+from vime.config.update_deadline import update_deadline_s
 from vime.handoff.receipts import ReceiptFile
 from vime.handoff.ticket import RoundTicket
 from vime.observability.events import EventKind, EventLog, span
@@ -255,7 +256,7 @@ class Components:
             [self.parts.manager.ask(RolloutManager.serve_to_jobs, version)],
             name="weights for jobs outside to be read back",
             owner="gateway",
-            deadline_s=self.config.weights.update_weight_timeout_secs + GRACE_S,
+            deadline_s=update_deadline_s(self.config) + GRACE_S,
             on_poll=self._poll(interruptible=False),
         )
         return report

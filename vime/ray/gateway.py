@@ -236,7 +236,7 @@ class GatewayActor(WorkerProcess):
         self._weights.release(
             WeightManifest(
                 version=found.version,
-                content_hash=found.content_hash,
+                content_hash=found.ordered_hash,
                 location=str(found.directory),
                 files=[
                     WeightFile(name=file.name, num_bytes=file.num_bytes, sha256=file.sha256) for file in found.files

@@ -29,6 +29,7 @@ from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
 from vime.ray.checkpoint_damage import refuse_damage
 from vime.ray.checkpoint_identity import refuse_other_run
+from vime.ray.dry_run import dry_run
 from vime.ray.foreign_checkpoint import refuse_foreign
 from vime.ray.inputs import Refusals, check_inputs
 from vime.ray.ledger_choice import choose_ledger
@@ -37,6 +38,9 @@ from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError, EngineSpec, VimeError
 from vime.utils.failpoints import check_armed
 from vime.utils.network import port_is_free
+
+GIB = 2**30
+DRY_RUN_S = 120.0
 
 
 def preflight(config: Config, *, is_async: bool) -> None:
@@ -65,6 +69,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
         refusals.attempt(check_plugins, one.config.flat)
     if not config.debug.debug_rollout_only:
         refusals.attempt(_check_architecture, config)
+        refusals.attempt(check_memory, config)
     refusals.attempt(validate_router_flags, config)
     refusals.attempt(validate_vllm_flags, config)
 
@@ -178,6 +183,31 @@ def _check_architecture(config: Config) -> None:
                 f"--hf-checkpoint makes ids up to {needed - 1}; expected at least {needed} tokens. Choose a {role} of "
                 "the same family."
             )
+
+
+def check_memory(config: Config) -> None:
+    """Check on GPUs that what the trainer ranks hold between two steps fits. `vime plan` counts a step's peak too."""
+    limit = config.cluster.gpu_memory_gib
+    if config.cluster.device != "cuda":
+        return
+    try:
+        parts = dry_run(config, with_passes=False, deadline_s=DRY_RUN_S)
+    except ConfigError:
+        return  # what the checks of the architecture say
+    except VimeError as error:
+        sys.stderr.write(f"note: the memory of the trainer ranks was not checked: {error}\n")
+        return
+    part = max(parts, key=lambda one: one.heaviest.static)
+    rank = part.heaviest
+    held = rank.static / GIB
+    if held <= limit:
+        return
+    raise ConfigError(
+        f"a trainer rank of stage {rank.stages[0]} ({part.name}) holds {held:.1f} GiB of weights, gradients and "
+        f"optimizer state, activations not counted; expected at most --gpu-memory-gib {limit:g}. Cut the "
+        "model over more ranks: `vime plan` with the same flags says how. Where a GPU has more memory, "
+        "give a larger --gpu-memory-gib."
+    )
 
 
 def _check_cut(config: Config, spec: EngineSpec) -> None:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 
 from vime.config.parse import Config, dump
+from vime.config.rollout import LEASED_PROMPTS
 from vime.gateway import messages as m
 from vime.gateway.client import GatewayAwayError, GatewayClient
-from vime.observability.events import open_events
+from vime.observability.events import EventKind, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir
 from vime.observability.screen import Screen
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 TOKEN_VARIABLE = "VIME_TOKEN"
-OF_EVERY_JOB = ("--debug-rollout-only", "--data-source-path", "vime.rollout.leased.LeasedPrompts", "--num-rollout", "1")
+OF_EVERY_JOB = ("--debug-rollout-only", "--data-source-path", LEASED_PROMPTS, "--num-rollout", "1")
 """What the flags of a run must say where nothing is trained and prompts come from elsewhere."""
 POLL_S, STOP_S, CONFIRM_S = 0.25, 20.0, 60.0
 INTERRUPTED = 130
@@ -95,16 +96,19 @@ class Weights:
         return self.directory
 
     def _load(self, directory: Path, manifest: m.WeightManifest) -> dict[str, str]:
-        """Move the tensors to the engines; return the hash that each of them reports."""
+        """Move the tensors to the engines, and return by engine the hash that the gateway asks for. It is taken of the
+        very tensors that are sent; that each engine holds them is what `publish` confirms, by the content hash."""
         from vime.ray.publisher import Publisher
+        from vime.weights.hashing import OrderedHash, hashed
         from vime.weights.published import metadata_of, tensors_of
 
         if self._publisher is None:
             self._publisher = Publisher(self.config, self.directory.parent, self.engines.addresses)
-        stream = ((meta.name, tensor) for meta, tensor in tensors_of(directory))
-        report = self._publisher.publish(stream, metadata_of(directory), manifest.version)
-        self.screen.note(f"version {report.version} is loaded, hash {report.content_hash}")
-        return {each.engine: each.content_hash for each in report.engine_reports}
+        metadata, ordered = metadata_of(directory), OrderedHash()
+        stream = hashed(((meta.name, tensor) for meta, tensor in tensors_of(directory)), metadata, ordered)
+        report = self._publisher.publish(stream, metadata, manifest.version)
+        self.screen.note(f"version {report.version} is loaded, hash {ordered.hexdigest()}")
+        return {each.engine: ordered.hexdigest() for each in report.engine_reports}
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -139,17 +143,21 @@ def main(address: str, flags: Sequence[str]) -> int:
             return ConfigError.exit_code
         program.adopt_orphans()
         setup_logging(run_dir.path, "driver")
-        open_events(run_dir.path, "driver")
+        events = open_events(run_dir.path, "driver")
+        events.emit(EventKind.RUN_STARTED)
         screen = Screen(run_dir=run_dir.path)
         with Interrupts() as interrupts:
             try:
                 _run(config, run_dir.path, GatewayClient(address, token), screen, interrupts)
             except (Interrupted, KeyboardInterrupt):
+                events.emit(EventKind.RUN_FAILED, error="interrupted")
                 screen.failed("stopped; the leases of this job went back to the run.")
                 return INTERRUPTED
             except VimeError as error:
+                events.emit(EventKind.RUN_FAILED, error=str(error))
                 screen.failed(f"{error}\nLogs: {run_dir.path / 'logs'}")
                 return error.exit_code
+        events.emit(EventKind.RUN_FINISHED)
         screen.note("the run has no prompt left: done")
         return 0
 

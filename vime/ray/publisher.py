@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
+from vime.config.update_deadline import update_deadline_s
 from vime.types import EngineAddress, Version
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import PublishReport, publish
@@ -26,16 +27,16 @@ class Publisher:
     def __init__(
         self, config: Config, run_dir: Path, engines: Sequence[EngineAddress], *, may_lose: bool = False
     ) -> None:
-        weights = config.weights
+        weights, self._deadline_s = config.weights, update_deadline_s(config)
         self._config = weights
         may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF
-        self._fleet = FleetControl(engines, timeout_s=weights.update_weight_timeout_secs, may_lose=may_lose)
+        self._fleet = FleetControl(engines, timeout_s=self._deadline_s, may_lose=may_lose)
         directory = Path(weights.update_weight_disk_dir) if weights.update_weight_disk_dir else run_dir / "weights"
         self._sender = make_sender(
             weights.update_weight_transport,
             bucket_bytes=weights.update_weight_buffer_size,
             directory=directory,
-            timeout_s=weights.update_weight_timeout_secs,
+            timeout_s=self._deadline_s,
         )
         self._sender.connect(self._fleet)
 
@@ -53,7 +54,7 @@ class Publisher:
             fleet=self._fleet,
             sender=self._sender,
             pause_mode=self._config.pause_mode or "wait",
-            deadline_s=self._config.update_weight_timeout_secs,
+            deadline_s=self._deadline_s,
         )
 
     def close(self) -> None:

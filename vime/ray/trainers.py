@@ -18,6 +18,7 @@ from ray import ObjectRef
 
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
+from vime.config.update_deadline import update_deadline_s
 from vime.data.rows import TrainRow
 from vime.handoff.receipts import SteppedGroup, add_up, stepped_groups
 from vime.handoff.staleness import check_staleness, staleness_metrics
@@ -446,7 +447,7 @@ class Ranks:
         calls must not mix."""
         if not self._running:
             return
-        deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
+        deadline_s = update_deadline_s(self._config) + GRACE_S
         with waiting(f"{self._name} ranks to end the call before", self._name, deadline_s=deadline_s):
             refs = cast("list[ObjectRef[object]]", self._running)
             _, pending = ray.wait(refs, num_returns=len(refs), timeout=deadline_s)
@@ -535,7 +536,7 @@ class Trainers:
     def publish(
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
     ) -> PublishReport:
-        deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
+        deadline_s = update_deadline_s(self._config) + GRACE_S
         wait = self._policy.begin(TrainerActor.publish, version, engines)
         report = wait(on_poll=on_poll, deadline_s=deadline_s)[0]
         assert report is not None, "rank 0 publishes"
@@ -543,7 +544,7 @@ class Trainers:
 
     def publish_files(self, version: Version, on_poll: Callable[[], None] | None = None) -> str:
         """Write the weights into RUN/published; return their content hash."""
-        deadline_s = self._config.weights.update_weight_timeout_secs + GRACE_S
+        deadline_s = update_deadline_s(self._config) + GRACE_S
         wait = self._policy.begin(TrainerActor.publish_files, version)
         content_hash = wait(on_poll=on_poll, deadline_s=deadline_s)[0]
         assert content_hash is not None, "rank 0 writes"

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
+from vime.config.update_deadline import update_deadline_s
 from vime.gateway.evaluation import Place, Result
 from vime.handoff.group_store import StoredGroup
 from vime.handoff.ledger_types import Task
@@ -203,7 +204,7 @@ class RemoteWorkers:
     def serve_to_jobs(self, version: Version) -> EngineReport:
         """Mode external: have the gateway read back the files of a version and offer it to the jobs. Waits for: the
         gateway; one that dies meanwhile, for the one that takes its place."""
-        deadline_s = self._config.weights.update_weight_timeout_secs
+        deadline_s = update_deadline_s(self._config)
         ends = time.monotonic() + deadline_s
         with waiting("the gateway to offer weights", PROCESS, deadline_s=deadline_s):
             while time.monotonic() < ends:

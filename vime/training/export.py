@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,15 +11,13 @@ from torch import Tensor
 from vime.protocols import TrainEngine
 from vime.training.save_hf import plan_files, write_hf
 from vime.types import CheckpointError, Version
-from vime.weights.hashing import ContentHash
-from vime.weights.plan import TensorMeta
+from vime.weights.hashing import ContentHash, OrderedHash, hashed
 from vime.weights.published import describe
 
 
 def weights_hash(engine: TrainEngine) -> str:
     """Return the content hash that a generation engine reports for these weights, the same on all ranks. Collective
-    like `TrainEngine.export_weights`, over every replica that calls it. It covers the order of the stream, so two
-    layouts agree when they export in the same order."""
+    like `TrainEngine.export_weights`, over every replica that calls it."""
     content = ContentHash()
     for meta, (_, tensor) in zip(engine.weight_metadata(), engine.export_weights(), strict=True):
         content.add(meta, tensor)
@@ -51,16 +49,8 @@ def save_published(
 ) -> str:
     """Write the weights of `stream` for jobs outside of the run, and return their content hash. Called by rank 0, while
     its peers take part in the gathering; `stream` is consumed to its end in every case."""
-    metadata, content = engine.weight_metadata(), ContentHash()
-    write_hf(directory, _hashed(stream, metadata, content), metadata, source=source)
+    metadata, content, ordered = engine.weight_metadata(), ContentHash(), OrderedHash()
+    write_hf(directory, hashed(stream, metadata, content, ordered), metadata, source=source)
     file_of = {meta.name: name for name, metas in plan_files(metadata).items() for meta in metas}
-    describe(directory, version, content.hexdigest(), metadata, file_of)
+    describe(directory, version, ordered.hexdigest(), metadata, file_of)
     return content.hexdigest()
-
-
-def _hashed(
-    stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta], content: ContentHash
-) -> Iterator[tuple[str, Tensor]]:
-    for meta, (name, tensor) in zip(metadata, stream, strict=True):
-        content.add(meta, tensor)
-        yield name, tensor

@@ -4,15 +4,18 @@ One process group outside torch's default one: the sender is rank 0, engine work
 gloo carries CPU memory over TCP; nccl is the same with buffers on the GPU. vLLM's stock NCCL engine is not used
 because it cannot say what it received: this one hashes every bucket before it is loaded.
 
-nccl has not run in the project's own tests, which have no GPU; the code it adds to gloo's is `_device` and the group.
+nccl has run in the tests of `tests/gpu` alone; what it adds to gloo's code is `_device`, `_completion` and the group.
 """
 
 from __future__ import annotations
 
+import ctypes
 import socket
-from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -22,10 +25,11 @@ import torch.distributed as dist
 
 from vime.protocols import EngineControl
 from vime.types import PublishError, WaitTimeoutError
+from vime.utils.background import in_background
 from vime.utils.waits import waiting
-from vime.weights.plan import Bucket
+from vime.weights.plan import Bucket, TensorMeta
 from vime.weights.rendezvous import join_store, open_store
-from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire
+from vime.weights.wire import BucketReceiver, BucketSender, Deliver, update_to_wire
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -35,8 +39,7 @@ class BroadcastGroup(Protocol):
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
 
-
-_abandoned: list[tuple[BroadcastGroup, dist.Work]] = []
+    def abort(self) -> None: ...
 
 
 class BroadcastSender(BucketSender):
@@ -47,7 +50,6 @@ class BroadcastSender(BucketSender):
         self._backend = backend
         self._group: BroadcastGroup | None = None
         self._store: dist.TCPStore | None = None
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-broadcast")
 
     def connect(self, fleet: EngineControl) -> None:
         """Open a new group on a new port. The engines wait inside `init_transfer` until rank 0 has joined too."""
@@ -68,10 +70,9 @@ class BroadcastSender(BucketSender):
             }
             for position in range(len(worlds))
         ]
-        meeting: Future[BroadcastGroup | None] = self._pool.submit(fleet.init_transfer, infos)
-        joining: Future[BroadcastGroup | None] = self._pool.submit(
-            _make_group, self._backend, self._store, 0, world_size, address, timeout
-        )
+        meeting: Future[BroadcastGroup | None] = in_background("weight-connect", partial(fleet.init_transfer, infos))
+        join = partial(_make_group, _device(self._backend), self._store, 0, world_size, address, timeout)
+        joining: Future[BroadcastGroup | None] = in_background("weight-connect", join)
         # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
         with waiting("the engines to join the broadcast group", "engine", deadline_s=self._timeout_s):
             done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
@@ -85,26 +86,46 @@ class BroadcastSender(BucketSender):
 
     def close(self) -> None:
         self._group = self._store = None
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self._backend))
 
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
-        """Broadcast while the engines receive. Waits for their responses first: theirs is the error that explains."""
-        delivered = self._pool.submit(deliver, bucket_to_wire(bucket))
+    def _send(
+        self, filled: Iterator[tuple[Bucket, torch.Tensor]], metadata: Sequence[TensorMeta], deliver: Deliver
+    ) -> None:
+        """Ask the engines once, when the first bucket is ready; then broadcast bucket after bucket, each while the next
+        one is filled and the engines load those before."""
         group = _joined(self._group)
-        work = _broadcast(group, buffer)
+        answer: Future[object] | None = None
+        travelling: Future[object] | None = None
         try:
-            with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):
-                delivered.result(timeout=self._timeout_s)
+            for _, buffer in filled:
+                if answer is None:
+                    told = update_to_wire(metadata, self._bucket_bytes)
+                    answer = in_background("weight-delivery", partial(deliver, told))
+                elif travelling is not None:
+                    self._wait(travelling, answer)
+                work = _broadcast(group, buffer)
+                travelling = in_background("weight-broadcast", _completion(work, buffer.device))
+            if answer is not None and travelling is not None:
+                self._wait(travelling, answer)
+                self._wait(answer, answer)
         except BaseException:
-            # Giving up the group would wait for the broadcast, which no engine may take any more: until the timeout or
-            # until the engines are stopped. Keep it instead, so that the error comes out now.
-            _abandoned.append((group, work))
             self._group = None
+            _give_up(group, self._backend)
             raise
-        work.wait()
+
+    def _wait(self, awaited: Future[object], answer: Future[object]) -> None:
+        """Wait for `awaited`, but not when the engines have failed: theirs is the error that explains."""
+        with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):
+            done, _ = wait([awaited, answer], timeout=self._timeout_s, return_when=FIRST_COMPLETED)
+            if answer in done:
+                answer.result()
+                done, _ = wait([awaited], timeout=self._timeout_s)  # every engine has every bucket
+        if awaited not in done:
+            advice = "Raise --update-weight-timeout-secs, or look for a stuck engine in RUN_DIR/logs."
+            raise WaitTimeoutError("the engines to take a bucket of weights", self._timeout_s, "weights", advice)
+        awaited.result()
 
 
 class _ConnectInfo(msgspec.Struct):
@@ -131,15 +152,25 @@ class BroadcastReceiver(BucketReceiver):
         timeout = timedelta(seconds=told.timeout_s)
         store = join_store(told.master_address, told.master_port, told.world_size, timeout=timeout)
         rank, own = told.rank_offset + worker_rank, local_address(f"http://{told.master_address}")
-        self._group = _make_group(self.backend, store, rank, told.world_size, own, timeout)
+        self._group = _make_group(_device(self.backend), store, rank, told.world_size, own, timeout)
 
     def close(self) -> None:
         self._group = None
 
-    def _read(self, bucket: Bucket, update_info: Mapping[str, object]) -> list[torch.Tensor]:  # noqa: ARG002
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
-        _broadcast(_joined(self._group), buffer).wait()
-        return [slot.view(buffer) for slot in bucket.slots]
+    def _read(
+        self,
+        buckets: Sequence[Bucket],
+        update_info: Mapping[str, object],  # noqa: ARG002
+    ) -> Iterator[list[torch.Tensor]]:
+        """A bucket travels while the one before it is loaded."""
+        group, travelling = _joined(self._group), deque[tuple[Bucket, torch.Tensor, dist.Work]]()
+        for bucket in buckets:
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
+            travelling.append((bucket, buffer, _broadcast(group, buffer)))
+            if len(travelling) == 2:
+                yield _arrived(*travelling.popleft())
+        while travelling:
+            yield _arrived(*travelling.popleft())
 
 
 class NcclReceiver(BroadcastReceiver):
@@ -159,14 +190,17 @@ def local_address(url: str) -> str:
 
 
 def _make_group(
-    backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
+    device: torch.device, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
 ) -> BroadcastGroup:
-    """A process group of its own. A plain constructor, because `init_process_group` would make it the default one.
-    gloo listens on `address`, by which the others reach this process; the host's own name may not resolve to it."""
+    """A process group of its own, after a first broadcast of one byte: NCCL makes its communicator only then, and a
+    rank that cannot join is found here, under the deadline of `connect`, and not by the first version.
+
+    A plain constructor, because `init_process_group` would make it the default one. gloo listens on `address`, by which
+    the others reach this process; the host's own name may not resolve to it."""
     store = dist.PrefixStore("vime-weights", store)
     torch_groups: Any = dist  # its types know neither gloo's options nor that a group can broadcast
     group: BroadcastGroup
-    if backend == "nccl":
+    if device.type != "cpu":
         options = torch_groups.ProcessGroupNCCL.Options()
         options._timeout = timeout  # noqa: SLF001 - torch has no public name for it
         group = torch_groups.ProcessGroupNCCL(store, rank, world_size, options)
@@ -177,6 +211,10 @@ def _make_group(
         options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
         options._threads = 2  # noqa: SLF001
         group = gloo(store, rank, world_size, options)
+    first = torch.full((1,), int(rank == 0), dtype=torch.uint8, device=device)
+    _broadcast(group, first).wait()
+    if first.item() != 1:
+        raise PublishError(f"rank {rank} of the broadcast group got another byte than rank 0 has sent.")
     return group
 
 
@@ -190,6 +228,33 @@ def _broadcast(group: BroadcastGroup, buffer: torch.Tensor) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([buffer], options)
+
+
+def _arrived(bucket: Bucket, buffer: torch.Tensor, work: dist.Work) -> list[torch.Tensor]:
+    work.wait()
+    return [slot.view(buffer) for slot in bucket.slots]
+
+
+def _give_up(group: BroadcastGroup, backend: str) -> None:
+    """Leave a group in whose broadcast no engine may take part any more, so that the error comes out now and the
+    process can save and end: deleting the group waits for the broadcast, until the timeout or until the engines are
+    stopped. So it is never deleted, not even when Python ends and empties its modules. NCCL's has a watchdog that ends
+    the process when the broadcast is late."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if backend == "nccl":
+        in_background("weight-abort", group.abort)
+
+
+def _completion(work: dist.Work, device: torch.device) -> Callable[[], object]:
+    """A call that returns when a broadcast has ended. NCCL's own `wait` returns at once and holds up the stream in
+    which it is called: a stream of its own, because the next bucket is filled in the usual one."""
+    if device.type == "cpu":
+        return work.wait
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        work.wait()
+        ended = torch.cuda.Event()
+        ended.record()
+    return ended.synchronize
 
 
 def _device(backend: str) -> torch.device:

@@ -7,8 +7,8 @@
     compare with the hash of what was sent             a difference stops here
     resume                                             only after a confirmed update
 
-A bucket is one call to each engine: with the first bucket the engine pauses and starts, with the last it finishes and
-reports. So an update of one bucket is two calls: the bucket and resume.
+By `shm` a bucket is one call to each engine: with the first the engine pauses and starts, with the last it finishes and
+reports. By the other transports all buckets are one call. Resume is a call by itself.
 
 A failed update leaves the engines paused: vLLM cannot recover a half-loaded model, and resuming one lets it
 generate from a mixture of versions or die at the next request. The owner of the engines must replace them.

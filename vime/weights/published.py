@@ -1,7 +1,7 @@
 """Weights as files for rollout jobs outside of the run: what the trainer wrote, read back by somebody else.
 
 RUN/published/version_0000003/ is a Hugging Face directory and `tensors.json`, which names every tensor in the order of
-the content hash. `tensors.json` is written last: a directory without it is not whole.
+its hash. `tensors.json` is written last: a directory without it is not whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vime.types import PublishError, Version
 from vime.utils.files import sync
-from vime.weights.hashing import ContentHash
+from vime.weights.hashing import ContentHash, OrderedHash
 from vime.weights.plan import TensorMeta
 
 TENSORS_NAME = "tensors.json"
@@ -49,10 +49,13 @@ class PublishedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedWeights:
-    """A version whose files were read back: their content has the hash that the trainer gave it."""
+    """A version whose files were read back: their content has the hash that the trainer gave it.
+
+    `content_hash` is that of the run's own engines; `ordered_hash` the one for jobs outside, in tensors.json."""
 
     version: Version
     content_hash: str
+    ordered_hash: str
     num_tensors: int
     directory: Path
     files: tuple[PublishedFile, ...]
@@ -67,13 +70,13 @@ def version_directory(run_dir: Path, version: Version) -> Path:
 
 
 def describe(
-    directory: Path, version: Version, content_hash: str, metadata: Sequence[TensorMeta], file_of: dict[str, str]
+    directory: Path, version: Version, ordered_hash: str, metadata: Sequence[TensorMeta], file_of: dict[str, str]
 ) -> None:
     """Write `tensors.json`, which makes the directory whole. `file_of`: tensor -> name of its file."""
     tensors = [
         _Tensor(name=meta.name, dtype=meta.dtype, shape=[*meta.shape], file=file_of[meta.name]) for meta in metadata
     ]
-    told = _Tensors(version=version, content_hash=content_hash, tensors=tensors)
+    told = _Tensors(version=version, content_hash=ordered_hash, tensors=tensors)
     draft = directory / f"{TENSORS_NAME}.partial"
     draft.write_bytes(msgspec.json.encode(told))
     sync(draft)
@@ -91,18 +94,20 @@ def read_back(directory: Path) -> PublishedWeights:
     """Read every file, and compare the content of the tensors with the hash that was written. PublishError when they
     differ, or something is missing."""
     told = _told(directory)
-    content = ContentHash()
+    content, ordered = ContentHash(), OrderedHash()
     for meta, tensor in tensors_of(directory):
         content.add(meta, tensor)
-    if content.hexdigest() != told.content_hash:
+        ordered.add(meta, tensor)
+    if ordered.hexdigest() != told.content_hash:
         raise PublishError(
-            f"{directory}: the tensors have the hash {content.hexdigest()}, but the trainer sent {told.content_hash}. "
+            f"{directory}: the tensors have the hash {ordered.hexdigest()}, but the trainer sent {told.content_hash}. "
             "No job gets this version. Look for a fault of the disk, and publish again."
         )
     files = [path for path in sorted(directory.iterdir()) if path.is_file() and path.suffix != ".partial"]
     return PublishedWeights(
         version=told.version,
-        content_hash=told.content_hash,
+        content_hash=content.hexdigest(),
+        ordered_hash=told.content_hash,
         num_tensors=content.num_tensors,
         directory=directory,
         files=tuple(_hashed(path) for path in files),
@@ -110,7 +115,7 @@ def read_back(directory: Path) -> PublishedWeights:
 
 
 def tensors_of(directory: Path) -> Iterator[tuple[TensorMeta, Tensor]]:
-    """Return the tensors of a version, one at a time, in the order of the content hash. Memory: one tensor."""
+    """Return the tensors of a version, one at a time, in the order of tensors.json. Memory: one tensor."""
     for tensor in _told(directory).tensors:
         path = directory / tensor.file
         try:
@@ -125,7 +130,7 @@ def tensors_of(directory: Path) -> Iterator[tuple[TensorMeta, Tensor]]:
 
 
 def metadata_of(directory: Path) -> list[TensorMeta]:
-    """Return name, dtype and shape of every tensor of a version, in the order of the content hash."""
+    """Return name, dtype and shape of every tensor of a version, in the order of tensors.json."""
     return [TensorMeta(each.name, each.dtype, tuple(each.shape)) for each in _told(directory).tensors]
 
 

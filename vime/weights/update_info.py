@@ -1,4 +1,4 @@
-"""What an engine is told about one bucket of weights, as JSON. No torch: the engine's API server reads it too."""
+"""What an engine is told about weights, as JSON. No torch: the engine's API server reads it too."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import NotRequired, TypedDict
 
 
 class UpdateInfo(TypedDict):
-    """Bucket `index` of `count`: its tensors in order, and where their bytes are, if not in a broadcast."""
+    """Call `index` of `count`: its tensors in order, and where their bytes are, if not in a broadcast. They are cut
+    into buckets of `bucket_bytes`; without it they are one bucket."""
 
     index: int
     count: int
     names: list[str]
     dtypes: list[str]  # as torch spells them, without `torch.`
     shapes: list[list[int]]
+    bucket_bytes: NotRequired[int]
     path: NotRequired[str]
 
 
 def is_last(update_info: UpdateInfo) -> bool:
-    """Whether the update ends with this bucket."""
+    """Whether the update ends with this call."""
     return update_info["index"] + 1 == update_info["count"]

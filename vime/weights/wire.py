@@ -1,14 +1,16 @@
 """The two ends of a transfer, without the transport: cutting, checking and hashing are the same for all of them.
 
-One call of each engine carries one bucket. Its `update_info` names the tensors (`names`, `dtypes`, `shapes`), says
-which bucket of how many it is (`index`, `count`), and adds what the transport needs to find the bytes. It carries no
-hash: the engine computes its own from what it received, and the two are compared afterwards.
+A call of each engine brings one bucket (`shm`, whose sender fills a bucket again) or the whole update. Its
+`update_info` names the tensors (`names`, `dtypes`, `shapes`), says which call of how many it is (`index`, `count`) and
+how the tensors are cut (`bucket_bytes`), and adds what the transport needs to find the bytes. It carries no hash: the
+engine computes its own from what it received, and the two are compared afterwards.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -21,7 +23,7 @@ from vime.weights.plan import Bucket, TensorMeta, cut_buckets, single_bucket
 from vime.weights.update_info import UpdateInfo
 
 Deliver = Callable[[UpdateInfo], None]
-"""Brings the `update_info` of a bucket to every engine; returns when all of them have loaded it."""
+"""Brings an `update_info` to every engine; returns when all of them have loaded what it tells of."""
 
 
 class WeightSender(Protocol):
@@ -33,15 +35,15 @@ class WeightSender(Protocol):
     def send_update(
         self, stream: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], deliver: Deliver
     ) -> ContentHash:
-        """Send all tensors of `metadata` from `stream`, a bucket by each call of `deliver`."""
+        """Send all tensors of `metadata` from `stream`, by one or more calls of `deliver`."""
 
     def close(self) -> None: ...
 
 
 class BucketSender(ABC):
-    """Fills one bucket at a time from the stream, hashes it on the way, and lets the transport deliver it.
+    """Fills buckets from the stream and hashes them, while the transport delivers those before.
 
-    Memory: one bucket. A bucket is delivered when every engine has loaded it, so the buffer may be filled again.
+    Memory: two buckets, one that is filled and one that travels.
     """
 
     def __init__(self, *, bucket_bytes: int, timeout_s: float) -> None:
@@ -55,38 +57,48 @@ class BucketSender(ABC):
         self, stream: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], deliver: Deliver
     ) -> ContentHash:
         content = ContentHash()
-        pairs = checked_stream(stream, metadata)
-        self._begin()
         try:
-            for bucket in cut_buckets(metadata, self._bucket_bytes):
-                buffer = self._buffer(bucket.nbytes)
-                for slot in bucket.slots:
-                    tensor = next(pairs)
-                    content.add(slot.meta, tensor)
-                    slot.view(buffer).copy_(tensor.detach())
-                self._deliver(bucket, buffer, deliver)
+            self._send(self._filled(stream, metadata, content), metadata, deliver)
         finally:
-            self._free_buffer()
-        for _ in pairs:  # runs the check that the stream ends where the metadata ends
-            pass
+            self._free_buffers()
         return content
 
     @abstractmethod
     def close(self) -> None: ...
 
-    def _begin(self) -> None:  # noqa: B027 - most transports have nothing to do here
-        """A new update starts."""
-
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of `nbytes` that `_deliver` can send."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def _free_buffer(self) -> None:  # noqa: B027 - a tensor of `_buffer` frees itself
-        """The update is over: hold no memory until the next one."""
-
     @abstractmethod
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
-        """Bring the bucket to every engine and return when all of them have loaded it."""
+    def _send(
+        self, filled: Iterator[tuple[Bucket, torch.Tensor]], metadata: Sequence[TensorMeta], deliver: Deliver
+    ) -> None:
+        """Bring every bucket of `filled`, which are made when they are asked for, to every engine, and return when all
+        are loaded. The buffer of a bucket is filled again with the second after it."""
+
+    def _filled(
+        self, stream: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], content: ContentHash
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        tensors = checked_stream(stream, metadata)
+        for bucket in cut_buckets(metadata, self._bucket_bytes):
+            buffer = self._buffer(bucket)
+            sources = []  # hashed before they are copied: a tensor that overwrites another in the bucket is noticed
+            for slot in bucket.slots:
+                tensor = next(tensors).detach()
+                if tensor.device.type == "cpu":  # kept until the bucket is full, they would be a third one
+                    content.add(slot.meta, tensor)
+                else:
+                    sources.append((slot.meta, tensor))
+                slot.view(buffer).copy_(tensor)
+            if sources:
+                content.add_all(*zip(*sources, strict=True))
+            yield bucket, buffer
+        for _ in tensors:  # runs the check that the stream ends where the metadata ends
+            pass
+
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        """A flat uint8 tensor of the bucket's size that `_send` can send."""
+        return torch.empty(bucket.nbytes, dtype=torch.uint8)
+
+    def _free_buffers(self) -> None:  # noqa: B027 - a tensor of `_buffer` frees itself
+        """The update is over: hold no memory until the next one."""
 
 
 class BucketReceiver(ABC):
@@ -107,19 +119,18 @@ class BucketReceiver(ABC):
     def start(self) -> None:
         self._content, self._next_index, self._count = ContentHash(), 0, None
 
-    def receive(self, update_info: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
-        """The (name, tensor) pairs of one bucket, in memory that is not written again."""
-        bucket = bucket_from_wire(update_info)
-        if bucket.index != self._next_index or self._count not in (None, bucket.count):
+    def receive(self, update_info: Mapping[str, object]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The (name, tensor) pairs of each bucket of a call, in memory that is not written again."""
+        told = buckets_from_wire(update_info)
+        if told.index != self._next_index or self._count not in (None, told.count):
             raise PublishError(
-                f"weight update: got bucket {bucket.index} of {bucket.count}, expected bucket {self._next_index} of "
-                f"{self._count or bucket.count}. Start the update again on a fresh engine."
+                f"weight update: got bucket {told.index} of {told.count}, expected bucket {self._next_index} of "
+                f"{self._count or told.count}. Start the update again on a fresh engine."
             )
-        tensors = self._read(bucket, update_info)
-        for slot, tensor in zip(bucket.slots, tensors, strict=True):
-            self._content.add(slot.meta, tensor)
-        self._next_index, self._count = bucket.index + 1, bucket.count
-        return [(slot.meta.name, tensor) for slot, tensor in zip(bucket.slots, tensors, strict=True)]
+        for bucket, tensors in zip(told.buckets, self._read(told.buckets, update_info), strict=True):
+            self._content.add_all([slot.meta for slot in bucket.slots], tensors)
+            yield [(slot.meta.name, tensor) for slot, tensor in zip(bucket.slots, tensors, strict=True)]
+        self._next_index, self._count = told.index + 1, told.count
 
     def finish(self) -> None:
         if self._count is None or self._next_index != self._count:
@@ -140,10 +151,11 @@ class BucketReceiver(ABC):
         """Give back what `connect` took."""
 
     @abstractmethod
-    def _read(self, bucket: Bucket, update_info: Mapping[str, object]) -> list[torch.Tensor]: ...
+    def _read(self, buckets: Sequence[Bucket], update_info: Mapping[str, object]) -> Iterator[list[torch.Tensor]]:
+        """The tensors of each bucket of a call."""
 
 
-class _BucketInfo(msgspec.Struct):
+class _UpdateInfo(msgspec.Struct):
     """An `update_info` as every transport reads it; what a transport adds is ignored."""
 
     index: int
@@ -151,25 +163,46 @@ class _BucketInfo(msgspec.Struct):
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
+    bucket_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToldBuckets:
+    """What a call brings: call `index` of `count`."""
+
+    index: int
+    count: int
+    buckets: list[Bucket]
 
 
 def bucket_to_wire(bucket: Bucket) -> UpdateInfo:
-    metas = [slot.meta for slot in bucket.slots]
+    """The call for a bucket of its own."""
+    return _to_wire([slot.meta for slot in bucket.slots], bucket.index, bucket.count)
+
+
+def update_to_wire(metadata: Sequence[TensorMeta], bucket_bytes: int) -> UpdateInfo:
+    """The one call of an update whose buckets the engine gets by another way."""
+    return {**_to_wire(metadata, 0, 1), "bucket_bytes": bucket_bytes}
+
+
+def _to_wire(metas: Sequence[TensorMeta], index: int, count: int) -> UpdateInfo:
     return {
-        "index": bucket.index,
-        "count": bucket.count,
+        "index": index,
+        "count": count,
         "names": [meta.name for meta in metas],
         "dtypes": [meta.dtype for meta in metas],
         "shapes": [list(meta.shape) for meta in metas],
     }
 
 
-def bucket_from_wire(update_info: Mapping[str, object]) -> Bucket:
-    told = msgspec.convert(update_info, _BucketInfo)
+def buckets_from_wire(update_info: Mapping[str, object]) -> ToldBuckets:
+    told = msgspec.convert(update_info, _UpdateInfo)
     metas = [
         TensorMeta(name, dtype, shape) for name, dtype, shape in zip(told.names, told.dtypes, told.shapes, strict=True)
     ]
-    return single_bucket(metas, index=told.index, count=told.count)
+    if told.bucket_bytes is None:
+        return ToldBuckets(told.index, told.count, [single_bucket(metas, index=told.index, count=told.count)])
+    return ToldBuckets(told.index, told.count, cut_buckets(metas, told.bucket_bytes))
 
 
 def checked_stream(

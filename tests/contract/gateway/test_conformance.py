@@ -11,6 +11,7 @@ import torch
 from starlette.responses import JSONResponse
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.contract.gateway.test_gateway_evaluation import evaluation
 from tests.helpers.external_run import EXAMPLES
 from tests.helpers.gateway_run import ROOT, GatewayRun
 from tests.helpers.rollout_setup import write_model_directory
@@ -52,9 +53,39 @@ def test_the_gateway_passes_every_check_and_nothing_stays_leased(run, capsys, mo
     code = main(["conformance", run.server.url, "--other-token", second])
     out = capsys.readouterr().out
     assert (code, "FAIL" in out) == (0, False), out
-    assert "15 checks, 0 failed" in out
+    assert "16 checks, 0 failed" in out
     status = run.port.call(run.ledger.status.__func__)
     assert (status.ready, status.producers) == (3, {}), "three groups were put, everything else was given back"
+
+
+@pytest.fixture
+def evaluating(run):
+    run.gateway.evaluations.current = evaluation()
+    return run.gateway.evaluations.current
+
+
+def test_a_gateway_that_evaluates_passes_and_gets_one_result(run, evaluating):
+    token = run.tokens.make("job-a", (Scope.TRAIN, Scope.EVAL), seconds=600)
+    assert failed(check_gateway(run.server.url, token)) == {}
+    assert list(evaluating.by.values()) == ["job-a"]
+
+
+EVALUATED = "an evaluated prompt counts once"
+
+
+def test_a_gateway_whose_evaluation_is_broken_on_purpose_fails(run, evaluating, monkeypatch):
+    token = run.tokens.make("job-a", (Scope.TRAIN, Scope.EVAL), seconds=600)
+
+    def always_new(producer, task, call):
+        return m.Evaluated(repeated=False)
+
+    monkeypatch.setattr(run.gateway.evaluations, "put", always_new)
+    assert EVALUATED in failed(check_gateway(run.server.url, token))
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        run.gateway.evaluations, "lease", lambda *_: m.EvalPrompts(prompts=[], serving=0, waits_for="", is_over=False)
+    )
+    assert "does not say why" in failed(check_gateway(run.server.url, token))[EVALUATED]
 
 
 class Faults:

@@ -111,6 +111,16 @@ def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
     assert_gone(processes)
 
 
+def test_temporary_files_that_a_killed_server_leaves_are_removed(server):
+    [process, _] = server_and_child(server)
+    temporary = Path(process.environ()["TMPDIR"])
+    assert temporary.stat().st_mode & 0o077 == 0
+    (temporary / "left-behind").touch()
+    process.kill()
+    psutil.wait_procs([psutil.Process(server.pid)], timeout=DEADLINE_S)
+    assert not temporary.exists()
+
+
 def test_stop_may_be_called_twice_and_check_says_that_it_was_stopped(server):
     server.stop()
     server.stop()

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -347,3 +349,51 @@ def test_a_failed_broadcast_is_reported_at_once_though_another_engine_still_wait
         sender.close()
         assert time.monotonic() - started < 15
         control.close()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_an_update_of_many_buckets_is_one_call_where_the_engine_gets_them_by_another_way(
+    transport, two_fakes, tmp_path
+):
+    first, second, control = two_fakes
+    send_small(control, transport, tmp_path)  # two buckets
+    for engine in (first, second):
+        assert [call for call in engine.calls if call not in SETTING_UP] == [UPDATE_ROUTE, "/resume"]
+
+
+SETTING_UP = ("/get_world_size", "/init_weight_transfer_engine")
+
+SAVES_AFTERWARDS = """
+import sys
+from pathlib import Path
+import torch
+from vime.backends.vllm_utils.control import FleetControl
+from vime.types import EngineAddress, PublishError
+from vime.weights.plan import TensorMeta
+from vime.weights.publish import publish
+from vime.weights.transports import make_sender
+
+control = FleetControl([EngineAddress(name=f"e{n}", url=url) for n, url in enumerate(sys.argv[2:])], timeout_s=600)
+sender = make_sender("gloo", bucket_bytes=1 << 20, directory=Path("unused"), timeout_s=600)
+sender.connect(control)
+weights = {str(n): torch.ones(1 << 18) for n in range(40)}
+metadata = [TensorMeta.of(*pair) for pair in weights.items()]
+try:
+    publish(iter(weights.items()), metadata, version=1, fleet=control, sender=sender, pause_mode="keep", deadline_s=600)
+except PublishError as error:
+    Path(sys.argv[1]).write_text(f"saved after {error}")
+sender.close()
+control.close()
+"""
+
+
+def test_a_process_whose_broadcast_was_given_up_saves_and_ends(tmp_path):
+    """Its engines refuse in the middle and stay, so nobody ever takes the bytes: the group's own deadline is 600 s."""
+    with FakeEngine(name="e0") as first, FakeEngine(name="e1") as second:
+        for engine in (first, second):
+            engine.faults.status[UPDATE_ROUTE] = 500
+        saved = tmp_path / "saved"
+        command = [sys.executable, "-c", SAVES_AFTERWARDS, str(saved), first.address.url, second.address.url]
+        subprocess.run(command, check=True, timeout=120)
+        assert "e0" in saved.read_text()
+        assert f"{UPDATE_ROUTE}: HTTP 500" in saved.read_text()

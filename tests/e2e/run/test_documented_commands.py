@@ -164,6 +164,7 @@ def test_the_quick_start_as_trainer_and_rollout_job_in_two_terminals(clone: Clon
     assert sorted(Finished(0, "", clone.directory / "runs/external").metrics()) == [0, 1]
     assert "32 durable (32 by external/my-job)" in said
     assert "32 groups committed, 0 too late" in said
+    assert re.search(r"job +finished +rollout job ", clone.run("vime ls runs"))
 
 
 def test_the_quick_start_takes_a_filter(clone: Clone) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.kept import round_groups
 from tests.helpers.long_run import write_run
 from vime.cli.main import main
+from vime.config.rollout import LEASED_PROMPTS
 from vime.observability.events import EventKind, EventLog
 from vime.observability.run_dir import RunDir
 from vime.observability.samples import DroppedGroup, SampleStore
@@ -182,6 +183,9 @@ def test_ls_names_state_rounds_and_reward_the_newest_first(tmp_path: Path, capsy
     write_run(tmp_path / "b", num_rounds=5, groups=1, error="interrupted during generation")
     write_run(tmp_path / "sweep" / "c", num_rounds=2, groups=1, error="engine-0 died")
     (tmp_path / "no-run").mkdir()
+    job = {"data": {"data_source_path": LEASED_PROMPTS}, "rollout": {"num_rollout": 1}}
+    with RunDir.create(str(tmp_path / "job"), json.dumps(job)) as of_produce:
+        EventLog(of_produce.path, "driver").emit(EventKind.RUN_FINISHED)
     with RunDir.create(str(tmp_path / "alive"), "{}") as alive:
         EventLog(alive.path, "driver").emit(EventKind.RUN_STARTED)
         text = said(capsys, "ls", str(tmp_path))
@@ -190,6 +194,7 @@ def test_ls_names_state_rounds_and_reward_the_newest_first(tmp_path: Path, capsy
     assert re.search(r"b +interrupted +5/5", rows["b"])
     assert re.search(r"sweep/c +failed +2/2", rows["sweep/c"])
     assert re.search(r"alive +running +0", rows["alive"])
+    assert re.search(r"job +finished +rollout job", rows["job"])
     assert "no-run" not in text
     assert re.search(r"alive +ended without a word", said(capsys, "ls", str(tmp_path)))
 

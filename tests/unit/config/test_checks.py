@@ -301,6 +301,7 @@ AGENT = ["--agent-command", "sh agent.sh"]
 # knob -> (what to give it, and the flags under which it is read)
 READ = {
     "async_save": ([], ["--save-interval", "2"]),
+    "gpu_memory_gib": (["40"], None),  # on a GPU: the test of that name below
     "min_lr": (["1e-7"], ["--lr-decay-style", "linear"]),
     "lr_decay_iters": (["2"], ["--lr-decay-style", "cosine"]),
     "recompute_method": (["uniform"], ["--recompute-granularity", "full", "--recompute-num-layers", "1"]),
@@ -420,6 +421,12 @@ def test_a_cache_size_of_the_cpu_engine_is_not_read_on_a_gpu(model_dir: Path, mo
         ConfigError, match=r"--vllm-kv-cache-memory-bytes 2000000: no effect here. Read only with --device cpu"
     ):
         resolved(model_dir, *flags)
+
+
+def test_the_memory_of_a_gpu_is_read_on_one(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vime.config.checks.has_cuda", lambda: True)
+    flags = [*("--device", "cuda", "--actor-num-gpus-per-node", "1"), "--gpu-memory-gib", "40"]
+    assert resolved(model_dir, *flags).cluster.gpu_memory_gib == 40
 
 
 def test_reference_mode_is_refused_on_a_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def policy(*parts: SimpleNamespace) -> Any:
 def test_before_the_first_step_every_optimizer_gets_moments_and_only_torchs_a_step_of_each_parameter() -> None:
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     torchs, other = torch.optim.AdamW(weights[:1]), GroupedStep(weights[1:])
-    checkpoint._prepare_states(policy(part_of(torchs), part_of(other), part_of(None)))
+    checkpoint.prepare_states(policy(part_of(torchs), part_of(other), part_of(None)))
     assert set(torchs.state[weights[0]]) == {"step", "exp_avg", "exp_avg_sq"}
     assert set(other.state[weights[1]]) == {"exp_avg"}
 

@@ -49,7 +49,7 @@ def test_in_a_pipe_each_stage_and_each_round_is_one_plain_line(tmp_path: Path) -
     lines = pipe.getvalue().splitlines()
     assert lines[:3] == [f"Run directory: {tmp_path}", "[0:00] starting Ray", "training: rounds 0 to 29"]
     assert lines[3].startswith("round 1/30: reward 0.412, length 8.1, 2310 tokens/s, 0.0 s, left 0:0")
-    assert lines[4:] == ["evaluation before round 1: held_out/reward_mean 0.5"]  # and nothing for the activity
+    assert lines[4:] == ["evaluation after 1 of 30 rounds: held_out/reward_mean 0.5"]  # and nothing for the activity
     assert "\x1b" not in pipe.getvalue()
 
 
@@ -176,7 +176,7 @@ def test_the_log_has_every_line_with_its_date_and_without_control_codes(tmp_path
     assert all(line not in text.splitlines() for line in lines)  # each had a date
     assert [line.split(":")[0] for line in lines] == [
         "Run directory", "[0", "starting Ray ... done (0.0 s)", "training", "round 1/3", "round 2/3", "round 3/3",
-        "evaluation before round 1", "warning", "lines", "failed",
+        "evaluation after 1 of 3 rounds", "warning", "lines", "failed",
     ]  # fmt: skip
     assert "\x1b" not in text
 

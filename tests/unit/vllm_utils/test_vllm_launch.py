@@ -35,6 +35,7 @@ def test_a_cpu_engine_is_eager_fp32_with_an_explicit_cache():
     assert value(arguments, "--max-model-len") == "512"
     assert json.loads(value(arguments, "--weight-transfer-config")) == {"backend": "vime"}
     assert "--enforce-eager" in arguments
+    assert "--disable-log-stats" in arguments
     assert "--enable-scale-out" in arguments
     assert "--tensor-parallel-size" not in arguments
 

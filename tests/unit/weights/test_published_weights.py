@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.weight_files import write_weights
 from vime.types import PublishError
-from vime.weights.hashing import content_hash
+from vime.weights.hashing import content_hash, ordered_hash
 from vime.weights.published import forget_before, metadata_of, read_back, tensors_of, version_directory, whole_versions
 
 TENSORS = {
@@ -19,6 +19,7 @@ def test_what_was_written_is_read_back_in_the_order_of_its_hash(tmp_path):
     told = write_weights(tmp_path / "version", TENSORS, 3)
     found = read_back(tmp_path / "version")
     assert (found.version, found.content_hash, found.num_tensors) == (3, content_hash(TENSORS), 3)
+    assert found.ordered_hash == ordered_hash(TENSORS) == told.content_hash
     assert [(file.name, file.num_bytes, file.sha256) for file in found.files] == sorted(
         (file.name, file.num_bytes, file.sha256) for file in told.files
     )

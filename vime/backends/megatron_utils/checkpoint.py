@@ -205,7 +205,7 @@ def _state(
     models = {f"model{index}": chunk.sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(core)}
     state: dict[str, object] = {**models, "format": FORMAT, "with_optimizer": with_optimizer, "layout": _layout()}
     if with_optimizer:
-        _prepare_states(optimizer)
+        prepare_states(optimizer)
         # for one chunk megatron wants its state itself, for several a dict of them
         mould = models["model0"] if len(core) == 1 else models
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
@@ -269,7 +269,7 @@ def _keeping_step(part: DistributedOptimizer) -> Callable[[torch.nn.Parameter, d
     return set_states
 
 
-def _prepare_states(optimizer: PolicyOptimizer) -> None:
+def prepare_states(optimizer: PolicyOptimizer) -> None:
     """REPAIR: before the first step Adam has no moments. megatron then saves none and cannot load what it saved, and
     its distributed optimizer asserts that they are there. Zero moments at step 0 are what Adam would start from.
 

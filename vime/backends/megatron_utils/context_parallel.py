@@ -44,6 +44,7 @@ class ContextCut:
 
     group: dist.ProcessGroup
     here_L: Tensor  # positions of this rank
+    here_on_host_L: Tensor
     order_T: Tensor  # where each position stands in what all ranks hold, laid end to end
 
     def part(self, values_T: Tensor) -> Tensor:
@@ -67,7 +68,8 @@ def context_cut(cu_seqlens: Sequence[int], device: torch.device) -> ContextCut |
         return None
     by_rank = [torch.tensor(zigzag_positions(cu_seqlens, rank=rank, size=size)) for rank in range(size)]
     order_T = torch.cat(by_rank).argsort()
-    return ContextCut(group, by_rank[group.rank()].to(device), order_T.to(device))
+    here_L = by_rank[group.rank()]
+    return ContextCut(group, here_L.to(device), here_L, order_T.to(device))
 
 
 class _Kept(Context):

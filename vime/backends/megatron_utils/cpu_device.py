@@ -41,10 +41,13 @@ class Redirection:
     replacement: Callable[..., object]  # of one argument, the original
 
 
-def install() -> list[str]:
-    """Redirect every name of the table. Returns the names, none when CUDA is there. A second call changes nothing."""
+def install(device: torch.device = CPU) -> list[str]:
+    """Redirect every name of the table. Returns the names, none when CUDA is there. A second call changes nothing but
+    the device: where "CUDA" allocates, the CPU or, for a dry run, `meta`."""
     if torch.cuda.is_available():
         return []
+    global _place
+    _place = device
     if not _originals:
         keep_few_kernels()
         for entry in REDIRECTIONS:
@@ -65,6 +68,7 @@ def uninstall() -> None:
             setattr(owner, attribute, original)
 
 
+_place = CPU
 _originals: list[tuple[object, str, object]] = []  # (owner, attribute, original) of what is redirected now
 
 
@@ -93,7 +97,7 @@ def _cpu_factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     @functools.wraps(original)
     def factory(*args: object, **kwargs: object) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = CPU
+            kwargs["device"] = _place
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return original(*args, **kwargs)
@@ -129,7 +133,7 @@ def _cuda_type_name(original: Callable[..., str | torch.Tensor]) -> Callable[...
     def type_of(self: torch.Tensor, *args: object, **kwargs: object) -> str | torch.Tensor:
         name = original(self, *args, **kwargs)
         if isinstance(name, str) and name.startswith("torch.") and not name.startswith("torch.cuda"):
-            return "torch.cuda." + name.removeprefix("torch.")
+            return "torch.cuda." + name.rpartition(".")[2]  # of a meta tensor 'torch.meta.FloatTensor'
         return name
 
     return type_of
@@ -227,7 +231,7 @@ REDIRECTIONS: tuple[Redirection, ...] = (
     Redirection(
         "torch.cuda.current_device",
         "where parameters, gradient buffers, pipeline and tensor-parallel receive buffers are allocated",
-        _constant(lambda: CPU),
+        _constant(lambda: _place),
     ),
     Redirection(
         "torch.cuda.synchronize",

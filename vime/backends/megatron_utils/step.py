@@ -128,7 +128,7 @@ def _batch_part(batch: PackedBatch, *, has_logits: bool, tokens_per_call: float 
     is_answer_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
     for positions in batch.row_slices:
         is_answer_T[positions] = True
-    is_answer_L = is_answer_T if cut is None else is_answer_T[cut.here_L.cpu()]
+    is_answer_L = is_answer_T if cut is None else is_answer_T[cut.here_on_host_L]
     answer_A = is_answer_L.nonzero().squeeze(1)
     answer_A = (answer_A if len(answer_A) else torch.zeros(1, dtype=torch.int64)).to(device)
     if tokens_per_call is None or cut is not None or batch.routed_experts_TW is not None:  # routes differ by copy
@@ -142,7 +142,7 @@ def _tokens_per_call(chunks: Sequence[MegatronModule]) -> float | None:
     """
     config = get_model_config(chunks[0])
     is_cut = config.sequence_parallel or parallel_state.get_pipeline_model_parallel_world_size() > 1
-    if is_cut or torch.cuda.is_available():
+    if is_cut or next(chunks[0].parameters()).device.type != "cpu":
         return None
     weights: int = config.hidden_size * (4 * config.hidden_size + 3 * config.ffn_hidden_size)  # of a layer, about
     return CALL_OPERATIONS / (6 * weights)  # forward and backward: 6 operations a weight

@@ -250,7 +250,8 @@ class FakeEngine:
             self._receiver.start()
             self.weights = {}
         self._is_updating = False
-        self.weights.update(self._receiver.receive(update_info))
+        for pairs in self._receiver.receive(update_info):
+            self.weights.update(pairs)
         self._is_updating = not is_last(update_info)
         if self._is_updating:
             return {"pause_s": 0.0, "confirm_s": 0.0}

@@ -7,6 +7,9 @@ leaves its EngineCore behind for ever otherwise, with the GPU memory it holds.
 
 SIGTERM is passed on to the server, which then has GRACE_S to end. The exit code is the server's (128 + signal).
 
+vLLM leaves files in the directory for temporary files: the sockets between its processes when it is killed, and how
+they first met always. The server gets a directory of its own for them, which is removed behind it.
+
 PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child ends, and an owner may start
 servers from a pool.
 """
@@ -17,9 +20,11 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 PR_SET_PDEATHSIG = 1
@@ -81,7 +86,9 @@ def main(grace_s: float, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     weigh_session(os.getpid())
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    temporary = tempfile.mkdtemp(prefix="vime-")  # a short name: the path of a socket has at most 107 characters
+    environment = {**os.environ, "TMPDIR": temporary}
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     left_s: float | None = None
     while server.poll() is None:
         ready, _, _ = select.select([wake_read, sys.stdin], [], [], left_s)
@@ -96,6 +103,7 @@ def main(grace_s: float, command: list[str]) -> int:
     while kill_session(os.getpid(), spare=os.getpid()):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
+    shutil.rmtree(temporary, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 

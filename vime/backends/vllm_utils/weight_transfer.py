@@ -90,10 +90,10 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        pairs = self._connected.receive(update_info.told)
-        self._received.update(name for name, _ in pairs)
-        with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
-            self.model.load_weights(pairs)  # type: ignore[operator]  # vLLM's models have it
+        for pairs in self._connected.receive(update_info.told):
+            self._received.update(name for name, _ in pairs)
+            with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
+                self.model.load_weights(pairs)  # type: ignore[operator]  # vLLM's models have it
 
     def finish_weight_update(self) -> None:
         self._connected.finish()

@@ -1,0 +1,89 @@
+r"""How fast weights are hashed, beside copying memory and BLAKE2b, and what that makes of an update of larger models.
+
+    .venv/bin/python benchmarks/weight_hash.py [--mebibytes 512] [--turns 5] [--link 25] [--load 25] [--gpu-hash 60]
+
+Measured: GB/s of one tensor on this machine's processor, best of the turns, which are taken alternately. The table's
+seconds follow from them: `before` is BLAKE2b at the sender and then at the engine, one after the other; `now` is the
+slowest of travelling, loading and hashing, since all of them overlap, and one bucket's hash. --link, --load and
+--gpu-hash (GB/s) are assumptions: no GPU was measured.
+"""
+
+import argparse
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from vime.weights.device_hash import PIECE_BYTES, piece_digests
+from vime.weights.hashing import ContentHash, OrderedHash
+from vime.weights.plan import TensorMeta
+
+MODELS = {"4B": 8.0, "30B-A3B": 61.0, "70B": 141.0, "235B-A22B": 470.0}  # GB in bf16
+BUCKET_GB = 0.537
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mebibytes", type=int, default=512, help="of the tensor (default: 512)")
+    parser.add_argument("--turns", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--link", type=float, default=25.0, help="GB/s to each engine, assumed (default: 25)")
+    parser.add_argument("--load", type=float, default=25.0, help="GB/s that an engine loads, assumed (default: 25)")
+    parser.add_argument("--gpu-hash", type=float, default=60.0, help="GB/s on a GPU, assumed (default: 60)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    source = torch.randint(0, 256, (options.mebibytes << 20,), dtype=torch.uint8)
+    speeds = measure(source, options.turns)
+    for name, speed in speeds.items():
+        print(f"{name:32} {speed:6.2f} GB/s")
+    blake, on_cpu = speeds["BLAKE2b, one thread"], speeds["content hash, one thread"]
+    print("\n| model | GB in bf16 | hashes before, s | update now on CPUs, s | update now on GPUs, s |")
+    print("|---|---|---|---|---|")
+    for name, gigabytes in MODELS.items():
+        slowest = [min(options.link, options.load, hash_speed) for hash_speed in (on_cpu, options.gpu_hash)]
+        now = [
+            gigabytes / speed + BUCKET_GB / hash_speed
+            for speed, hash_speed in zip(slowest, (on_cpu, options.gpu_hash), strict=True)
+        ]
+        print(f"| {name} | {gigabytes:g} | {2 * gigabytes / blake:.0f} | {now[0]:.1f} | {now[1]:.1f} |")
+
+
+def measure(source: torch.Tensor, turns: int) -> dict[str, float]:
+    target = source.clone()
+    halves = list(source.chunk(2))
+    tasks: dict[str, Callable[[], object]] = {
+        "memcpy, one thread": lambda: target.copy_(source),
+        "memcpy, two threads": lambda: in_two(lambda half: half.copy_(source[: half.numel()]), list(target.chunk(2))),
+        "BLAKE2b, one thread": lambda: add(OrderedHash(), source),
+        "content hash, one thread": lambda: add(ContentHash(), source),
+        "content hash, two threads": lambda: in_two(lambda half: add(ContentHash(), half), halves),
+        "the reduction for GPUs, here": lambda: reduce(source),
+    }
+    best = dict.fromkeys(tasks, float("inf"))
+    for _ in range(turns):
+        for name, task in tasks.items():
+            began = time.perf_counter()
+            task()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return {name: source.numel() / seconds / 1e9 for name, seconds in best.items()}
+
+
+def add(content: ContentHash | OrderedHash, tensor: torch.Tensor) -> str:
+    content.add(TensorMeta.of("weight", tensor), tensor)
+    return content.hexdigest()
+
+
+def reduce(source: torch.Tensor) -> bytes:
+    return piece_digests([source.view(-1, PIECE_BYTES)])
+
+
+def in_two(task: Callable[[torch.Tensor], object], halves: list[torch.Tensor]) -> None:
+    threads = [threading.Thread(target=task, args=(half,)) for half in halves]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

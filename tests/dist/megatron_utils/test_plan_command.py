@@ -1,0 +1,155 @@
+"""`vime plan`, and the same check before a run: models that nobody has here, on GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.dist_launch import ROOT, launch
+from tests.helpers.dry_run_cases import write_large
+from vime.config.checks import resolve
+from vime.config.parse import Config, parse
+from vime.ray.inputs import Refusals
+from vime.ray.preflight import check_memory
+
+GIB = 2**30
+TP8_PP4_EP8 = {
+    "actor_num_nodes": 8,
+    "tensor_model_parallel_size": 8,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 4,
+    "expert_model_parallel_size": 8,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_large(tmp_path_factory.mktemp("large"))
+
+
+def on_gpus(model: Path, **flags: Any) -> Config:
+    return resolve(Config().replace(device="cuda", hf_checkpoint=str(model), actor_num_gpus_per_node=8, **flags))
+
+
+def plan(*flags: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "vime", "plan", *flags]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+def script_flags(script: str, directory: Path, models: Path) -> list[str]:
+    """The flags that a launch script hands to train.py; `ray` is replaced by a script that writes them down."""
+    (directory / "ray").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {directory}/submitted\n")
+    (directory / "ray").chmod(0o755)
+    path = f"{directory}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "MODEL_DIR": str(models), "OUT_DIR": str(directory)}
+    subprocess.run([ROOT / "scripts" / script], env=environment, capture_output=True, timeout=60, check=True)
+    submitted = (directory / "submitted").read_text().splitlines()
+    return submitted[submitted.index("train.py") + 1 :]
+
+
+def test_distinct_shards_sum_to_the_model(large: Path, models: Path, work: Path) -> None:
+    """The model's own number is that of transformers."""
+    cases = {
+        "tp8-pp4-ep8": on_gpus(large / "qwen3-30b-a3b", **TP8_PP4_EP8),
+        "cp2": on_gpus(models / "qwen3", context_parallel_size=2),
+        "vpp2": on_gpus(models / "qwen3", pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    }
+    [found] = launch(
+        "tests.helpers.dry_run_cases:shards",
+        world_size=1,
+        directory=work / "shards",
+        arguments={"cases": cases},
+        deadline_s=200,
+    )
+    assert set(found) == set(cases)
+    for name, (held, expected) in found.items():
+        print(name, held, expected)  # noqa: T201  the figure belongs in the log
+        assert held == expected
+
+
+@pytest.mark.nightly
+def test_all_64_ranks_of_tp8_pp4_ep8_are_as_their_stage_and_sum_to_the_model(large: Path, work: Path) -> None:
+    [found] = launch(
+        "tests.helpers.dry_run_cases:shards",
+        world_size=1,
+        directory=work / "all-shards",
+        arguments={"cases": {"all": on_gpus(large / "qwen3-30b-a3b", **TP8_PP4_EP8)}, "all_ranks": True},
+        deadline_s=600,
+    )
+    held, expected = found["all"]
+    assert held == expected
+
+
+def test_the_shipped_launch_fits_80_gib_and_is_told_what_to_change_for_24(tmp_path: Path, large: Path) -> None:
+    (large / "Qwen3-4B").symlink_to(large / "qwen3-4b")
+    flags = script_flags("run-qwen3-4B.sh", tmp_path, large)
+    fits = plan("--json", *flags)
+    assert fits.returncode == 0, fits.stderr
+    record = json.loads(fits.stdout)
+    [part] = record["parts"]
+    [rank] = part["ranks"]
+    assert (record["fits"], record["limit_gib"], part["roles"], rank["count"]) == (True, 80, ["actor", "reference"], 4)
+    # 4.0224 B parameters, half a rank: 2 bytes, with the reference twice, 4 of gradients, 12 of the optimizer / 2
+    assert rank["static"] / GIB == pytest.approx(2.0113e9 * (2 * 2 + 4 + 6) / GIB, rel=1e-3)
+    assert 0 < rank["activations"] < 8 * GIB
+    refused = plan("--gpu-memory-gib", "24", "--trainer-tflops", "100", "--engine-tokens-per-sec", "5000", *flags)
+    assert refused.returncode == 2, refused.stderr
+    for said in (
+        "Does not fit: peak",
+        "--tensor-model-parallel-size 4",
+        "--separate-roles reference",
+        "never compared with a GPU",
+        "counted with local layers",
+        "4 engine(s) of 1 GPU(s)",
+    ):
+        assert said in refused.stdout
+
+
+def test_a_run_whose_ranks_cannot_hold_the_model_is_refused_before_it_starts(large: Path) -> None:
+    """30.5 B parameters on 8 GPUs with a sharded optimizer: 71.5 GiB each."""
+    refusals = Refusals()
+    config = on_gpus(large / "qwen3-30b-a3b", expert_model_parallel_size=8, gpu_memory_gib=71.0)
+    refusals.attempt(check_memory, config)
+    refusals.attempt(check_memory, config.replace(gpu_memory_gib=72.0))
+    with pytest.raises(Exception, match=r"holds 71\.5 GiB of weights, .* at most --gpu-memory-gib 71\. .*vime plan"):
+        refusals.raise_all()
+
+
+def test_fsdp_counts_a_share_of_every_tensor_and_says_what_it_leaves_out(models: Path) -> None:
+    done = plan("--json", "--hf-checkpoint", str(models / "qwen3"), "--train-backend", "fsdp", "--device", "cuda")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    [rank] = record["parts"][0]["ranks"]
+    held = rank["models"]["actor"]
+    assert rank["count"] == 8
+    assert held["gradients"] == held["parameters"] == 4 * held["num_parameters"] == held["optimizer"] / 2
+    assert "activations, and the whole layers that a pass gathers, are not counted" in " ".join(record["notes"])
+
+
+def test_the_command_of_an_engine_on_gpus_is_one_that_vllm_parses(tmp_path: Path, large: Path) -> None:
+    (tmp_path / "Qwen3-4B").symlink_to(large / "qwen3-4b")
+    config = resolve(parse(script_flags("run-qwen3-4B.sh", tmp_path, tmp_path)))
+    config = config.replace(rollout_num_gpus_per_engine=4, use_rollout_routing_replay=True)
+    program = (
+        "import json, sys\n"
+        "from vime.backends.vllm_utils.launch import engine_command\n"
+        "from vime.config.parse import Config\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "command = engine_command(Config.from_dict(json.load(sys.stdin)), index=1, host='127.0.0.1', port=8000)\n"
+        "parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])\n"
+        "print('\\n' + json.dumps([parsed.tensor_parallel_size, parsed.dtype, parsed.gpu_memory_utilization,\n"
+        "    parsed.enable_return_routed_experts, parsed.max_model_len, parsed.logprobs_mode]))\n"
+    )
+    words = [sys.executable, "-c", program]
+    given = json.dumps(config.to_dict())
+    done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [4, "bfloat16", 0.85, True, 16384, "processed_logprobs"]

@@ -1,0 +1,152 @@
+"""The figures of `vime plan`: whether every rank fits, an estimate of the speed, and the table of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vime.backends.memory import RankBytes
+from vime.batching.flops import executed_flops, forward_flops
+from vime.config.hf_config import read_model_shape, read_record
+from vime.config.parse import Config
+from vime.ray.dry_run import Part, longest_row, world_size
+from vime.training.roles import needed_roles
+from vime.types import Role
+
+GIB = 2**30
+RESERVE_GIB = 4.0
+"""Of a GPU, for what is not counted: its context, buffers of NCCL, gaps of the allocator. Assumed, never measured."""
+TFLOPS = 350.0
+"""Of one GPU that trains, when not said: 35 % of an H100's dense bf16 peak. Assumed, never measured."""
+UPDATE_GB_PER_S = 1.0
+"""Of the weights to the engines, when not said. Assumed, never measured."""
+COLUMNS = ("models", "stage", "ranks", "parameters", "weights", "gradients", "optimizer", "activations", "peak")
+
+
+def verdict(config: Config, parts: Sequence[Part]) -> tuple[bool, float | None]:
+    """Return whether every rank's peak and the reserve fit, and the limit, GiB; on the CPU (True, None)."""
+    if config.cluster.device != "cuda":
+        return True, None
+    limit = config.cluster.gpu_memory_gib
+    return all(part.heaviest.peak / GIB + RESERVE_GIB <= limit for part in parts), limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the user says of the machine; None: assumed, or not known."""
+
+    trainer_tflops: float | None = None
+    engine_tokens_per_sec: float | None = None
+    update_gb_per_sec: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Throughput by arithmetic and rates alone: what waits for what is not modelled."""
+
+    trainer_tokens_per_sec: float  # of responses, all ranks together
+    is_trainer_assumed: bool
+    update_gb: float
+    update_secs: float
+    is_update_assumed: bool
+    engine_tokens_per_sec: float | None  # of all engines
+    engines_for_balance: float | None  # that generate as fast as the trainers train
+
+
+def estimate(config: Config, rates: Rates) -> Estimate:
+    """Count rows of the greatest length: forward, backward, what is recomputed, and one pass of each frozen model
+    (taken to be of the policy's shape)."""
+    shape = read_model_shape(config.model.hf_checkpoint)
+    length = longest_row(config)
+    response = min(config.rollout.rollout_max_response_len, length - 1)
+    flops = executed_flops(shape, length, response, recompute=config.parallel.recompute_granularity)
+    frozen = [role for role in needed_roles(config) if role in (Role.REFERENCE, Role.TEACHER)]
+    flops += len(frozen) * forward_flops(shape, length, response)
+    trained = response * (rates.trainer_tflops or TFLOPS) * 1e12 * world_size(config) / flops
+    num_bytes = _weight_bytes(config)
+    per_engine = rates.engine_tokens_per_sec
+    return Estimate(
+        trainer_tokens_per_sec=trained,
+        is_trainer_assumed=rates.trainer_tflops is None,
+        update_gb=num_bytes / 1e9,
+        update_secs=num_bytes / 1e9 / (rates.update_gb_per_sec or UPDATE_GB_PER_S),
+        is_update_assumed=rates.update_gb_per_sec is None,
+        engine_tokens_per_sec=per_engine and per_engine * config.cluster.num_engines,
+        engines_for_balance=per_engine and trained / per_engine,
+    )
+
+
+def _weight_bytes(config: Config) -> int:
+    """Return the bytes that an update sends, without norms and biases (below 0.1 %)."""
+    shape, record = read_model_shape(config.model.hf_checkpoint), read_record(config.model.hf_checkpoint)
+    attention = 2 * shape.hidden_size * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
+    mlp = 3 * shape.hidden_size * shape.intermediate_size
+    if shape.num_experts:
+        mlp = shape.num_experts * (3 * shape.moe_intermediate_size + 1) * shape.hidden_size
+    vocabulary = shape.vocab_size * shape.hidden_size * (1 if record.get("tie_word_embeddings") else 2)
+    return (2 if config.parallel.bf16 else 4) * (shape.num_layers * (attention + mlp) + vocabulary)
+
+
+def show(
+    config: Config, parts: Sequence[Part], figures: Estimate, *, notes: Sequence[str], advice: Sequence[str]
+) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE, title="GiB of one rank", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "models" else "right", no_wrap=True)
+    for part in parts:
+        for rank in part.ranks:
+            table.add_row(*_cells(part, rank))
+    console.print(table)
+    for line in [*_speed(config, parts, figures), *(f"note: {note}" for note in notes)]:
+        console.print(Text(line))
+    _, limit = verdict(config, parts)
+    peak = max(part.heaviest.peak for part in parts) / GIB
+    if limit is None:
+        whole = sum(rank.peak * rank.count for part in parts for rank in part.ranks) / GIB
+        console.print(f"On the CPU all ranks share this machine's memory: {whole:.2f} GiB of tensors.")
+        return
+    said = "Does not fit" if advice else "Fits"
+    console.print(f"{said}: peak {peak:.1f} + reserve {RESERVE_GIB:g} GiB of --gpu-memory-gib {limit:g}.")
+    for line in advice:
+        console.print(Text(f"  {line}"))
+
+
+def _cells(part: Part, rank: RankBytes) -> list[str]:
+    models = rank.models.values()
+    sums = [
+        sum(model.parameters for model in models),
+        sum(model.gradients for model in models),
+        sum(model.optimizer for model in models),
+        rank.activations,
+        rank.peak,
+    ]
+    first, last = rank.stages[0], rank.stages[-1]
+    stages = str(first) if first == last else f"{first}-{last}"
+    count = sum(model.num_parameters for model in models) / 1e9
+    return ["\n".join(part.roles), stages, str(rank.count), f"{count:.3f} B", *(f"{value / GIB:.2f}" for value in sums)]
+
+
+def _speed(config: Config, parts: Sequence[Part], figures: Estimate) -> list[str]:
+    cluster, num_trainers = config.cluster, sum(rank.count for part in parts for rank in part.ranks)
+    assumed = f"{TFLOPS:g} TFLOP/s a rank assumed" if figures.is_trainer_assumed else "--trainer-tflops"
+    rate = f"{UPDATE_GB_PER_S:g} GB/s assumed" if figures.is_update_assumed else "--update-gb-per-sec"
+    gpus = cluster.rollout_num_gpus_per_engine
+    lines = [
+        f"{num_trainers} trainer ranks, {cluster.num_engines} engine(s) of {gpus} GPU(s)",
+        "Estimates, never compared with a GPU:",
+        f"  trainer: {figures.trainer_tokens_per_sec:,.0f} response tokens/s ({assumed})",
+        f"  weight update: {figures.update_secs:.1f} s for {figures.update_gb:.1f} GB ({rate})",
+    ]
+    if figures.engine_tokens_per_sec is None:
+        return [*lines, "  engines: say --engine-tokens-per-sec for their balance with the trainers"]
+    return [
+        *lines,
+        f"  engines: {figures.engine_tokens_per_sec:,.0f} tokens/s; {figures.engines_for_balance:.1f} engine(s) feed "
+        "these trainers",
+    ]
