@@ -1,7 +1,7 @@
 """Trainer ranks: one Ray actor each, and the driver's handle on all of them.
 
-A rank is a thin shell: it reads its rows by key, hands them to its worker and returns numbers. Every
-method that reaches a collective is called on all ranks at once by `Trainers`.
+A rank is a thin shell: it reads its rows by key, hands them to its worker and returns numbers. Every method that
+reaches a collective is called on all ranks at once by `Trainers`.
 """
 
 from __future__ import annotations
@@ -242,13 +242,12 @@ class TrainerActor:
 
     def _publisher_to(self, engines: list[EngineAddress]) -> Publisher:
         """Return the publisher, a new one when an engine was lost or started again since."""
-        if self._publisher is not None and not self._publisher.reaches(engines):
-            self._publisher.close()
-            self._publisher = None
-        if self._publisher is None:
-            from vime.ray.publisher import Publisher
+        from vime.ray.publisher import Publisher
 
-            self._publisher = Publisher(self._config, self._run_dir, engines, may_lose=True)
+        if self._publisher is not None and not self._publisher.reaches(engines):
+            closed, self._publisher = self._publisher, None
+            closed.close()
+        self._publisher = self._publisher or Publisher(self._config, self._run_dir, engines, may_lose=True)
         return self._publisher
 
     def publish_files(self, version: Version) -> str | None:
