@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-FAMILIES = ("transferqueue", "rollout", "eval", "train", "perf", "weights")
+FAMILIES = ("transferqueue", "rollout", "eval", "train", "perf", "weights", "engines")
 
 
 def documented_metrics() -> list[str]:

@@ -44,6 +44,10 @@ class EventKind(StrEnum):
     BATCH_PUT = "batch_put"  # rollout_id, num_groups, num_bytes
     BATCH_CLEARED = "batch_cleared"  # rollout_id
     WORKER_LOST = "worker_lost"  # worker, prompts, within_s
+    ENGINE_LOST = "engine_lost"  # engine, error, start_in_s
+    ENGINE_STARTING = "engine_starting"  # engine: it is started again
+    ENGINE_READY = "engine_ready"  # engine: it responds, and gets weights with the next update
+    ENGINE_READMITTED = "engine_readmitted"  # engine, version, lost_s
     DISAGREEMENT = "disagreement"  # rollout_id, difference, threshold, path
     ROUND_TRAINED = "round_trained"  # rollout_id, version, receipt
     WEIGHTS_PUBLISHED = "weights_published"  # version, num_bytes

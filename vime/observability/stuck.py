@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from pathlib import Path
 
 from vime.observability.events import outcome, read_events
 from vime.observability.waits import RunProcess, SeenWait, State, read_run
 from vime.types import DataError
-from vime.utils.waits import JOB
+from vime.utils.waits import JOB, STARTS_AGAIN
 
 SAMPLE_S = 0.5
 PATIENCE_S = 30.0
@@ -89,6 +89,18 @@ def explain(run_dir: Path, *, sample_s: float = SAMPLE_S) -> Verdict:
 
 def judge(processes: Sequence[RunProcess], ended: str) -> Verdict:
     """`ended`: "finished", "failed: why", or "not finished", as the driver's events have it."""
+    driver = next(process for process in processes if process.name == ROOT)
+    again = {
+        work.name.removeprefix(STARTS_AGAIN): work.age_s for work in driver.work if work.name.startswith(STARTS_AGAIN)
+    }
+    if again and driver.state is not State.DEAD:  # nobody waits for them: others do their work
+        found = _judged([process for process in processes if process.name not in again], ended)
+        back = ", ".join(f"{name} is lost and starts again since {age_s:.0f} s" for name, age_s in again.items())
+        return replace(found, line=f"{found.line}; {back}", processes=tuple(processes))
+    return _judged(processes, ended)
+
+
+def _judged(processes: Sequence[RunProcess], ended: str) -> Verdict:
     by_name = {process.name: process for process in processes}
     driver = by_name[ROOT]
     if driver.state is State.DEAD:

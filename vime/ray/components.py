@@ -34,7 +34,7 @@ from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.waits import Result, said_meanwhile, wait_for
-from vime.types import EngineReport, MismatchError, Version
+from vime.types import EngineLostError, EngineReport, MismatchError, Version
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
@@ -101,7 +101,7 @@ class Components:
             run_dir,
             trainers=parts.trainers,
             manager=parts.manager,
-            fleet=parts.engines.fleet if parts.engines is not None else None,
+            engines=parts.engines,
             screen=watchers.screen,
             events=watchers.events,
         )
@@ -118,6 +118,8 @@ class Components:
             self.saver.poll()
             self.open_round = rollout_id
             yield rollout_id
+            if self.parts.engines is not None:
+                self.watchers.round_metrics.add(self.parts.engines.take_metrics())
             self.watchers.round_metrics.finish(rollout_id, self.versions.trained)
             self.open_round = None
 
@@ -157,8 +159,8 @@ class Components:
     def train(self, generated: GeneratedRound) -> None:
         """Run one round of optimizer steps on every rank; then remove the round's rows from the store.
 
-        Only the trainers can end it: an engine that dies meanwhile is noticed by the next wait, when the round is whole
-        and can be saved.
+        Only the trainers can end it: an engine that dies meanwhile is started again, or ends the run at the next wait,
+        when the round is whole and can be saved.
         """
         if self.parts.trainers is None:
             return
@@ -167,7 +169,7 @@ class Components:
         trainers, started = self.parts.trainers, time.monotonic()
         with self.watchers.round_metrics.timed("perf/train_time"):
             try:
-                trained = self._mismatch.train(generated, self.versions.trained)
+                trained = self._mismatch.train(generated, self.versions.trained, self._tend)
             except MismatchError:
                 self.doing = None  # no weight has moved: what was trained before can be saved
                 raise
@@ -214,17 +216,19 @@ class Components:
             version, metrics = self.versions.trained, {"weights/version": float(self.versions.trained)}
             content_hash, reports = "", list[EngineReport]()
             if engines is not None:
-                report = trainers.publish(version, engines.addresses, self._poll(interruptible=False))
+                report = trainers.publish(version, engines.begin_update(), self._poll(interruptible=False))
                 content_hash, reports, metrics = report.content_hash, [*report.engine_reports], report.metrics()
             if is_external:  # the files have to have the hash of the engines
                 content_hash = trainers.publish_files(version, self._poll(interruptible=False))
                 reports.append(self._served_to_jobs(version))
             self.versions.confirm(reports, content_hash)
         self.doing = None
+        if engines is not None:
+            engines.served(version, reports)
         with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts, which would delay it
             compared = self._mismatch.after_publish(self.versions.trained)
             if engines is not None and self.config.weights.check_weight_update_equal:
-                check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
+                self._check_agreement(trainers, engines)
         failpoint(Point.RELEASE)
         if self.parts.stream is not None:
             self.parts.stream.release(version)
@@ -236,6 +240,15 @@ class Components:
             engines=[report.engine for report in reports],
         )
         self.watchers.round_metrics.add({**metrics, **compared})
+
+    def _check_agreement(self, trainers: Trainers, engines: Engines) -> None:
+        """--check-weight-update-equal. An engine that is lost meanwhile is for the next check of the engines."""
+        try:
+            check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
+        except EngineLostError as error:
+            if engines.num_serving == 1:
+                raise
+            self.watchers.screen.warn(f"version {self.versions.trained}: engines and trainer are not compared. {error}")
 
     def _served_to_jobs(self, version: Version) -> EngineReport:
         """Let the gateway read the files back and offer them to the jobs outside. Its report is of what it has read."""
@@ -327,6 +340,11 @@ class Components:
                 self.parts.engines.check(is_updating=self.doing is Doing.PUBLISHING)
 
         return poll
+
+    def _tend(self) -> None:
+        """Look after the engines during a wait that they must not end."""
+        if self.parts.engines is not None:
+            self.parts.engines.tend()
 
     def has_work(self) -> bool:
         """Whether a stop now would save something: a round that is trained and not saved, or that is being trained,

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
@@ -35,8 +38,15 @@ from vime.weights.versions import VersionLedger
 logger = logging.getLogger(__name__)
 
 
+class HasFleet(Protocol):
+    """The engines, of which other ones serve after a loss."""
+
+    @property
+    def fleet(self) -> FleetControl: ...
+
+
 class MismatchGuard:
-    """Owned by the driver. `trainers` and `fleet` are None when the run has none."""
+    """Owned by the driver. `trainers` and `engines` are None when the run has none."""
 
     def __init__(
         self,
@@ -45,28 +55,31 @@ class MismatchGuard:
         *,
         trainers: Trainers | None,
         manager: Actor[RolloutManager],
-        fleet: FleetControl | None,
+        engines: HasFleet | None,
         screen: Screen,
         events: EventLog,
     ) -> None:
         self._config, self._run_dir = config, run_dir
-        self._trainers, self._manager, self._fleet = trainers, manager, fleet
+        self._trainers, self._manager, self._engines = trainers, manager, engines
         self._screen, self._events = screen, events
         self._is_judged = config.agreement.on_train_rollout_diff != "ignore"
         self._rule = SamplingRule(temperature=config.rollout.rollout_temperature)
         self._unconfirmed: GeneratedRound | None = None  # trained, but none of its tokens could be compared
         self._rescored: dict[int, dict[str, float]] = {}  # by round, until it is trained
 
-    def train(self, generated: GeneratedRound, version: Version) -> TrainedRound:
+    def train(
+        self, generated: GeneratedRound, version: Version, on_poll: Callable[[], None] | None = None
+    ) -> TrainedRound:
         """One round on every rank. A mismatch is recorded before any weight moves; with `warn` the round is then
         trained as it is (its first step is computed again)."""
         rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
         assert ticket is not None, "a run that trains has tickets"
-        trained = self._ranks.train(rollout_id, ticket, version, is_judged=self._is_judged, num_begun=num_begun)
+        train = partial(self._ranks.train, rollout_id, ticket, version, num_begun=num_begun, on_poll=on_poll)
+        trained = train(is_judged=self._is_judged)
         if not isinstance(trained, TrainedRound):
             found, stage = merge(trained), Stage.BEFORE_TRAINING
             self._record_above(found, rollout_id=rollout_id, stage=stage, version=version, rule=self._rule)
-            trained = self._ranks.train(rollout_id, ticket, version, is_judged=False, num_begun=num_begun)
+            trained = train(is_judged=False)
         assert isinstance(trained, TrainedRound), "a round that is not judged is trained"
         self._unconfirmed = generated if trained.metrics.get(COMPARED) == 0 else None
         return dataclasses.replace(trained, metrics=trained.metrics | self._rescored.pop(rollout_id, {}))
@@ -106,6 +119,10 @@ class MismatchGuard:
         worst, stage = max(found.values(), key=lambda measured: measured.mean), Stage.AFTER_PUBLISH
         self._record_above(worst, rollout_id=generated.rollout_id, stage=stage, version=version, rule=SamplingRule())
         return worst.metrics()
+
+    @property
+    def _fleet(self) -> FleetControl | None:
+        return None if self._engines is None else self._engines.fleet
 
     @property
     def _ranks(self) -> Trainers:

@@ -12,19 +12,25 @@ from vime.config.update_deadline import update_deadline_s
 from vime.types import EngineAddress, Version
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import PublishReport, publish
-from vime.weights.transports import make_sender
+from vime.weights.transports import EACH_BY_ITSELF, make_sender
 
 if TYPE_CHECKING:
     import torch
 
 
 class Publisher:
-    """Sends one version after another over one connection to all engines."""
+    """Sends one version after another over one connection to all engines.
 
-    def __init__(self, config: Config, run_dir: Path, engines: Sequence[EngineAddress]) -> None:
+    `may_lose`: an engine that is lost in an update is left out, and the others get the update; it is for the caller to
+    see whose reports are missing. Not over a broadcast, in which all wait for each."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, engines: Sequence[EngineAddress], *, may_lose: bool = False
+    ) -> None:
         weights, self._deadline_s = config.weights, update_deadline_s(config)
         self._config = weights
-        self._fleet = FleetControl(engines, timeout_s=self._deadline_s)
+        may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF
+        self._fleet = FleetControl(engines, timeout_s=self._deadline_s, may_lose=may_lose)
         directory = Path(weights.update_weight_disk_dir) if weights.update_weight_disk_dir else run_dir / "weights"
         self._sender = make_sender(
             weights.update_weight_transport,
@@ -33,6 +39,10 @@ class Publisher:
             timeout_s=self._deadline_s,
         )
         self._sender.connect(self._fleet)
+
+    def reaches(self, engines: Sequence[EngineAddress]) -> bool:
+        """Whether these are the engines that it sends to."""
+        return tuple(self._fleet.addresses) == tuple(engines)
 
     def publish(
         self, stream: Iterator[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], version: Version

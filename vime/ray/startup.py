@@ -110,7 +110,7 @@ def start_components(
         stack.enter_context(watched_ray(on_ray_lost))
         # before the queue: engines take longest to start, and Ray has few workers ready
         has_engines = config.cluster.num_engines > 0 and not config.debug.debug_train_only
-        engines = Engines(config, run_dir) if has_engines else None
+        engines = Engines(config, run_dir, events, screen.warn) if has_engines else None
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):

@@ -1,7 +1,7 @@
 """Trainer ranks: one Ray actor each, and the driver's handle on all of them.
 
-A rank is a thin shell: it reads its rows by key, hands them to its worker and returns numbers. Every
-method that reaches a collective is called on all ranks at once by `Trainers`.
+A rank is a thin shell: it reads its rows by key, hands them to its worker and returns numbers. Every method that
+reaches a collective is called on all ranks at once by `Trainers`.
 """
 
 from __future__ import annotations
@@ -234,15 +234,21 @@ class TrainerActor:
             stream = actor.export_weights()
             try:
                 if self._rank == 0:
-                    if self._publisher is None:
-                        from vime.ray.publisher import Publisher
-
-                        self._publisher = Publisher(self._config, self._run_dir, engines)
-                    return self._publisher.publish(stream, actor.weight_metadata(), version)
+                    return self._publisher_to(engines).publish(stream, actor.weight_metadata(), version)
             finally:
                 for _ in stream:  # its collectives are reached by every rank of the replica, also when rank 0 failed
                     pass
         return None
+
+    def _publisher_to(self, engines: list[EngineAddress]) -> Publisher:
+        """Return the publisher, a new one when an engine was lost or started again since."""
+        from vime.ray.publisher import Publisher
+
+        if self._publisher is not None and not self._publisher.reaches(engines):
+            closed, self._publisher = self._publisher, None
+            closed.close()
+        self._publisher = self._publisher or Publisher(self._config, self._run_dir, engines, may_lose=True)
+        return self._publisher
 
     def publish_files(self, version: Version) -> str | None:
         """Write the weights for jobs outside of the run and return their content hash, on rank 0. Collective like
@@ -486,7 +492,14 @@ class Trainers:
         self._policy.call(TrainerActor.begin, rollout_id, sent_once(ticket), version)
 
     def train(
-        self, rollout_id: int, ticket: RoundTicket, version: Version, *, is_judged: bool, num_begun: int = 0
+        self,
+        rollout_id: int,
+        ticket: RoundTicket,
+        version: Version,
+        *,
+        is_judged: bool,
+        num_begun: int = 0,
+        on_poll: Callable[[], None] | None = None,
     ) -> TrainedRound | list[MeasuredMismatch]:
         """Train the round. Returns its results, or every rank's MeasuredMismatch when trainer and engine are too far
         apart.
@@ -499,9 +512,10 @@ class Trainers:
         waits = [ranks.begin(TrainerActor.compute, rollout_id, ticket) for ranks in self._separate.values()]
         for columns in all_results(waits):
             given |= _merged(columns)
-        said = self._policy.call(
+        wait = self._policy.begin(
             TrainerActor.train, rollout_id, ticket, version, sent_once(given), is_judged, num_begun
         )
+        said = wait(on_poll=on_poll)
         results = [result for result in said if isinstance(result, RankRound)]
         if not results:
             return [result for result in said if not isinstance(result, RankRound)]

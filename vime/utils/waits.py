@@ -34,6 +34,8 @@ SHOWN_AFTER_S = 1.0
 JOB = "job://"
 """Begins the name of an owner that is a rollout job outside of the run: it has no file, so what it owes has its
 deadline when its leases end."""
+STARTS_AGAIN = "starting again: "
+"""Begins the name of the driver's work while a process of this name, which was lost, is started again."""
 HEARTBEAT_S = 5.0
 """Seconds after which an unchanged file is touched: an older one belongs to a process whose threads do not run."""
 OVERDUE_GRACE_S = 30.0

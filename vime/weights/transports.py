@@ -18,6 +18,9 @@ RECEIVERS: dict[str, type[BucketReceiver]] = {
     "disk": DiskReceiver,
 }
 
+EACH_BY_ITSELF = ("shm", "disk")
+"""Transports from which an engine takes a bucket without the others."""
+
 BUCKET_BYTES = 512 << 20
 SHM_BUCKET_BYTES = 64 << 20
 """Both ends are on one host and each holds a bucket; a larger one gains nothing, because a call takes milliseconds."""

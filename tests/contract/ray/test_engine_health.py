@@ -10,7 +10,7 @@ import ray
 from vime.config.parse import parse
 from vime.ray import engines as engines_module
 from vime.ray.engines import Engines
-from vime.types import EngineError, WaitTimeoutError
+from vime.types import EngineAddress, EngineError, WaitTimeoutError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -21,8 +21,8 @@ class Stub:
     def __init__(self, _config, index_or_dir, *_) -> None:
         self._index = index_or_dir
 
-    def start(self, _deadline_s) -> None:
-        return None
+    def start(self, _deadline_s) -> EngineAddress:
+        return EngineAddress(name=f"engine-{self._index}", url=f"http://stub-{self._index}")
 
     def check(self, deadline_s: float, is_updating: bool) -> None:
         if self._index == 1:
@@ -55,8 +55,9 @@ def start(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Engines]]:
 
     yield started
     for engines in made:
-        for actor in [*engines._actors, *([engines._router] if engines._router else [])]:
-            actor.kill()
+        for actor in [*(engine.actor for engine in engines._engines), engines._router]:
+            if actor is not None:
+                actor.kill()
 
 
 def check_until_raised(engines: Engines, deadline_s: float = 60, **how: bool) -> None:
@@ -84,7 +85,9 @@ def test_an_engine_that_ends_before_the_router_is_ready_is_named_instead_of_the_
 def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(start, monkeypatch) -> None:
     monkeypatch.setattr(engines_module, "GRACE_S", 3.0)  # engine-0 answers in time
     engines = start(count=3)
-    ray.get(engines._starting, timeout=120)  # else an actor of Ray that is slow to start is the silent one
-    engines._watched.pop("engine-1")  # it would raise first
+    first, second, third = engines._engines
+    ray.get([engine.starting for engine in (first, third)], timeout=120)  # else a slow start is the silent one
+    second.actor.kill()
+    engines._engines.remove(second)  # it would raise first
     with pytest.raises(WaitTimeoutError, match=r"waited \S+ s for engine-2 to say how it is"):
         check_until_raised(engines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ class Ranks:
         self.answers, self.log_prob = list(answers), log_prob
         self.judged: list[bool] = []
 
-    def train(self, *_: Any, is_judged: bool, num_begun: int) -> Any:
+    def train(self, *_: Any, is_judged: bool, num_begun: int, on_poll: object) -> Any:
         self.judged.append(is_judged)
         answer = self.answers.pop(0)
         return TrainedRound(metrics=answer, stepped=[]) if isinstance(answer, dict) else answer
@@ -85,7 +86,7 @@ class Setup:
             tmp_path,
             trainers=ranks,
             manager=None,
-            fleet=FleetControl([engine.address], timeout_s=60),
+            engines=SimpleNamespace(fleet=FleetControl([engine.address], timeout_s=60)),
             screen=Screen(tmp_path, stream=self.stream),
             events=EventLog(tmp_path, "driver"),
         )

@@ -47,6 +47,18 @@ def test_a_stopped_engine_is_named_through_the_manager_that_waits_for_it() -> No
     )
 
 
+def test_an_engine_that_is_started_again_is_named_and_does_not_block_the_run() -> None:
+    """Of the engine that died the file is still there; the other engine does its work."""
+    driver = process("driver", *GENERATION.waits, work=(SeenWork(name="starting again: engine-1", age_s=12),))
+    dead = process("engine-1", state=State.DEAD)
+    found = verdict(driver, MANAGER, process("router"), process("engine-0", cpu_share=0.9), dead)
+    assert not found.is_stuck
+    assert found.line.endswith("from engine-0; engine-0 is at work; engine-1 is lost and starts again since 12 s")
+    both = verdict(driver, MANAGER, process("router"), process("engine-0", state=State.DEAD), dead)
+    assert both.is_stuck  # nobody starts engine-0 again
+    assert "engine-0 (pid 100) is DEAD; engine-1 is lost and starts again since 12 s" in both.line
+
+
 def test_a_working_engine_is_no_reason_to_worry_however_idle_the_router_is() -> None:
     found = verdict(GENERATION, MANAGER, process("router"), process("engine-0", cpu_share=0.9))
     assert not found.is_stuck

@@ -96,3 +96,27 @@ def test_an_engine_that_started_again_at_its_address_is_reached_by_the_next_call
         assert control.is_paused() == [False]
         assert second.num_connections == 1
         control.close()
+
+
+def test_an_engine_that_is_lost_is_left_out_only_where_that_is_allowed() -> None:
+    with contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(FakeEngine(name=f"e{number}")) for number in range(3))
+        addresses = [engine.address for engine in (first, second, third)]
+        strict = FleetControl(addresses, timeout_s=20)
+        stack.callback(strict.close)
+        lenient = FleetControl(addresses, timeout_s=20, may_lose=True)
+        stack.callback(lenient.close)
+        second.faults.status["/is_paused"] = 500  # of the statuses that count as a loss
+        with pytest.raises(EngineLostError, match="e1"):
+            strict.is_paused()
+        assert lenient.is_paused() == [False, False]
+        assert [address.name for address in lenient.addresses] == ["e0", "e2"]
+        second.faults.status.clear()
+        assert lenient.world_sizes() == [1, 1]  # it stays out: what it missed nobody sends again
+        third.faults.status["/is_paused"] = 400
+        with pytest.raises(EngineError, match=r"e2.*HTTP 400"):  # refused, which is no loss
+            lenient.is_paused()
+        assert [address.name for address in lenient.addresses] == ["e0", "e2"]
+        third.faults.status["/is_paused"] = first.faults.status["/is_paused"] = 503
+        with pytest.raises(EngineLostError, match=r"e0.*e2"):  # nobody is left
+            lenient.is_paused()

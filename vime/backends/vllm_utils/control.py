@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -21,6 +22,8 @@ from vime.utils.http import HttpFailure, HttpSession, HttpThread, Response
 from vime.utils.waits import waiting
 from vime.weights.update_info import UpdateInfo, is_last
 
+logger = logging.getLogger(__name__)
+
 FAILURE_GRACE_S = 1.0
 CALLS_AT_ONCE = 8  # to one engine
 NUM_LIKELIEST = 5  # of the next token; vLLM returns up to 20
@@ -32,12 +35,13 @@ Kind = TypeVar("Kind")
 class Fanout:
     """Calls to every engine at once, by one thread and over connections that are kept, whatever the number of engines.
 
-    A call has `timeout_s` in all, from its first byte to the last engine's last one.
+    A call has `timeout_s` in all, from its first byte to the last engine's last one. `may_lose`: an engine that is lost
+    in a call is left out of it and of all later calls, as long as one is left.
     """
 
-    def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float) -> None:
+    def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float, *, may_lose: bool = False) -> None:
         self.addresses = tuple(addresses)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._may_lose = timeout_s, may_lose
         self._http = HttpThread("vime-fleet-control", calls_at_once=CALLS_AT_ONCE)
 
     def get(self, route: str, kind: type[Kind]) -> list[Kind]:
@@ -85,7 +89,8 @@ class Fanout:
             for address, body in calls
         ]
         try:
-            finished, pending = await asyncio.wait(sent, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            until = asyncio.ALL_COMPLETED if self._may_lose else asyncio.FIRST_EXCEPTION
+            finished, pending = await asyncio.wait(sent, timeout=self._timeout_s, return_when=until)
             is_late = not any(task.exception() for task in finished)
             if pending and not is_late:
                 more, pending = await asyncio.wait(pending, timeout=FAILURE_GRACE_S)
@@ -94,6 +99,8 @@ class Fanout:
             for task in sent:
                 task.cancel()  # closes the connection of a call that has no response yet
             await asyncio.gather(*sent, return_exceptions=True)
+        if self._may_lose and (left := self._without_lost(sent, finished)):
+            return left
         errors = [error for task in sent if task in finished and (error := task.exception())]
         others = ", ".join(dict.fromkeys(task.get_name() for task in sent if task in pending))
         if pending and is_late:
@@ -104,6 +111,23 @@ class Fanout:
             kind = EngineLostError if any(may_pass(error) for error in errors) else EngineError
             raise kind("; ".join(map(str, errors)) + ". See the engine's log in RUN_DIR/logs.")
         return [task.result() for task in sent]
+
+    def _without_lost(
+        self, sent: Sequence[asyncio.Task[Response]], finished: set[asyncio.Task[Response]]
+    ) -> list[Response]:
+        """Leave out the engines that are lost, and return what the others sent; nothing when none is left, or when one
+        failed in another way, which ends the call."""
+        lost = {task.get_name(): "no response in time" for task in sent if task not in finished}
+        for task in sent:
+            if task in finished and (error := task.exception()):
+                if not may_pass(error):
+                    return []
+                lost[task.get_name()] = str(error)
+        for name, why in lost.items():
+            logger.warning("%s is left out from here on: %s", name, why)
+        if len(lost) < len(self.addresses):
+            self.addresses = tuple(address for address in self.addresses if address.name not in lost)
+        return [task.result() for task in sent if task.get_name() not in lost]
 
     async def _checked(
         self, session: HttpSession, method: str, route: str, address: EngineAddress, body: bytes | None
@@ -188,16 +212,17 @@ class FleetControl:
     """Implements `vime.protocols.EngineControl`. `timeout_s` bounds each call of all engines.
 
     A call either succeeds on every engine or raises one EngineError that names each engine that failed, its route, and
-    the response or what came instead. No call is sent twice. Thread-safe.
+    the response or what came instead. No call is sent twice. Thread-safe. `may_lose`: as in `Fanout`.
     """
 
-    def __init__(self, addresses: Sequence[EngineAddress], *, timeout_s: float) -> None:
+    def __init__(self, addresses: Sequence[EngineAddress], *, timeout_s: float, may_lose: bool = False) -> None:
         if not addresses:
             raise ValueError("a fleet needs at least one engine")
-        self._http = Fanout(addresses, timeout_s)
+        self._http = Fanout(addresses, timeout_s, may_lose=may_lose)
 
     @property
     def addresses(self) -> Sequence[EngineAddress]:
+        """Return the engines that calls go to: those of the beginning, without those that were lost."""
         return self._http.addresses
 
     def world_sizes(self) -> list[int]:

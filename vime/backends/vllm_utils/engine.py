@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
+
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.launch import engine_command, engine_environment
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
+from vime.backends.vllm_utils.routes import WEIGHTS_ROUTE, HeldWeights
 from vime.config.parse import Config
-from vime.types import EngineAddress
+from vime.types import EngineAddress, EngineError
 from vime.utils.network import LOOPBACK, free_port
 
 
@@ -33,10 +36,19 @@ class EngineProcess(ServerProcess):
             ready_url=f"{self.address.url}/health",
         )
 
-    def check_health(self, deadline_s: float, *, is_updating: bool) -> None:
-        """EngineError when it has ended or hangs. The API server responds to /health by itself; /is_paused goes to the
-        process with the model and back, which is not asked while an update may hold it (the update has a deadline)."""
-        self.probe(self.url + ("/health" if is_updating else "/is_paused"), deadline_s, self.address.headers)
+    def check_health(self, deadline_s: float, *, is_updating: bool) -> str | None:
+        """Return the version that it puts on its tokens. EngineError when it has ended or hangs.
+
+        The API server responds to /health by itself; what is held is known to the process with the model, which is not
+        asked while an update may hold it (the update has a deadline): the version is None then."""
+        if is_updating:
+            self.probe(f"{self.url}/health", deadline_s, self.address.headers)
+            return None
+        said = self.probe(self.url + WEIGHTS_ROUTE, deadline_s, self.address.headers)
+        try:
+            return msgspec.json.decode(said, type=HeldWeights)["weight_version"]
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name} {WEIGHTS_ROUTE}: the response cannot be read: {error}") from error
 
     @property
     def url(self) -> str:

@@ -116,8 +116,8 @@ class Faults:
 class FakeEngine:
     """One engine. The state is owned by one lock; each request runs in a thread of its own.
 
-    `token_s`: seconds that each token takes, whatever else runs; 0: none. `keys`: what it asks callers for; None: it
-    lets everyone in.
+    `token_s`: seconds that each token takes, whatever else runs; 0: none. `requests_at_once`: others wait; None: none
+    does. `keys`: what it asks callers for; None: it lets everyone in.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class FakeEngine:
         host: str = "127.0.0.1",
         port: int = 0,
         token_s: float = 0.0,
+        requests_at_once: int | None = None,
         keys: EngineKeys | None = None,
     ) -> None:
         self.keys = keys
@@ -135,7 +136,7 @@ class FakeEngine:
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
         self.num_connections = 0
-        self._complete, self._token_s = complete, token_s
+        self._complete, self._token_s, self._at_once = complete, token_s, requests_at_once
         self._receiver: BucketReceiver | None = None
         self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
         lock = threading.Lock()
@@ -297,7 +298,7 @@ class FakeEngine:
         params, prompt = asked.sampling_params, asked.token_ids
         request_id = f"generate-tokens-{asked.request_id}"
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_paused, WAIT_S):
+            if not self._changed.wait_for(self._may_begin, WAIT_S):
                 return 504, {"error": "paused"}
             self._num_running += 1
             self._running.add(request_id)
@@ -311,6 +312,8 @@ class FakeEngine:
                 self._running.discard(request_id)
                 self._aborted.discard(request_id)
                 self._counted.notify_all()
+                if self._at_once is not None:
+                    self._changed.notify_all()
         produced = len(versions)
         choices = [
             _choice(index, completion, versions, params, is_aborted=produced < longest)
@@ -325,6 +328,9 @@ class FakeEngine:
             "prompt_logprobs": scores if params.prompt_logprobs is not None else None,
             "usage": usage,
         }
+
+    def _may_begin(self) -> bool:
+        return not self._is_paused and (self._at_once is None or self._num_running < self._at_once)
 
     def _requests(self, prompt: Sequence[int], params: _SamplingParams) -> list[CompletionRequest]:
         return [

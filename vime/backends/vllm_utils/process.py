@@ -101,18 +101,20 @@ class ServerProcess:
                 f"({self.log_path}):\n{self.log_tail()}"
             )
 
-    def probe(self, url: str, deadline_s: float, headers: Mapping[str, str] | None = None) -> None:
-        """EngineLostError when the child has ended, or lives and does not respond at `url` within `deadline_s`."""
+    def probe(self, url: str, deadline_s: float, headers: Mapping[str, str] | None = None) -> bytes:
+        """Return what the child says at `url`. EngineLostError when it has ended, or lives and does not respond within
+        `deadline_s`."""
         self.check()
         try:
             with waiting(f"the server of {self.name} to say how it is", deadline_s=deadline_s):
-                got = f"status {self._http.call('GET', url, headers=headers, deadline_s=deadline_s).status}"
+                response = self._http.call("GET", url, headers=headers, deadline_s=deadline_s)
+            if response.status == 200:
+                return response.content
+            got = f"status {response.status}"
         except HttpTimeout as error:
             got = f"{error} (--engine-health-timeout-secs)"
         except HttpFailure as error:
             got = str(error)
-        if got == "status 200":
-            return
         self.check()  # it may have ended meanwhile, which says more
         raise EngineLostError(
             f"{self.name} lives (pid {self.pid}) but does not work: GET {url} got {got}, expected status 200 at any "

@@ -9,12 +9,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlencode
 
 from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned, shape_of
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
 from vime.config.parse import Config
-from vime.types import ConfigError, EngineAddress
+from vime.types import ConfigError, EngineAddress, EngineLostError
+from vime.utils.http import HttpFailure
 from vime.utils.network import free_port
+from vime.utils.waits import waiting
 
 OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decides it (empty: none does)
     "--host": "",
@@ -25,6 +28,8 @@ OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decide
     **dict.fromkeys(("--service-discovery", "--vllm-discovery-address", "--intra-node-data-parallel-size"), ""),
     **dict.fromkeys(("--vllm-pd-disaggregation", "--prefill", "--decode"), ""),
 }
+ADD_ROUTE, REMOVE_ROUTE = "/add_worker", "/remove_worker"
+CHANGE_S = 10.0
 SHARES = ("--cache-threshold", "--retry-jitter-factor")
 AT_LEAST_ONE = (
     *("--worker-startup-timeout-secs", "--worker-startup-check-interval", "--request-timeout-secs"),
@@ -65,6 +70,24 @@ class RouterProcess(ServerProcess):
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    def take_in(self, engine_url: str) -> None:
+        """Send requests to this engine too, from now on. The router asks the engine first whether it is well."""
+        self._change(ADD_ROUTE, engine_url)
+
+    def leave_out(self, engine_url: str) -> None:
+        """Send no further request to this engine. Requests that it has are waited for until it responds or ends."""
+        self._change(REMOVE_ROUTE, engine_url)
+
+    def _change(self, route: str, engine_url: str) -> None:
+        where = f"{self.url}{route}?{urlencode({'url': engine_url})}"
+        try:
+            with waiting(f"the server of {self.name} to change its engines", deadline_s=CHANGE_S):
+                response = self._http.call("POST", where, deadline_s=CHANGE_S)
+        except HttpFailure as error:
+            raise EngineLostError(f"{self.name}: POST {where}: {error}") from error
+        if response.status != 200:
+            raise EngineLostError(f"{self.name}: POST {where}: {response.described()}, expected status 200")
 
     def check_health(self, deadline_s: float) -> None:
         """EngineError when it has ended or hangs."""

@@ -10,6 +10,8 @@ hash): the same weights complete alike in every run, other weights otherwise, bu
 training can be compared on the same work. Environment:
 
     VIME_SCRIPTED_TOKENS_PER_SECOND   of each sequence, however many there are; unset: completions come at once
+    VIME_SCRIPTED_REQUESTS_AT_ONCE    of the engine, others wait; unset: all of them
+    VIME_SCRIPTED_LOADS_FIRST         any text: it responds when it can take weights, as vLLM does; unset: earlier
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from vime.config.hf_config import num_tokenizer_ids, read_model_shape, read_reco
 from vime.types import ConfigError
 
 PACE = "VIME_SCRIPTED_TOKENS_PER_SECOND"
+AT_ONCE = "VIME_SCRIPTED_REQUESTS_AT_ONCE"
+LOADS_FIRST = "VIME_SCRIPTED_LOADS_FIRST"
 MEDIAN_SHARE = 1 / 8
 """Median length of a completion, as a share of max_tokens."""
 SPREAD = math.log(4) / 1.2816
@@ -77,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        complete, token_s = LongTailed(arguments.model), pace()
+        complete, token_s, at_once = LongTailed(arguments.model), pace(), requests_at_once()
     except ConfigError as error:
         sys.stderr.write(f"refused: {error}\n")
         return error.exit_code
@@ -87,8 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         host=arguments.host,
         port=arguments.port,
         token_s=token_s,
+        requests_at_once=at_once,
         keys=EngineKeys.from_environment(os.environ),
     )
+    if os.environ.get(LOADS_FIRST):
+        importlib.import_module("vime.weights.transports")
     with engine:
         # what the first weights need, while the trainer builds its model
         threading.Thread(target=importlib.import_module, args=("vime.weights.transports",), daemon=True).start()
@@ -108,6 +115,16 @@ def pace() -> float:
     if not 0 < tokens_per_second < math.inf:
         raise ConfigError(f"{PACE}={text!r}: expected a number of tokens above 0. Change or unset it.")
     return 1 / tokens_per_second
+
+
+def requests_at_once() -> int | None:
+    """Requests that the engine works on at a time; None: all that it has."""
+    text = os.environ.get(AT_ONCE, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{AT_ONCE}={text!r}: expected a whole number above 0. Change or unset it.")
+    return int(text)
 
 
 if __name__ == "__main__":

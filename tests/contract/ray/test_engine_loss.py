@@ -1,0 +1,238 @@
+"""An engine that is lost while another serves: real actors, servers and router; scripted engines in vLLM's place."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import ray
+import torch
+
+from tests.helpers.rollout_setup import write_model_directory
+from vime.config.parse import parse
+from vime.observability.events import EventLog, read_events
+from vime.ray.engines import Engines
+from vime.ray.publisher import Publisher
+from vime.types import KEY_HEADER, EngineLostError
+from vime.weights.plan import TensorMeta
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SCRIPTED = "vime.backends.vllm_utils.scripted_server"
+HEALTH_S = 15.0  # a scripted engine that imports torch, on a busy core, responds within it
+
+
+class Fleet:
+    """Engines as a run has them, and what a trainer would publish to them."""
+
+    def __init__(self, directory: Path, model: Path, count: int, *flags: str) -> None:
+        self.directory, self.told = directory, list[str]()
+        self.config = parse(
+            [
+                *("--device", "cpu", "--hf-checkpoint", str(model), "--debug-engine-module", SCRIPTED),
+                *("--rollout-num-engines", str(count), "--engine-health-interval-secs", "0.5"),
+                *("--engine-health-timeout-secs", str(HEALTH_S), "--update-weight-transport", "shm", *flags),
+            ]
+        )
+        self.engines = Engines(self.config, directory, EventLog(directory, "driver"), self.told.append)
+        connected = self.engines.wait_ready(ray.get_runtime_context().get_node_id())
+        self.router = f"http://{connected.engine.vllm_router_ip}:{connected.engine.vllm_router_port}"
+        self._publisher: Publisher | None = None
+
+    def publish(self, version: int, during: Callable[[], None] = lambda: None) -> list[str]:
+        """One update, as TrainerActor and Components make it; `during` runs between the choice of engines and the
+        first bucket. Returns the engines that confirmed it."""
+        addresses = self.engines.begin_update()
+        if self._publisher is not None and not self._publisher.reaches(addresses):
+            self._publisher.close()
+            self._publisher = None
+        self._publisher = self._publisher or Publisher(self.config, self.directory, addresses, may_lose=True)
+        tensor = torch.full((4, 4), float(version))
+        during()
+        report = self._publisher.publish(iter([("w", tensor)]), [TensorMeta.of("w", tensor)], version)
+        self.engines.served(version, report.engine_reports)
+        return sorted(each.engine for each in report.engine_reports)
+
+    def server(self, index: int) -> psutil.Process:
+        """The scripted engine itself, below its guard."""
+        url = self.engines._engines[index].address.url
+        port = url.rpartition(":")[2]
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if command[1:3] == ["-m", SCRIPTED] and port in command:
+                return process
+        raise AssertionError(f"no scripted engine at {url}")
+
+    def check_until(self, is_so: Callable[[], bool], deadline_s: float = 90) -> None:
+        """Do what the driver does while it waits."""
+        ends = time.monotonic() + deadline_s
+        while not is_so():
+            assert time.monotonic() < ends, self.events()
+            self.engines.check()
+            time.sleep(0.05)
+
+    def events(self) -> list[tuple[str, str]]:
+        return [
+            (event.kind, str(event.fields["engine"])) for event in read_events(self.directory) if "engine" in event.kind
+        ]
+
+    def routed(self) -> list[str]:
+        """Names of the engines that the router sends to."""
+        urls = httpx.get(f"{self.router}/list_workers").json()["urls"]
+        return [engine.name for engine in self.engines._engines if engine.address and engine.address.url in urls] + [
+            f"unknown {url}" for url in urls if url not in {address.url for address in self.engines.addresses}
+        ]
+
+    def versions(self, num_requests: int) -> set[str]:
+        """The versions on the tokens of so many requests to the router; every one has to succeed."""
+        body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
+        headers = {KEY_HEADER: self.engines.generate_key}
+        found = set()
+        for _ in range(num_requests):
+            response = httpx.post(f"{self.router}/inference/v1/generate", json=body, headers=headers, timeout=60)
+            assert response.status_code == 200, response.text
+            spans = response.json()["choices"][0]["weight_versions"]
+            found |= {span["version"] for span in spans}
+        return found
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self.engines.stop()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    model = write_model_directory(tmp_path / "model")
+    made: list[Fleet] = []
+
+    def started(count: int, *flags: str) -> Fleet:
+        made.append(Fleet(tmp_path / "run", model, count, *flags))
+        return made[-1]
+
+    yield started
+    for fleet in made:
+        fleet.close()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_killed_engine_leaves_the_router_and_is_back_after_the_next_update(start) -> None:
+    fleet = start(2)
+    assert fleet.publish(0) == ["engine-0", "engine-1"]
+    fleet.server(1).kill()
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    assert fleet.events() == [(f"engine_{kind}", "engine-1") for kind in ("lost", "starting", "ready")]
+    assert fleet.routed() == ["engine-0"]  # the new one holds no version that anybody confirmed
+    assert fleet.engines.num_serving == 1
+    assert fleet.engines.take_metrics() == {"engines/lost": 1.0, "engines/readmitted": 0.0, "engines/serving": 1.0}
+    assert fleet.publish(1) == ["engine-0", "engine-1"]
+    assert fleet.events()[-1] == ("engine_readmitted", "engine-1")
+    assert fleet.routed() == ["engine-0", "engine-1"]
+    assert fleet.versions(8) == {"1"}
+    metrics = fleet.engines.take_metrics()
+    assert metrics.pop("engines/away_time") > 0
+    assert metrics == {"engines/lost": 0.0, "engines/readmitted": 1.0, "engines/serving": 2.0}
+    fleet.server(1).kill()  # and again: what was counted before is over
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    assert fleet.publish(2) == ["engine-0", "engine-1"]
+    assert len(fleet.told) == 4  # twice lost, twice back
+
+
+def test_requests_go_on_while_an_engine_is_dead_and_nobody_has_noticed(start) -> None:
+    fleet = start(2)
+    fleet.publish(0)
+    fleet.server(0).kill()
+    assert fleet.versions(12) == {"0"}
+    assert fleet.events() == []
+
+
+@pytest.mark.parametrize("whose", ["server", "actor"])
+def test_a_stopped_engine_is_lost_at_the_deadline_of_its_health_check(start, whose, monkeypatch) -> None:
+    from vime.ray import engines as engines_module
+
+    monkeypatch.setattr(engines_module, "GRACE_S", 1.0)
+    fleet = start(2)
+    fleet.publish(0)
+    server = fleet.server(1)
+    stopped = server if whose == "server" else server.parent().parent()
+    os.kill(stopped.pid, signal.SIGSTOP)
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    fleet.check_until(lambda: has_ended(server))  # Ray takes five seconds to kill an actor that is stopped
+    assert fleet.publish(1) == ["engine-0", "engine-1"]
+    assert fleet.versions(8) == {"1"}
+
+
+def test_a_killed_actor_is_lost_with_its_engine(start) -> None:
+    fleet = start(2)
+    fleet.publish(0)
+    server = fleet.server(0)
+    server.parent().parent().kill()
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-0")])
+    assert fleet.publish(1) == ["engine-0", "engine-1"]
+    fleet.check_until(lambda: has_ended(server))
+
+
+def test_an_engine_that_dies_in_an_update_does_not_fail_it_for_the_others(start) -> None:
+    fleet = start(3)
+    fleet.publish(0)
+    assert fleet.publish(1, during=fleet.server(1).kill) == ["engine-0", "engine-2"]
+    assert fleet.routed() == ["engine-0", "engine-2"]
+    assert fleet.versions(8) == {"1"}
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    assert fleet.publish(2) == ["engine-0", "engine-1", "engine-2"]
+    assert fleet.versions(8) == {"2"}
+
+
+def test_an_engine_with_another_version_than_is_served_is_lost(start) -> None:
+    fleet = start(2)
+    fleet.publish(0)
+    address = fleet.engines._engines[1].address
+    tensor = torch.zeros(2)
+    stray = Publisher(fleet.config, fleet.directory, [address])  # somebody else's update
+    stray.publish(iter([("w", tensor)]), [TensorMeta.of("w", tensor)], 7)
+    stray.close()
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    lost = next(event for event in read_events(fleet.directory) if event.kind == "engine_lost")
+    assert "puts version 7 on its tokens, but version 0 is served" in str(lost.fields["error"])
+
+
+def test_the_last_engine_ends_the_run(start) -> None:
+    fleet = start(2)
+    fleet.publish(0)
+    fleet.server(1).kill()
+    fleet.check_until(lambda: ("engine_ready", "engine-1") in fleet.events())
+    fleet.server(0).kill()  # the other one is ready, but has no version
+    with pytest.raises(EngineLostError, match="engine-0"):
+        fleet.check_until(lambda: False)
+
+
+def test_an_engine_that_does_not_come_back_ends_the_run_after_max_restarts_losses(start) -> None:
+    fleet = start(2, "--max-restarts", "1")
+    fleet.publish(0)
+    fleet.server(1).kill()
+    fleet.check_until(lambda: ("engine_ready", "engine-1") in fleet.events())
+    fleet.server(1).kill()  # no version was served between
+    with pytest.raises(EngineLostError, match="engine-1"):
+        fleet.check_until(lambda: False)
+
+
+def test_what_ends_the_run_waits_while_the_trainers_train(start) -> None:
+    fleet = start(1)
+    fleet.publish(0)
+    fleet.server(0).kill()
+    ends = time.monotonic() + 60
+    while fleet.engines._end is None and time.monotonic() < ends:
+        fleet.engines.tend()
+        time.sleep(0.05)
+    with pytest.raises(EngineLostError, match="engine-0"):
+        fleet.engines.check()

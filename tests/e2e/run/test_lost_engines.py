@@ -1,0 +1,91 @@
+"""Engines of a run that die while another serves: the run goes on, and nothing is lost or trained twice."""
+
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.metrics_page import undocumented
+from tests.helpers.training import Finished, TinyTask, Training
+from vime.cli.queue import newest_checkpoint
+from vime.handoff.audit import audit_run
+from vime.observability.claims import read_claims
+
+SCRIPTED, VLLM = "vime.backends.vllm_utils.scripted_server", "vime.backends.vllm_utils.cpu_server"
+TWO_ENGINES = ["--transferqueue-mode", "streaming", "--rollout-num-engines", "2", "--engine-health-interval-secs", "1"]
+
+
+def engine_process(training: Training, module: str, index: int) -> psutil.Process:
+    """The server of an engine, below its guard: each has a seed of its own."""
+    seed = f"--seed {42 + index} "
+    [found] = [
+        process
+        for process, command in training._members()
+        if f"-m {module}" in command and "guard.py" not in command and seed in command
+    ]
+    return found
+
+
+def kill_and_wait(training: Training, module: str, index: int, *, times: int) -> None:
+    """SIGKILL the engine, until it serves again."""
+    engine_process(training, module, index).kill()
+    training.wait_for_event("engine_lost", count=times)
+    training.wait_for_event("engine_readmitted", count=times)
+
+
+def assert_the_run_went_on(finished: Finished, num_rounds: int, *, num_kills: int) -> None:
+    """No restart of the run; 4 groups a round, each trained once, by the ledger's own history and the audit's rules."""
+    assert finished.code == 0, finished.output
+    assert finished.events("run_restarted") == []
+    counts = {kind: len(finished.events(f"engine_{kind}")) for kind in ("lost", "starting", "ready", "readmitted")}
+    assert counts == dict.fromkeys(counts, num_kills)
+    report = audit_run(
+        finished.run_dir, saved=newest_checkpoint(finished.run_dir), claims=partial(read_claims, finished.run_dir)
+    )
+    assert report.findings == ()
+    assert report.receipts == (0, num_rounds - 1)
+    assert report.groups == {"trained": 4 * num_rounds}
+    trained = [event["rollout_id"] for event in finished.events("round_trained")]
+    assert trained == list(range(num_rounds))
+    lines = finished.metrics()
+    assert sum(line["engines/lost"] for line in lines.values()) == num_kills
+    assert sum(line["engines/readmitted"] for line in lines.values()) == num_kills
+    assert lines[num_rounds - 1]["engines/serving"] == 2
+    assert undocumented(name for line in lines.values() for name in line) == []
+    confirmed = [len(event["engines"]) for event in finished.events("weights_confirmed")]
+    assert set(confirmed) == {1, 2}  # a round was published without the lost engine, and it was in the next ones again
+
+
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), *TWO_ENGINES, "--debug-engine-module", SCRIPTED, "--num-rollout", "40"]
+    pace = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "5", "VIME_SCRIPTED_LOADS_FIRST": "1"}  # a round takes over two seconds
+    training = Training("train.py", flags, tmp_path / "run", variables=pace)
+    training.wait_for_event("round_trained", count=2)
+    kill_and_wait(training, SCRIPTED, 1, times=1)
+    kill_and_wait(training, SCRIPTED, 0, times=2)
+    assert_the_run_went_on(training.finish(), 40, num_kills=2)
+
+
+SLOW_REWARD = '''"""A round takes at least two seconds, so that an engine's start takes some rounds and not all."""
+
+import asyncio
+
+
+async def slow(args, sample, **kwargs):
+    await asyncio.sleep(2)
+    return float(sum(sample.tokens[-sample.response_length :]) % 5)
+'''
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_run_goes_on_while_one_of_two_vllm_engines_is_killed(tiny_task: TinyTask, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    flags = [*tiny_task.flags(), *TWO_ENGINES, "--num-rollout", "40"]
+    flags += ["--custom-rm-path", f"{tmp_path / 'slow.py'}:slow", "--check-weight-update-equal"]
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("round_trained", count=2)
+    kill_and_wait(training, VLLM, 1, times=1)
+    assert_the_run_went_on(training.finish(900), 40, num_kills=1)

@@ -1,0 +1,47 @@
+"""When an engine that is lost again and again is started, and how long it says that it was away."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vime.ray import managed_engine
+from vime.ray.managed_engine import EngineState, ManagedEngine
+from vime.types import EngineAddress
+from vime.utils import waits
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(managed_engine, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+def works() -> list[str]:
+    return [stretch.name for stretch in waits._OPEN.values() if stretch.name.startswith(waits.STARTS_AGAIN)]
+
+
+def test_losses_in_a_row_are_waited_for_longer_and_a_served_version_ends_the_row(clock: SimpleNamespace) -> None:
+    engine = ManagedEngine(3)
+    assert [engine.lose() for _ in range(8)] == [0, 2, 4, 8, 16, 32, 60, 60]
+    assert (engine.num_losses, engine.start_at) == (8, clock.s + 60)
+    engine.serve()
+    assert engine.num_losses == 0
+    assert engine.lose() == 0
+    engine.forget()
+
+
+def test_away_is_from_the_first_loss_to_the_next_version_and_shown_as_long(clock: SimpleNamespace) -> None:
+    engine = ManagedEngine(3)
+    engine.respond(EngineAddress(name="engine-3", url="http://here"))
+    assert engine.serve() is None  # it was never away
+    assert works() == []
+    engine.lose()
+    assert (engine.state, engine.address, works()) == (EngineState.LOST, None, ["starting again: engine-3"])
+    clock.s += 5
+    engine.lose()
+    clock.s += 7
+    engine.respond(EngineAddress(name="engine-3", url="http://there"))
+    assert works() == ["starting again: engine-3"]  # ready is not served
+    assert engine.serve() == 12
+    assert works() == []

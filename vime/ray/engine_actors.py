@@ -1,0 +1,86 @@
+"""The Ray actors of a vLLM server and of the router: each owns one child."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from vime.backends.vllm_utils.access import EngineKeys
+from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.router import RouterProcess
+from vime.config.parse import Config
+from vime.observability.logs import setup_logging
+from vime.ray.cluster import keep_collectives_on_interface, listen_host, yield_to_trainers
+from vime.types import EngineAddress
+
+
+class ServerActor(Protocol):
+    """What the driver asks an engine and the router alike."""
+
+    def check(self, deadline_s: float, is_updating: bool) -> str | None: ...
+    def stop(self) -> None: ...
+
+
+class EngineActor:
+    """Owns one `vllm serve` child. The child dies with this actor."""
+
+    def __init__(self, config: Config, index: int, run_dir: str, keys: EngineKeys) -> None:
+        self._config = config
+        keep_collectives_on_interface(config)
+        setup_logging(Path(run_dir), f"engine-{index}")
+        self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config), keys=keys)
+
+    def start(self, deadline_s: float) -> EngineAddress:
+        self._process.start()
+        self._process.wait_ready(deadline_s)
+        # Not earlier: the whole run waits for the engines' start, which takes longest.
+        yield_to_trainers(self._config)
+        yield_to_trainers(self._config, session=self._process.pid)
+        return self._process.address
+
+    def check(self, deadline_s: float, is_updating: bool) -> str | None:
+        """Return the version that it puts on its tokens. EngineLostError with the last log lines when the child has
+        ended, or hangs for `deadline_s`."""
+        return self._process.check_health(deadline_s, is_updating=is_updating)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+class RouterActor:
+    """Owns the router child: one address for N engines, data only. It listens on loopback, beside the RolloutManager,
+    which alone talks to it: the router has no way to know its callers."""
+
+    def __init__(self, config: Config, run_dir: str) -> None:
+        yield_to_trainers(config)
+        setup_logging(Path(run_dir), "router")
+        self._config, self._run_dir = config, Path(run_dir)
+        self._process: RouterProcess | None = None
+
+    def start(self, engines: list[EngineAddress], deadline_s: float) -> tuple[str, int]:
+        self._process = RouterProcess(self._config, engines, run_dir=self._run_dir)
+        self._process.start()
+        self._process.wait_ready(deadline_s)
+        return self._process.host, self._process.port
+
+    def take_in(self, engine_url: str) -> None:
+        """Send requests to this engine too."""
+        self._started.take_in(engine_url)
+
+    def leave_out(self, engine_url: str) -> None:
+        """Send no more requests to this engine."""
+        self._started.leave_out(engine_url)
+
+    def check(self, deadline_s: float, is_updating: bool) -> str | None:  # noqa: ARG002 - asked like an engine
+        if self._process is not None:
+            self._process.check_health(deadline_s)
+        return None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+    @property
+    def _started(self) -> RouterProcess:
+        assert self._process is not None, "the run is up"
+        return self._process
