@@ -28,6 +28,7 @@ MODULES = {
     "audit": "queue",
     "queue": "queue",
     "token": "token",
+    "engines": "engines",
     "producers": "producers",
     "conformance": "conformance",
     "chaos": "chaos",

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vime.cli.commands import Commands
+from vime.cli.commands import Commands, wide_console
 from vime.config.rollout import LEASED_PROMPTS
 from vime.observability.curve import RESPONSE_LENGTH
 from vime.observability.events import EventKind, outcome, read_events
@@ -29,7 +28,6 @@ from vime.types import ConfigError, VimeError
 
 LAST = 10
 """A run's last reward is the mean of this many rounds."""
-PIPE_WIDTH = 200
 OWN = ("run_dir", "save", "wandb_group")
 """Flags that differ between runs by nature."""
 
@@ -77,7 +75,7 @@ def run_ls(arguments: argparse.Namespace) -> None:
     table = _table("run", "state", "rounds", f"reward, last {LAST}", "wall time", "started")
     for run in found:
         table.add_row(*map(Text, _line_of(run, directory)))
-    _console().print(table)
+    wide_console().print(table)
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
@@ -90,7 +88,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     patterns = [_pattern(text) for text in arguments.metric]
     runs = [_seen(path, name) for path, name in zip(paths, _names(paths), strict=True)]
     differences = list(_differences(runs))
-    console = _console()
+    console = wide_console()
     figures = list(_figures(runs))
     console.print(_filled(_table("", *(run.name for run in runs)), figures))
     console.print()
@@ -212,12 +210,6 @@ def _value(value: object) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
-
-
-def _console() -> Console:
-    """Make a console as wide as the terminal; a pipe has no width limit."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def _table(*columns: str) -> Table:

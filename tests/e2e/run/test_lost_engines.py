@@ -1,5 +1,6 @@
 """Engines of a run that die while another serves: the run goes on, and nothing is lost or trained twice."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.training import Finished, TinyTask, Training
+from vime.cli.main import main
 from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
@@ -58,14 +60,20 @@ def assert_the_run_went_on(finished: Finished, num_rounds: int, *, num_kills: in
 
 
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice(tiny_task: TinyTask, tmp_path: Path) -> None:
+def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice(
+    tiny_task: TinyTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [*tiny_task.flags(), *TWO_ENGINES, "--debug-engine-module", SCRIPTED, "--num-rollout", "40"]
     pace = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "5", "VIME_SCRIPTED_LOADS_FIRST": "1"}  # a round takes over two seconds
     training = Training("train.py", flags, tmp_path / "run", variables=pace)
     training.wait_for_event("round_trained", count=2)
     kill_and_wait(training, SCRIPTED, 1, times=1)
     kill_and_wait(training, SCRIPTED, 0, times=2)
-    assert_the_run_went_on(training.finish(), 40, num_kills=2)
+    finished = training.finish()
+    assert_the_run_went_on(finished, 40, num_kills=2)
+    assert main(["engines", str(finished.run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"engine-[01] +serves +\S+ +40 +once", shown)) == 2, shown
 
 
 SLOW_REWARD = '''"""A round takes at least two seconds, so that an engine's start takes some rounds and not all."""
