@@ -22,7 +22,7 @@ from vime.gateway import messages as m
 from vime.gateway.conformance import check_gateway
 from vime.gateway.scripted import ScriptedGateway
 from vime.gateway.tokens import Scope
-from vime.weights.hashing import content_hash
+from vime.weights.hashing import ordered_hash
 
 TENSORS = {"b": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "c": torch.tensor(1.5)}
 LEASE_S = 3.0  # of the scripted gateway: a producer's script lasts twice as long
@@ -201,7 +201,7 @@ def test_the_scripted_gateway_s_hash_is_that_of_the_run(tmp_path, source):
             directory = tmp_path / "gateway" / "weights" / str(manifest.version)
             tensors, listed = load_file(directory / file), json.loads((directory / "tensors.json").read_text())
             ordered = {entry["name"]: tensors[entry["name"]] for entry in listed["tensors"]}
-            assert content_hash(ordered) == manifest.content_hash == listed["content_hash"]
+            assert ordered_hash(ordered) == manifest.content_hash == listed["content_hash"]
             hashes.add(manifest.content_hash)
         assert len(hashes) == 2
     finally:

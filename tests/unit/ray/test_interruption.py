@@ -24,6 +24,7 @@ from vime.ray.actor import Actor
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.components import Components, Parts, Watchers
 from vime.ray.interrupts import Interrupts
+from vime.ray.managed_engine import ManagedEngine
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.startup import Starter
@@ -74,13 +75,19 @@ class FakeTrainers:
         return SimpleNamespace(engine_reports=[report], content_hash="h", version=version, metrics=dict)
 
 
+def quiet_engines(**more: Any) -> Any:
+    """Engines of which nothing is to be told."""
+    quiet = {"begin_update": list, "served": lambda _version, _reports: None, "take_metrics": dict}
+    return SimpleNamespace(**{"fleet": None, "tend": lambda: None, **quiet, **more})
+
+
 def make_machine(config: Config, run_dir: Path, *, num_rollout: int) -> Components:
     screen, events = Screen(run_dir), EventLog(run_dir, "driver")
     round_metrics = RoundMetrics(Tracker(config.tracking, run_dir, {}), screen)
     parts: Any = Parts(
         manager=None,
         trainers=FakeTrainers(),
-        engines=SimpleNamespace(addresses=[], fleet=None),
+        engines=quiet_engines(),
         num_rollout=num_rollout,
     )
     watchers = Watchers(screen=screen, interrupts=Interrupts(), events=events, round_metrics=round_metrics)
@@ -162,11 +169,12 @@ def test_servers_of_a_start_that_ends_are_waited_for_together(
     monkeypatch.setattr(engines.ray, "wait", lambda refs, *, num_returns, timeout: seen.append((refs, timeout)))
     monkeypatch.setattr(engines.ray, "kill", lambda _actor: None)
     fleet = engines.Engines.__new__(engines.Engines)
-    fleet.addresses = []
-    fleet._router, fleet._actors = (
+    fleet._fleet, engine = None, ManagedEngine(0)
+    fleet._router, engine.actor = (
         Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "router"))),
-        [Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine")))],
+        Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine"))),
     )
+    fleet._engines = [engine]
     fleet.stop(grace_s)
     assert seen == waited
 
@@ -396,7 +404,7 @@ def test_a_publish_that_hangs_is_let_go_before_the_save(components: Components) 
     trainers, order = components.parts.trainers, []
     trainers.faults["publish"] = EngineError("engine-0 does not answer")  # type: ignore[union-attr]
     trainers.save = lambda _directory: (order.append("save"), WRITTEN)[1]  # type: ignore[union-attr, method-assign]
-    components.parts.engines = SimpleNamespace(addresses=[], stop=lambda: order.append("stop"))  # type: ignore[assignment]
+    components.parts.engines = quiet_engines(stop=lambda: order.append("stop"))
     end = launch._drive(components, train_then_raise(RuntimeError("unused"), rounds=9))
     assert end.code == 3
     assert order == ["stop", "save"]
@@ -485,8 +493,7 @@ def test_rare_updates_still_serve_what_the_last_round_trained(tmp_path: Path) ->
     config = parse(["--update-weights-interval", "2", "--max-staleness", "1"])
     components = make_machine(config, tmp_path, num_rollout=3)
     components.watchers.interrupts = Interrupts()
-    engines: Any = SimpleNamespace(addresses=[SimpleNamespace(name="engine-0")], check=lambda: None)
-    components.parts.engines = engines
+    components.parts.engines = quiet_engines(check=lambda: None)
     components.publish()
     for rollout_id in components.rounds():
         components.train(GeneratedRound(rollout_id=rollout_id, ticket=TICKET, metrics={}))

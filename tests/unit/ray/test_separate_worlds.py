@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def test_every_world_computes_before_one_is_waited_for(
         def __init__(self, _config: Any, _run_dir: Path, _address: Any, roles: tuple[Role, ...]) -> None:
             self.role = roles[0]
 
-        def begin(self, method: Callable[..., Any], *_: Any) -> Callable[[], list[Any]]:
+        def begin(self, method: Callable[..., Any], *arguments: Any) -> Callable[..., list[Any]]:
+            if self.role is Role.ACTOR:
+                return partial(self.train, arguments[3])
             order.append(f"{self.role} begins")
 
             def wait() -> list[Any]:
@@ -39,8 +42,7 @@ def test_every_world_computes_before_one_is_waited_for(
 
             return wait
 
-        def call(self, _method: Callable[..., Any], *arguments: Any) -> list[Any]:
-            given = arguments[3]
+        def train(self, given: object, *, on_poll: object) -> list[Any]:
             assert given == {"reference": {0: 1.0}, "teacher": {0: 1.0}}
             # two replicas that hold three rows and one row: peaks are compared, staleness is pooled
             rounds = ((1.0, [0, 1, 1], 0.5), (2.5, [2], 0.25))
