@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 
+import msgspec
+
 from vime.backends.memory import ModelBytes, RankBytes
 from vime.config.parse import Config
 from vime.training.roles import engine_spec, needed_roles, shared_roles
@@ -39,6 +41,13 @@ class Part:
         return max(self.ranks, key=lambda rank: rank.peak)
 
 
+class _Answer(msgspec.Struct):
+    """What the child says: the parts, or why the model is refused."""
+
+    parts: list[Part] = []
+    refused: str = ""
+
+
 def dry_run(config: Config, *, with_passes: bool, deadline_s: float = DEADLINE_S) -> list[Part]:
     """Return what each kind of rank holds, with forward and backward passes or without. VimeError when it cannot be
     told; ConfigError when the child refuses the model. Layers are megatron's own: those of Transformer Engine cannot be
@@ -59,20 +68,12 @@ def dry_run(config: Config, *, with_passes: bool, deadline_s: float = DEADLINE_S
         raise VimeError(f"the dry run of the trainer ranks was not done in {deadline_s:g} s.") from error
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
-            answer = json.loads(line.removeprefix(MARK))
-            if "refused" in answer:
-                raise ConfigError(answer["refused"])
-            return [_part(record) for record in answer["parts"]]
+            answer = msgspec.json.decode(line.removeprefix(MARK), type=_Answer)
+            if answer.refused:
+                raise ConfigError(answer.refused)
+            return answer.parts
     last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
     raise VimeError(f"the dry run of the trainer ranks failed with code {done.returncode}: {last[:400]}")
-
-
-def _part(record: dict[str, list[dict[str, object]]]) -> Part:
-    ranks = []
-    for rank in record["ranks"]:
-        models = {role: ModelBytes(**model) for role, model in rank.pop("models").items()}  # type: ignore[attr-defined]
-        ranks.append(RankBytes(**{**rank, "stages": tuple(rank["stages"])}, models=models))  # type: ignore[arg-type]
-    return Part(tuple(Role(str(role)) for role in record["roles"]), tuple(ranks))
 
 
 def parts_of(config: Config) -> list[tuple[Role, ...]]:
@@ -146,11 +147,10 @@ def main() -> None:
 
         prepare_process(config.cluster.device)
     try:
-        parts = count_ranks(config, with_passes=job["with_passes"])
-        answer: dict[str, object] = {"parts": [dataclasses.asdict(part) for part in parts]}
+        answer = _Answer(parts=count_ranks(config, with_passes=job["with_passes"]))
     except ConfigError as error:
-        answer = {"refused": str(error)}
-    sys.stdout.write(f"\n{MARK}{json.dumps(answer)}\n")
+        answer = _Answer(refused=str(error))
+    sys.stdout.write(f"\n{MARK}{msgspec.json.encode(answer).decode()}\n")
 
 
 if __name__ == "__main__":

@@ -72,20 +72,12 @@ class _FusedAttention(types.ModuleType):
 @contextlib.contextmanager
 def fake_rank(parallel: ParallelConfig, *, rank: int, world_size: int) -> Iterator[None]:
     """Inside, this process is that rank of the world."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        parallel_state.initialize_model_parallel(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.virtual_pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,
-        )
+        initialize.cut_world(parallel, create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         yield
     finally:

@@ -53,6 +53,24 @@ def prepare_process(device: str) -> list[str]:
     return cpu_device.install()
 
 
+def cut_world(
+    parallel: ParallelConfig, *, create_gloo_process_groups: bool, distributed_timeout_minutes: float = 30
+) -> None:
+    """Make megatron's process groups of the world that this process is in: a rank of a run, or of a dry run."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=distributed_timeout_minutes,
+        create_gloo_process_groups=create_gloo_process_groups,
+    )
+
+
 def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: ParallelConfig, seed: int) -> None:
     """Process groups with deadlines, and seeds. Collective: every trainer rank calls it once."""
     from megatron.core import parallel_state, tensor_parallel
@@ -61,13 +79,8 @@ def initialize_distributed(rank: RankInfo, *, cluster: ClusterConfig, parallel: 
     if on_cuda:
         torch.cuda.set_device(rank.local_rank)
     meet_trainer_ranks(rank, cluster)
-    parallel_state.initialize_model_parallel(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+    cut_world(
+        parallel,
         distributed_timeout_minutes=cluster.distributed_timeout_minutes,  # a timedelta is made of it
         create_gloo_process_groups=on_cuda,  # extra groups for checkpoints; on the CPU every group is gloo already
     )
