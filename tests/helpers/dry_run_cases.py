@@ -11,8 +11,10 @@ from tests.helpers.dist_launch import Ranks
 from vime.config.parse import Config
 from vime.types import Role
 
+PASSES = 5
+"""Of which the one that needs least counts: gloo's thread keeps a tensor for a moment after its collective has been
+waited for, longer on a busy machine."""
 ROWS = (40, 40, 17)  # tokens of each row of a pack; the padded vocabulary of 100 makes logits the largest tensors
-
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "rms_norm_eps": 1e-6}
 LARGE = {
@@ -134,15 +136,18 @@ def real(ranks: Ranks, models: Path) -> dict[str, dict[str, int]]:
         parameters = [parameter for chunk in engine._core for parameter in chunk.parameters()]
         learning, scratch = engine._optimizer.tensors()
         held, kept = storages(parameters), storages(learning)
-        with LiveBytes() as live:
-            live.ignore([*parameters, *learning, *scratch])
-            engine.accumulate([rows] * count, [given] * count, loss)
+        peaks = []
+        for _ in range(PASSES):
+            with LiveBytes() as live:
+                live.ignore([*parameters, *learning, *scratch])
+                engine.accumulate([rows] * count, [given] * count, loss)
+            peaks.append(live.peak)
         found[layout.name] = {
             "num_parameters": sum(parameter.numel() for parameter in parameters),
             "parameters": sum(held.values()),
             "gradients": storage_bytes(scratch),
             "optimizer": sum(size for key, size in kept.items() if key not in held),
-            "activations": live.peak,
+            "activations": min(peaks),
         }
         backend.close()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -23,6 +24,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = 0
         self.peak = 0
         self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._counting = threading.RLock()  # the thread of a collective may be the last that holds a tensor
 
     def __torch_dispatch__(
         self,
@@ -56,12 +58,14 @@ class LiveBytes(TorchDispatchMode):
         key = _key(storage)
 
         def free(_: object) -> None:
-            del self._held[key]
-            self.now -= num_bytes
+            with self._counting:
+                del self._held[key]
+                self.now -= num_bytes
 
-        self._held[key] = weakref.ref(storage, free), num_bytes
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
+        with self._counting:
+            self._held[key] = weakref.ref(storage, free), num_bytes
+            self.now += num_bytes
+            self.peak = max(self.peak, self.now)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
