@@ -111,8 +111,6 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     if on_cpu:
         # Explicit cache size: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(config.engine.vllm_kv_cache_memory_bytes)]
-        # Counting for vLLM's own /metrics, which nothing here reads, takes a tenth of the CPU of a tiny model's round.
-        command += ["--disable-log-stats"]
         if not config.debug.reference_mode:  # there one sequence runs at a time and nothing is shared
             command += ["--block-size", str(BLOCK_SIZE_CPU)]
         if rollout.n_samples_per_prompt > MAX_NUM_SEQS_CPU and not config.debug.reference_mode:
