@@ -48,6 +48,8 @@ class EventKind(StrEnum):
     ENGINE_STARTING = "engine_starting"  # engine: it is started again
     ENGINE_READY = "engine_ready"  # engine: it responds, and gets weights with the next update
     ENGINE_READMITTED = "engine_readmitted"  # engine, version, lost_s
+    ROUTER_LOST = "router_lost"  # error, start_in_s
+    ROUTER_READY = "router_ready"  # lost_s: it responds again, at its address
     DISAGREEMENT = "disagreement"  # rollout_id, difference, threshold, path
     ROUND_TRAINED = "round_trained"  # rollout_id, version, receipt
     WEIGHTS_PUBLISHED = "weights_published"  # version, num_bytes

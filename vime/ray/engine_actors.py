@@ -7,7 +7,7 @@ from typing import Protocol
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.engine import EngineProcess
-from vime.backends.vllm_utils.router import RouterProcess
+from vime.backends.vllm_utils.router import PORT_FREE_S, RouterProcess
 from vime.config.parse import Config
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import keep_collectives_on_interface, listen_host, yield_to_trainers
@@ -59,6 +59,7 @@ class RouterActor:
 
     def start(self, engines: list[EngineAddress], deadline_s: float) -> tuple[str, int]:
         self._process = RouterProcess(self._config, engines, run_dir=self._run_dir)
+        self._process.wait_for_port(PORT_FREE_S)
         self._process.start()
         self._process.wait_ready(deadline_s)
         return self._process.host, self._process.port

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.control import FleetControl
@@ -22,11 +21,23 @@ from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import ENGINE_CPUS
 from vime.ray.engine_actors import EngineActor, RouterActor, ServerActor
 from vime.ray.managed_engine import EngineState, ManagedEngine
+from vime.ray.managed_router import ManagedRouter
 from vime.ray.waits import wait_for
-from vime.types import EngineAddress, EngineLostError, EngineReport, Version, VimeError, WaitTimeoutError, may_pass
+from vime.types import (
+    ClusterError,
+    EngineAddress,
+    EngineLostError,
+    EngineReport,
+    RouterLostError,
+    Version,
+    VimeError,
+    WaitTimeoutError,
+    may_pass,
+)
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
+Started = TypeVar("Started")
 
 STOP_S, AT_START_STOP_S = 30.0, 3.0
 ASKED_TIMEOUT_S = 60.0  # a busy engine is asked while it generates
@@ -50,7 +61,8 @@ class Engines:
     """The driver's handle: start all, watch all, start again what is lost, stop all. Makes the engines' keys.
 
     An engine that is lost while another serves is started again, up to --max-restarts times in a row without a version
-    that it confirmed; the update that brings it one readmits it (decision 0039). `tell` shows a message to the user.
+    that it confirmed; the update that brings it one readmits it (decision 0039). The router is started again at its
+    address, up to as often without a version in between. `tell` shows a message to the user.
     """
 
     def __init__(
@@ -63,8 +75,7 @@ class Engines:
         self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
         self._events, self._tell = events, tell
         self._deadline_s = config.cluster.start_timeout_secs
-        self._router: Actor[RouterActor] | None = None
-        self._is_routing = False  # the router has started
+        self._router: ManagedRouter | None = None
         self._engines = [ManagedEngine(index) for index in range(config.cluster.num_engines)]
         self._checks: dict[str, _Check] = {}  # the last of each
         self._num_updates = 0
@@ -72,7 +83,7 @@ class Engines:
         self._serving: Version | None = None
         self._fleet: FleetControl | None = None
         self._end: VimeError | None = None  # what ends the run at the next check
-        self._num_lost = self._num_readmitted = 0  # since the last round
+        self._num_lost = self._num_readmitted = self._num_router_lost = 0  # since the last round
         self._longest_away_s = 0.0
         for engine in self._engines:
             self._start(engine)
@@ -88,12 +99,16 @@ class Engines:
     @property
     def fleet(self) -> FleetControl:
         """Return the driver's control of the engines that serve, or before the first version of all."""
-        serving = [each.address for each in self._engines if each.state is EngineState.SERVING and each.address]
-        addresses = tuple(serving or self.addresses)
+        addresses = tuple(self._to_ask())
         if self._fleet is None or self._fleet.addresses != addresses:
             self._close_fleet()
             self._fleet = FleetControl(addresses, timeout_s=ASKED_TIMEOUT_S)
         return self._fleet
+
+    def _to_ask(self) -> list[EngineAddress]:
+        """Return the addresses of the engines that serve, or before the first version of all."""
+        serving = [each.address for each in self._engines if each.state is EngineState.SERVING and each.address]
+        return serving or self.addresses
 
     @property
     def num_serving(self) -> int:
@@ -107,10 +122,7 @@ class Engines:
     def wait_ready(self, node_id: str, on_poll: Callable[[], None] | None = None) -> Config:
         """Wait for engines and router, which starts on the node `node_id`. Returns the configuration with the router's
         address filled in."""
-        beside = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        options: Options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "scheduling_strategy": beside}
-        router = start_actor(RouterActor, options, self._config, str(self._run_dir))
-        self._router = router
+        self._router = router = ManagedRouter(self._config, self._run_dir, node_id)
         addresses = wait_for(
             [engine.starting for engine in self._engines if engine.starting is not None],
             name="engines to start",
@@ -129,22 +141,20 @@ class Engines:
             self._check_all()
 
         [(host, port)] = wait_for(
-            [router.ask(RouterActor.start, addresses, self._deadline_s)],
+            [router.begin(addresses, self._deadline_s)],
             name="router to start",
             owner="vllm-router",
             deadline_s=self._deadline_s + 30,
             on_poll=poll,
             parties=["router"],
         )
-        self._is_routing = True
         for engine in self._engines:
             engine.is_routed = True
-        section = dataclasses.replace(self._config.engine, vllm_router_ip=host, vllm_router_port=port)
-        return dataclasses.replace(self._config, engine=section)
+        return router.respond(host, port)
 
     def check(self, *, is_updating: bool = False) -> None:
         """Called while the driver waits for something else. Starts again what is lost; raises the VimeError of what
-        ends the run: the router, the last engine, one that was started again too often.
+        ends the run: the last engine, or what was started again too often.
 
         Asks everybody how it is every --engine-health-interval-secs and waits for no response. An actor that hangs with
         its engine is lost too, or ends the run, with WaitTimeoutError.
@@ -173,6 +183,8 @@ class Engines:
         is not among them is lost."""
         self._num_updates += 1
         self._serving = version
+        if self._router is not None and self._router.is_up:
+            self._router.losses.end()
         confirmed = {report.engine for report in reports}
         updated = [engine for engine in self._engines if engine.address in self._updated]
         for engine in updated:
@@ -183,18 +195,19 @@ class Engines:
                 self._lose(engine, EngineLostError(f"{engine.name} was lost in the update to version {version}."))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what happened to engines since the last call; nothing in a run of one engine, which ends with it."""
-        if len(self) == 1:
-            return {}
-        told = {
-            "engines/serving": float(self.num_serving),
-            "engines/lost": float(self._num_lost),
-            "engines/readmitted": float(self._num_readmitted),
-        }
+        """Return what was lost and came back since the last call. A run of one engine ends with it."""
+        told: dict[str, float] = {}
+        if len(self) > 1:
+            told["engines/serving"] = self.num_serving
+            told["engines/lost"] = self._num_lost
+            told["engines/readmitted"] = self._num_readmitted
         if self._num_readmitted:
             told["engines/away_time"] = self._longest_away_s
-        self._num_lost, self._num_readmitted, self._longest_away_s = 0, 0, 0.0
-        return told
+        if self._num_router_lost:
+            told["engines/router_lost"] = self._num_router_lost
+        self._num_lost = self._num_readmitted = self._num_router_lost = 0
+        self._longest_away_s = 0.0
+        return {name: float(value) for name, value in told.items()}
 
     def stop(self, grace_s: float = STOP_S) -> None:
         """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
@@ -202,8 +215,10 @@ class Engines:
         that none outlives the run."""
         self._close_fleet()
         for engine in self._engines:
-            engine.forget()
-        routers: list[Actor[ServerActor]] = [] if self._router is None else [self._router]
+            engine.losses.end()
+        if self._router is not None:
+            self._router.losses.end()
+        routers: list[Actor[ServerActor]] = [self._router.actor] if self._router and self._router.actor else []
         engines: list[Actor[ServerActor]] = [engine.actor for engine in self._engines if engine.actor is not None]
         for actors in (routers, engines) if grace_s else ([*routers, *engines],):
             if not actors:
@@ -224,7 +239,8 @@ class Engines:
         found: dict[str, Actor[ServerActor]] = {
             engine.name: engine.actor for engine in self._engines if engine.actor and engine.address
         }
-        return found if self._router is None or not self._is_routing else {**found, "router": self._router}
+        router = self._router
+        return {**found, "router": router.actor} if router and router.actor and router.is_up else found
 
     def _check_all(self, *, is_updating: bool = False) -> None:
         """Read what has arrived of the questions before, and ask those who have responded again when it is time."""
@@ -264,11 +280,14 @@ class Engines:
         return next((engine for engine in self._engines if engine.name == name), None)
 
     def _judge(self, name: str, error: VimeError) -> None:
-        """Lose the engine, or raise what ends the run."""
-        engine = self._named(name)
-        if engine is None or not may_pass(error):
+        """Lose the engine or the router, or raise what ends the run."""
+        if not may_pass(error):
             raise error
-        self._lose(engine, error)
+        engine = self._named(name)
+        if engine is None:
+            self._lose_router(error)
+        else:
+            self._lose(engine, error)
 
     def _lose(self, engine: ManagedEngine, error: VimeError) -> None:
         """Take an engine out and have it started again; raise `error` when no other serves, or after too many starts.
@@ -276,17 +295,49 @@ class Engines:
         Its processes are ended before anything else: one that hangs would keep its requests until their deadline.
         """
         others = [each for each in self._engines if each is not engine and each.state is EngineState.SERVING]
-        if not others or engine.num_losses >= self._config.cluster.max_restarts:
+        if not others or engine.losses.count >= self._config.cluster.max_restarts:
             raise error
         if engine.actor is not None:
             engine.actor.kill()
-        if engine.is_routed and engine.address is not None:
-            self._ask_router(RouterActor.leave_out, engine.address)
+        was_routed, address = engine.is_routed, engine.address
         start_in_s = engine.lose()
         self._checks.pop(engine.name, None)
         self._num_lost += 1
-        self._emit(EventKind.ENGINE_LOST, engine, error=str(error), start_in_s=start_in_s)
+        self._emit(EventKind.ENGINE_LOST, engine=engine.name, error=str(error), start_in_s=start_in_s)
         self._tell(f"{engine.name} is lost and is started again; {len(others)} of {len(self)} serve. {error}")
+        if address is not None:
+            self._leave_out(address, is_routed=was_routed)
+
+    def _leave_out(self, address: EngineAddress, *, is_routed: bool) -> None:
+        """Let the router no longer send to a lost engine, also one that starts and waits for it."""
+        router = self._started_router
+        if is_routed:
+            try:
+                self._ask_router(RouterActor.leave_out, address)
+            except VimeError as error:
+                self._judge("router", error)
+        elif address in router.engines and router.starting is not None:
+            router.end()
+            router.begin(self._to_ask(), self._deadline_s)
+
+    def _lose_router(self, error: VimeError) -> None:
+        """Have the router started again at its address: requests are sent again until it responds. Raises `error` after
+        too many starts."""
+        router = self._started_router
+        if router.losses.count >= self._config.cluster.max_restarts:
+            raise error
+        start_in_s = router.lose()
+        for engine in self._engines:
+            engine.is_routed = False
+        self._checks.pop("router", None)
+        self._num_router_lost += 1
+        self._emit(EventKind.ROUTER_LOST, error=str(error), start_in_s=start_in_s)
+        self._tell(f"the router is lost and is started again. {error}")
+
+    @property
+    def _started_router(self) -> ManagedRouter:
+        assert self._router is not None, "nothing is lost before its first start"
+        return self._router
 
     def _start(self, engine: ManagedEngine) -> None:
         gpus = self._config.cluster.rollout_num_gpus_per_engine if self._config.cluster.device == "cuda" else 0
@@ -295,56 +346,99 @@ class Engines:
         engine.begin(actor, actor.ask(EngineActor.start, self._deadline_s))
 
     def _go_on_starting(self) -> None:
-        """Start the engines whose time has come, and look whether those that start are ready."""
+        """Start what was lost and whose time has come, and look whether what starts is ready."""
+        router = self._router
+        if router is not None and router.starting is not None and router.losses.count:
+            self._look_at_router(router)
+        elif router is not None and router.losses.first_at is not None and time.monotonic() >= router.losses.start_at:
+            router.begin(self._to_ask(), self._deadline_s)
         for engine in self._engines:
-            if engine.state is EngineState.LOST and time.monotonic() >= engine.start_at:
+            if engine.state is EngineState.LOST and time.monotonic() >= engine.losses.start_at:
                 self._start(engine)
-                self._emit(EventKind.ENGINE_STARTING, engine)
+                self._emit(EventKind.ENGINE_STARTING, engine=engine.name)
             elif engine.state is EngineState.STARTING:
                 self._look_at_start(engine)
 
     def _look_at_start(self, engine: ManagedEngine) -> None:
-        name, asked_s = f"{engine.name} to start", time.monotonic() - engine.began
-        done, _ = ray.wait([engine.starting], timeout=0)
-        if not done and asked_s <= self._deadline_s + GRACE_S:
-            return
-        try:
-            if not done:
-                raise WaitTimeoutError(name, asked_s, "its actor", "See RUN_DIR/logs.")
-            [address] = wait_for(done, name=name, owner="vLLM", deadline_s=10, parties=[engine.name])
-        except VimeError as error:
-            self._judge(engine.name, error)
+        assert engine.starting is not None, "it starts"
+        address = self._started(engine.name, engine.starting, engine.began)
+        if address is None:
             return
         engine.respond(address)
-        if engine.lost_at is not None:
-            self._emit(EventKind.ENGINE_READY, engine)
+        if engine.losses.first_at is not None:
+            self._emit(EventKind.ENGINE_READY, engine=engine.name)
+
+    def _look_at_router(self, router: ManagedRouter) -> None:
+        assert router.starting is not None, "it starts"
+        listens = self._started("router", router.starting, router.began)
+        if listens is None:
+            return
+        router.respond(*listens)
+        away_s = router.losses.back()
+        self._emit(EventKind.ROUTER_READY, lost_s=away_s)
+        self._tell(f"the router responds again, {away_s:.0f} s after its loss.")
+        for engine in self._engines:
+            if engine.state is EngineState.SERVING and engine.address is not None:
+                engine.is_routed = engine.address in router.engines
+                self._take_in(engine)
+
+    def _started(self, name: str, starting: ObjectRef[Started], began: float) -> Started | None:
+        """Return what an actor says when its server is ready; None when it is not yet, or was lost."""
+        what, asked_s = f"{name} to start", time.monotonic() - began
+        done, _ = ray.wait([starting], timeout=0)
+        if not done and asked_s <= self._deadline_s + GRACE_S:
+            return None
+        try:
+            if not done:
+                raise WaitTimeoutError(what, asked_s, "its actor", "See RUN_DIR/logs.")
+            found: list[Started] = wait_for(done, name=what, owner="vLLM", deadline_s=10, parties=[name])
+        except VimeError as error:
+            self._judge(name, error)
+            return None
+        return found[0]
 
     def _readmit(self, engine: ManagedEngine, version: Version) -> None:
         """Let the router send to it, if it does not yet."""
-        assert engine.address is not None, "it got an update"
-        if not engine.is_routed:
-            try:
-                self._ask_router(RouterActor.take_in, engine.address)
-            except VimeError as error:
-                self._judge(engine.name, error)
-                return
+        if not self._take_in(engine):
+            return
         away_s = engine.serve()
         if away_s is not None:
             self._num_readmitted += 1
             self._longest_away_s = max(self._longest_away_s, away_s)
-            self._emit(EventKind.ENGINE_READMITTED, engine, version=version, lost_s=away_s)
+            self._emit(EventKind.ENGINE_READMITTED, engine=engine.name, version=version, lost_s=away_s)
             self._tell(f"{engine.name} serves again, {away_s:.0f} s after its loss.")
 
-    def _ask_router(self, method: Callable[[RouterActor, str], None], address: EngineAddress) -> None:
-        assert self._router is not None, "engines are lost and readmitted when the run is up"
-        wait_for(
-            [self._router.ask(method, address.url)],
-            name=f"the router to change how it treats {address.name}",
-            owner="vllm-router",
-            deadline_s=CHANGE_S + GRACE_S,
-            parties=["router"],
-        )
+    def _take_in(self, engine: ManagedEngine) -> bool:
+        """Tell the router of an engine that may serve. While the router is away, it will be told when it is back.
+        Returns whether the engine is well."""
+        assert engine.address is not None, "it responded"
+        if engine.is_routed or not self._started_router.is_up:
+            return True
+        try:
+            self._ask_router(RouterActor.take_in, engine.address)
+        except RouterLostError as error:
+            self._judge("router", error)
+        except VimeError as error:
+            self._judge(engine.name, error)
+            return False
+        else:
+            engine.is_routed = True
+        return True
 
-    def _emit(self, kind: EventKind, engine: ManagedEngine, **facts: str | float) -> None:
+    def _ask_router(self, method: Callable[[RouterActor, str], None], address: EngineAddress) -> None:
+        actor = self._started_router.actor
+        assert actor is not None, "it is up"
+        try:
+            wait_for(
+                [actor.ask(method, address.url)],
+                name=f"the router to change how it treats {address.name}",
+                owner="vllm-router",
+                deadline_s=CHANGE_S + GRACE_S,
+                parties=["router"],
+            )
+        except (ClusterError, WaitTimeoutError) as error:  # its actor is gone or hangs
+            raise RouterLostError(str(error)) from error
+
+    def _emit(self, kind: EventKind, **facts: str | float | None) -> None:
         if self._events is not None:
-            self._events.emit(kind, ago_s=0.0, engine=engine.name, **facts)
+            self._events.emit(kind, ago_s=0.0, **facts)

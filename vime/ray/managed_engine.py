@@ -10,10 +10,8 @@ from ray import ObjectRef
 
 from vime.ray.actor import Actor
 from vime.ray.engine_actors import EngineActor
+from vime.ray.losses import Losses
 from vime.types import EngineAddress
-from vime.utils.waits import STARTS_AGAIN, Stretch, doing
-
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 2.0, 60.0
 
 
 class EngineState(StrEnum):
@@ -22,7 +20,7 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"  # responds, but confirmed no version yet: it gets the next update, and no prompt before
     SERVING = "serving"
-    LOST = "lost"  # its processes are ended; it is started again at `start_at`
+    LOST = "lost"  # its processes are ended; it is started again at `losses.start_at`
 
 
 @dataclass(slots=True)
@@ -35,11 +33,11 @@ class ManagedEngine:
     starting: ObjectRef[EngineAddress] | None = None  # until it is ready
     address: EngineAddress | None = None  # while it is ready or serves
     is_routed: bool = False  # the router sends to it
-    num_losses: int = 0  # since it confirmed a version
-    lost_at: float | None = None  # the first of these losses
-    start_at: float = 0.0
     began: float = field(default_factory=time.monotonic)  # its start
-    _told: Stretch | None = None
+    losses: Losses = field(init=False)  # since it confirmed a version
+
+    def __post_init__(self) -> None:
+        self.losses = Losses(self.name)
 
     @property
     def name(self) -> str:
@@ -54,30 +52,12 @@ class ManagedEngine:
 
     def serve(self) -> float | None:
         """Note a confirmed version. Returns for how long nothing was asked of it; None when it was not away."""
-        away_s = None if self.lost_at is None else time.monotonic() - self.lost_at
-        self.state, self.num_losses, self.lost_at = EngineState.SERVING, 0, None
-        self.is_routed = True
-        self._tell(None)
-        return away_s
+        self.state = EngineState.SERVING
+        return self.losses.end()
 
     def lose(self) -> float:
-        """Note a loss. Returns the seconds until it is started again: none after the first, then more and more."""
-        now = time.monotonic()
-        self.num_losses += 1
-        backoff_s = min(FIRST_BACKOFF_S * 2 ** (self.num_losses - 2), LONGEST_BACKOFF_S) if self.num_losses > 1 else 0.0
-        self.lost_at = self.lost_at or now
-        self.state, self.start_at = EngineState.LOST, now + backoff_s
+        """Note a loss. Returns the seconds until it is started again."""
+        self.state = EngineState.LOST
         self.actor = self.starting = self.address = None
         self.is_routed = False
-        self._tell(f"{STARTS_AGAIN}{self.name}")
-        return backoff_s
-
-    def forget(self) -> None:
-        """Say no more of it: the run ends."""
-        self._tell(None)
-
-    def _tell(self, work: str | None) -> None:
-        """Let `vime why-stuck` see that it is away."""
-        if self._told is not None:
-            self._told.__exit__(None, None, None)
-        self._told = None if work is None else doing(work).__enter__()
+        return self.losses.add()

@@ -9,6 +9,7 @@ import ray
 
 from vime.config.parse import parse
 from vime.ray import engines as engines_module
+from vime.ray import managed_router
 from vime.ray.engines import Engines
 from vime.types import EngineAddress, EngineError, WaitTimeoutError
 
@@ -48,16 +49,16 @@ def start(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Engines]]:
 
     def started(count: int, router=Stub) -> Engines:
         monkeypatch.setattr(engines_module, "EngineActor", Stub)
-        monkeypatch.setattr(engines_module, "RouterActor", router)
+        monkeypatch.setattr(managed_router, "RouterActor", router)
         flags = ["--engine-health-interval-secs", "0.5", "--engine-health-timeout-secs", "0.5"]
         made.append(Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags]), tmp_path))
         return made[-1]
 
     yield started
     for engines in made:
-        for actor in [*(engine.actor for engine in engines._engines), engines._router]:
-            if actor is not None:
-                actor.kill()
+        for part in [*engines._engines, engines._router]:
+            if part is not None and part.actor is not None:
+                part.actor.kill()
 
 
 def check_until_raised(engines: Engines, deadline_s: float = 60, **how: bool) -> None:

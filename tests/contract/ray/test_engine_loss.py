@@ -1,9 +1,11 @@
 """An engine that is lost while another serves: real actors, servers and router; scripted engines in vLLM's place."""
 
+import asyncio
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -17,7 +19,9 @@ from vime.config.parse import parse
 from vime.observability.events import EventLog, read_events
 from vime.ray.engines import Engines
 from vime.ray.publisher import Publisher
-from vime.types import KEY_HEADER, EngineLostError
+from vime.rollout.engine_client import EngineClient
+from vime.rollout.exchanges import Completion
+from vime.types import KEY_HEADER, EngineLostError, VimeError
 from vime.weights.plan import TensorMeta
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -67,6 +71,14 @@ class Fleet:
                 return process
         raise AssertionError(f"no scripted engine at {url}")
 
+    def router_server(self) -> psutil.Process:
+        """The router itself, below its guard."""
+        actor_pid = ray.get(self.engines._router.actor.run(lambda _: os.getpid()), timeout=60)
+        for process in psutil.Process(actor_pid).children(recursive=True):
+            if "vllm::router" in " ".join(process.cmdline()):
+                return process
+        raise AssertionError(f"no router below {actor_pid}")
+
     def check_until(self, is_so: Callable[[], bool], deadline_s: float = 90) -> None:
         """Do what the driver does while it waits."""
         ends = time.monotonic() + deadline_s
@@ -79,6 +91,9 @@ class Fleet:
         return [
             (event.kind, str(event.fields["engine"])) for event in read_events(self.directory) if "engine" in event.kind
         ]
+
+    def router_events(self) -> list[str]:
+        return [event.kind for event in read_events(self.directory) if "router" in event.kind]
 
     def routed(self) -> list[str]:
         """Names of the engines that the router sends to."""
@@ -236,3 +251,93 @@ def test_what_ends_the_run_waits_while_the_trainers_train(start) -> None:
         time.sleep(0.05)
     with pytest.raises(EngineLostError, match="engine-0"):
         fleet.engines.check()
+
+
+def test_a_killed_router_is_back_at_its_address_and_a_request_in_progress_is_sent_again(start) -> None:
+    fleet = start(2)
+    fleet.publish(0)
+
+    async def ask() -> list[Completion]:
+        client = EngineClient(fleet.router, max_in_flight=1, timeout_s=90, key=fleet.engines.generate_key)
+        try:
+            return await client.generate([5, 6], {"max_tokens": 4}, n=2)
+        finally:
+            await client.aclose()
+
+    router = fleet.router_server()
+    router.kill()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(asyncio.run, ask())
+        fleet.check_until(asked.done)
+    assert [len(completion.token_ids) > 0 for completion in asked.result()] == [True, True]
+    assert fleet.router_events() == ["router_lost", "router_ready"]
+    assert fleet.events() == []  # no engine was lost
+    assert fleet.routed() == ["engine-0", "engine-1"]
+    assert fleet.engines.take_metrics()["engines/router_lost"] == 1
+    assert has_ended(router)
+
+
+@pytest.mark.parametrize("whose", ["server", "actor"])
+def test_a_stopped_router_is_lost_at_the_deadline_of_its_health_check(start, whose, monkeypatch) -> None:
+    from vime.ray import engines as engines_module
+
+    monkeypatch.setattr(engines_module, "GRACE_S", 1.0)
+    fleet = start(1, "--engine-health-timeout-secs", "3")
+    fleet.publish(0)
+    server = fleet.router_server()
+    os.kill((server if whose == "server" else server.parent().parent()).pid, signal.SIGSTOP)
+    fleet.check_until(lambda: fleet.router_events()[-1:] == ["router_ready"])
+    fleet.check_until(lambda: has_ended(server))
+    assert fleet.versions(2) == {"0"}
+
+
+def test_a_version_that_is_served_while_the_router_is_away_is_behind_it_when_it_is_back(start) -> None:
+    fleet = start(2)
+    fleet.publish(0)
+    fleet.server(1).kill()
+    fleet.check_until(lambda: ("engine_ready", "engine-1") in fleet.events())
+    fleet.router_server().kill()
+    fleet.check_until(lambda: fleet.router_events() == ["router_lost"])
+    assert fleet.publish(1) == ["engine-0", "engine-1"]
+    fleet.check_until(lambda: fleet.router_events() == ["router_lost", "router_ready"])
+    assert fleet.routed() == ["engine-0", "engine-1"]
+    assert fleet.versions(8) == {"1"}
+
+
+def test_a_router_that_nobody_missed_yet_is_lost_when_it_is_told_of_an_engine(start) -> None:
+    fleet = start(2, "--engine-health-interval-secs", "60")
+    fleet.publish(0)
+    fleet.engines.check()
+    fleet.router_server().kill()
+    fleet.engines._judge("engine-1", EngineLostError("engine-1 was lost in this test"))
+    assert fleet.router_events() == ["router_lost"]
+    fleet.check_until(lambda: fleet.router_events() == ["router_lost", "router_ready"])
+    assert fleet.routed() == ["engine-0"]
+
+
+def test_an_engine_that_dies_while_the_router_starts_again_does_not_hold_it_up(start) -> None:
+    """A router waits for each engine that it is started with."""
+    fleet = start(2)
+    fleet.publish(0)
+    fleet.router_server().kill()
+    fleet.check_until(lambda: fleet.router_events() == ["router_lost"])
+    fleet.server(1).kill()
+    fleet.check_until(lambda: fleet.router_events() == ["router_lost", "router_ready"])
+    assert fleet.routed() == ["engine-0"]
+    assert fleet.versions(4) == {"0"}
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    assert fleet.publish(1) == ["engine-0", "engine-1"]
+    assert fleet.routed() == ["engine-0", "engine-1"]
+
+
+def test_a_router_that_is_lost_again_and_again_without_a_version_between_ends_the_run(start) -> None:
+    fleet = start(1, "--max-restarts", "1")
+    fleet.publish(0)
+    fleet.router_server().kill()
+    fleet.check_until(lambda: fleet.router_events() == ["router_lost", "router_ready"])
+    fleet.publish(1)
+    fleet.router_server().kill()  # a version was served between
+    fleet.check_until(lambda: fleet.router_events()[2:] == ["router_lost", "router_ready"])
+    fleet.router_server().kill()
+    with pytest.raises(VimeError, match="router"):
+        fleet.check_until(lambda: False)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vime.ray import managed_engine
+from vime.ray import losses
 from vime.ray.managed_engine import EngineState, ManagedEngine
 from vime.types import EngineAddress
 from vime.utils import waits
@@ -13,7 +13,7 @@ from vime.utils import waits
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(s=1000.0)
-    monkeypatch.setattr(managed_engine, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(losses, "time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 
@@ -24,11 +24,11 @@ def works() -> list[str]:
 def test_losses_in_a_row_are_waited_for_longer_and_a_served_version_ends_the_row(clock: SimpleNamespace) -> None:
     engine = ManagedEngine(3)
     assert [engine.lose() for _ in range(8)] == [0, 2, 4, 8, 16, 32, 60, 60]
-    assert (engine.num_losses, engine.start_at) == (8, clock.s + 60)
+    assert (engine.losses.count, engine.losses.start_at) == (8, clock.s + 60)
     engine.serve()
-    assert engine.num_losses == 0
+    assert engine.losses.count == 0
     assert engine.lose() == 0
-    engine.forget()
+    engine.losses.end()
 
 
 def test_away_is_from_the_first_loss_to_the_next_version_and_shown_as_long(clock: SimpleNamespace) -> None:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlencode
 
 from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned, shape_of
-from vime.backends.vllm_utils.process import ServerProcess, server_environment
+from vime.backends.vllm_utils.process import POLL_S, ServerProcess, server_environment
 from vime.config.parse import Config
-from vime.types import ConfigError, EngineAddress, EngineLostError
+from vime.types import ConfigError, EngineAddress, EngineLostError, RouterLostError
 from vime.utils.http import HttpFailure
-from vime.utils.network import free_port
+from vime.utils.network import free_port, port_is_free
 from vime.utils.waits import waiting
 
 OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decides it (empty: none does)
@@ -29,7 +30,7 @@ OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decide
     **dict.fromkeys(("--vllm-pd-disaggregation", "--prefill", "--decode"), ""),
 }
 ADD_ROUTE, REMOVE_ROUTE = "/add_worker", "/remove_worker"
-CHANGE_S = 10.0
+CHANGE_S, PORT_FREE_S = 10.0, 15.0  # Ray kills an actor that is stopped after 5 s
 SHARES = ("--cache-threshold", "--retry-jitter-factor")
 AT_LEAST_ONE = (
     *("--worker-startup-timeout-secs", "--worker-startup-check-interval", "--request-timeout-secs"),
@@ -71,6 +72,19 @@ class RouterProcess(ServerProcess):
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
+    def wait_for_port(self, deadline_s: float) -> None:
+        """Return when nothing else listens at its address: the router before it, whose actor hung, may take seconds to
+        end, and would respond in its place. EngineLostError at the deadline."""
+        ends = time.monotonic() + deadline_s
+        with waiting(f"the port of {self.name} to be free", deadline_s=deadline_s):
+            while not port_is_free(self.host, self.port):
+                if time.monotonic() > ends:
+                    raise EngineLostError(
+                        f"{self.name}: after {deadline_s:g} s another program still listens at {self.host}:"
+                        f"{self.port}. End it, or choose another --vllm-router-port."
+                    )
+                time.sleep(POLL_S)
+
     def take_in(self, engine_url: str) -> None:
         """Send requests to this engine too, from now on. The router asks the engine first whether it is well."""
         self._change(ADD_ROUTE, engine_url)
@@ -85,7 +99,7 @@ class RouterProcess(ServerProcess):
             with waiting(f"the server of {self.name} to change its engines", deadline_s=CHANGE_S):
                 response = self._http.call("POST", where, deadline_s=CHANGE_S)
         except HttpFailure as error:
-            raise EngineLostError(f"{self.name}: POST {where}: {error}") from error
+            raise RouterLostError(f"{self.name}: POST {where}: {error}") from error
         if response.status != 200:
             raise EngineLostError(f"{self.name}: POST {where}: {response.described()}, expected status 200")
 
