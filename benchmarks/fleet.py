@@ -1,13 +1,13 @@
-"""What a killed engine costs a run of several, and how long it is away.
+"""What a killed part costs a run of several engines, and how long it is away.
 
-    .venv/bin/python benchmarks/fleet.py [--engines 4] [--kills 8] [--tokens-per-second 20]
+    .venv/bin/python benchmarks/fleet.py [--part engine|router|worker] [--engines 4] [--kills 8]
 
-One run of train.py in mode streaming with scripted engines: a token takes the same time whatever else runs, and an
-engine answers two requests at a time, so that the rate of the run is that of its engines. Engines are killed with
-SIGKILL one after the other, each when all have served for some rounds. Printed: response tokens a second of rounds with
-all engines (before, between and after the kills) and of rounds in which one was away; what a kill cost beyond the share
-of its engine while that was away; the recovery table (seconds from SIGKILL until the loss was noticed, the engine
-responded, it served); restarts of the run; and what the audit says.
+One run of train.py in mode streaming with scripted engines and two rollout workers: a token takes the same time
+whatever else runs, and an engine answers two requests at a time, so that the rate of the run is that of its engines.
+Parts are killed with SIGKILL one after the other, each when all have worked for some rounds. Printed: response tokens a
+second of rounds in which nothing was away, and of the others; the seconds that a kill cost, for an engine those beyond
+its share while it was away; the recovery table (seconds from SIGKILL until the loss was noticed, the part responded, it
+served; a worker is lost when others have its prompts); restarts of the run; and what the audit says.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,11 +33,19 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTED = "vime.backends.vllm_utils.scripted_server"
 START_S, BACK_S, END_S = 240.0, 120.0, 120.0
 QUIET_ROUNDS = 3
+WORKERS = 2
+STEPS = {
+    "engine": ("engine_lost", "engine_ready", "engine_readmitted"),
+    "router": ("router_lost", "router_ready"),
+    "worker": ("worker_lost",),
+}
+"""Of each part: the events of a recovery, in this order."""
 REWARD = "def reward(args, sample, **kwargs):\n    return float(len(set(sample.tokens)) % 3)\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--part", choices=STEPS, default="engine")
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--tokens-per-second", type=float, default=20.0)
@@ -47,11 +54,11 @@ def main() -> None:
         out = Path(directory)
         run = start(out, options.engines, options.tokens_per_second)
         try:
-            kills = list(kill_engines(run, out / "run", options.kills, options.engines))
+            kills = list(kill_parts(run, out / "run", options))
         finally:
             run.send_signal(signal.SIGINT)
             run.wait(END_S)
-        report(out / "run", kills, options.engines)
+        report(out / "run", kills, options)
         audit = [sys.executable, "-m", "vime", "audit", str(out / "run")]
         print(subprocess.run(audit, cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip())
 
@@ -73,7 +80,7 @@ def start(out: Path, engines: int, pace: float) -> subprocess.Popen[bytes]:
         *("--rollout-max-context-len", "64", "--micro-batch-size", "32", "--lr", "1e-4", "--num-rollout", "4000"),
         *("--transferqueue-mode", "streaming", "--rollout-num-engines", str(engines)),
         *("--vllm-server-concurrency", "4", "--debug-engine-module", SCRIPTED, "--on-train-rollout-diff", "ignore"),
-        *("--engine-health-interval-secs", "1", "--run-dir", str(out / "run")),
+        *("--engine-health-interval-secs", "1", "--run-dir", str(out / "run"), "--num-rollout-workers", str(WORKERS)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PACE: str(pace), AT_ONCE: "2", LOADS_FIRST: "1"}
     return subprocess.Popen(
@@ -87,29 +94,37 @@ def start(out: Path, engines: int, pace: float) -> subprocess.Popen[bytes]:
     )
 
 
-def kill_engines(run: subprocess.Popen[bytes], path: Path, kills: int, engines: int) -> Iterator[float]:
-    """Kill one engine after the other; yields the unix time of each kill, when the run is quiet again."""
+def kill_parts(run: subprocess.Popen[bytes], path: Path, options: argparse.Namespace) -> Iterator[float]:
+    """Kill one part after the other; yields the unix time of each kill, when the run is quiet again."""
+    last = STEPS[options.part][-1]
     wait_for(run, lambda: len(events(path, "round_trained")) >= QUIET_ROUNDS, START_S)
-    for number in range(kills):
-        process = engine_of(run.pid, number % engines)
+    for number in range(options.kills):
+        process = find_part(run.pid, options.part, number % options.engines)
         at = time.time()
         process.kill()
-        wait_for(run, lambda: len(events(path, "engine_readmitted")) > number, BACK_S)  # noqa: B023 - called at once
+        wait_for(run, lambda: len(events(path, last)) > number, BACK_S)  # noqa: B023 - called at once
         trained = len(events(path, "round_trained"))
         wait_for(run, lambda: len(events(path, "round_trained")) >= trained + QUIET_ROUNDS, BACK_S)  # noqa: B023
         yield at
 
 
-def engine_of(driver: int, index: int) -> psutil.Process:
-    """The scripted engine of this number below the run's driver: each has a seed of its own."""
+def find_part(driver: int, part: str, index: int) -> psutil.Process:
+    """Return a process below the run's driver: the scripted engine of this number, which has a seed of its own, the
+    router, or a rollout worker, the oldest, so that they take turns."""
+    found = []
     for process in psutil.Process(driver).children(recursive=True):
         try:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if words[1:3] == ["-m", SCRIPTED] and words[words.index("--seed") + 1] == str(42 + index):
-            return process
-    raise RuntimeError(f"no scripted engine {index}")
+        title = " ".join(words)
+        is_engine = words[1:3] == ["-m", SCRIPTED] and words[words.index("--seed") + 1] == str(42 + index)
+        named = {"engine": is_engine, "router": "vllm::router" in title, "worker": "ray::RolloutWorkerActor" in title}
+        if named[part]:
+            found.append(process)
+    if not found:
+        raise RuntimeError(f"no process of {part} {index}")
+    return min(found, key=lambda process: process.create_time())
 
 
 def wait_for(run: subprocess.Popen[bytes], is_so: object, deadline_s: float) -> None:
@@ -127,29 +142,30 @@ def events(path: Path, kind: str) -> list[dict[str, object]]:
     return [event for event in found if event["kind"] == kind]
 
 
-def report(path: Path, kills: list[float], engines: int) -> None:
-    lost, ready, back = (events(path, f"engine_{kind}") for kind in ("lost", "ready", "readmitted"))
-    rounds = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    by_kind: dict[str, list[tuple[float, float]]] = defaultdict(list)  # tokens and seconds of rounds
-    for line in [line for line in rounds if "engines/serving" in line][
-        1:
-    ]:  # not a mark, nor a round that was cut short
-        is_whole = line["engines/serving"] == engines and not line["engines/lost"] and not line["engines/readmitted"]
-        kind = "all engines" if is_whole else "one away"
-        by_kind[kind].append((line["rollout/num_tokens"], line["perf/step_time"]))
-    for kind, found in by_kind.items():
+def report(path: Path, kills: list[float], options: argparse.Namespace) -> None:
+    steps = {kind: [float(str(event["t"])) for event in events(path, kind)] for kind in STEPS[options.part]}
+    away = list(zip(kills, steps[STEPS[options.part][-1]], strict=True))
+    ends = [float(str(event["t"])) for event in events(path, "round_trained")]
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    tokens_of = {line["step"]: line["metrics"]["rollout/num_tokens"] for line in lines if "metrics" in line}
+    quiet, others = [], []  # tokens and seconds of a round
+    for number in range(1, len(ends)):
+        began, ended = ends[number - 1], ends[number]
+        is_quiet = all(ended < lost or began > back for lost, back in away)
+        (quiet if is_quiet else others).append((tokens_of[number], ended - began))
+    for name, found in (("nothing away", quiet), (f"a {options.part} away", others)):
         rates = [tokens / seconds for tokens, seconds in found]
-        print(f"{kind}: {len(found)} rounds, median {statistics.median(rates):.1f} tokens/s")
-    full = sum(tokens for tokens, _ in by_kind["all engines"]) / sum(seconds for _, seconds in by_kind["all engines"])
-    tokens, seconds = (sum(part) for part in zip(*by_kind["one away"], strict=True))
-    share = sum(float(str(event["t"])) - at for event, at in zip(back, kills, strict=False)) / engines
-    print(f"a kill cost {(seconds - tokens / full - share) / len(kills):.2f} s beyond its engine's share")
-    print(f"{'':>10} {'median':>7} {'p95':>7} {'max':>7}   seconds from SIGKILL")
-    for name, of in (("noticed", lost), ("responds", ready), ("serves", back)):
-        seconds = sorted(float(str(event["t"])) - at for event, at in zip(of, kills, strict=False))
-        p95 = seconds[min(len(seconds) - 1, round(0.95 * (len(seconds) - 1)))]
-        print(f"{name:>10} {statistics.median(seconds):>7.2f} {p95:>7.2f} {seconds[-1]:>7.2f}")
-    print(f"{len(kills)} kills, {len(lost)} losses, {len(events(path, 'run_restarted'))} restarts of the run")
+        print(f"{name}: {len(found)} rounds, median {statistics.median(rates):.1f} tokens/s")
+    full = sum(tokens for tokens, _ in quiet) / sum(seconds for _, seconds in quiet)
+    tokens, seconds = (sum(part) for part in zip(*others, strict=True))
+    share = sum(back - lost for lost, back in away) / options.engines if options.part == "engine" else 0.0
+    print(f"a kill cost {(seconds - tokens / full - share) / len(kills):.2f} s" + " beyond its share" * bool(share))
+    print(f"{'seconds from SIGKILL to':>24} {'median':>7} {'p95':>7} {'max':>7}")
+    for kind, times in steps.items():
+        took = sorted(at - lost for at, (lost, _) in zip(times, away, strict=True))
+        p95 = took[round(0.95 * (len(took) - 1))]
+        print(f"{kind:>24} {statistics.median(took):>7.2f} {p95:>7.2f} {took[-1]:>7.2f}")
+    print(f"{len(kills)} kills, {len(events(path, 'run_restarted'))} restarts of the run")
 
 
 if __name__ == "__main__":

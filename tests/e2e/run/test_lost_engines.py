@@ -60,7 +60,7 @@ def assert_the_run_went_on(finished: Finished, num_rounds: int, *, num_kills: in
 
 
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice(
+def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice_and_then_the_router(
     tiny_task: TinyTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*tiny_task.flags(), *TWO_ENGINES, "--debug-engine-module", SCRIPTED, "--num-rollout", "40"]
@@ -69,8 +69,12 @@ def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice(
     training.wait_for_event("round_trained", count=2)
     kill_and_wait(training, SCRIPTED, 1, times=1)
     kill_and_wait(training, SCRIPTED, 0, times=2)
+    [router] = [process for process, command in training._members() if "vllm::router" in command]
+    router.kill()
+    training.wait_for_event("router_ready")
     finished = training.finish()
     assert_the_run_went_on(finished, 40, num_kills=2)
+    assert sum(line.get("engines/router_lost", 0) for line in finished.metrics().values()) == 1
     assert main(["engines", str(finished.run_dir)]) == 0
     shown = capsys.readouterr().out
     assert len(re.findall(r"engine-[01] +serves +\S+ +40 +once", shown)) == 2, shown
