@@ -136,10 +136,13 @@ def wait_for(run: subprocess.Popen[bytes], is_so: object, deadline_s: float) -> 
 
 
 def events(path: Path, kind: str) -> list[dict[str, object]]:
-    file = path / "events" / "driver.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n") and f'"{kind}"' in line]
-    return [event for event in found if event["kind"] == kind]
+    """Those of this kind, as far as they are whole, in the order of time: workers are watched by the manager, all else
+    by the driver."""
+    found = []
+    for file in (path / "events").glob("*.jsonl"):
+        lines = file.read_text().splitlines(keepends=True)
+        found += [json.loads(line) for line in lines if line.endswith("\n") and f'"{kind}"' in line]
+    return sorted((event for event in found if event["kind"] == kind), key=lambda event: event["t"])
 
 
 def report(path: Path, kills: list[float], options: argparse.Namespace) -> None:

@@ -505,10 +505,6 @@ class EngineLostError(EngineError, LostError):
     """An engine or router did not start, died, hangs, or failed internally."""
 
 
-class RouterLostError(EngineLostError):
-    """The router ended, hangs or cannot be reached."""
-
-
 class HandoffError(VimeError):
     """Rollouts cannot be handed to training."""
 

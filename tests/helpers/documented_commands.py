@@ -156,9 +156,8 @@ EXECUTED_BY = {
     ),
     "tests/contract/gateway/test_gateway_commands.py"
     "::test_producers_are_shown_with_versions_leases_groups_and_refusals": ("vime producers RUN",),
-    "tests/e2e/run/test_lost_engines.py::test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice": (
-        "vime engines RUN",
-    ),
+    "tests/e2e/run/test_lost_engines.py"
+    "::test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice_and_then_the_router": ("vime engines RUN",),
     "tests/contract/gateway/test_external_producers.py"
     "::test_the_python_producer_feeds_a_run_with_the_log_probabilities_of_the_versions_that_it_names": (
         "VIME_TOKEN=... python examples/external/producer.py http://HOST:PORT --model DIR",

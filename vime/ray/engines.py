@@ -14,7 +14,7 @@ from ray import ObjectRef
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.control import FleetControl
-from vime.backends.vllm_utils.router import CHANGE_S
+from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor, Options, start_actor
@@ -28,7 +28,6 @@ from vime.types import (
     EngineAddress,
     EngineLostError,
     EngineReport,
-    RouterLostError,
     Version,
     VimeError,
     WaitTimeoutError,

@@ -24,7 +24,9 @@ from vime.ray.actor import Actor
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
 from vime.ray.components import Components, Parts, Watchers
 from vime.ray.interrupts import Interrupts
+from vime.ray.losses import Losses
 from vime.ray.managed_engine import ManagedEngine
+from vime.ray.managed_router import ManagedRouter
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.startup import Starter
@@ -170,7 +172,9 @@ def test_servers_of_a_start_that_ends_are_waited_for_together(
     monkeypatch.setattr(engines.ray, "kill", lambda _actor: None)
     fleet = engines.Engines.__new__(engines.Engines)
     fleet._fleet, engine = None, ManagedEngine(0)
-    fleet._router, engine.actor = (
+    fleet._router = ManagedRouter.__new__(ManagedRouter)  # an actor that is started is one of Ray
+    fleet._router.losses = Losses("router")
+    fleet._router.actor, engine.actor = (
         Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "router"))),
         Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine"))),
     )

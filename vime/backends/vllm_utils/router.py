@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned, shape_of
 from vime.backends.vllm_utils.process import POLL_S, ServerProcess, server_environment
 from vime.config.parse import Config
-from vime.types import ConfigError, EngineAddress, EngineLostError, RouterLostError
+from vime.types import ConfigError, EngineAddress, EngineLostError
 from vime.utils.http import HttpFailure
 from vime.utils.network import free_port, port_is_free
 from vime.utils.waits import waiting
@@ -50,6 +50,10 @@ DEFAULT_FLAGS = {
     "--health-success-threshold": "1",
     "--retry-max-retries": "3",
 }
+
+
+class RouterLostError(EngineLostError):
+    """The router ended, hangs or cannot be reached."""
 
 
 class RouterProcess(ServerProcess):
