@@ -204,19 +204,19 @@ def pack_rest(samples: Sequence[Sample]) -> bytes:
     records = []
     for sample in samples:
         without = IN_ROWS if _is_lined_up(sample) else ()
-        record = sample.to_dict(without=(*without, "response") if _is_text_of_row(sample) else without)
-        bad = [key for key, value in record.items() if key not in _PLAIN and not _is_json(value)]
-        if bad:
-            raise HandoffError(
-                f"group {sample.group_index}: {', '.join(bad)} cannot be stored. Fields of a sample must be finite "
-                "numbers, strings, lists, or dicts with string keys."
-            )
-        records.append(record)
-    return b"VIMS" + json.dumps(records, separators=(",", ":"), allow_nan=False).encode()
-
-
-_PLAIN = frozenset({"group_index", "index", "rollout_id", "session_id", "response", "response_length", "status"})
-"""Fields of a sample that only Vime writes."""
+        records.append(sample.to_dict(without=(*without, "response") if _is_text_of_row(sample) else without))
+    try:
+        text = json.dumps(records, separators=(",", ":"), allow_nan=False)
+        is_same = json.loads(text) == records and _has_text_keys(records)
+    except (TypeError, ValueError):
+        is_same = False
+    if not is_same:
+        bad = sorted({key for record in records for key, value in record.items() if not _is_json(value)})
+        raise HandoffError(
+            f"group {samples[0].group_index}: {', '.join(bad)} cannot be stored. Fields of a sample must be finite "
+            "numbers, strings, lists, or dicts with string keys."
+        )
+    return b"VIMS" + text.encode()
 
 
 def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
@@ -297,6 +297,11 @@ def join_record(chunks: Sequence[bytes], rest: bytes) -> bytes:
     parts = [*chunks, rest]
     sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     return b"".join((_RECORD.pack(b"VIMP", len(parts)), sizes, *parts))
+
+
+def joined_bytes(chunks: Sequence[bytes], rest: bytes) -> int:
+    """Return the length of what `join_record` returns."""
+    return _RECORD.size + 8 * (len(chunks) + 1) + sum(map(len, chunks)) + len(rest)
 
 
 def split_record(data: bytes) -> tuple[list[bytes], bytes]:

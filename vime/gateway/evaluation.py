@@ -7,11 +7,13 @@ one leased.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vime.data.payload import IN_ROWS
 from vime.gateway import messages as m
 from vime.gateway.refusal import lease_lost
 from vime.gateway.samples import Limits, by_index, check_samples, fill, invalid
@@ -168,7 +170,7 @@ class Evaluations:
             return call.error
         given = by_index(call.samples)
         confirmed = self._weights.has_confirmed(producer, current.version)
-        check_samples(
+        checked = check_samples(
             given,
             [prompt.index for prompt in prompts],
             part.limits,
@@ -184,4 +186,9 @@ class Evaluations:
                         f"{row.tokens[:8]}",
                         f"{prompt.tokens[:8]} and so on: {len(prompt.tokens)} tokens, then the completion",
                     )
-        return fill([(prompt, given[prompt.index]) for prompt in prompts], attempt=0)
+        # Copies, because a prompt may be asked for again; with lists, because plug-ins and files see these samples.
+        samples = fill([(copy.deepcopy(prompt), checked[prompt.index]) for prompt in prompts], attempt=0)
+        for sample in samples:
+            for name in IN_ROWS:
+                setattr(sample, name, getattr(sample, name).tolist())
+        return samples

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from vime.gateway import messages as m
 from vime.gateway.refusal import Refusal
@@ -19,7 +21,7 @@ from vime.types import LARGEST_REWARD, Sample, SampleStatus, Version, VersionSpa
 
 Rows = list[m.GivenSample]
 """The rows of one sample, in their order."""
-MOST_LOG_PROB = 1e-3  # engines round
+MOST_LOG_PROB, LEAST_LOG_PROB = 1e-3, float(np.finfo(np.float32).min)  # engines round; rows are float32
 ATTRIBUTES = ("teacher_log_probs", "rollout_routed_experts")
 """Extra columns that are read from an attribute of the sample; the others from its metadata."""
 
@@ -41,6 +43,20 @@ class Limits:
     calls_per_s: float = 200.0  # of one token, on average; twice as many at once
     failures_per_s: float = 20.0  # calls without a valid token, of all callers together
     max_partial_bytes: int = 256 << 20  # samples of one producer whose groups are not whole
+
+
+class Checked(NamedTuple):
+    """A row that was checked, with its numbers as arrays: they are converted once, and checked and stored from
+    there."""
+
+    given: m.GivenSample
+    tokens: NDArray[np.int64]
+    log_probs: NDArray[np.float64]
+    spans: list[VersionSpan]
+
+
+CheckedRows = list[Checked]
+"""The rows of one sample, in their order."""
 
 
 def by_index(given: Iterable[m.GivenSample]) -> dict[int, Rows]:
@@ -65,18 +81,19 @@ def check_samples(
     has_confirmed: Callable[[Version], bool],
     newest: Version,
     is_whole: bool,
-) -> None:
-    """Refuse samples that are not those of the prompt (`wanted`: their indices), that no trainer could use, or whose
-    tokens name weights that the job has not confirmed."""
+) -> dict[int, CheckedRows]:
+    """Return the rows of each sample, checked. Refuse samples that are not those of the prompt (`wanted`: their
+    indices), that no trainer could use, or whose tokens name weights that the job has not confirmed."""
     if (is_whole and sorted(given) != sorted(wanted)) or not set(given) <= set(wanted):
         raise invalid(
             "the samples are not those of the group.",
             f"indices {sorted(given)[:16]}",
             f"{'each' if is_whole else 'one'} of {sorted(wanted)[:16]}",
         )
+    checked: dict[int, CheckedRows] = {}
     for index, rows in given.items():
+        checked[index] = [_checked(row, limits) for row in rows]
         for row in rows:
-            _check_row(row, limits)
             for _, _, version in row.versions:
                 if not has_confirmed(version):
                     raise Refusal(
@@ -94,11 +111,18 @@ def check_samples(
                 f"{[row.reward for row in rows][:4]}"[:200],
                 "one reward for all rows of a sample",
             )
+    return checked
 
 
-def fill(prompts: Iterable[tuple[Sample, Rows]], attempt: int) -> list[Sample]:
-    """Return the rows of a group with what the job generated, in the order of `prompts`."""
-    return [_filled(copy.deepcopy(prompt), row, attempt) for prompt, rows in prompts for row in rows]
+def fill(prompts: Iterable[tuple[Sample, CheckedRows]], attempt: int) -> list[Sample]:
+    """Return the rows of a group with what the job generated, in the order of `prompts`, which are filled themselves;
+    further rows of one sample are filled copies. Tokens, mask and log-probabilities are arrays: the samples are for
+    encoding, and no plug-in sees them."""
+    return [
+        _filled(place, row, attempt)
+        for prompt, rows in prompts
+        for place, row in zip([prompt, *(copy.deepcopy(prompt) for _ in rows[1:])], rows, strict=True)
+    ]
 
 
 def own_prompts(call: m.PutOwnGroup, places: Sequence[Sample]) -> list[Sample]:
@@ -123,11 +147,12 @@ def own_content(call: m.PutOwnGroup) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(plain, order="deterministic"), digest_size=16).hexdigest()
 
 
-def _filled(sample: Sample, given: m.GivenSample, attempt: int) -> Sample:
-    sample.tokens, sample.response_length = given.tokens, given.response_length
-    sample.loss_mask = list(given.loss_mask) if given.loss_mask is not None else [1] * given.response_length
-    sample.rollout_log_probs, sample.reward = given.log_probs, given.reward
-    sample.token_policy_versions = _spans(given)
+def _filled(sample: Sample, row: Checked, attempt: int) -> Sample:
+    given, length = row.given, row.given.response_length
+    mask = np.ones(length, np.uint8) if given.loss_mask is None else np.asarray(given.loss_mask, np.uint8)
+    sample.tokens, sample.response_length = cast("list[int]", row.tokens), length
+    sample.loss_mask, sample.rollout_log_probs = cast("list[int]", mask), cast("list[float]", row.log_probs)
+    sample.token_policy_versions, sample.reward = row.spans, given.reward
     sample.status, sample.response, sample.attempt = SampleStatus(given.status), given.response, attempt
     for name, value in given.extra.items():
         if name in ATTRIBUTES:
@@ -137,11 +162,7 @@ def _filled(sample: Sample, given: m.GivenSample, attempt: int) -> Sample:
     return sample
 
 
-def _spans(given: m.GivenSample) -> list[VersionSpan]:
-    return [VersionSpan(version=version, start=start, end=end) for start, end, version in given.versions]
-
-
-def _check_row(given: m.GivenSample, limits: Limits) -> None:
+def _checked(given: m.GivenSample, limits: Limits) -> Checked:
     """Refuse a row that no trainer could use, and say which number is wrong."""
     where, length = f"sample {given.index}", given.response_length
     if not length < len(given.tokens) <= limits.max_tokens:
@@ -150,9 +171,10 @@ def _check_row(given: m.GivenSample, limits: Limits) -> None:
             f"{len(given.tokens)} tokens, response_length {length}",
             f"response_length below the number of tokens, and at most {limits.max_tokens} tokens",
         )
-    if max(given.tokens) >= limits.vocab_size:
+    tokens = np.asarray(given.tokens, np.int64)
+    if tokens.max() >= limits.vocab_size:
         raise invalid(
-            f"{where}: the model has no such token.", f"token {max(given.tokens)}", f"0 to {limits.vocab_size - 1}"
+            f"{where}: the model has no such token.", f"token {tokens.max()}", f"0 to {limits.vocab_size - 1}"
         )
     mask_length = length if given.loss_mask is None else len(given.loss_mask)
     if len(given.log_probs) != length or mask_length != length:
@@ -161,14 +183,14 @@ def _check_row(given: m.GivenSample, limits: Limits) -> None:
             f"{len(given.log_probs)} log_probs, {mask_length} entries of loss_mask",
             f"{length} of each, one for each token of the completion",
         )
-    values = given.log_probs
-    # One by one costs four times as much, and a sum of finite values is not finite only where it overflows.
-    is_fine = max(values) <= MOST_LOG_PROB and math.isfinite(sum(values))
-    wrong = None if is_fine else next((value for value in values if not -math.inf < value <= MOST_LOG_PROB), None)
-    if wrong is not None:
-        raise invalid(f"{where}: a log-probability is impossible.", str(wrong), "finite, and not above 0")
+    log_probs = np.asarray(given.log_probs, np.float64)
+    is_fine = (log_probs <= MOST_LOG_PROB) & (log_probs > LEAST_LOG_PROB)  # False for what is no number
+    if not is_fine.all():
+        wrong = str(log_probs[~is_fine][0])
+        raise invalid(f"{where}: a log-probability is impossible.", wrong, "finite as float32, and not above 0")
     _check_reward(where, given.reward, limits.reward_key)
-    fault = tiling_fault(_spans(given), length)
+    spans = [VersionSpan(version=version, start=start, end=end) for start, end, version in given.versions]
+    fault = tiling_fault(spans, length)
     if fault is not None:
         raise invalid(
             f"{where}: {fault[:300]}.", f"versions {given.versions[:8]}", f"[start, end, version] over [0, {length})"
@@ -179,6 +201,7 @@ def _check_row(given: m.GivenSample, limits: Limits) -> None:
             f"{sorted(given.extra)}"[:200],
             f"{sorted(limits.extra_fields)} (`extra_fields`, as register said)",
         )
+    return Checked(given, tokens, log_probs, spans)
 
 
 def _check_reward(where: str, reward: float | dict[str, float], key: str) -> None:

@@ -227,7 +227,7 @@ class ScriptedGateway:
 
 
 def _encoded(_: str, samples: list[Sample]) -> tuple[EncodedGroup, Payload]:
-    content = msgspec.json.encode([sample.tokens for sample in samples])
+    content = msgspec.json.encode([[int(token) for token in sample.tokens] for sample in samples])
     versions = [span.version for sample in samples for span in sample.token_policy_versions]
     facts = GroupFacts(group_index=samples[0].group_index, rows=np.zeros(0, FACTS))
     payload = Payload(

@@ -28,7 +28,17 @@ import msgspec
 from vime.gateway import messages as m
 from vime.gateway.evaluation import Evaluations
 from vime.gateway.refusal import STOPPING, Refusal, lease_lost
-from vime.gateway.samples import Limits, Rows, by_index, check_samples, fill, invalid, own_content, own_prompts
+from vime.gateway.samples import (
+    CheckedRows,
+    Limits,
+    Rows,
+    by_index,
+    check_samples,
+    fill,
+    invalid,
+    own_content,
+    own_prompts,
+)
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
 from vime.handoff.ledger import Ledger
@@ -83,7 +93,8 @@ class Writer(Protocol):
 
 
 Encode = Callable[[str, list[Sample]], tuple[EncodedGroup, Payload]]
-"""(producer, samples of one group) -> its stored form, as a rollout worker of the run makes it. Any thread."""
+"""(producer, samples of one group) -> its stored form, as a rollout worker of the run makes it. On the loop: it takes
+as long as reading the call did, and a thread of its own would wait for the same interpreter."""
 
 
 @dataclass(slots=True)
@@ -219,9 +230,9 @@ class Gateway:
         async with self._lock(task):
             if await self._is_committed(producer, task):
                 return m.Put(group=task.group, attempt=task.attempt, is_committed=True, repeated=True)
-            given, prompts = by_index(call.samples), self._prompts.group_at(task.group)
-            self._check(producer, given, prompts, is_whole=True)
-            await self._commit(producer, task, [(prompt, given[prompt.index]) for prompt in prompts])
+            prompts = self._prompts.group_at(task.group)
+            checked = self._check(producer, by_index(call.samples), prompts, is_whole=True)
+            await self._commit(producer, task, [(prompt, checked[prompt.index]) for prompt in prompts])
         return m.Put(group=task.group, attempt=task.attempt, is_committed=True)
 
     async def put_own_group(self, producer: str, call: m.PutOwnGroup) -> m.Put:
@@ -232,8 +243,8 @@ class Gateway:
         async with self._lock((producer, call.key)):
             grant = await self._ledger.call_async(PromptLedger.known_own, name, call.key, content)
             if grant is None or grant.outcome is OwnOutcome.ISSUED:
-                given, wanted = by_index(call.samples), range(self.limits.samples_per_prompt)
-                self._check(producer, given, wanted, is_whole=True)
+                wanted = range(self.limits.samples_per_prompt)
+                checked = self._check(producer, by_index(call.samples), wanted, is_whole=True)
                 grant = await self._own_slot(name, call, content)
             task = grant.task
             if task is None or grant.outcome is OwnOutcome.OTHER_CONTENT:
@@ -241,7 +252,7 @@ class Gateway:
             is_repeated = grant.outcome is OwnOutcome.COMMITTED
             if not is_repeated:
                 places = self._prompts.group_at(task.group)
-                prompts = [(prompt, given[place]) for place, prompt in enumerate(own_prompts(call, places))]
+                prompts = [(prompt, checked[place]) for place, prompt in enumerate(own_prompts(call, places))]
                 try:
                     await self._commit(producer, task, prompts)
                 except Refusal as error:
@@ -296,8 +307,8 @@ class Gateway:
                 have[index] = given
             missing = [prompt.index for prompt in prompts if prompt.index not in have]
             if not missing:
-                self._check(producer, have, prompts, is_whole=True)  # a restart forgets what was confirmed
-                await self._commit(producer, task, [(prompt, have[prompt.index]) for prompt in prompts])
+                checked = self._check(producer, have, prompts, is_whole=True)  # a restart forgets what was confirmed
+                await self._commit(producer, task, [(prompt, checked[prompt.index]) for prompt in prompts])
         return m.Put(
             group=task.group,
             attempt=task.attempt,
@@ -402,16 +413,16 @@ class Gateway:
             _refuse_late(error)
         return True
 
-    async def _commit(self, producer: str, task: Task, prompts: Sequence[tuple[Sample, Rows]]) -> None:
+    async def _commit(self, producer: str, task: Task, prompts: Sequence[tuple[Sample, CheckedRows]]) -> None:
         """Store and commit a group, in the steps of `RolloutWorker.keep`. `prompts`: each with what the job made."""
         samples = fill(prompts, task.attempt)
         try:
-            group, payload = await asyncio.to_thread(self._encode, _ledger_name(producer), samples)
+            group, payload = self._encode(_ledger_name(producer), samples)
         except HandoffError as error:
             raise invalid("the group cannot be trained on.", str(error), "rows whose lists line up") from error
         try:
             admission = await self._ledger.call_async(
-                PromptLedger.admit, task, num_tokens=payload.num_tokens, num_bytes=len(group.record)
+                PromptLedger.admit, task, num_tokens=payload.num_tokens, num_bytes=group.num_bytes
             )
         except CapacityError as error:
             raise Refusal(
@@ -427,7 +438,7 @@ class Gateway:
                 429,
                 "no_room",
                 "the queue is full.",
-                got=f"a group of {payload.num_tokens} tokens, {len(group.record)} bytes",
+                got=f"a group of {payload.num_tokens} tokens, {group.num_bytes} bytes",
                 expected=admission.waits_for,
                 next_action="Repeat the same call after Retry-After; send heartbeats meanwhile.",
                 retry_after_s=1,
@@ -491,9 +502,9 @@ class Gateway:
 
     def _check(
         self, producer: str, given: Mapping[int, Rows], wanted: Sequence[Sample | int], *, is_whole: bool
-    ) -> None:
+    ) -> dict[int, CheckedRows]:
         weights = self.weights
-        check_samples(
+        return check_samples(
             given,
             [place.index if isinstance(place, Sample) else place for place in wanted],
             self.limits,

@@ -21,7 +21,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vime.data.groups import GroupFacts, GroupNotes, facts_of
-from vime.data.payload import Decode, cut, join_record, join_samples, pack_rest, pack_rows, split_record, unpack_rows
+from vime.data.payload import (
+    Decode,
+    cut,
+    join_record,
+    join_samples,
+    joined_bytes,
+    pack_rest,
+    pack_rows,
+    split_record,
+    unpack_rows,
+)
 from vime.data.rows import TrainRow, check_group
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool, Spools, spool_directories
@@ -53,6 +63,11 @@ class EncodedGroup:
     @property
     def record(self) -> bytes:
         return join_record(self.chunks, self.rest)
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of `record`, which is not made for it."""
+        return joined_bytes(self.chunks, self.rest)
 
     def samples(self, decode: Decode | None = None) -> list[Sample]:
         """Return the samples; `decode` as in `payload.join_samples`."""

@@ -67,9 +67,9 @@ class Usage:
         self.num_bytes += num_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
-    """An attempt in progress at a producer."""
+    """An attempt in progress at a producer. A heartbeat sets the deadline of each that the producer has."""
 
     task: Task
     producer: str

@@ -146,7 +146,7 @@ class PromptLedger:
             return OwnGrant(outcome=OwnOutcome.OTHER_CONTENT, task=task)
         if was_committed:
             return OwnGrant(outcome=OwnOutcome.COMMITTED, task=task)
-        memory.flights[partition, group] = replace(memory.flights[partition, group], deadline=store.deadline())
+        memory.flights[partition, group].deadline = store.deadline()
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
 
     def _share(self, producer: str, count: int) -> int:
@@ -287,10 +287,12 @@ class PromptLedger:
         """Note that `producer` is alive: its attempts get a full timeout from now. Return the attempts that it still
         has. Groups with prompts of its own are not among them: only a repeated `issue_own` shows that it still has
         the group."""
-        flights, deadline = self._store.memory.flights, self._store.deadline()
-        held = {key: one for key, one in flights.items() if one.producer == producer and one.request != OF_OWN}
-        flights.update({key: replace(flight, deadline=deadline) for key, flight in held.items()})
-        return frozenset(flight.task for flight in held.values())
+        held, deadline = [], self._store.deadline()
+        for flight in self._store.memory.flights.values():
+            if flight.producer == producer and flight.request != OF_OWN:
+                flight.deadline = deadline
+                held.append(flight.task)
+        return frozenset(held)
 
     def abandon(self, producer: str) -> int:
         """Note that `producer` is dead: its prompts go to others at once. Return how many."""

@@ -235,7 +235,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
         num_tokens = sum(len(sample.tokens) for sample in samples)
         if self._has_capacity:
             with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
-                await self._wait_for_capacity(task, num_tokens, len(group.record))
+                await self._wait_for_capacity(task, num_tokens, group.num_bytes)
         failpoint(Point.SPOOL)
         payload = payload_of(group, samples)
         with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
@@ -270,7 +270,7 @@ def payload_of(group: EncodedGroup, samples: Sequence[Sample]) -> Payload:
         )
     return Payload(
         checksum=0,
-        num_bytes=len(group.record),
+        num_bytes=group.num_bytes,
         num_tokens=int(rows["total_length"].sum()),
         num_rows=len(rows),
         min_version=int((rows[is_trained] if is_trained.any() else rows)["oldest_trainable"].min()),
