@@ -30,11 +30,12 @@ GREETING_BYTES = 1 << 16
 PIDFD_GETFD = 438  # the number of the system call, the same on every architecture
 
 
-class _OwnServer:
-    """A server of a local Ray, a child of this process. The kernel reports its end at once."""
+class _ServerHere:
+    """A server on this machine: a child of this process, or the node server of a joined cluster. The kernel reports its
+    end at once."""
 
-    def __init__(self, process: psutil.Process) -> None:
-        self.name = f"{process.name()} (pid {process.pid})"
+    def __init__(self, process: psutil.Process, name: str = "") -> None:
+        self.name = name or f"{process.name()} (pid {process.pid})"
         self._descriptor = os.pidfd_open(process.pid)
         self._held = _hold_connections(process.pid, self._descriptor)
         self.is_away = False
@@ -57,7 +58,12 @@ def _hold_connections(pid: int, pidfd: int) -> list[socket.socket]:
     process that dies closes its files first, and is reported afterwards.) Empty where the kernel does not allow it."""
     library = ctypes.CDLL(None, use_errno=True)
     held: list[socket.socket] = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError as error:  # another user's process
+        logger.info("connections of Ray's servers cannot be held: %s", error)
+        return held
+    for name in names:
         descriptor = library.syscall(PIDFD_GETFD, pidfd, int(name), 0)
         if descriptor < 0:
             logger.info("connections of Ray's servers cannot be held: %s", os.strerror(ctypes.get_errno()))
@@ -75,7 +81,7 @@ def _hold_connections(pid: int, pidfd: int) -> list[socket.socket]:
 
 
 def _peer(connection: socket.socket) -> int:
-    """The process that connected, 0 when none did."""
+    """The process at the other end of a connection, 0 when it cannot be seen."""
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(pid)
 
@@ -85,7 +91,7 @@ class _JoinedServer:
     idle; a new connection tells which. A server that is away for `patience_s` is lost."""
 
     def __init__(self, name: str, address: tuple[str, int], *, patience_s: float) -> None:
-        self.name = f"{name} ({address[0]}:{address[1]})"
+        self.name = _named(name, address)
         self._address, self._patience_s = address, patience_s
         self._connection = socket.create_connection(address, CONNECT_S)
         self.is_away, self._since = False, 0.0
@@ -146,24 +152,45 @@ def watched_ray(on_lost: Callable[[str], None]) -> Iterator[None]:
             server.close()
 
 
-def _own_servers() -> list[_OwnServer | _JoinedServer]:
-    return [_OwnServer(child) for child in psutil.Process().children() if child.name() in (GCS, RAYLET)]
+def _own_servers() -> list[_ServerHere | _JoinedServer]:
+    return [_ServerHere(child) for child in psutil.Process().children() if child.name() in (GCS, RAYLET)]
 
 
-def _joined_servers() -> list[_OwnServer | _JoinedServer]:
-    """Yield the cluster's GCS and the raylet of this node, as far as they can be watched."""
+def _joined_servers() -> list[_ServerHere | _JoinedServer]:
+    """Return the cluster's GCS and the raylet of this node, as far as they can be watched."""
     if not ray.is_initialized():
         return []
     context = ray.get_runtime_context()
     host, _, port = context.gcs_address.rpartition(":")
-    addresses = [(GCS, host.strip("[]"), int(port), GCS_PATIENCE_S)]
+    found: list[_ServerHere | _JoinedServer] = _reached(GCS, (host.strip("[]"), int(port)), GCS_PATIENCE_S)
     for node in ray.nodes():
         if node["NodeID"] == context.get_node_id():
-            addresses.append((RAYLET, node["NodeManagerAddress"], node["NodeManagerPort"], 0.0))
-    found: list[_OwnServer | _JoinedServer] = []
-    for name, host, number, patience_s in addresses:
-        try:
-            found.append(_JoinedServer(name, (host, number), patience_s=patience_s))
-        except OSError as error:
-            logger.warning("Ray's %s (%s:%d) cannot be watched: %s", name, host, number, error)
+            address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+            here = _server_at(node["RayletSocketName"], _named(RAYLET, address))
+            found += [here] if here else _reached(RAYLET, address, 0.0)
     return found
+
+
+def _reached(name: str, address: tuple[str, int], patience_s: float) -> list[_ServerHere | _JoinedServer]:
+    try:
+        return [_JoinedServer(name, address, patience_s=patience_s)]
+    except OSError as error:
+        logger.warning("Ray's %s cannot be watched: %s", _named(name, address), error)
+        return []
+
+
+def _server_at(path: str, name: str) -> _ServerHere | None:
+    """Return the server that listens at this local socket. None when it cannot be seen as a process, as from another
+    container: then only its port tells whether it lives."""
+    try:
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(CONNECT_S)
+            asked.connect(path)
+            return _ServerHere(psutil.Process(_peer(asked)), name)
+    except (OSError, psutil.Error) as error:
+        logger.info("Ray's %s is watched by its port: %s", name, error)
+        return None
+
+
+def _named(name: str, address: tuple[str, int]) -> str:
+    return f"{name} ({address[0]}:{address[1]})"

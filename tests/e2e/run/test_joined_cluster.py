@@ -198,6 +198,35 @@ def test_a_run_whose_cluster_died_ends_by_name_and_says_where_to_go_on(
     assert ended.events("run_restarted") == []
 
 
+BUSY = """
+import os, psutil, ray, sys, threading, time
+from vime.ray.servers import watched_ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+def on_lost(what):
+    time.sleep(2)  # the thread that watches may be late: the calls of Ray must wait for it
+    print("lost", what, flush=True)
+    os._exit(3)
+with watched_ray(on_lost):
+    threading.Timer(0.5, psutil.Process(int(sys.argv[2])).kill).start()
+    while True:
+        ray.put(bytes(200_000))  # one of these calls is under way when the server dies
+"""
+
+
+def test_the_death_of_a_joined_raylet_is_named_before_it_takes_a_busy_driver_along(tmp_path: Path) -> None:
+    with running_head(tmp_path, with_dashboard=False) as doomed:
+        ended = subprocess.run(
+            [sys.executable, "-c", BUSY, doomed.address, str(doomed.server("raylet").pid)],
+            env=environment(tmp_path),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (ended.returncode, "lost raylet (" in ended.stdout) == (3, True), ended.stdout + ended.stderr
+
+
 def test_a_submitted_job_runs_on_its_cluster(head: Head, tiny_task: TinyTask, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     entry = [sys.executable, str(ROOT / "train.py"), "--run-dir", str(run_dir), *tiny_task.flags(), *SCRIPTED]
