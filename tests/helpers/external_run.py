@@ -132,12 +132,13 @@ class Producer:
 
 class Bringer(threading.Thread):
     """A job with prompts of its own and without an engine: made-up tokens under the keys 0, 1, 2, ... as one process
-    after the other may send them. It reports the hash that the manifest names."""
+    after the other may send them. It reports the hashes that manifests name, also those of older versions."""
 
     def __init__(self, url: str, token: str) -> None:
         super().__init__(daemon=True)
         self.client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=60.0)
         self.put: list[dict[str, Any]] = []  # the calls that were acknowledged
+        self.hashes: dict[int, str] = {}  # by version
         self.is_stopping = False
 
     def run(self) -> None:
@@ -151,6 +152,8 @@ class Bringer(threading.Thread):
                 if response.status_code == 200:
                     self.put.append(body)
                     body = None
+                elif response.json()["code"] == "unconfirmed_version":  # a gateway that was started again
+                    self.report(body["samples"][0]["versions"][0][2])
                 elif not response.json()["may_repeat"]:
                     return
             except (httpx.TransportError, ValueError, KeyError):  # the run starts, or its gateway does again
@@ -158,9 +161,13 @@ class Bringer(threading.Thread):
 
     def load(self) -> int:
         manifest = self.client.get("/v1/weights/serving").json()
-        loaded = {"version": manifest["version"], "engines": {"none": manifest["content_hash"]}}
-        self.client.post("/v1/weights/loaded", json=loaded)
+        self.hashes[manifest["version"]] = manifest["content_hash"]
+        self.report(manifest["version"])
         return int(manifest["version"])
+
+    def report(self, version: int) -> None:
+        loaded = {"version": version, "engines": {"none": self.hashes[version]}}
+        self.client.post("/v1/weights/loaded", json=loaded)
 
     def group(self, key: str, version: int, size: int) -> dict[str, Any]:
         rows = [

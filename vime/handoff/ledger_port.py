@@ -26,7 +26,7 @@ CALLS: dict[str, Callable[..., object]] = {
     for method in (
         *(PromptLedger.issue, PromptLedger.admit, PromptLedger.commit, PromptLedger.drop, PromptLedger.retry),
         *(PromptLedger.issued, PromptLedger.heartbeat, PromptLedger.abandon),
-        *(PromptLedger.issue_own, PromptLedger.known_own),
+        *(PromptLedger.issue_own, PromptLedger.known_own, PromptLedger.abandon_own),
         *(RoundLedger.lease, RoundLedger.ready, RoundLedger.heartbeat, RoundLedger.trained, RoundLedger.release),
         RoundLedger.durable,
         *(Ledger.status, Ledger.sync, Ledger.commit_each, Ledger.needed_payloads),

@@ -114,6 +114,8 @@ class PromptLedger:
         store, memory, partition = self._store, self._store.memory, self._store.rules.partition
         known = self.known_own(producer, key, content)
         if known is not None:
+            if known.outcome is OwnOutcome.ISSUED and known.task is not None:
+                memory.flights[partition, known.task.group].deadline = store.deadline()
             return known
         if store.is_over():
             return OwnGrant(outcome=OwnOutcome.OVER)
@@ -133,8 +135,9 @@ class PromptLedger:
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
 
     def known_own(self, producer: str, key: str, content: str) -> OwnGrant | None:
-        """Return what the key names already; None when it is free. Renews the deadline of a group in flight."""
-        store, memory, partition = self._store, self._store.memory, self._store.rules.partition
+        """Return what the key names already; None when it is free. Does not renew a deadline: what is put under the key
+        may yet be refused, and a job that repeats a refused call must not keep the slot for ever."""
+        store, partition = self._store, self._store.rules.partition
         row = store.one(_OWN, producer, key)
         if row is None:
             return None
@@ -146,7 +149,6 @@ class PromptLedger:
             return OwnGrant(outcome=OwnOutcome.OTHER_CONTENT, task=task)
         if was_committed:
             return OwnGrant(outcome=OwnOutcome.COMMITTED, task=task)
-        memory.flights[partition, group].deadline = store.deadline()
         return OwnGrant(outcome=OwnOutcome.ISSUED, task=task)
 
     def _share(self, producer: str, count: int) -> int:
@@ -300,6 +302,14 @@ class PromptLedger:
         tasks = [flight.task for flight in self._store.memory.flights.values() if flight.producer == producer]
         if tasks:
             self._give_back(tasks, f"producer {producer} lost")
+        return len(tasks)
+
+    def abandon_own(self) -> int:
+        """Note that the gateway is dead: it was storing the own groups that are in flight, nobody goes on with them, and
+        the slot of each goes to others at once. Its key is free again: the job repeats its call. Return how many."""
+        tasks = [flight.task for flight in self._store.memory.flights.values() if flight.request == OF_OWN]
+        if tasks:
+            self._give_back(tasks, "gateway lost")
         return len(tasks)
 
     def expire(self, now: float) -> None:

@@ -475,7 +475,10 @@ class RemoteWorkers:
     def _replace(self, host: _Host, starting: ThreadPoolExecutor) -> None:
         """Give its prompts to the others now; a new worker joins when it has started."""
         began = time.monotonic()
-        num_prompts = self._ledger.call(PromptLedger.abandon, host.name)
+        if host.gateway is None:
+            num_prompts = self._ledger.call(PromptLedger.abandon, host.name)
+        else:  # jobs go on with their prompts, but a group of a job's own was in the gateway's hands
+            num_prompts = self._ledger.call(PromptLedger.abandon_own)
         self._events.emit(
             EventKind.WORKER_LOST, worker=host.name, prompts=num_prompts, within_s=time.monotonic() - began
         )

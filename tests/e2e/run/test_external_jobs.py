@@ -166,6 +166,34 @@ def started() -> Iterator[Callable[[Any], Any]]:
         producer.close()
 
 
+@pytest.mark.timeout(600)
+def test_a_group_of_a_jobs_own_whose_gateway_and_job_are_killed_holds_no_slot(
+    tiny_task: TinyTask, tmp_path: Path, started: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K = 1. Its slot was held until its lease ended, 600 s later, and the rounds waited: nobody worked on it."""
+    address, run, notes = gateway_address(), tmp_path / "run", tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setenv("VIME_FAILPOINTS_DIR", str(notes))
+    flags = [*tiny_task.flags(), "--num-rollout", str(2 * ROUNDS), "--rollout-num-engines", "0"]
+    flags += ["--transferqueue-mode", "external", "--transferqueue-address", address, "--max-staleness", "1"]
+    flags += ["--on-train-rollout-diff", "ignore"]  # made-up log-probabilities
+    killed, other = (started(Bringer(f"http://{address}", make_token(run, name))) for name in ("job-a", "job-b"))
+    training = Training("train.py", flags, run)
+    killed.start()
+    wait_until_it_brings(training, "job-a")
+    (notes / "armed").write_text("manager.commit:1:kill")  # between the slot and the commit; nobody else commits
+    training.wait_for_event("worker_lost")
+    killed.close()
+    other.start()
+    finished = training.finish(deadline_s=240)
+    assert finished.code == 0, finished.output
+    [lost] = finished.events("worker_lost")
+    assert (lost["worker"].split(".")[0], lost["prompts"]) == ("gateway", 1)
+    report = audit_run(run, saved=newest_checkpoint(run), claims=partial(read_claims, run))
+    assert report.findings == ()
+    assert report.groups["dropped"] >= 1, "and what was too old when a slot came"
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH: its packages are not ours")
 @pytest.mark.timeout(900)
 def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_each_is_killed(

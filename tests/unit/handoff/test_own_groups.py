@@ -85,6 +85,37 @@ def test_a_group_in_flight_is_no_lease_and_ends_when_its_key_is_not_asked_for_ag
     checked(tmp_path)
 
 
+def test_a_call_that_is_refused_again_and_again_does_not_renew_what_it_holds(tmp_path: Path) -> None:
+    """The gateway looks the key up, and refuses the content. The job repeated it every 4 ms, and no round went on."""
+    clock = Clock()
+    ledger = open_ledger(tmp_path, clock)
+    task = own(ledger).task
+    assert task is not None
+    for _ in range(3):
+        clock.time += TIMEOUT_S * 0.4
+        assert (ledger.prompts.known_own("external/job", "k", "c") is None) == (ledger.status().active == 0)
+    assert (state(ledger, task), ledger.status().active) == (("dropped", "lease expired"), 0)
+    ledger.close()
+    checked(tmp_path)
+
+
+def test_a_gateway_that_dies_gives_back_the_groups_it_was_storing_and_no_prompt(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, Clock())
+    [prompt] = issue(ledger, 1)
+    done, task = committed(ledger, "done"), own(ledger, "k").task
+    assert task is not None
+    assert ledger.prompts.abandon_own() == 1
+    assert ledger.prompts.abandon_own() == 0
+    assert (state(ledger, task), ledger.status().active) == (("dropped", "gateway lost"), 2)
+    with pytest.raises(TransitionError):
+        ledger.prompts.commit(task, payload(task.group))
+    assert own(ledger, "k").task == Task("train", 3, 1), "the job repeats its call"
+    assert own(ledger, "done") == OwnGrant(outcome=OwnOutcome.COMMITTED, task=done)
+    ledger.prompts.commit(prompt, payload(0))
+    ledger.close()
+    checked(tmp_path)
+
+
 def test_slots_bound_them_and_they_wait_in_the_line_of_those_who_want_prompts(tmp_path: Path) -> None:
     clock = Clock()
     ledger = open_ledger(tmp_path, clock, max_slots=3, lease_timeout_s=100 * WAIT_S)
