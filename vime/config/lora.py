@@ -1,0 +1,52 @@
+"""Section of the adapter: what is trained instead of the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.flags import flag
+from vime.types import ConfigError
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder layer, by the names of Hugging Face files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, section 4.1): y = W x + alpha / rank * B A x, of which A and B are trained."""
+
+    lora_rank: int = flag(0, "rank of the adapter that is trained instead of the model; 0: train the model", minimum=0)
+    lora_alpha: float = flag(32.0, "the adapter's output is multiplied by this / --lora-rank", minimum=0)
+    lora_target_modules: tuple[str, ...] = flag(
+        LINEAR_LAYERS, "linear layers that get an adapter, by the names of Hugging Face files", nargs="+"
+    )
+    lora_dropout: float = flag(
+        0.0, "only 0: the engine samples without dropout, and the policy ratio needs one policy", minimum=0
+    )
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.lora_rank > 0
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of the adapter's output: alpha / rank."""
+        return self.lora_alpha / self.lora_rank
+
+
+def check_lora(lora: LoraConfig) -> None:
+    """Refuse what no adapter can be."""
+    if not lora.trains_adapter:
+        return
+    if lora.lora_alpha == 0:
+        raise ConfigError("--lora-alpha 0: the adapter's output would be 0 for ever. Expected a number above 0.")
+    if lora.lora_dropout:
+        raise ConfigError(
+            f"--lora-dropout {lora.lora_dropout}: expected 0. The engine samples without dropout, and the policy ratio "
+            "compares the same policy. Remove it."
+        )
+    unknown = sorted(set(lora.lora_target_modules) - set(LINEAR_LAYERS))
+    if unknown or not lora.lora_target_modules:
+        raise ConfigError(
+            f"--lora-target-modules {' '.join(unknown)}: unknown. Expected some of {', '.join(LINEAR_LAYERS)}."
+        )
