@@ -16,6 +16,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -254,6 +255,23 @@ class TrainEngine(Protocol):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF tensors of the present weights; every rank that takes part must exhaust it."""
+        ...
+
+
+class AdapterEngine(TrainEngine, Protocol):
+    """A `TrainEngine` that may train a low-rank adapter instead of the model (--lora-rank). Its `weight_metadata` and
+    `export_weights` are those of the base, which never moves."""
+
+    def adapter_metadata(self) -> list[TensorMeta]:
+        """Return what `export_adapter` will yield, in its order; [] without an adapter. Local."""
+        ...
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the present adapter, fp32, by the names of PEFT's files. Collective like `export_weights`."""
+        ...
+
+    def base_only(self) -> AbstractContextManager[None]:
+        """Inside, `forward` is that of the base, bit for bit. Local."""
         ...
 
 

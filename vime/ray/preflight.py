@@ -68,6 +68,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     for one in eval_sets(config):
         refusals.attempt(check_plugins, one.config.flat)
     if not config.debug.debug_rollout_only:
+        refusals.attempt(_check_adapter, config)
         refusals.attempt(_check_architecture, config)
         refusals.attempt(check_memory, config)
     refusals.attempt(validate_router_flags, config)
@@ -161,6 +162,19 @@ def _check_engine_module(name: str | None) -> None:
         is_there = False
     if not is_there:
         raise ConfigError(f"--debug-engine-module {name}: there is no such module. Check the name and PYTHONPATH.")
+
+
+def _check_adapter(config: Config) -> None:
+    """Refuse what cannot train an adapter yet. The FSDP engine trains one; no publish brings it to the engines."""
+    if not config.lora.trains_adapter:
+        return
+    where = f"--lora-rank {config.lora.lora_rank}"
+    if config.cluster.train_backend == "megatron":
+        raise ConfigError(f"{where}: --train-backend megatron trains no adapter. Expected --train-backend fsdp.")
+    raise ConfigError(
+        f"{where}: the adapter cannot be published to the engines, which would sample from the base for ever. "
+        "Train the whole model (--lora-rank 0)."
+    )
 
 
 def _check_architecture(config: Config) -> None:

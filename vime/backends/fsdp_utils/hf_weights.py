@@ -1,4 +1,4 @@
-"""The weights of a cut model by the names of its Hugging Face files.
+"""The weights of a cut model by the names of its Hugging Face files, without an adapter.
 
 transformers stores some tensors in another form than its files do (all experts of a layer in one); its own inverse of
 loading, applied to one tensor at a time, gives the files' tensors back.
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from vime.backends.fsdp_utils.lora import is_adapter
 from vime.weights.plan import TensorMeta
 
 
@@ -36,6 +37,7 @@ class HFWeights:
         self._entries = [
             Entry(name, tuple(TensorMeta.of(hf_name, part) for hf_name, part in self._split(name, tensor)))
             for name, tensor in distinct_tensors(model).items()
+            if not is_adapter(name)
         ]
 
     def metadata(self) -> list[TensorMeta]:
@@ -54,6 +56,11 @@ class HFWeights:
         if tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
         yield from revert_weight_conversion(self._family, {name: tensor}).items()
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the adapter; {} of a model without one."""
+    return {name: tensor for name, tensor in distinct_tensors(model).items() if is_adapter(name)}
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
