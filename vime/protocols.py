@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vime.batching.pack import PackedBatch
     from vime.config.parse import Args
     from vime.weights.plan import TensorMeta
-    from vime.weights.update_info import UpdateInfo
+    from vime.weights.update_info import AdapterInfo, UpdateInfo
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,11 @@ class EngineControl(Protocol):
     def addresses(self) -> Sequence[EngineAddress]: ...
     def world_sizes(self) -> list[int]: ...
     def init_transfer(self, init_info_by_engine: Sequence[Mapping[str, object]]) -> None: ...
-    def update(self, update_info: UpdateInfo, *, version: Version, pause_mode: str) -> UpdateResponse:
-        """Send one bucket of `version`: the first one pauses the engines; after the last one they report what they
-        hold."""
+    def update(
+        self, update_info: UpdateInfo, *, version: Version, pause_mode: str, adapter: AdapterInfo | None = None
+    ) -> UpdateResponse:
+        """Send one bucket of `version`, of the model or of an adapter: the first one pauses the engines; after the last
+        one they report what they hold."""
         ...
 
     def resume(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What an engine is told about weights, as JSON. No torch: the engine's API server reads it too."""
+"""What an engine is told about weights and adapters, as JSON. No torch: the engine's API server reads it too."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ class UpdateInfo(TypedDict):
     shapes: list[list[int]]
     bucket_bytes: NotRequired[int]
     path: NotRequired[str]
+
+
+class AdapterInfo(TypedDict):
+    """What PEFT's adapter_config.json says of an adapter: y = W x + alpha / rank * B A x in the target modules."""
+
+    rank: int
+    alpha: float
+    target_modules: list[str]
 
 
 def is_last(update_info: UpdateInfo) -> bool:

@@ -20,7 +20,7 @@ from vime.protocols import UpdateResponse
 from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport, Version, may_pass
 from vime.utils.http import HttpFailure, HttpSession, HttpThread, Response
 from vime.utils.waits import waiting
-from vime.weights.update_info import UpdateInfo, is_last
+from vime.weights.update_info import AdapterInfo, UpdateInfo, is_last
 
 logger = logging.getLogger(__name__)
 
@@ -234,11 +234,14 @@ class FleetControl:
         bodies = [{"init_info": info} for info in init_info_by_engine]
         self._http.post_each("/init_weight_transfer_engine", bodies)
 
-    def update(self, update_info: UpdateInfo, *, version: Version, pause_mode: str) -> UpdateResponse:
+    def update(
+        self, update_info: UpdateInfo, *, version: Version, pause_mode: str, adapter: AdapterInfo | None = None
+    ) -> UpdateResponse:
         """One bucket. Before the first the engines stop generating (`wait` for running requests, `keep` them for later,
         or `abort` them with what they have) and clear their prefix caches: the weights change under them. With the last
-        they hold `version`, and say what it is that they hold."""
-        body = {"update_info": update_info, "version": version, "pause_mode": pause_mode}
+        they hold `version`, and say what it is that they hold. `adapter`: the tensors are those of one, which stands
+        beside those before it; requests in progress are paused too, but none is waited for."""
+        body = {"update_info": update_info, "version": version, "pause_mode": pause_mode, "adapter": adapter}
         began = time.monotonic()
         reports: Sequence[EngineReport] = ()
         with span("load_weights", version=version):
