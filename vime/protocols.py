@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vime.batching.pack import PackedBatch
+    from vime.config.lora import AdapterInfo
     from vime.config.parse import Args
     from vime.weights.plan import TensorMeta
-    from vime.weights.update_info import AdapterInfo, UpdateInfo
+    from vime.weights.update_info import UpdateInfo
 
 logger = logging.getLogger(__name__)
 
@@ -261,8 +262,13 @@ class TrainEngine(Protocol):
 
 
 class AdapterEngine(TrainEngine, Protocol):
-    """A `TrainEngine` that may train a low-rank adapter instead of the model (--lora-rank). Its `weight_metadata` and
-    `export_weights` are those of the base, which never moves."""
+    """A `TrainEngine` that may train a low-rank adapter instead of the model (--lora-rank). `export_weights` then
+    yields the model with the adapter merged into it."""
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model without the adapter, which never moves, as `weight_metadata` says. Collective like
+        `export_weights`."""
+        ...
 
     def adapter_metadata(self) -> list[TensorMeta]:
         """Return what `export_adapter` will yield, in its order; [] without an adapter. Local."""

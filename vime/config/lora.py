@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from vime.config.flags import flag
 from vime.types import ConfigError
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer, by the names of Hugging Face files."""
+
+
+class AdapterInfo(TypedDict):
+    """What engines and PEFT's adapter_config.json are told of an adapter."""
+
+    rank: int
+    alpha: float
+    target_modules: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,12 @@ class LoraConfig:
     def lora_scale(self) -> float:
         """Factor of the adapter's output: alpha / rank."""
         return self.lora_alpha / self.lora_rank
+
+    @property
+    def described(self) -> AdapterInfo:
+        """What an engine and PEFT's adapter_config.json say of the adapter."""
+        modules = list(self.lora_target_modules)
+        return {"rank": self.lora_rank, "alpha": self.lora_alpha, "target_modules": modules}
 
 
 def check_lora(lora: LoraConfig) -> None:

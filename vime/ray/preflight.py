@@ -16,7 +16,7 @@ from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.command_line import parse_command_line
 from vime.config.eval_sets import eval_sets
-from vime.config.hf_config import num_tokenizer_ids
+from vime.config.hf_config import num_tokenizer_ids, read_record
 from vime.config.layout import check_model_layout, idle_under_fsdp
 from vime.config.parse import Config, parse_readable
 from vime.config.paths import absolute_paths
@@ -165,16 +165,17 @@ def _check_engine_module(name: str | None) -> None:
 
 
 def _check_adapter(config: Config) -> None:
-    """Refuse what cannot train an adapter yet. The FSDP engine trains one; no publish brings it to the engines."""
+    """Refuse what cannot train an adapter, and a base that is not what its numbers say."""
     if not config.lora.trains_adapter:
         return
     where = f"--lora-rank {config.lora.lora_rank}"
     if config.cluster.train_backend == "megatron":
         raise ConfigError(f"{where}: --train-backend megatron trains no adapter. Expected --train-backend fsdp.")
-    raise ConfigError(
-        f"{where}: the adapter cannot be published to the engines, which would sample from the base for ever. "
-        "Train the whole model (--lora-rank 0)."
-    )
+    if "quantization_config" in read_record(config.model.hf_checkpoint):
+        raise ConfigError(
+            f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is quantised (quantization_config in its "
+            "config.json), and adapters of such a base (QLoRA) are not trained. Give the model in bf16 or fp32."
+        )
 
 
 def _check_architecture(config: Config) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 
-from vime.protocols import TrainEngine
+from vime.protocols import AdapterEngine, TrainEngine
 from vime.training.save_hf import plan_files, write_hf
 from vime.types import CheckpointError, Version
 from vime.weights.hashing import ContentHash, OrderedHash, hashed
 from vime.weights.published import describe
 
 
-def weights_hash(engine: TrainEngine) -> str:
-    """Return the content hash that a generation engine reports for these weights, the same on all ranks. Collective
-    like `TrainEngine.export_weights`, over every replica that calls it."""
+def weights_hash(engine: TrainEngine, *, trains_adapter: bool) -> str:
+    """Return the content hash that a generation engine reports for these weights, with --lora-rank for the adapter; the
+    same on all ranks. Collective like `TrainEngine.export_weights`, over every replica that calls it."""
     content = ContentHash()
-    for meta, (_, tensor) in zip(engine.weight_metadata(), engine.export_weights(), strict=True):
+    metadata, stream = engine.weight_metadata(), engine.export_weights()
+    if trains_adapter:
+        actor = cast("AdapterEngine", engine)
+        metadata, stream = actor.adapter_metadata(), actor.export_adapter()
+    for meta, (_, tensor) in zip(metadata, stream, strict=True):
         content.add(meta, tensor)
     return content.hexdigest()
 

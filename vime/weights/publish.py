@@ -30,8 +30,9 @@ from vime.weights.versions import check_reports
 if TYPE_CHECKING:  # the driver reads `PublishReport` and can do without torch
     import torch
 
+    from vime.config.lora import AdapterInfo
     from vime.weights.plan import TensorMeta
-    from vime.weights.update_info import AdapterInfo, UpdateInfo
+    from vime.weights.update_info import UpdateInfo
     from vime.weights.wire import WeightSender
 
 logger = logging.getLogger(__name__)

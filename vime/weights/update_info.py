@@ -18,14 +18,6 @@ class UpdateInfo(TypedDict):
     path: NotRequired[str]
 
 
-class AdapterInfo(TypedDict):
-    """What PEFT's adapter_config.json says of an adapter: y = W x + alpha / rank * B A x in the target modules."""
-
-    rank: int
-    alpha: float
-    target_modules: list[str]
-
-
 def is_last(update_info: UpdateInfo) -> bool:
     """Whether the update ends with this call."""
     return update_info["index"] + 1 == update_info["count"]

@@ -17,11 +17,10 @@ from tests.helpers import tiny_models
 from tests.helpers.engines import HEADERS, engine_config, started
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.routes import MAX_ADAPTERS
-from vime.config.lora import LINEAR_LAYERS
+from vime.config.lora import LINEAR_LAYERS, AdapterInfo
 from vime.types import PublishError
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
-from vime.weights.update_info import AdapterInfo
 
 RANK = 5  # none of vLLM's sizes
 INFO = AdapterInfo(rank=RANK, alpha=8.0, target_modules=list(LINEAR_LAYERS))

@@ -189,11 +189,7 @@ def test_a_failpoint_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest
         preflight(config(tmp_path), is_async=False)
 
 
-@pytest.mark.parametrize(
-    ("backend", "said"),
-    [("megatron", "--train-backend megatron trains no adapter"), ("fsdp", "cannot be published to the engines")],
-)
-def test_a_run_that_trains_an_adapter_is_refused_by_its_flag(tmp_path: Path, backend: str, said: str) -> None:
-    chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend=backend, lora_rank=8)
-    with pytest.raises(ConfigError, match=f"--lora-rank 8: .*{said}"):
+def test_a_run_that_trains_an_adapter_with_a_backend_that_has_none_is_refused_by_its_flag(tmp_path: Path) -> None:
+    chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend="megatron", lora_rank=8)
+    with pytest.raises(ConfigError, match="--lora-rank 8: --train-backend megatron trains no adapter"):
         preflight(chosen, is_async=False)

@@ -215,7 +215,12 @@ class FsdpEngine:
         return self._hf.metadata()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective over all trainer ranks."""
+        """Yield the model, an adapter merged into it. Collective over all trainer ranks."""
+        self._require_awake()
+        return self._hf.export(scale=self._config.lora.lora_scale if self._has_adapter else 0.0)
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model without its adapter. Collective over all trainer ranks."""
         self._require_awake()
         return self._hf.export()
 

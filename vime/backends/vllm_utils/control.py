@@ -15,12 +15,13 @@ from typing import TypeVar
 import msgspec
 
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, BucketResult, HeldWeights, LastBucketResult
+from vime.config.lora import AdapterInfo
 from vime.observability.events import note_span, span
 from vime.protocols import UpdateResponse
 from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport, Version, may_pass
 from vime.utils.http import HttpFailure, HttpSession, HttpThread, Response
 from vime.utils.waits import waiting
-from vime.weights.update_info import AdapterInfo, UpdateInfo, is_last
+from vime.weights.update_info import UpdateInfo, is_last
 
 logger = logging.getLogger(__name__)
 

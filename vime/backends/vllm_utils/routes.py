@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from typing import Protocol, TypedDict
 
 from vime.backends.vllm_utils.access import Application, Message, Receive, RequireKey, Send, send_json
-from vime.weights.update_info import AdapterInfo, UpdateInfo, is_last
+from vime.config.lora import AdapterInfo
+from vime.weights.update_info import UpdateInfo, is_last
 
 logger = logging.getLogger(__name__)
 

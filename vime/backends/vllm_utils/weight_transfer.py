@@ -29,11 +29,12 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vime.backends.vllm_utils.routes import WorkerWeights, adapter_id
+from vime.config.lora import AdapterInfo
 from vime.config.model_files import read_headers
 from vime.types import PublishError
 from vime.utils.heap import FreedMemory
 from vime.weights.transports import make_receiver
-from vime.weights.update_info import AdapterInfo, UpdateInfo, is_last
+from vime.weights.update_info import UpdateInfo, is_last
 from vime.weights.wire import BucketReceiver
 
 if TYPE_CHECKING:
