@@ -32,6 +32,9 @@ class LoraConfig:
     lora_dropout: float = flag(
         0.0, "only 0: the engine samples without dropout, and the policy ratio needs one policy", minimum=0
     )
+    lora_merge: bool = flag(
+        False, "--save-hf writes the whole model with the adapter merged into it, not the adapter as PEFT's directory"
+    )
 
     @property
     def trains_adapter(self) -> bool:

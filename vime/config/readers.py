@@ -75,7 +75,7 @@ READ_WHEN = (
         "with --recompute-granularity full",
     ),
     Condition(
-        ("lora_alpha", "lora_target_modules", "lora_dropout"),
+        ("lora_alpha", "lora_target_modules", "lora_dropout", "lora_merge"),
         lambda config: config.lora.trains_adapter,
         "with --lora-rank",
     ),

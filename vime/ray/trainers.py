@@ -273,7 +273,9 @@ class TrainerActor:
 
         source = Path(self._config.model.hf_checkpoint).expanduser()
         with span("export_hf"):
-            save_hf(self._worker.actor, Path(directory), source=source)
+            lora = self._config.lora
+            adapter = lora.described if lora.trains_adapter and not lora.lora_merge else None
+            save_hf(self._worker.actor, Path(directory), source=source, adapter=adapter)
 
     def load(self, directory: str) -> None:
         with span("load_checkpoint"):

@@ -308,6 +308,7 @@ READ = {
     "recompute_num_layers": (["1"], ["--recompute-granularity", "full", "--recompute-method", "block"]),
     "lora_alpha": (["8"], ["--lora-rank", "4"]),
     "lora_target_modules": (["q_proj", "v_proj"], ["--lora-rank", "4"]),
+    "lora_merge": ([], ["--lora-rank", "4"]),
     "lora_dropout": (["0.1"], None),
     "ref_load": (["{model}"], ["--use-kl-loss", "--kl-loss-coef", "0.1"]),
     "kl_loss_type": (["k2"], ["--use-kl-loss", "--kl-loss-coef", "0.1"]),

@@ -8,7 +8,6 @@ parameters are rebuilt.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -33,6 +31,7 @@ from vime.config.lora import AdapterInfo
 from vime.config.model_files import read_headers
 from vime.types import PublishError
 from vime.utils.heap import FreedMemory
+from vime.weights.adapter_files import write_adapter
 from vime.weights.transports import make_receiver
 from vime.weights.update_info import UpdateInfo, is_last
 from vime.weights.wire import BucketReceiver
@@ -213,14 +212,6 @@ def refresh_packed_copies(model: torch.nn.Module) -> None:
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if experts is not None and hasattr(module, "w13_weight"):
             experts.process_weights_after_loading(module)
-
-
-def write_adapter(directory: Path, tensors: dict[str, torch.Tensor], adapter: AdapterInfo) -> None:
-    """Write a directory that vLLM, transformers and PEFT load as an adapter."""
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0}
-    sizes = {"r": adapter["rank"], "lora_alpha": adapter["alpha"], "target_modules": list(adapter["target_modules"])}
-    (directory / "adapter_config.json").write_text(json.dumps({**config, **sizes}))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
 
 
 def adapter_names(model_names: frozenset[str], adapter: AdapterInfo) -> frozenset[str]:
