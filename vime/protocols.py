@@ -16,6 +16,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vime.batching.pack import PackedBatch
+    from vime.config.lora import AdapterInfo
     from vime.config.parse import Args
     from vime.weights.plan import TensorMeta
     from vime.weights.update_info import UpdateInfo
@@ -134,9 +136,11 @@ class EngineControl(Protocol):
     def addresses(self) -> Sequence[EngineAddress]: ...
     def world_sizes(self) -> list[int]: ...
     def init_transfer(self, init_info_by_engine: Sequence[Mapping[str, object]]) -> None: ...
-    def update(self, update_info: UpdateInfo, *, version: Version, pause_mode: str) -> UpdateResponse:
-        """Send one bucket of `version`: the first one pauses the engines; after the last one they report what they
-        hold."""
+    def update(
+        self, update_info: UpdateInfo, *, version: Version, pause_mode: str, adapter: AdapterInfo | None = None
+    ) -> UpdateResponse:
+        """Send one bucket of `version`, of the model or of an adapter: the first one pauses the engines; after the last
+        one they report what they hold."""
         ...
 
     def resume(self) -> None: ...
@@ -254,6 +258,28 @@ class TrainEngine(Protocol):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield HF tensors of the present weights; every rank that takes part must exhaust it."""
+        ...
+
+
+class AdapterEngine(TrainEngine, Protocol):
+    """A `TrainEngine` that may train a low-rank adapter instead of the model (--lora-rank). `export_weights` then
+    yields the model with the adapter merged into it."""
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model without the adapter, which never moves, as `weight_metadata` says. Collective like
+        `export_weights`."""
+        ...
+
+    def adapter_metadata(self) -> list[TensorMeta]:
+        """Return what `export_adapter` will yield, in its order; [] without an adapter. Local."""
+        ...
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the present adapter, fp32, by the names of PEFT's files. Collective like `export_weights`."""
+        ...
+
+    def base_only(self) -> AbstractContextManager[None]:
+        """Inside, `forward` is that of the base, bit for bit. Local."""
         ...
 
 

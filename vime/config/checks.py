@@ -24,6 +24,7 @@ from vime.config.flags import knobs
 from vime.config.graders import is_unscored, lack_of
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
+from vime.config.lora import check_lora
 from vime.config.model_files import what_is_there
 from vime.config.parse import SECTIONS, Config
 from vime.config.paths import EXPECTED_PROMPTS, absolute_paths, prompt_files
@@ -509,6 +510,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_algorithm,
     _check_processes,
     _check_critic,
+    lambda config: check_lora(config.lora),
     _check_eval,
     _check_idle,
     _check_debug,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vime.config import config_file
 from vime.config.cluster import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from vime.config.flags import Knob, add_section, flag_name, knobs, read_section
+from vime.config.lora import LoraConfig
 from vime.config.problems import Problems
 from vime.config.rollout import AgentConfig, DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.run import AgreementConfig, DebugConfig, TrackingConfig
@@ -31,6 +32,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
         ClusterConfig,
         ParallelConfig,
         ModelConfig,
+        LoraConfig,
         OptimizerConfig,
         DataConfig,
         RolloutConfig,

@@ -74,6 +74,11 @@ READ_WHEN = (
         lambda config: config.parallel.recompute_granularity == "full",
         "with --recompute-granularity full",
     ),
+    Condition(
+        ("lora_alpha", "lora_target_modules", "lora_dropout", "lora_merge"),
+        lambda config: config.lora.trains_adapter,
+        "with --lora-rank",
+    ),
     Condition(("ref_load",), lambda config: needs_reference(config.algo), "with --use-kl-loss or --kl-coef"),
     Condition(
         ("kl_loss_type",),

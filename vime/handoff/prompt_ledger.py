@@ -305,8 +305,8 @@ class PromptLedger:
         return len(tasks)
 
     def abandon_own(self) -> int:
-        """Note that the gateway is dead: it was storing the own groups that are in flight, nobody goes on with them, and
-        the slot of each goes to others at once. Its key is free again: the job repeats its call. Return how many."""
+        """Note that the gateway is dead: it was storing the own groups that are in flight. Nobody goes on with them, so
+        their slots go to others at once. Their keys are free again: jobs repeat their calls. Return how many."""
         tasks = [flight.task for flight in self._store.memory.flights.values() if flight.request == OF_OWN]
         if tasks:
             self._give_back(tasks, "gateway lost")

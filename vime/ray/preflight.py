@@ -16,7 +16,7 @@ from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.command_line import parse_command_line
 from vime.config.eval_sets import eval_sets
-from vime.config.hf_config import num_tokenizer_ids
+from vime.config.hf_config import num_tokenizer_ids, read_record
 from vime.config.layout import check_model_layout, idle_under_fsdp
 from vime.config.parse import Config, parse_readable
 from vime.config.paths import absolute_paths
@@ -68,6 +68,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     for one in eval_sets(config):
         refusals.attempt(check_plugins, one.config.flat)
     if not config.debug.debug_rollout_only:
+        refusals.attempt(_check_adapter, config)
         refusals.attempt(_check_architecture, config)
         refusals.attempt(check_memory, config)
     refusals.attempt(validate_router_flags, config)
@@ -161,6 +162,20 @@ def _check_engine_module(name: str | None) -> None:
         is_there = False
     if not is_there:
         raise ConfigError(f"--debug-engine-module {name}: there is no such module. Check the name and PYTHONPATH.")
+
+
+def _check_adapter(config: Config) -> None:
+    """Refuse what cannot train an adapter, and a base that is not what its numbers say."""
+    if not config.lora.trains_adapter:
+        return
+    where = f"--lora-rank {config.lora.lora_rank}"
+    if config.cluster.train_backend == "megatron":
+        raise ConfigError(f"{where}: --train-backend megatron trains no adapter. Expected --train-backend fsdp.")
+    if "quantization_config" in read_record(config.model.hf_checkpoint):
+        raise ConfigError(
+            f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is quantised (quantization_config in its "
+            "config.json), and adapters of such a base (QLoRA) are not trained. Give the model in bf16 or fp32."
+        )
 
 
 def _check_architecture(config: Config) -> None:

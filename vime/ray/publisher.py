@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vime.backends.vllm_utils.control import FleetControl
+from vime.config.lora import AdapterInfo
 from vime.config.parse import Config
 from vime.config.update_deadline import update_deadline_s
 from vime.types import EngineAddress, Version
@@ -45,7 +46,30 @@ class Publisher:
         return tuple(self._fleet.addresses) == tuple(engines)
 
     def publish(
+        self,
+        stream: Iterator[tuple[str, torch.Tensor]],
+        metadata: Sequence[TensorMeta],
+        version: Version,
+        *,
+        adapter: AdapterInfo | None = None,
+    ) -> PublishReport:
+        """`adapter`: the tensors are those of one, whose model these engines have by `publish_base`."""
+        return self._publish(stream, metadata, version, adapter=adapter)
+
+    def publish_base(
         self, stream: Iterator[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], version: Version
+    ) -> PublishReport:
+        """The model that adapters are for. The engines stay paused until the adapter of this version is there."""
+        return self._publish(stream, metadata, version, is_released=False)
+
+    def _publish(
+        self,
+        stream: Iterator[tuple[str, torch.Tensor]],
+        metadata: Sequence[TensorMeta],
+        version: Version,
+        *,
+        adapter: AdapterInfo | None = None,
+        is_released: bool = True,
     ) -> PublishReport:
         return publish(
             stream,
@@ -55,6 +79,8 @@ class Publisher:
             sender=self._sender,
             pause_mode=self._config.pause_mode or "wait",
             deadline_s=self._deadline_s,
+            adapter=adapter,
+            is_released=is_released,
         )
 
     def close(self) -> None:

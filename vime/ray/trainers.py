@@ -34,6 +34,7 @@ from vime.ray.cluster import (
     listen_host,
     num_trainer_ranks,
 )
+from vime.ray.publishing import Publishing
 from vime.ray.ranks_save import RanksSave
 from vime.ray.stores import connect_store
 from vime.ray.waits import all_results, wait_for
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from vime.handoff.stores import PayloadStore
     from vime.handoff.ticket import RoundTicket
     from vime.protocols import PendingSave
-    from vime.ray.publisher import Publisher
     from vime.training.columns import ArrayColumns, Columns
     from vime.training.early import BegunRound
     from vime.training.evidence import MeasuredMismatch
@@ -107,7 +107,7 @@ class TrainerActor:
         open_events(self._run_dir, name)
         self._store = connect_store(config, queue_address)
         self._worker: TrainWorker
-        self._publisher: Publisher | None = None
+        self._publishing = Publishing(config, self._run_dir, self._rank)
         self._pending_saves: list[PendingSave] = []
         self._saved = Path()  # where they go
         self._begun: BegunRound | None = None
@@ -231,24 +231,7 @@ class TrainerActor:
         if not actor.takes_part_in_export:
             return None
         with span("publish_weights", version=version):
-            stream = actor.export_weights()
-            try:
-                if self._rank == 0:
-                    return self._publisher_to(engines).publish(stream, actor.weight_metadata(), version)
-            finally:
-                for _ in stream:  # its collectives are reached by every rank of the replica, also when rank 0 failed
-                    pass
-        return None
-
-    def _publisher_to(self, engines: list[EngineAddress]) -> Publisher:
-        """Return the publisher, a new one when an engine was lost or started again since."""
-        from vime.ray.publisher import Publisher
-
-        if self._publisher is not None and not self._publisher.reaches(engines):
-            closed, self._publisher = self._publisher, None
-            closed.close()
-        self._publisher = self._publisher or Publisher(self._config, self._run_dir, engines, may_lose=True)
-        return self._publisher
+            return self._publishing.publish(actor, version, engines)
 
     def publish_files(self, version: Version) -> str | None:
         """Write the weights for jobs outside of the run and return their content hash, on rank 0. Collective like
@@ -290,7 +273,9 @@ class TrainerActor:
 
         source = Path(self._config.model.hf_checkpoint).expanduser()
         with span("export_hf"):
-            save_hf(self._worker.actor, Path(directory), source=source)
+            lora = self._config.lora
+            adapter = lora.described if lora.trains_adapter and not lora.lora_merge else None
+            save_hf(self._worker.actor, Path(directory), source=source, adapter=adapter)
 
     def load(self, directory: str) -> None:
         with span("load_checkpoint"):
@@ -304,7 +289,7 @@ class TrainerActor:
         from vime.training.export import weights_hash
 
         with doing("hashing the weights"):
-            return weights_hash(self._worker.actor)
+            return weights_hash(self._worker.actor, trains_adapter=self._config.lora.trains_adapter)
 
     def compare_share(self, directory: Path, files: dict[str, Entry], num_ranks: int) -> list[str]:
         """Return what is wrong with those files of a checkpoint that this rank of so many has to read."""
@@ -317,8 +302,7 @@ class TrainerActor:
         return host, kept_port(host, backlog=max(128, num_trainer_ranks(self._config)))
 
     def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        self._publishing.close()
         self._store.close()
         self._worker.backend.close()
 

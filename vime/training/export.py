@@ -4,37 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 
-from vime.protocols import TrainEngine
+from vime.config.lora import AdapterInfo
+from vime.protocols import AdapterEngine, TrainEngine
 from vime.training.save_hf import plan_files, write_hf
 from vime.types import CheckpointError, Version
 from vime.weights.hashing import ContentHash, OrderedHash, hashed
+from vime.weights.plan import TensorMeta
 from vime.weights.published import describe
 
 
-def weights_hash(engine: TrainEngine) -> str:
-    """Return the content hash that a generation engine reports for these weights, the same on all ranks. Collective
-    like `TrainEngine.export_weights`, over every replica that calls it."""
+def weights_hash(engine: TrainEngine, *, trains_adapter: bool) -> str:
+    """Return the content hash that a generation engine reports for these weights, with --lora-rank for the adapter; the
+    same on all ranks. Collective like `TrainEngine.export_weights`, over every replica that calls it."""
     content = ContentHash()
-    for meta, (_, tensor) in zip(engine.weight_metadata(), engine.export_weights(), strict=True):
+    metadata, stream = _of(engine, is_adapter=trains_adapter)
+    for meta, (_, tensor) in zip(metadata, stream, strict=True):
         content.add(meta, tensor)
     return content.hexdigest()
 
 
-def save_hf(engine: TrainEngine, directory: Path, *, source: Path) -> None:
-    """Write a Hugging Face directory of the present weights, with everything but the weights copied from `source`.
+def _of(engine: TrainEngine, *, is_adapter: bool) -> tuple[list[TensorMeta], Iterator[tuple[str, Tensor]]]:
+    """Return the model, an adapter merged into it, or the adapter alone."""
+    if not is_adapter:
+        return engine.weight_metadata(), engine.export_weights()
+    trained = cast("AdapterEngine", engine)
+    return trained.adapter_metadata(), trained.export_adapter()
+
+
+def save_hf(engine: TrainEngine, directory: Path, *, source: Path, adapter: AdapterInfo | None = None) -> None:
+    """Write a Hugging Face directory of the present weights, with everything but the weights copied from `source`; with
+    `adapter` that of the adapter alone.
 
     Collective over all trainer ranks; rank 0 writes. A failure of rank 0 reaches every rank as CheckpointError.
     """
     failure: list[str | None] = [None]
     if engine.takes_part_in_export:
-        stream = engine.export_weights()
+        metadata, stream = _of(engine, is_adapter=adapter is not None)
         if dist.get_rank() == 0:
             try:
-                write_hf(directory, stream, engine.weight_metadata(), source=source)
+                write_hf(directory, stream, metadata, source=source, adapter=adapter)
             except CheckpointError as error:
                 failure = [str(error)]
         for _ in stream:

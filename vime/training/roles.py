@@ -17,11 +17,17 @@ def needed_roles(config: Config) -> tuple[Role, ...]:
     """Return the roles of this run in the order of `Role`. Engines are built in this order, which is collective."""
     is_needed = {
         Role.ACTOR: True,
-        Role.REFERENCE: needs_reference(config.algo),
+        Role.REFERENCE: needs_reference(config.algo) and not base_is_reference(config),
         Role.CRITIC: needs_critic(config.algo),
         Role.TEACHER: needs_teacher(config.algo),
     }
     return tuple(role for role in Role if is_needed.get(role, False))
+
+
+def base_is_reference(config: Config) -> bool:
+    """Return whether the reference is the policy without its adapter: no second model is held then."""
+    is_base = config.model.ref_load in (None, config.model.hf_checkpoint)
+    return config.lora.trains_adapter and is_base and needs_reference(config.algo)
 
 
 def policy_moves(plan: RoundPlan, config: Config) -> bool:

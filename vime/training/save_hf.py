@@ -11,8 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vime.config.lora import AdapterInfo
 from vime.types import CheckpointError
 from vime.utils.files import sync, sync_tree
+from vime.weights.adapter_files import write_adapter
 from vime.weights.plan import TensorMeta
 
 SHARD_BYTES = 4 << 30
@@ -20,9 +22,15 @@ COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, ch
 
 
 def write_hf(
-    directory: Path, stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta], *, source: Path
+    directory: Path,
+    stream: Iterator[tuple[str, Tensor]],
+    metadata: Sequence[TensorMeta],
+    *,
+    source: Path,
+    adapter: AdapterInfo | None = None,
 ) -> None:
     """Consume `stream` into DIRECTORY, in files of at most 4 GiB, with everything but the weights copied from `source`.
+    `adapter`: the stream has the tensors of one, for a directory that PEFT and vLLM load beside `source`.
 
     The directory appears complete or not at all: files are written beside it and renamed. After a kill at any moment
     there is the earlier export, the new one, or, between two renames, both under other names; the next call restores
@@ -34,8 +42,11 @@ def write_hf(
         _recover(directory, former)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_tensors(partial, stream, metadata)
-        _copy_companions(partial, source, dtype=metadata[0].dtype)
+        if adapter is None:
+            _write_tensors(partial, stream, metadata)
+            _copy_companions(partial, source, dtype=metadata[0].dtype)
+        else:
+            write_adapter(partial, dict(stream), adapter, base=str(source))
         sync_tree(partial)
         if directory.exists():
             directory.rename(former)

@@ -12,7 +12,15 @@ from torch import Tensor
 from vime.config.parse import Config
 from vime.config.training import AlgoConfig
 from vime.data.rows import TrainRow
-from vime.protocols import LOSS_PARAMETERS, LossFunction, PendingSave, TrainBackend, TrainEngine, load_plugin
+from vime.protocols import (
+    LOSS_PARAMETERS,
+    AdapterEngine,
+    LossFunction,
+    PendingSave,
+    TrainBackend,
+    TrainEngine,
+    load_plugin,
+)
 from vime.training.columns import (
     OLD_LOGP,
     REF_LOGP,
@@ -27,7 +35,7 @@ from vime.training.columns import (
 from vime.training.loss_statistics import STATISTICS, to_metrics
 from vime.training.mismatch import Judge, MismatchCheck
 from vime.training.policy_loss import CustomLoss, PolicyLoss
-from vime.training.roles import LEARNING, engine_spec, policy_moves, role_folder, shared_roles
+from vime.training.roles import LEARNING, base_is_reference, engine_spec, policy_moves, role_folder, shared_roles
 from vime.training.round import check_delivered, forward_column, mean_over_steps, optimizer_step, row_log_probs
 from vime.training.value_loss import VALUE_STATISTICS, ValueLoss, value_metrics
 from vime.types import CheckpointError, Role, RoundPlan, SamplingRule, StepPlan
@@ -102,6 +110,9 @@ class TrainWorker:
         check_delivered(plan, rows, dp_rank=self.place.dp_rank)
         is_read = policy_moves(plan, self._config) or self._config.algo.kl_coef > 0
         columns: Columns = {}
+        if Role.ACTOR in self.engines and base_is_reference(self._config) and is_read:
+            with cast("AdapterEngine", self.actor).base_only():
+                columns[REF_LOGP] = self.compute_log_prob(plan, rows)
         if Role.REFERENCE in self.engines and is_read:
             columns[REF_LOGP] = self.compute_ref_log_prob(plan, rows)
         if Role.CRITIC in self.engines:

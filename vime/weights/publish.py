@@ -30,6 +30,7 @@ from vime.weights.versions import check_reports
 if TYPE_CHECKING:  # the driver reads `PublishReport` and can do without torch
     import torch
 
+    from vime.config.lora import AdapterInfo
     from vime.weights.plan import TensorMeta
     from vime.weights.update_info import UpdateInfo
     from vime.weights.wire import WeightSender
@@ -67,14 +68,19 @@ def publish(
     sender: WeightSender,
     pause_mode: str,
     deadline_s: float,
+    adapter: AdapterInfo | None = None,
+    is_released: bool = True,
 ) -> PublishReport:
     """Bring the weights of `stream` to every engine as `version`, and let the engines continue once all confirmed.
+
+    `adapter`: the stream holds the tensors of one. `is_released` False: another update of the same version follows, the
+    engines stay paused until then.
 
     Called by the one trainer rank that sends. `stream` holds collectives in which that rank's peers take part, so
     it is consumed to its end in every case, also when the update fails. Raises PublishError; engines then stay paused.
     """
     try:
-        return _publish(stream, metadata, version, fleet, sender, pause_mode, deadline_s)
+        return _publish(stream, metadata, version, fleet, sender, pause_mode, deadline_s, adapter, is_released)
     except Exception as error:
         _drain(stream)
         if isinstance(error, PublishError):
@@ -94,6 +100,8 @@ def _publish(
     sender: WeightSender,
     pause_mode: str,
     deadline_s: float,
+    adapter: AdapterInfo | None,
+    is_released: bool,
 ) -> PublishReport:
     started = time.monotonic()
 
@@ -112,7 +120,7 @@ def _publish(
     def deliver(update_info: UpdateInfo) -> None:
         failpoint(Point.SEND)
         asked.append(mark())
-        results.append(fleet.update(update_info, version=version, pause_mode=pause_mode))
+        results.append(fleet.update(update_info, version=version, pause_mode=pause_mode, adapter=adapter))
 
     failpoint(Point.PAUSE)
     content = sender.send_update(stream, metadata, deliver)
@@ -123,7 +131,8 @@ def _publish(
     names = [address.name for address in fleet.addresses]
     check_reports(reports, version=version, content_hash=expected, engines=names)
     failpoint(Point.CONFIRMED)
-    fleet.resume()
+    if is_released:
+        fleet.resume()
     return PublishReport(
         version=version,
         content_hash=expected,

@@ -1,4 +1,4 @@
-"""What an engine is told about weights, as JSON. No torch: the engine's API server reads it too."""
+"""What an engine is told about weights and adapters, as JSON. No torch: the engine's API server reads it too."""
 
 from __future__ import annotations
 

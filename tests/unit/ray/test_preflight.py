@@ -187,3 +187,9 @@ def test_a_failpoint_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("VIME_FAILPOINTS_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match="no failpoint is called"):
         preflight(config(tmp_path), is_async=False)
+
+
+def test_a_run_that_trains_an_adapter_with_a_backend_that_has_none_is_refused_by_its_flag(tmp_path: Path) -> None:
+    chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend="megatron", lora_rank=8)
+    with pytest.raises(ConfigError, match="--lora-rank 8: --train-backend megatron trains no adapter"):
+        preflight(chosen, is_async=False)

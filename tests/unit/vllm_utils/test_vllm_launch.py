@@ -197,3 +197,28 @@ def test_a_router_flag_of_the_user_replaces_the_default():
 def test_a_router_flag_that_the_run_decides_is_refused_naming_both():
     with pytest.raises(ConfigError, match=r"--router-policy: .*--vllm-router-policy"):
         router_command(parse(["--router-policy", "random"]), ENGINES, host="127.0.0.1", port=8000)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, "1"), (5, "8"), (8, "8"), (16, "16"), (257, "320"), (512, "512")])
+def test_an_engine_has_room_for_adapters_of_the_next_rank_that_vllm_knows(rank, room):
+    arguments = command(cpu("--lora-rank", str(rank), "--lora-target-modules", "q_proj", "down_proj"))
+    assert value(arguments, "--max-lora-rank") == room
+    assert value(arguments, "--max-loras") == "4"
+    targets = arguments.index("--lora-target-modules")
+    assert arguments[targets + 1 : targets + 3] == ["q_proj", "down_proj"]
+    assert arguments.count("--enable-lora") == 1
+
+
+def test_without_an_adapter_an_engine_has_room_for_none():
+    assert not [argument for argument in command(cpu()) if argument.startswith("--") and "lora" in argument]
+
+
+def test_a_rank_above_vllms_largest_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"--lora-rank 513: vLLM has room for at most 512"):
+        command(cpu("--lora-rank", "513"))
+
+
+@pytest.mark.parametrize("name", ["enable-lora", "max-loras", "max-lora-rank", "lora-target-modules"])
+def test_the_engines_room_for_adapters_is_not_the_users(name):
+    with pytest.raises(ConfigError, match=f"--vllm-{name}"):
+        launch.refuse_owned([f"--{name}", "4"], launch.OWNED_FLAGS, prefix="--vllm-", whose="the engine's")

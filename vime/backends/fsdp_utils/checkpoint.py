@@ -1,8 +1,9 @@
 """Training state on disk through torch.distributed.checkpoint: model, optimizer, schedule, random states.
 
-Tensors are stored whole by name, so another number of ranks, or another kind of device, may load what one saved (random
-states are then left as seeded, because they belong to ranks and their generators). Data cursor, versions and the atomic
-rename belong to the caller.
+Of a model with an adapter only the adapter is stored, with what it belongs to (`lora.identity`). Tensors are stored
+whole by name, so another number of ranks, or another kind of device, may load what one saved (random states are then
+left as seeded, because they belong to ranks and their generators). Data cursor, versions and the atomic rename belong
+to the caller.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vime.backends.fsdp_utils.hf_weights import distinct_tensors
+from vime.backends.fsdp_utils.hf_weights import adapter_tensors, distinct_tensors
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
 from vime.types import CheckpointError, describe
 
 logger = logging.getLogger(__name__)
 FORMAT = "fsdp 2"
+ADAPTER_FORMAT = "fsdp adapter 1"
+ADAPTER_OF = {FORMAT: False, ADAPTER_FORMAT: True}
+"""Whether a checkpoint of this format holds an adapter."""
 EXPECTED = "a complete checkpoint of this model by --train-backend fsdp"
 FAILURES = (OSError, CheckpointException, KeyError, ValueError, RuntimeError, EOFError)
 
@@ -48,10 +52,18 @@ class State(TypedDict):
     random: NotRequired[dict[str, RandomState]]  # by rank
 
 
-def save(directory: Path, model: nn.Module, optimizer: ShardOptimizer, *, with_optimizer: bool) -> None:
-    """Write DIRECTORY, which must be new or empty; complete on return. Collective over all ranks."""
-    common = {"format": FORMAT, "with_optimizer": with_optimizer, **_layout()}
-    state: State = {"common": common, "model": distinct_tensors(model)}
+def save(
+    directory: Path,
+    model: nn.Module,
+    optimizer: ShardOptimizer,
+    *,
+    with_optimizer: bool,
+    adapter: dict[str, str] | None = None,
+) -> None:
+    """Write DIRECTORY, which must be new or empty; complete on return. `adapter`: the identity of the adapter, which is
+    then all that is written of the model. Collective over all ranks."""
+    common = {"format": FORMAT if adapter is None else ADAPTER_FORMAT, "with_optimizer": with_optimizer, **_layout()}
+    state: State = {"common": {**common, **(adapter or {})}, "model": _stored(model)}
     if with_optimizer:
         state["optimizer"] = optimizer.state_dict()
         state["random"] = {str(dist.get_rank()): _random_state()}
@@ -62,7 +74,9 @@ def save(directory: Path, model: nn.Module, optimizer: ShardOptimizer, *, with_o
         raise CheckpointError.unwritable(directory, describe(error)) from error
 
 
-def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
+def load(
+    directory: Path, model: nn.Module, optimizer: ShardOptimizer, *, adapter: dict[str, str] | None = None
+) -> None:
     """Read DIRECTORY into model, optimizer, schedule and random states. Collective over all ranks.
 
     A checkpoint written with --no-save-optim restores the weights only: moments start at zero, the schedule at step 0.
@@ -70,13 +84,25 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
     rank, layout = str(dist.get_rank()), _layout()
     try:
         written = _read_common(directory, "format")["format"]
-        if written != FORMAT:
+        if written in ADAPTER_OF and (adapter is not None) != ADAPTER_OF[str(written)]:
+            raise CheckpointError(
+                f"--load {directory}: holds {'an adapter' if adapter is None else 'a whole model'}, this run trains "
+                f"{'the whole model' if adapter is None else 'an adapter'}. Give --lora-rank as it was, or another "
+                "--load."
+            )
+        if written not in ADAPTER_OF:
             raise CheckpointError(
                 f"--load {directory}: format {written!r}, expected {FORMAT!r}: another program wrote it. Point --load "
                 "to a checkpoint of this one."
             )
-        common = _read_common(directory, "with_optimizer", *layout)
-        state: State = {"model": distinct_tensors(model)}
+        common = _read_common(directory, "with_optimizer", *layout, *(adapter or {}))
+        for flag, mine in (adapter or {}).items():
+            if common[flag] != mine:
+                raise CheckpointError(
+                    f"--load {directory}: its adapter was trained {flag} {common[flag]}, this run is {flag} {mine}. "
+                    "Nothing was loaded. Give the flag as it was, or start a new run."
+                )
+        state: State = {"model": _stored(model)}
         same_layout = all(common[name] == value for name, value in layout.items())
         has_random = common["with_optimizer"] and same_layout
         if common["with_optimizer"]:
@@ -97,6 +123,10 @@ def load(directory: Path, model: nn.Module, optimizer: ShardOptimizer) -> None:
     else:
         found = {name: common[name] for name in layout}
         logger.warning("%s was written by %s, this run is %s: random states stay as seeded", directory, found, layout)
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    return adapter_tensors(model) or distinct_tensors(model)
 
 
 def _layout() -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from vime.algo.sampling import log_probs_under
-from vime.backends.fsdp_utils import checkpoint
+from vime.backends.fsdp_utils import checkpoint, lora
 from vime.backends.fsdp_utils.hf_config import read_config
-from vime.backends.fsdp_utils.hf_weights import HFWeights
+from vime.backends.fsdp_utils.hf_weights import HFWeights, adapter_tensors
 from vime.backends.fsdp_utils.model import (
     ValueModel,
     answer_positions,
@@ -37,7 +38,7 @@ from vime.batching.pack import PackedBatch, pack
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
 from vime.protocols import PackLoss, PendingSave
-from vime.types import ConfigError, EngineSpec, SamplingRule, VimeError
+from vime.types import ConfigError, EngineSpec, Role, SamplingRule, VimeError
 from vime.utils.manifest import Entry
 from vime.weights.plan import TensorMeta
 
@@ -77,10 +78,15 @@ class FsdpEngine:
         self._model, self._hf = model, hf
         self._implementation, self._device = implementation, device
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._has_adapter = bool(adapter_tensors(model))
         self._offload = Offload()
         self._optimizer = None
         if spec.is_trainable:
-            parameters = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
+            parameters = {
+                name: part
+                for name, part in model.named_parameters()
+                if isinstance(part, DTensor) and part.requires_grad
+            }
             settings = replace(config.optimizer, lr=spec.lr, lr_warmup_iters=spec.lr_warmup_iters)
             self._optimizer = ShardOptimizer(parameters, settings, total_steps=spec.total_steps)
 
@@ -168,11 +174,30 @@ class FsdpEngine:
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002  always at once
         with_optimizer = not self._config.model.no_save_optim
-        checkpoint.save(directory, self._model, self._learning, with_optimizer=with_optimizer)
+        checkpoint.save(
+            directory, self._model, self._learning, with_optimizer=with_optimizer, adapter=self._adapter_identity()
+        )
         return Written()
 
     def load(self, directory: Path) -> None:
-        checkpoint.load(directory, self._model, self._learning)
+        checkpoint.load(directory, self._model, self._learning, adapter=self._adapter_identity())
+
+    def _adapter_identity(self) -> dict[str, str] | None:
+        """Return what a checkpoint of the adapter belongs to; None without one. Collective over all ranks."""
+        if not self._has_adapter:
+            return None
+        found = [lora.identity(self._config.lora, self._spec.checkpoint) if dist.get_rank() == 0 else {}]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    @contextlib.contextmanager
+    def base_only(self) -> Iterator[None]:
+        """Inside, `forward` is that of the base model, bit for bit."""
+        lora.switch(self._model, is_on=False)
+        try:
+            yield
+        finally:
+            lora.switch(self._model, is_on=True)
 
     def sleep(self) -> None:
         if self._offload.is_asleep:
@@ -190,9 +215,23 @@ class FsdpEngine:
         return self._hf.metadata()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective over all trainer ranks."""
+        """Yield the model, an adapter merged into it. Collective over all trainer ranks."""
+        self._require_awake()
+        return self._hf.export(scale=self._config.lora.lora_scale if self._has_adapter else 0.0)
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model without its adapter. Collective over all trainer ranks."""
         self._require_awake()
         return self._hf.export()
+
+    def adapter_metadata(self) -> list[TensorMeta]:
+        """Return what `export_adapter` will yield, in its order; [] without an adapter. Local."""
+        return lora.adapter_metadata(adapter_tensors(self._model))
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapter by PEFT's names, whole and in fp32. Collective over all trainer ranks."""
+        self._require_awake()
+        return lora.export_adapter(adapter_tensors(self._model))
 
 
 def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: torch.device) -> FsdpEngine:
@@ -212,7 +251,12 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
         family.gradient_checkpointing_enable({"use_reentrant": False})
     model.eval()
     model.requires_grad_(spec.is_trainable)
-    fill(shard(model, mesh, parallel), _read_on_rank_0(spec, settings), mesh, device)
+    adapter: dict[str, Tensor] = {}
+    if config.lora.trains_adapter and spec.role is Role.ACTOR:
+        lora.add_adapter(model, config.lora, spec)
+        adapter = lora.initial_adapter(model, config.model.seed)
+    weights = _read_on_rank_0(spec, settings)
+    fill(shard(model, mesh, parallel), None if weights is None else {**weights, **adapter}, mesh, device)
     check_packing(spec, family, model, implementation=implementation, device=device)
     return FsdpEngine(spec, config, model=model, hf=hf, implementation=implementation, device=device)
 

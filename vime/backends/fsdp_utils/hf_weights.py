@@ -1,4 +1,4 @@
-"""The weights of a cut model by the names of its Hugging Face files.
+"""The weights of a cut model by the names of its Hugging Face files; an adapter is merged into them, or left out.
 
 transformers stores some tensors in another form than its files do (all experts of a layer in one); its own inverse of
 loading, applied to one tensor at a time, gives the files' tensors back.
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from vime.backends.fsdp_utils.lora import FACTORS, is_adapter
 from vime.weights.plan import TensorMeta
 
 
@@ -36,24 +37,38 @@ class HFWeights:
         self._entries = [
             Entry(name, tuple(TensorMeta.of(hf_name, part) for hf_name, part in self._split(name, tensor)))
             for name, tensor in distinct_tensors(model).items()
+            if not is_adapter(name)
         ]
 
     def metadata(self) -> list[TensorMeta]:
         return [meta for entry in self._entries for meta in entry.metas]
 
     @torch.no_grad()
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in the files, whole tensor), one after the other. Collective over all ranks: each exhausts it."""
+    def export(self, *, scale: float = 0.0) -> Iterator[tuple[str, Tensor]]:
+        """(name in the files, whole tensor), one after the other. Collective over all ranks: each exhausts it.
+        `scale`: of the adapter that is merged, W + scale B A; 0: none is."""
         held = distinct_tensors(self._model)
         for entry in self._entries:
-            tensor = held[entry.name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = _whole(held[entry.name])
+            factors = [f"{entry.name.removesuffix('.weight')}.{factor}.weight" for factor in FACTORS]
+            if scale and factors[0] in held:
+                factor_a, factor_b = (_whole(held[name]) for name in factors)
+                whole = whole + scale * factor_b @ factor_a
             yield from self._split(entry.name, whole)
 
     def _split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         if tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
         yield from revert_weight_conversion(self._family, {name: tensor}).items()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the adapter; {} of a model without one."""
+    return {name: tensor for name, tensor in distinct_tensors(model).items() if is_adapter(name)}
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, BucketResult, HeldWeights, LastBucketResult
+from vime.config.lora import AdapterInfo
 from vime.observability.events import note_span, span
 from vime.protocols import UpdateResponse
 from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport, Version, may_pass
@@ -234,11 +235,14 @@ class FleetControl:
         bodies = [{"init_info": info} for info in init_info_by_engine]
         self._http.post_each("/init_weight_transfer_engine", bodies)
 
-    def update(self, update_info: UpdateInfo, *, version: Version, pause_mode: str) -> UpdateResponse:
+    def update(
+        self, update_info: UpdateInfo, *, version: Version, pause_mode: str, adapter: AdapterInfo | None = None
+    ) -> UpdateResponse:
         """One bucket. Before the first the engines stop generating (`wait` for running requests, `keep` them for later,
         or `abort` them with what they have) and clear their prefix caches: the weights change under them. With the last
-        they hold `version`, and say what it is that they hold."""
-        body = {"update_info": update_info, "version": version, "pause_mode": pause_mode}
+        they hold `version`, and say what it is that they hold. `adapter`: the tensors are those of one, which stands
+        beside those before it; requests in progress are paused too, but none is waited for."""
+        body = {"update_info": update_info, "version": version, "pause_mode": pause_mode, "adapter": adapter}
         began = time.monotonic()
         reports: Sequence[EngineReport] = ()
         with span("load_weights", version=version):

@@ -20,7 +20,9 @@ import msgspec
 from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.backends.vllm_utils.plugin import BACKEND
+from vime.backends.vllm_utils.routes import MAX_ADAPTERS
 from vime.config.hf_config import read_model_shape
+from vime.config.lora import LoraConfig
 from vime.config.parse import Config
 from vime.types import ConfigError
 from vime.utils.heap import KEEP_FREED_MEMORY, LARGE_BLOCK_BYTES, MMAP_THRESHOLD
@@ -38,6 +40,7 @@ BLOCK_SIZE_CPU = 32
 """Tokens of a block of the CPU engine's KV cache: the smallest that its attention is made for. By vLLM's own default of
 128 a short sequence takes a block all the same, so that few run at once, and the samples of a prompt share what they
 have in common only in whole blocks."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM 0.32's --max-lora-rank
 
 # Flags that the run itself decides, and the flag of Vime that decides it (empty: none does).
 OWNED_FLAGS = {
@@ -54,6 +57,10 @@ OWNED_FLAGS = {
     "--enable-scale-out": "",
     "--seed": "--rollout-seed",
     "--enable-return-routed-experts": "--use-rollout-routing-replay",
+    "--enable-lora": "--lora-rank",
+    "--max-lora-rank": "--lora-rank",
+    "--max-loras": "",
+    "--lora-target-modules": "--lora-target-modules",
 }
 
 # Of --reference-mode: a completion depends on its prompt, its seed and the weights, not on those beside or before
@@ -106,6 +113,8 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     # vLLM's default is log_softmax(logits) before temperature and truncation. The policy ratio needs what was sampled
     # from; and a plug-in that truncates would go unseen. The two agree at temperature 1 without truncation.
     command += ["--logprobs-mode", "processed_logprobs"]
+    if config.lora.trains_adapter:
+        command += adapter_flags(config.lora)
     if config.debug.reference_mode:
         command += reference_flags(config)
     if on_cpu:
@@ -121,6 +130,17 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
         if config.algo.use_rollout_routing_replay:  # on the CPU the engine refuses it: it needs model runner V2, Triton
             command += ["--enable-return-routed-experts"]
     return [*command, *config.vllm_flags]
+
+
+def adapter_flags(lora: LoraConfig) -> list[str]:
+    """Room for adapters: requests that began with an older version finish with it while new ones use the newest."""
+    room = next((rank for rank in ADAPTER_RANKS if rank >= lora.lora_rank), None)
+    if room is None:
+        raise ConfigError(
+            f"--lora-rank {lora.lora_rank}: vLLM has room for at most {ADAPTER_RANKS[-1]}. Take a smaller rank."
+        )
+    flags = ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(MAX_ADAPTERS)]
+    return [*flags, "--lora-target-modules", *lora.lora_target_modules]
 
 
 def reference_flags(config: Config) -> list[str]:

@@ -11,16 +11,21 @@ Runs in vLLM's API server, which is given `EngineMiddleware` with --middleware. 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from typing import Protocol, TypedDict
 
 from vime.backends.vllm_utils.access import Application, Message, Receive, RequireKey, Send, send_json
+from vime.config.lora import AdapterInfo
 from vime.weights.update_info import UpdateInfo, is_last
 
 logger = logging.getLogger(__name__)
 
+ROOM_POLL_S = 0.02
+MAX_ADAPTERS = 4  # versions that requests in progress use, and the newest
 UPDATE_ROUTE, WEIGHTS_ROUTE = "/vime/update_weights", "/vime/weights"
 
 
@@ -49,6 +54,31 @@ class LastBucketResult(BucketResult, HeldWeights):
     """With the last bucket comes what the engine holds now."""
 
 
+class _Adapter(Protocol):
+    """vLLM's LoRARequest."""
+
+    lora_int_id: int
+
+
+class _Request(Protocol):
+    lora_request: _Adapter | None
+
+
+class _Requests(Protocol):
+    request_states: Mapping[str, _Request]  # of the requests in progress
+
+
+class _Model(Protocol):
+    name: str
+
+
+class _Models(Protocol):
+    """vLLM's table of what requests may name."""
+
+    base_model_paths: list[_Model]
+    lora_requests: dict[str | None, object]
+
+
 class _Renderer(Protocol):
     async def clear_mm_cache_async(self) -> None: ...
 
@@ -62,7 +92,10 @@ class _Engine(Protocol):
 
     renderer: _Renderer
     engine_core: _EngineCore
+    output_processor: _Requests
 
+    async def list_loras(self) -> set[int]: ...
+    async def remove_lora(self, lora_id: int) -> bool: ...
     async def collective_rpc(self, method: str, *, kwargs: dict[str, object] | None = None) -> list[WorkerWeights]: ...
     async def update_weight_version(self, version: str) -> None: ...
     async def get_weight_version(self) -> str: ...
@@ -88,7 +121,12 @@ class _Routes:
         result: BucketResult | LastBucketResult | HeldWeights
         try:
             if scope["method"] == "POST":
-                result = await _update(engine, **json.loads(await _body(receive)))
+                told = json.loads(await _body(receive))
+                if told.get("adapter") is None:
+                    told.pop("adapter", None)
+                    result = await _update(engine, **told)
+                else:
+                    result = await _update_adapter(engine, scope["app"].state.openai_serving_models, **told)
             else:
                 result = await _held(engine, await engine.collective_rpc("vime_weight_report"))
         except Exception as error:  # boundary: the trainer stops the update, whatever it was
@@ -96,6 +134,21 @@ class _Routes:
             await send_json(send, 500, {"error": f"{type(error).__name__}: {error}"})
         else:
             await send_json(send, 200, result)
+
+
+def label_tokens_by_adapter() -> None:
+    """Let each request put the version of its adapter on its tokens. vLLM puts the engine's newest on all of them, also
+    on those of requests that began with an adapter before. It has no hook for it."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    if not hasattr(RequestState, "vime_labels"):
+        track = RequestState.track_weight_version
+
+        def by_adapter(state: RequestState, weight_version: str) -> None:
+            track(state, state.lora_name or weight_version)
+
+        RequestState.track_weight_version = by_adapter  # type: ignore[method-assign, assignment]
+        RequestState.vime_labels = True  # type: ignore[attr-defined]
 
 
 async def _update(
@@ -116,6 +169,62 @@ async def _update(
     await engine.update_weight_version(str(version))
     held = await _held(engine, workers)
     return {"pause_s": pause_s, "confirm_s": time.monotonic() - loaded, **held}
+
+
+async def _update_adapter(
+    engine: _Engine,
+    models: _Models,
+    update_info: UpdateInfo,
+    version: int,
+    pause_mode: str,
+    adapter: AdapterInfo,
+) -> BucketResult | LastBucketResult:
+    """Load one bucket of an adapter.
+
+    Requests in progress keep the adapter that they began with, so that none has to be waited for and what is cached of
+    them stays right; but nothing is generated from the first bucket until the trainer has compared the hashes.
+    """
+    if update_info["index"] == 0:
+        await _make_room(engine)
+    began = paused = time.monotonic()
+    if update_info["index"] == 0:
+        mode = "abort" if pause_mode == "abort" else "keep"
+        await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+        paused = time.monotonic()
+    told = {"update_info": update_info, "adapter": adapter, "version": version}
+    workers = await engine.collective_rpc("vime_update_adapter", kwargs=told)
+    loaded, pause_s = time.monotonic(), paused - began
+    if not is_last(update_info):
+        return {"pause_s": pause_s, "confirm_s": 0.0}
+    await engine.update_weight_version(str(version))
+    from vllm.lora.request import LoRARequest  # loaded in this process already
+
+    newest = LoRARequest(str(version), adapter_id(version), f"version {version} was not to be unloaded")
+    label_tokens_by_adapter()
+    for name in (None, *(base.name for base in models.base_model_paths)):  # what requests name, or do not
+        models.lora_requests[name] = newest
+    held = await _held(engine, workers)
+    return {"pause_s": pause_s, "confirm_s": time.monotonic() - loaded, **held}
+
+
+async def _make_room(engine: _Engine) -> None:
+    """Unload the adapters that no request uses, but not the one that new requests get; wait until there is room for one
+    more. The caller's deadline bounds it."""
+    while True:
+        loaded = set(await engine.list_loras())  # it arrives as a list
+        requests = list(engine.output_processor.request_states.values())
+        used = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
+        for unused in sorted(loaded - used - {max(loaded, default=0)}):
+            await engine.remove_lora(unused)
+            loaded = loaded - {unused}
+        if len(loaded) < MAX_ADAPTERS:
+            return
+        await asyncio.sleep(ROOM_POLL_S)
+
+
+def adapter_id(version: int) -> int:
+    """Return vLLM's number of an adapter, which begins at 1."""
+    return version + 1
 
 
 async def _held(engine: _Engine, workers: list[WorkerWeights]) -> HeldWeights:

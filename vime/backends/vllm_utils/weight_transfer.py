@@ -9,8 +9,10 @@ parameters are rebuilt.
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,14 +21,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from vime.backends.vllm_utils.routes import WorkerWeights
+from vime.backends.vllm_utils.routes import WorkerWeights, adapter_id
+from vime.config.lora import AdapterInfo
 from vime.config.model_files import read_headers
 from vime.types import PublishError
 from vime.utils.heap import FreedMemory
+from vime.weights.adapter_files import write_adapter
 from vime.weights.transports import make_receiver
 from vime.weights.update_info import UpdateInfo, is_last
 from vime.weights.wire import BucketReceiver
@@ -61,6 +66,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         super().__init__(config, vllm_config, device, model)
         self.receiver: BucketReceiver | None = None
         self._received: set[str] = set()
+        self._adapter: dict[str, torch.Tensor] = {}  # of the update under way
         self._required: frozenset[str] | None = None
         self._freed_by_generation, self._freed_by_update = FreedMemory(), FreedMemory()
 
@@ -108,6 +114,25 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
             refresh_packed_copies(self.model)
             self._freed_by_update.give_back()
 
+    def receive_adapter(self, update_info: UpdateInfo) -> None:
+        """Keep one bucket of an adapter; the model is not touched."""
+        if update_info["index"] == 0:
+            self._connected.start()
+            self._adapter = {}
+        for pairs in self._connected.receive(dict(update_info)):
+            self._adapter.update((name, tensor.to("cpu", copy=True)) for name, tensor in pairs)
+
+    def take_adapter(self, adapter: AdapterInfo) -> dict[str, torch.Tensor]:
+        """Return the tensors of an adapter whose last bucket has arrived. PublishError when one is missing: vLLM would
+        take it for zero in silence."""
+        self._connected.finish()
+        taken, self._adapter = self._adapter, {}
+        wanted = adapter_names(self._required or frozenset(), adapter)
+        missing = sorted(wanted - set(taken))
+        if missing:
+            raise PublishError(f"adapter lacks {len(missing)} of {len(wanted)} tensors, first {missing[:3]}.")
+        return taken
+
     def shutdown(self) -> None:
         if self.receiver is not None:
             self.receiver.close()
@@ -127,6 +152,9 @@ class UpdateWorker:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[UpdateInfo], None]
     finish_weight_update: Callable[[], None]
+    # of its model runner, with --enable-lora
+    add_lora: Callable[[LoRARequest], bool]
+    list_loras: Callable[[], set[int]]
 
     def vime_update_weights(self, update_info: UpdateInfo) -> WorkerWeights:
         """Load a bucket; an update begins with its first and ends with its last. Returns `vime_weight_report`."""
@@ -135,6 +163,22 @@ class UpdateWorker:
         self.update_weights(update_info)
         if is_last(update_info):
             self.finish_weight_update()
+        return self.vime_weight_report()
+
+    def vime_update_adapter(self, update_info: UpdateInfo, adapter: AdapterInfo, version: int) -> WorkerWeights:
+        """Take a bucket of an adapter; with the last, the adapter of this version is there under an id of its own.
+
+        Never in the place of another: vLLM would compute with what its prefix cache holds of that one.
+        """
+        engine = self.weight_transfer_engine
+        engine.receive_adapter(update_info)
+        if is_last(update_info):
+            if adapter_id(version) in self.list_loras():
+                raise PublishError(f"the adapter of version {version} is there already. Publish another version.")
+            tensors = engine.take_adapter(adapter)
+            with tempfile.TemporaryDirectory(prefix="vime-adapter-") as directory:  # vLLM loads adapters from files
+                write_adapter(Path(directory), tensors, adapter)
+                self.add_lora(LoRARequest(str(version), adapter_id(version), directory))
         return self.vime_weight_report()
 
     def vime_weight_report(self) -> WorkerWeights:
@@ -168,6 +212,18 @@ def refresh_packed_copies(model: torch.nn.Module) -> None:
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if experts is not None and hasattr(module, "w13_weight"):
             experts.process_weights_after_loading(module)
+
+
+def adapter_names(model_names: frozenset[str], adapter: AdapterInfo) -> frozenset[str]:
+    """Names of the tensors that an adapter of this model holds, of the names in the model's files."""
+    modules = [name.removesuffix(".weight") for name in model_names if name.endswith(".weight")]
+    targets = set(adapter["target_modules"])
+    return frozenset(
+        f"base_model.model.{module}.lora_{half}.weight"
+        for module in modules
+        if module.rpartition(".")[2] in targets
+        for half in "AB"
+    )
 
 
 def required_names(model_config: ModelConfig) -> frozenset[str] | None:
