@@ -136,6 +136,8 @@ setup(
             "httpx>=0.28",
             "hypothesis>=6.100",
             "mypy>=1.15",
+            # Another implementation of adapters: tests compare with it, and have it load what a run saves.
+            "peft==0.21.2",
             # From 9.0 on it can end a test that keeps the interpreter lock (faulthandler_exit_on_timeout).
             "pytest>=9.0",
             "pytest-asyncio>=1.0",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.engine_contract import ENTROPY, build, exported, take_step, weights_of
+from tests.helpers.engine_contract import ENTROPY, build, take_step, weights_of
 from tests.helpers.fsdp_cases import FSDP, RECOMPUTE
 from tests.helpers.megatron_cases import grpo_flags
 from tests.helpers.megatron_models import make_plan, make_rows
@@ -27,12 +27,16 @@ def adapter_of(engine: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_adapter()}
 
 
+def base_of(engine: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_base()}
+
+
 def learned(bench: Bench) -> dict[str, Any]:
     """Two optimizer steps, and what there is before and after them."""
     config, backend = bench.backend()
     engine, rows = build(bench, backend), make_rows()
     steps = make_plan(rows, dp_size=backend.place.dp_size, num_steps=2).steps
-    before, begun = exported(engine), adapter_of(engine)
+    before, begun = base_of(engine), adapter_of(engine)
     plain = engine.forward([rows])
     taken = [take_step(engine, backend, step, rows) for step in steps]
     with engine.base_only():
@@ -44,7 +48,7 @@ def learned(bench: Bench) -> dict[str, Any]:
         "metadata": engine.adapter_metadata(),
         "begun": begun,
         "adapter": adapter_of(engine),
-        "base_moved": [name for name, tensor in exported(engine).items() if not torch.equal(tensor, before[name])],
+        "base_moved": [name for name, tensor in base_of(engine).items() if not torch.equal(tensor, before[name])],
         "off_is_base": all(torch.equal(a, b) for a, b in zip(plain[0], without[0], strict=True)),
         "on_is_base": all(torch.equal(a, b) for a, b in zip(plain[0], moved[0], strict=True)),
         "learning": [name for name, parameter in held.items() if parameter.requires_grad],

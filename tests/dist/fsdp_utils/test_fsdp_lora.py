@@ -32,8 +32,6 @@ def adapters(families: Path, step: Path) -> Answers:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_steps_of_an_adapter_equal_those_of_peft(adapters: Answers, families: Path, layout: str) -> None:
-    peft = pytest.importorskip("peft")
-    assert peft
     rows = make_rows()
     for rank in adapters(layout):
         expected, adapter = peft_steps(families / "qwen2", rows, make_plan(rows, dp_size=1, num_steps=2), rank["begun"])

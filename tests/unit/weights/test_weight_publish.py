@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from vime.config.lora import AdapterInfo
 from vime.protocols import UpdateResponse
 from vime.types import EngineAddress, EngineError, EngineReport, PublishError
 from vime.weights.hashing import ContentHash, content_hash
@@ -33,7 +34,10 @@ class ScriptedFleet:
         if call == self._fail_at:
             raise EngineError(f"e0 {call}: status 500")
 
-    def update(self, update_info: dict[str, Any], *, version: int, pause_mode: str) -> UpdateResponse:
+    def update(
+        self, update_info: dict[str, Any], *, version: int, pause_mode: str, adapter: AdapterInfo | None
+    ) -> UpdateResponse:
+        assert adapter is None
         [name] = update_info["names"]
         self._note(f"{pause_mode} {name} as {version}")
         report = EngineReport(engine="e0", version=version, content_hash=self._hash, num_tensors=2)
