@@ -46,6 +46,9 @@ EXECUTED_BY = {
         "vime token make runs/external my-job > token",
         "VIME_TOKEN=$(cat token) ADDRESS=http://127.0.0.1:8640 ./scripts/run-external-producer.sh",
     ),
+    f"{HERE}::test_the_quick_start_trains_an_adapter": (
+        "./scripts/quickstart.sh --train-backend fsdp --lora-rank 16 --lr 2e-3",
+    ),
     f"{HERE}::test_the_quick_start_takes_a_filter": (
         "./scripts/quickstart.sh --transferqueue-mode off",
         "./scripts/quickstart.sh --num-rollout 5 --dynamic-sampling-filter-path "
@@ -131,7 +134,10 @@ EXECUTED_BY = {
         "--rollout-max-response-len 1024 --advantage-estimator grpo --calculate-per-token-loss "
         "--use-kl-loss --kl-loss-coef 0.001 --lr 1e-6 --num-epoch 15",
     ),
-    f"{HERE}::test_the_pretrained_model_s_script_trains": ("./scripts/run-smollm2-135m-cpu.sh",),
+    f"{HERE}::test_the_pretrained_model_s_scripts_train": (
+        "./scripts/run-smollm2-135m-cpu.sh",
+        "./scripts/run-smollm2-135m-lora-cpu.sh",
+    ),
     "tests/e2e/run/test_streaming_run.py::test_async_streaming_trains_each_group_once_within_its_staleness": (
         "python train_async.py ... --transferqueue-mode streaming --max-staleness 1",
     ),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from vime.config.hf_config import read_model_shape
+from vime.config.lora import AdapterInfo
 from vime.config.parse import Config
 from vime.training.roles import LEARNING, needed_roles
 from vime.types import ConfigError, Role
@@ -33,6 +34,7 @@ class Facts(TypedDict, total=False):
     has_optimizer: bool
     roles: list[str]
     model: dict[str, object]
+    adapter: AdapterInfo | None
 
 
 def facts_of(config: Config) -> Facts:
@@ -48,6 +50,7 @@ def facts_of(config: Config) -> Facts:
         "has_optimizer": not config.model.no_save_optim,
         "roles": [str(role) for role in needed_roles(config) if role in LEARNING],
         "model": {name: value for name, value in shape.items() if name in SIZES},
+        "adapter": config.lora.described if config.lora.trains_adapter else None,
     }
 
 
@@ -67,6 +70,8 @@ def _reasons(written: Facts, mine: Facts) -> Iterator[str]:
         )
     elif now == "megatron" and written.get("has_optimizer"):
         yield from _optimizer_reasons(written, mine)
+    if "adapter" in written:
+        yield from _adapter_reasons(written["adapter"], mine["adapter"])
     its, ours = written.get("model") or {}, mine["model"]
     other = [
         f"{name} {its[name]}, not {ours[name]}" for name in sorted(its.keys() & ours.keys()) if its[name] != ours[name]
@@ -81,6 +86,22 @@ def _reasons(written: Facts, mine: Facts) -> Iterator[str]:
             "It holds no critic, which this --advantage-estimator needs: load a checkpoint that was written with one, "
             f"or {EXPORT}."
         )
+
+
+def _adapter_reasons(its: AdapterInfo | None, ours: AdapterInfo | None) -> Iterator[str]:
+    if its is None or ours is None:
+        if ours is not None:
+            yield f"It holds a whole model, and this run trains an adapter: remove --lora-rank, or {EXPORT}."
+        if its is not None:
+            yield f"It holds an adapter, and this run trains the whole model: give --lora-rank {its['rank']}."
+        return
+    flags = {"rank": "--lora-rank", "alpha": "--lora-alpha", "target_modules": "--lora-target-modules"}
+    was, now = (
+        {**info, "target_modules": " ".join(sorted(info["target_modules"]))} for info in (dict(its), dict(ours))
+    )
+    other = [f"{flag} {was[name]}, not {now[name]}" for name, flag in flags.items() if was[name] != now[name]]
+    if other:
+        yield f"Its adapter was trained with {'; '.join(other)}: give the flags as they were."
 
 
 def _optimizer_reasons(written: Facts, mine: Facts) -> Iterator[str]:

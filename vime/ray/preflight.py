@@ -18,6 +18,8 @@ from vime.config.command_line import parse_command_line
 from vime.config.eval_sets import eval_sets
 from vime.config.hf_config import num_tokenizer_ids, read_record
 from vime.config.layout import check_model_layout, idle_under_fsdp
+from vime.config.lora import LINEAR_LAYERS
+from vime.config.model_files import read_headers
 from vime.config.parse import Config, parse_readable
 from vime.config.paths import absolute_paths
 from vime.config.queue_checks import EXTERNAL, STREAMING
@@ -175,6 +177,16 @@ def _check_adapter(config: Config) -> None:
         raise ConfigError(
             f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is quantised (quantization_config in its "
             "config.json), and adapters of such a base (QLoRA) are not trained. Give the model in bf16 or fp32."
+        )
+    headers = read_headers(config.model.hf_checkpoint, flag="--hf-checkpoint")
+    names = (name.removesuffix(".weight") for name, header in headers.items() if len(header.shape) == 2)
+    there = {name.rpartition(".")[2] for name in names} & set(LINEAR_LAYERS)
+    missing = [name for name in config.lora.lora_target_modules if name not in there]
+    if headers and missing:
+        raise ConfigError(
+            f"--lora-target-modules {' '.join(missing)}: --hf-checkpoint {config.model.hf_checkpoint} has no linear "
+            f"layer of this name (some models keep several in one tensor). Expected some of "
+            f"{', '.join(name for name in LINEAR_LAYERS if name in there) or 'another model'}."
         )
 
 

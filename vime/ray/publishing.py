@@ -36,7 +36,7 @@ class Publishing:
             for stream in streams.values():
                 for _ in stream:  # its collectives are reached by every rank, also when rank 0 failed
                     pass
-        self._with_base.update(address.url for address in engines)
+        self._with_base = {address.url for address in engines}  # not those that are lost now: they come back without
         return report
 
     def _streams(

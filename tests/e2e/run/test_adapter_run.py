@@ -1,18 +1,21 @@
 """A run that trains an adapter: real vLLM serves each version of it, and every mode, also killed and resumed, trains
 the same one, bit for bit."""
 
+import json
 import os
 import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.training import Finished, TinyTask, Training, train
 from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
+from vime.weights.hashing import content_hash
 
 ROUNDS = 4
 
@@ -29,7 +32,8 @@ def flags(tiny_task: TinyTask) -> list[str]:
 
 @pytest.fixture(scope="module")
 def never_stopped(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = train(flags, tmp_path_factory.mktemp("off") / "run")
+    directory = tmp_path_factory.mktemp("off")
+    finished = train([*flags, "--save-hf", str(directory / "adapter_{rollout_id}")], directory / "run")
     assert finished.code == 0, finished.output
     return finished
 
@@ -51,6 +55,16 @@ def test_the_adapter_alone_travels_and_engine_and_trainer_agree(never_stopped: F
     assert lines[0]["train/kl_loss"] == 0  # B is 0: the policy is its base
     assert lines[ROUNDS - 1]["train/kl_loss"] > 0
     assert undocumented(name for line in lines.values() for name in line) == []
+
+
+def test_the_directory_that_is_saved_holds_what_the_engines_confirmed(never_stopped: Finished) -> None:
+    """That PEFT and vLLM load such a directory: test_adapter_files.py, and test_engine_adapters.py, whose engines load
+    every adapter from one."""
+    for version, confirmed in hashes(never_stopped).items():
+        directory = never_stopped.run_dir.parent / f"adapter_{version - 1}"  # saved after the round that made it
+        if version > 0:
+            assert content_hash(load_file(directory / "adapter_model.safetensors")) == confirmed
+    assert json.loads((directory / "adapter_config.json").read_text())["r"] == 4
 
 
 def test_streaming_killed_in_the_middle_and_resumed_trains_the_same_adapter(

@@ -167,6 +167,16 @@ def test_the_quick_start_as_trainer_and_rollout_job_in_two_terminals(clone: Clon
     assert re.search(r"job +finished +rollout job ", clone.run("vime ls runs"))
 
 
+def test_the_quick_start_trains_an_adapter(clone: Clone) -> None:
+    """Real vLLM with adapters: tests/e2e/run/test_adapter_run.py."""
+    command = documented("./scripts/quickstart.sh --train-backend fsdp --lora-rank 16 --lr 2e-3")
+    clone.run(f"{command} {SCRIPTED} --num-rollout 2 --run-dir runs/adapter --save-hf runs/adapter-{{rollout_id}}")
+    assert (clone.directory / "runs/adapter-1/adapter_config.json").is_file()
+    num_bytes = Finished(0, "", clone.directory / "runs/adapter").metrics()[1]["weights/publish_bytes"]
+    whole = sum(file.stat().st_size for file in (clone.directory / "examples/quickstart/model").glob("*.safetensors"))
+    assert num_bytes < whole / 2
+
+
 def test_the_quick_start_takes_a_filter(clone: Clone) -> None:
     command = documented(
         "./scripts/quickstart.sh --transferqueue-mode off",
@@ -389,14 +399,15 @@ def test_chaos_kills_a_run(clone: Clone, tmp_path: Path) -> None:
     (clone.directory / "accepted").unlink()
 
 
-def test_the_pretrained_model_s_script_trains(clone: Clone, tiny_task: TinyTask) -> None:
-    """With a small model in the place where the script puts the real one, which takes a minute to make, and minutes."""
+def test_the_pretrained_model_s_scripts_train(clone: Clone, tiny_task: TinyTask) -> None:
+    """With a small model in the place where the scripts put the real one, which takes a minute to make, and minutes."""
     prepare = example_module("smollm2/prepare.py")
     made = {"recipe": prepare.RECIPE, "source": prepare.GGUF_FILE, "package": metadata.version(prepare.PACKAGE)}
     model = clone.directory / "models/smollm2-135m"
     shutil.copytree(tiny_task.model, model)
     (model / "made.json").write_text(json.dumps(made))
-    command = documented("./scripts/run-smollm2-135m-cpu.sh")
-    output = clone.run(f"{command} {SMALL} {SCRIPTED} --num-rollout 1 --run-dir runs/smollm2")
-    assert "models/smollm2-135m is up to date" in output
-    assert sorted(Finished(0, "", clone.directory / "runs/smollm2").metrics()) == [0]
+    for command in ("./scripts/run-smollm2-135m-cpu.sh", "./scripts/run-smollm2-135m-lora-cpu.sh"):
+        run = f"runs/{Path(command).stem}"
+        output = clone.run(f"{documented(command)} {SMALL} {SCRIPTED} --num-rollout 1 --run-dir {run}")
+        assert "models/smollm2-135m is up to date" in output
+        assert sorted(Finished(0, "", clone.directory / run).metrics()) == [0]

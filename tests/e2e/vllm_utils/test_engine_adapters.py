@@ -3,7 +3,6 @@
 What the engine says is compared with transformers on the merged weights: W + alpha / rank * B A.
 """
 
-import copy
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 
 from tests.e2e.vllm_utils.test_engine_weights import BOUND, PROMPT, Pusher, difference, prompt_difference, sample
 from tests.helpers import tiny_models
+from tests.helpers.adapters import make_adapter, merged
 from tests.helpers.engines import HEADERS, engine_config, started
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.routes import MAX_ADAPTERS
@@ -41,31 +41,12 @@ def model(qwen3_dir) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def pusher(engine, model, tmp_path_factory) -> Iterator[Pusher]:
     pusher = Pusher(engine.address, "shm", tmp_path_factory.mktemp("adapters"))
+    with pytest.raises(PublishError, match="before the model that it belongs to"):  # as an engine that came back says
+        push_adapter(pusher, make_adapter(model, 0, INFO))
     pusher.push(model)
     yield pusher
     pusher._sender.close()
     pusher.fleet.close()
-
-
-def make_adapter(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Random numbers under the names of PEFT, large enough to change every answer."""
-    chance, found = torch.Generator().manual_seed(seed), {}
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in LINEAR_LAYERS:
-            rows, columns = module.weight.shape
-            for half, shape in (("A", (RANK, columns)), ("B", (rows, RANK))):
-                found[f"base_model.model.{name}.lora_{half}.weight"] = 0.2 * torch.randn(shape, generator=chance)
-    return found
-
-
-def merged(model: torch.nn.Module, adapter: dict[str, torch.Tensor]) -> torch.nn.Module:
-    whole = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, module in whole.named_modules():
-            if name.rpartition(".")[2] in LINEAR_LAYERS:
-                a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-                module.weight += INFO["alpha"] / RANK * b @ a
-    return whole
 
 
 def push_adapter(pusher: Pusher, adapter: dict[str, torch.Tensor], info: AdapterInfo = INFO) -> int:
@@ -112,8 +93,8 @@ def test_each_version_of_an_adapter_computes_as_merged_weights_also_behind_a_cac
     engine, model, pusher
 ) -> None:
     for seed in range(MAX_ADAPTERS + 1):
-        adapter = make_adapter(model, seed)
-        version, whole = push_adapter(pusher, adapter), merged(model, adapter)
+        adapter = make_adapter(model, seed, INFO)
+        version, whole = push_adapter(pusher, adapter), merged(model, adapter, INFO)
         for _ in range(2):  # the second has its prompt from the prefix cache
             answer = sample(engine.url, PROMPT, 20)
             assert difference(answer, whole, PROMPT) < BOUND
@@ -122,37 +103,37 @@ def test_each_version_of_an_adapter_computes_as_merged_weights_also_behind_a_cac
 
 
 def test_a_request_in_progress_keeps_the_adapter_that_it_began_with(engine, model, pusher) -> None:
-    first = make_adapter(model, 100)
+    first = make_adapter(model, 100, INFO)
     old = push_adapter(pusher, first)
     answers: list[dict[str, object]] = []
     asked = threading.Thread(target=lambda: answers.append(sample(engine.url, PROMPT, LONG_ANSWER)))
     before = num_generated(engine)
     asked.start()
     wait_until(lambda: num_generated(engine) > before + 5)
-    second = make_adapter(model, 101)
+    second = make_adapter(model, 101, INFO)
     new = push_adapter(pusher, second)
     assert asked.is_alive(), "it was answered before the update"
     answer = sample(engine.url, PROMPT, 20)
     assert (versions(answer), asked.is_alive()) == ([new], True)
-    assert difference(answer, merged(model, second), PROMPT) < BOUND
+    assert difference(answer, merged(model, second, INFO), PROMPT) < BOUND
     asked.join(300)
     assert versions(answers[0]) == [old]
-    assert difference(answers[0], merged(model, first), PROMPT) < BOUND
+    assert difference(answers[0], merged(model, first, INFO), PROMPT) < BOUND
 
 
 def test_an_adapter_that_lacks_a_tensor_is_refused_and_one_is_never_put_in_anothers_place(
     engine, model, pusher
 ) -> None:
-    adapter = make_adapter(model, 200)
+    adapter = make_adapter(model, 200, INFO)
     name = next(name for name in adapter if "down_proj.lora_B" in name)
     with pytest.raises(PublishError, match=rf"adapter lacks 1 of \d+ tensors, first \['{name}'\]"):
         push_adapter(pusher, {other: tensor for other, tensor in adapter.items() if other != name})
     version = push_adapter(pusher, adapter)
     pusher.version -= 1
     with pytest.raises(PublishError, match=f"adapter of version {version} is there already"):
-        push_adapter(pusher, make_adapter(model, 201))
+        push_adapter(pusher, make_adapter(model, 201, INFO))
     assert push_adapter(pusher, adapter) == version + 1
-    assert difference(sample(engine.url, PROMPT, 20), merged(model, adapter), PROMPT) < BOUND
+    assert difference(sample(engine.url, PROMPT, 20), merged(model, adapter, INFO), PROMPT) < BOUND
 
 
 def num_generated(engine: EngineProcess) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from vime.config.lora import LINEAR_LAYERS
 from vime.config.parse import Config, parse
 from vime.ray.checkpoint import RunState, read_run_state, save_checkpoint
 from vime.ray.checkpoint_damage import refuse_damage
@@ -70,6 +71,31 @@ def test_what_a_run_needs_and_the_checkpoint_has_not_is_named(
     if says:
         assert f"--load {tmp_path / 'c' / 'iter_0000000'}: does not fit this run." in said
         assert "--save-hf export (--hf-checkpoint)" in said
+
+
+ADAPTER = "--train-backend fsdp --lora-rank 8"
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "says"),
+    [
+        (ADAPTER, ADAPTER, ""),
+        (ADAPTER, f"{ADAPTER} --lora-target-modules {' '.join(reversed(LINEAR_LAYERS))}", ""),
+        ("--train-backend fsdp", ADAPTER, "holds a whole model, and this run trains an adapter: remove --lora-rank"),
+        (ADAPTER, "--train-backend fsdp", "holds an adapter, and this run trains the whole model: give --lora-rank 8"),
+        (
+            ADAPTER,
+            "--train-backend fsdp --lora-rank 4 --lora-alpha 8 --lora-target-modules q_proj",
+            "trained with --lora-rank 8, not 4; --lora-alpha 32.0, not 8.0; --lora-target-modules down_proj gate_proj",
+        ),
+    ],
+)
+def test_what_an_adapter_was_trained_with_is_said_before_the_start(
+    writer: str, reader: str, says: str, tmp_path: Path
+) -> None:
+    said = refusal(config(tmp_path / "m", *writer.split()), config(tmp_path / "m", *reader.split()), tmp_path / "c")
+    assert says in said
+    assert bool(said) == bool(says)
 
 
 def test_another_model_is_named_by_each_number_that_differs_and_all_reasons_are_said_at_once(tmp_path: Path) -> None:

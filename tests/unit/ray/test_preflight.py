@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from vime.config.parse import Config, parse
 from vime.ray.checkpoint import RunState, save_checkpoint
@@ -192,4 +194,18 @@ def test_a_failpoint_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_a_run_that_trains_an_adapter_with_a_backend_that_has_none_is_refused_by_its_flag(tmp_path: Path) -> None:
     chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend="megatron", lora_rank=8)
     with pytest.raises(ConfigError, match="--lora-rank 8: --train-backend megatron trains no adapter"):
+        preflight(chosen, is_async=False)
+
+
+def test_a_base_that_is_quantised_or_lacks_the_layers_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    fused = {"qkv_proj": (48, 32), "o_proj": (32, 32), "gate_up_proj": (128, 32), "down_proj": (32, 64)}
+    tensors = {f"model.layers.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in fused.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend="fsdp", lora_rank=8)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(chosen, is_async=False)
+    assert "--lora-target-modules q_proj k_proj v_proj gate_proj up_proj: --hf-checkpoint" in str(refusal.value)
+    assert "Expected some of o_proj, down_proj." in str(refusal.value)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ConfigError, match=r"is quantised .* Give the model in bf16 or fp32"):
         preflight(chosen, is_async=False)

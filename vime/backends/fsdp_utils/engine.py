@@ -79,6 +79,7 @@ class FsdpEngine:
         self._implementation, self._device = implementation, device
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._has_adapter = bool(adapter_tensors(model))
+        self._identity: dict[str, str] | None = None  # of the adapter
         self._offload = Offload()
         self._optimizer = None
         if spec.is_trainable:
@@ -183,12 +184,13 @@ class FsdpEngine:
         checkpoint.load(directory, self._model, self._learning, adapter=self._adapter_identity())
 
     def _adapter_identity(self) -> dict[str, str] | None:
-        """Return what a checkpoint of the adapter belongs to; None without one. Collective over all ranks."""
-        if not self._has_adapter:
-            return None
-        found = [lora.identity(self._config.lora, self._spec.checkpoint) if dist.get_rank() == 0 else {}]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        """Return what a checkpoint of the adapter belongs to; None without one. Collective over all ranks. The base's
+        files are read the first time only."""
+        if self._has_adapter and self._identity is None:
+            found = [lora.identity(self._config.lora, self._spec.checkpoint) if dist.get_rank() == 0 else {}]
+            dist.broadcast_object_list(found, src=0)
+            [self._identity] = found
+        return self._identity
 
     @contextlib.contextmanager
     def base_only(self) -> Iterator[None]:

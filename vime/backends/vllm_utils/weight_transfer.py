@@ -66,6 +66,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         super().__init__(config, vllm_config, device, model)
         self.receiver: BucketReceiver | None = None
         self._received: set[str] = set()
+        self._has_model = False  # a trainer has brought it; until then it is whatever the engine began with
         self._adapter: dict[str, torch.Tensor] = {}  # of the update under way
         self._required: frozenset[str] | None = None
         self._freed_by_generation, self._freed_by_update = FreedMemory(), FreedMemory()
@@ -86,7 +87,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     def start_weight_update(self) -> None:
         self._freed_by_generation.give_back()  # the update needs its largest tensors three times
         self._connected.start()
-        self._received = set()
+        self._received, self._has_model = set(), False
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -110,6 +111,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
                 "would keep their old values in silence: export every tensor."
             )
         finalize_layerwise_reload(self.model, self.model_config)
+        self._has_model = True
         if self.device.type == "cpu":
             refresh_packed_copies(self.model)
             self._freed_by_update.give_back()
@@ -124,9 +126,12 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
 
     def take_adapter(self, adapter: AdapterInfo) -> dict[str, torch.Tensor]:
         """Return the tensors of an adapter whose last bucket has arrived. PublishError when one is missing: vLLM would
-        take it for zero in silence."""
+        take it for zero in silence. Also when no model was brought before it, as to an engine that was started
+        again."""
         self._connected.finish()
         taken, self._adapter = self._adapter, {}
+        if not self._has_model:
+            raise PublishError("an adapter came before the model that it belongs to. Publish the base first.")
         wanted = adapter_names(self._required or frozenset(), adapter)
         missing = sorted(wanted - set(taken))
         if missing:
