@@ -6,6 +6,7 @@
 # ROUNDS=4: enough for one case; ten in a run need the default. MODE=off|buffer|streaming: --transferqueue-mode.
 # SCRIPT=train_async.py: the overlapped schedule; with PARTIAL=1 completions that a stop cuts are continued.
 # WORKERS=2: rollout workers in processes of their own, which are killed too.
+# ADAPTER=1: FSDP trains an adapter in place of the model.
 # SECONDS_PER_LEASE=8: shorter than a stop (/stop) lasts.
 # ENGINE=vllm: the quick start's model on vLLM under --reference-mode, instead of a scripted engine.
 set -euo pipefail
@@ -41,6 +42,7 @@ FLAGS+=(--hf-checkpoint "$MODEL" --prompt-data "$DATA/train.jsonl" --num-rollout
 [ "${MODE:-streaming}" != streaming ] || FLAGS+=(--transferqueue-lease-timeout-secs "${SECONDS_PER_LEASE:-8}")
 [ -z "${WORKERS:-}" ] || FLAGS+=(--num-rollout-workers "$WORKERS")
 [ -z "${PARTIAL:-}" ] || FLAGS+=(--partial-rollout)
+[ -z "${ADAPTER:-}" ] || FLAGS+=(--train-backend fsdp --lora-rank 4 --lr 1e-2)
 HOW=(--script "${SCRIPT:-train.py}")
 [ "${SCRIPT:-train.py}" != train_async.py ] || FLAGS+=(--max-staleness 1)
 [ "${SCRIPT:-train.py}" != train_async.py ] || HOW+=(--own-weights)

@@ -82,10 +82,8 @@ def test_streaming_killed_in_the_middle_and_resumed_trains_the_same_adapter(
     for part in (killed, resumed):
         assert hashes(part) == {version: wanted[version] for version in hashes(part)}
     assert max(hashes(resumed)) == ROUNDS
-    report = audit_run(
-        resumed.run_dir, saved=newest_checkpoint(tmp_path / "checkpoints"), claims=partial(read_claims, resumed.run_dir)
-    )
-    assert report.findings == ()
+    saved = newest_checkpoint(resumed.run_dir)
+    assert audit_run(resumed.run_dir, saved=saved, claims=partial(read_claims, resumed.run_dir)).findings == ()
 
 
 def flags_of(finished: Finished, name: str) -> str:

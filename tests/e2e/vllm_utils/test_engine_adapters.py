@@ -41,8 +41,6 @@ def model(qwen3_dir) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def pusher(engine, model, tmp_path_factory) -> Iterator[Pusher]:
     pusher = Pusher(engine.address, "shm", tmp_path_factory.mktemp("adapters"))
-    with pytest.raises(PublishError, match="before the model that it belongs to"):  # as an engine that came back says
-        push_adapter(pusher, make_adapter(model, 0, INFO))
     pusher.push(model)
     yield pusher
     pusher._sender.close()
@@ -72,6 +70,15 @@ def loaded(engine: EngineProcess) -> set[int]:
 
 def versions(answer: dict[str, object]) -> list[int]:
     return [int(span["version"]) for span in answer["weight_versions"]]
+
+
+def test_an_adapter_before_its_model_is_refused(engine, model, tmp_path) -> None:
+    """First: the engine has been brought nothing yet, as one that was started again."""
+    pusher = Pusher(engine.address, "shm", tmp_path)
+    with pytest.raises(PublishError, match="before the model that it belongs to"):
+        push_adapter(pusher, make_adapter(model, 0, INFO))
+    pusher._sender.close()
+    pusher.fleet.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "disk"])
