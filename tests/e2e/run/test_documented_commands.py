@@ -170,7 +170,8 @@ def test_the_quick_start_as_trainer_and_rollout_job_in_two_terminals(clone: Clon
 def test_the_quick_start_trains_an_adapter(clone: Clone) -> None:
     """Real vLLM with adapters: tests/e2e/run/test_adapter_run.py."""
     command = documented("./scripts/quickstart.sh --train-backend fsdp --lora-rank 16 --lr 2e-3")
-    clone.run(f"{command} {SCRIPTED} --num-rollout 2 --run-dir runs/adapter --save-hf runs/adapter-{{rollout_id}}")
+    saved = "--save-interval 2 --save-hf runs/adapter-{rollout_id}"
+    clone.run(f"{command} {SCRIPTED} --num-rollout 2 --run-dir runs/adapter {saved}")
     assert (clone.directory / "runs/adapter-1/adapter_config.json").is_file()
     num_bytes = Finished(0, "", clone.directory / "runs/adapter").metrics()[1]["weights/publish_bytes"]
     whole = sum(file.stat().st_size for file in (clone.directory / "examples/quickstart/model").glob("*.safetensors"))
