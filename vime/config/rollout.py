@@ -245,6 +245,7 @@ class EngineConfig:
     engine_health_interval_secs: float = flag(5.0, "seconds between engine health checks", minimum=0.5)
     engine_health_timeout_secs: float = flag(
         60.0,
-        "a live engine that does not respond to a health check for this long counts as hanging: it is lost",
+        "a live engine that does not respond to a health check for this long counts as hanging: it is lost; on a CPU "
+        "the time of a step of prompts is added, which grows with the model",
         minimum=0.5,
     )

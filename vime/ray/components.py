@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ray import ObjectRef
 
+from vime.config.deadlines import update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
-from vime.config.update_deadline import update_deadline_s
 from vime.handoff.receipts import ReceiptFile
 from vime.handoff.ticket import RoundTicket
 from vime.observability.events import EventKind, EventLog, span

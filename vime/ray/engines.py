@@ -15,6 +15,7 @@ from ray import ObjectRef
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
+from vime.config.deadlines import health_deadline_s
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor, Options, start_actor
@@ -73,7 +74,7 @@ class Engines:
     ) -> None:
         self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
         self._events, self._tell = events, tell
-        self._deadline_s = config.cluster.start_timeout_secs
+        self._deadline_s, self._health_s = config.cluster.start_timeout_secs, health_deadline_s(config)
         self._router: ManagedRouter | None = None
         self._engines = [ManagedEngine(index) for index in range(config.cluster.num_engines)]
         self._checks: dict[str, _Check] = {}  # the last of each
@@ -252,9 +253,9 @@ class Engines:
         for name, actor in self._watched().items():  # without those that were lost a moment ago
             check = self._checks.get(name)
             if check is None or (check.is_over and now - check.asked >= section.engine_health_interval_secs):
-                ref = actor.ask(ServerActor.check, section.engine_health_timeout_secs, is_updating)
+                ref = actor.ask(ServerActor.check, self._health_s, is_updating)
                 self._checks[name] = _Check(ref, now, self._num_updates)
-            elif not check.is_over and now - check.asked > section.engine_health_timeout_secs + GRACE_S:
+            elif not check.is_over and now - check.asked > self._health_s + GRACE_S:
                 asked = f"{name} to say how it is"
                 self._judge(name, WaitTimeoutError(asked, now - check.asked, "its actor", "See RUN_DIR/logs."))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vime.backends.vllm_utils.control import FleetControl
+from vime.config.deadlines import update_deadline_s
 from vime.config.lora import AdapterInfo
 from vime.config.parse import Config
-from vime.config.update_deadline import update_deadline_s
 from vime.types import EngineAddress, Version
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import PublishReport, publish

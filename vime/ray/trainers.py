@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cas
 import ray
 from ray import ObjectRef
 
+from vime.config.deadlines import update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
-from vime.config.update_deadline import update_deadline_s
 from vime.data.rows import TrainRow
 from vime.handoff.receipts import SteppedGroup, add_up, stepped_groups
 from vime.handoff.staleness import check_staleness, staleness_metrics

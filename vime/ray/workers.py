@@ -24,9 +24,9 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vime.config.deadlines import update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
-from vime.config.update_deadline import update_deadline_s
 from vime.gateway.evaluation import Place, Result
 from vime.handoff.group_store import StoredGroup
 from vime.handoff.ledger_types import Task
