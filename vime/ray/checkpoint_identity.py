@@ -95,13 +95,15 @@ def _adapter_reasons(its: AdapterInfo | None, ours: AdapterInfo | None) -> Itera
         if its is not None:
             yield f"It holds an adapter, and this run trains the whole model: give --lora-rank {its['rank']}."
         return
-    flags = {"rank": "--lora-rank", "alpha": "--lora-alpha", "target_modules": "--lora-target-modules"}
-    was, now = (
-        {**info, "target_modules": " ".join(sorted(info["target_modules"]))} for info in (dict(its), dict(ours))
-    )
-    other = [f"{flag} {was[name]}, not {now[name]}" for name, flag in flags.items() if was[name] != now[name]]
+    was, now = _by_flag(its), _by_flag(ours)
+    other = [f"{flag} {was[flag]}, not {now[flag]}" for flag in was if was[flag] != now[flag]]
     if other:
         yield f"Its adapter was trained with {'; '.join(other)}: give the flags as they were."
+
+
+def _by_flag(adapter: AdapterInfo) -> dict[str, object]:
+    targets = " ".join(sorted(adapter["target_modules"]))
+    return {"--lora-rank": adapter["rank"], "--lora-alpha": adapter["alpha"], "--lora-target-modules": targets}
 
 
 def _optimizer_reasons(written: Facts, mine: Facts) -> Iterator[str]:
