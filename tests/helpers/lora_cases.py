@@ -44,8 +44,12 @@ def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 def learning_of(engine: Any) -> dict[str, Tensor]:
     """What of the model gets gradients on this rank."""
     chunks = engine._core if hasattr(engine, "_core") else [engine._model]
-    held = [item for chunk in chunks for item in chunk.named_parameters()]
-    return {name: parameter for name, parameter in held if parameter.requires_grad}
+    return {
+        f"{number}.{name}": parameter
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def num_moments(engine: Any) -> int:
