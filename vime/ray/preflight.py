@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vime.backends.megatron_utils.architecture import read_architecture
+from vime.backends.megatron_utils.lora_layers import check_adapter
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.command_line import parse_command_line
@@ -171,8 +172,6 @@ def _check_adapter(config: Config) -> None:
     if not config.lora.trains_adapter:
         return
     where = f"--lora-rank {config.lora.lora_rank}"
-    if config.cluster.train_backend == "megatron":
-        raise ConfigError(f"{where}: --train-backend megatron trains no adapter. Expected --train-backend fsdp.")
     if "quantization_config" in read_record(config.model.hf_checkpoint):
         raise ConfigError(
             f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is quantised (quantization_config in its "
@@ -194,6 +193,9 @@ def _check_architecture(config: Config) -> None:
     """Check that the training backend knows every model, and that it has the tokens that the policy's tokenizer
     makes."""
     policy = _vocab_size(config, config.model.hf_checkpoint, "--hf-checkpoint")
+    if config.cluster.train_backend == "megatron" and config.lora.trains_adapter:
+        architecture = read_architecture(config.model.hf_checkpoint)
+        check_adapter(config.lora, config.parallel, architecture, f"--hf-checkpoint {config.model.hf_checkpoint}")
     for role in needed_roles(config):
         spec = engine_spec(role, config, total_steps=0)
         if spec.checkpoint == config.model.hf_checkpoint:

@@ -18,7 +18,7 @@ from vime.weights.plan import TensorMeta
 from vime.weights.published import describe
 
 
-def weights_hash(engine: TrainEngine, *, trains_adapter: bool) -> str:
+def weights_hash(engine: TrainEngine, *, trains_adapter: bool = False) -> str:
     """Return the content hash that a generation engine reports for these weights, with --lora-rank for the adapter; the
     same on all ranks. Collective like `TrainEngine.export_weights`, over every replica that calls it."""
     content = ContentHash()

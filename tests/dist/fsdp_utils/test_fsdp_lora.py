@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.helpers.lora_cases import RANK, TARGETS, lora_cases, peft_steps
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import Answers, answers_of
-from vime.backends.fsdp_utils.lora import PREFIX
+from vime.backends.adapters import PREFIX
 from vime.weights.plan import TensorMeta
 
 LAYOUTS = ("one", "two", "recomputed")

@@ -191,9 +191,33 @@ def test_a_failpoint_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest
         preflight(config(tmp_path), is_async=False)
 
 
-def test_a_run_that_trains_an_adapter_with_a_backend_that_has_none_is_refused_by_its_flag(tmp_path: Path) -> None:
-    chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend="megatron", lora_rank=8)
-    with pytest.raises(ConfigError, match="--lora-rank 8: --train-backend megatron trains no adapter"):
+@pytest.mark.parametrize(
+    ("flags", "shape", "message"),
+    [
+        (
+            {},
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "--lora-target-modules gate_proj up_proj down_proj: .* as experts only, which have no adapter. "
+            "Give --lora-target-modules q_proj k_proj v_proj o_proj",
+        ),
+        (
+            {"transformer_impl": "transformer_engine"},
+            {},
+            "--lora-rank 8 with --transformer-impl transformer_engine: .*Expected --transformer-impl local",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "actor_num_gpus_per_node": 4},
+            {"num_attention_heads": 4},
+            "--tensor-model-parallel-size 4 with --lora-target-modules q_proj k_proj v_proj: .* has 2 key/value heads",
+        ),
+    ],
+)
+def test_an_adapter_that_megatron_does_not_train_is_refused_with_what_it_trains(
+    tmp_path: Path, flags: dict[str, object], shape: dict[str, object], message: str
+) -> None:
+    chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend="megatron", lora_rank=8, **flags)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
+    with pytest.raises(ConfigError, match=message):
         preflight(chosen, is_async=False)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from vime.backends.adapters import refuse_other_adapter, refuse_other_kind
 from vime.backends.fsdp_utils.hf_weights import adapter_tensors, distinct_tensors
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
 from vime.types import CheckpointError, describe
@@ -84,24 +85,15 @@ def load(
     rank, layout = str(dist.get_rank()), _layout()
     try:
         written = _read_common(directory, "format")["format"]
-        if written in ADAPTER_OF and (adapter is not None) != ADAPTER_OF[str(written)]:
-            raise CheckpointError(
-                f"--load {directory}: holds {'an adapter' if adapter is None else 'a whole model'}, this run trains "
-                f"{'the whole model' if adapter is None else 'an adapter'}. Give --lora-rank as it was, or another "
-                "--load."
-            )
-        if written not in ADAPTER_OF:
+        if written in ADAPTER_OF:
+            refuse_other_kind(directory, is_written=ADAPTER_OF[str(written)], is_trained=adapter is not None)
+        else:
             raise CheckpointError(
                 f"--load {directory}: format {written!r}, expected {FORMAT!r}: another program wrote it. Point --load "
                 "to a checkpoint of this one."
             )
         common = _read_common(directory, "with_optimizer", *layout, *(adapter or {}))
-        for flag, mine in (adapter or {}).items():
-            if common[flag] != mine:
-                raise CheckpointError(
-                    f"--load {directory}: its adapter was trained {flag} {common[flag]}, this run is {flag} {mine}. "
-                    "Nothing was loaded. Give the flag as it was, or start a new run."
-                )
+        refuse_other_adapter(directory, common, adapter or {})
         state: State = {"model": _stored(model)}
         same_layout = all(common[name] == value for name, value in layout.items())
         has_random = common["with_optimizer"] and same_layout

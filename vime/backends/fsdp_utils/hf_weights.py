@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from vime.backends.fsdp_utils.lora import FACTORS, is_adapter
+from vime.backends.adapters import FACTORS, is_adapter
 from vime.weights.plan import TensorMeta
 
 

@@ -32,7 +32,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from vime.backends.adapters import refuse_other_adapter, refuse_other_kind
 from vime.backends.megatron_utils.checkpoint_writer import PendingSave, PlannedStrategy
+from vime.backends.megatron_utils.lora import Adapter
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.types import CheckpointError, describe
 
@@ -59,11 +61,13 @@ def save(
     core: list[GPTModel],
     optimizer: PolicyOptimizer,
     *,
+    adapter: Adapter | None = None,
     with_optimizer: bool,
     group: dist.ProcessGroup,
     in_background: bool,
 ) -> PendingSave:
-    """Write DIRECTORY, which must be new or empty. Collective over all trainer ranks; `group` holds them all too.
+    """Write DIRECTORY, which must be new or empty. Collective over all trainer ranks; `group` holds them all too. Of a
+    model with an `adapter` only that is written.
 
     In the background: this returns when the state is copied, so later training does not change it, and
     `PendingSave.wait` waits until it is written. Otherwise it is written when this returns.
@@ -75,7 +79,9 @@ def save(
         # a multiprocessing.Manager, which imports the main module again.
         if filesystem_async._results_queue is None:  # noqa: SLF001  megatron has no other way to give it one
             filesystem_async._results_queue = queue.Queue()  # noqa: SLF001
-        state = _state(core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False)
+        state = _state(
+            core, optimizer, adapter, with_optimizer=with_optimizer, with_rng=with_optimizer, is_loading=False
+        )
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, content_metadata=_metadata())
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # of this machine or a lost peer: they say nothing about the checkpoint
@@ -92,7 +98,7 @@ def save(
 
 
 @torch.no_grad()
-def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> None:
+def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer, *, adapter: Adapter | None = None) -> None:
     """Read DIRECTORY into model, optimizer, schedule and random states. Collective over all trainer ranks.
 
     A checkpoint written with --no-save-optim restores the weights only: moments start at zero, the schedule at step 0.
@@ -104,21 +110,33 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer) -> N
                 f"--load {directory}: format {common.get('format')!r}, expected {FORMAT}: another program wrote it. "
                 "Point --load to a checkpoint of this one."
             )
+        written = common.get("adapter")
+        refuse_other_kind(directory, is_written=written is not None, is_trained=adapter is not None)
+        if adapter is not None:
+            refuse_other_adapter(directory, written, adapter.identity())
         with_optimizer = common["with_optimizer"]
         same_layout = common["layout"] == _layout()
         _refuse_other_experts(common["layout"], directory, with_optimizer=with_optimizer)
         if with_optimizer:
             _refuse_other_optimizer(directory, optimizer)
         state = _state(
-            core, optimizer, with_optimizer=with_optimizer, with_rng=with_optimizer and same_layout, is_loading=True
+            core,
+            optimizer,
+            adapter,
+            with_optimizer=with_optimizer,
+            with_rng=with_optimizer and same_layout,
+            is_loading=True,
         )
         loaded = dist_checkpointing.load(state, str(directory))
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except (OSError, CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError.unreadable(directory, error, expected=EXPECTED) from error
-    for index, chunk in enumerate(core):
-        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+    if adapter is not None:
+        adapter.load_state(loaded["model0"])
+    else:
+        for index, chunk in enumerate(core):
+            chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     if not with_optimizer:
         logger.warning("%s holds no optimizer state (--no-save-optim): moments and schedule start anew", directory)
         optimizer.megatron.reload_model_params()
@@ -199,15 +217,24 @@ def _refuse_other_optimizer(directory: Path, optimizer: PolicyOptimizer) -> None
 
 
 def _state(
-    core: list[GPTModel], optimizer: PolicyOptimizer, *, with_optimizer: bool, with_rng: bool, is_loading: bool
+    core: list[GPTModel],
+    optimizer: PolicyOptimizer,
+    adapter: Adapter | None,
+    *,
+    with_optimizer: bool,
+    with_rng: bool,
+    is_loading: bool,
 ) -> dict[str, object]:
     """Return what is written, or the template that is filled when loading."""
-    models = {f"model{index}": chunk.sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(core)}
+    if adapter is None:
+        models = {f"model{index}": chunk.sharded_state_dict(metadata=_metadata()) for index, chunk in enumerate(core)}
+    else:
+        models = {"model0": adapter.sharded_state(), "adapter": adapter.identity()}
     state: dict[str, object] = {**models, "format": FORMAT, "with_optimizer": with_optimizer, "layout": _layout()}
     if with_optimizer:
         prepare_states(optimizer)
         # for one chunk megatron wants its state itself, for several a dict of them
-        mould = models["model0"] if len(core) == 1 else models
+        mould = models["model0"] if len(core) == 1 or adapter is not None else models
         state["optimizer"] = optimizer.megatron.sharded_state_dict(
             dict(mould), is_loading=is_loading, metadata=_metadata()
         )

@@ -91,6 +91,7 @@ class DryModel:
     def __init__(self, spec: EngineSpec, config: Config) -> None:
         from vime.backends.megatron_utils import checkpoint
         from vime.backends.megatron_utils.architecture import as_critic, read_architecture
+        from vime.backends.megatron_utils.lora import add_adapter
         from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
         from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 
@@ -100,6 +101,7 @@ class DryModel:
         self.temperature = config.rollout.rollout_temperature
         model_config = transformer_config(self.architecture, self.parallel)
         self.core = build_chunks(self.architecture, model_config, self.parallel)
+        add_adapter(self.core, model_config, self.architecture, spec, config)
         # every pack of a dry run is as long as the first: no rank has to be told
         model_config.variable_seq_lengths = False
         wrapped = with_precision(self.core, model_config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from vime.backends.megatron_utils import checkpoint
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
 from vime.backends.megatron_utils.hf_weights import HFWeights
 from vime.backends.megatron_utils.initialize import checkpoint_group
+from vime.backends.megatron_utils.lora import Adapter, add_adapter
 from vime.backends.megatron_utils.model import build_chunks, transformer_config, with_precision
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
 from vime.backends.megatron_utils.step import Sampling, forward_backward, forward_values, pack_rows
@@ -43,6 +45,7 @@ class MegatronEngine:
         hf: HFWeights,
         optimizer: PolicyOptimizer | None,
         sampling: Sampling | None,
+        adapter: Adapter | None,
     ) -> None:
         """`core`: bare chunks, which checkpoint and export look at. `chunks`: the same, wrapped for training."""
         self._role, self._config, self._parallel = spec.role, config, config.parallel
@@ -50,7 +53,7 @@ class MegatronEngine:
         self._metadata = hf.metadata()
         self._offload = Offload()
         self._checkpoint_group: dist.ProcessGroup | None = None  # made by the first save
-        self._sampling = sampling
+        self._sampling, self._adapter = sampling, adapter
 
     @property
     def takes_part_in_export(self) -> bool:
@@ -116,13 +119,14 @@ class MegatronEngine:
             directory,
             self._core,
             optimizer,
+            adapter=self._adapter,
             with_optimizer=not self._config.model.no_save_optim,
             group=self._checkpoint_group,
             in_background=in_background,
         )
 
     def load(self, directory: Path) -> None:
-        checkpoint.load(directory, self._core, self._learning)
+        checkpoint.load(directory, self._core, self._learning, adapter=self._adapter)
 
     def sleep(self) -> None:
         """Free device memory; does nothing when already asleep."""
@@ -142,9 +146,28 @@ class MegatronEngine:
         return list(self._metadata)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective over the model-parallel group, with expert parallelism over all trainer ranks."""
+        """Yield the model, an adapter merged into it. Collective over the model-parallel group, with expert parallelism
+        over all trainer ranks."""
+        base = self.export_base()
+        return base if self._adapter is None else self._adapter.merged(base)
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model without its adapter. Collective like `export_weights`."""
         self._require_awake()
         return self._hf.export()
+
+    def adapter_metadata(self) -> list[TensorMeta]:
+        """Return what `export_adapter` will yield, in its order; [] without an adapter. Local."""
+        return [] if self._adapter is None else self._adapter.metadata()
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapter by PEFT's names, whole and in fp32. Collective over the model-parallel group."""
+        self._require_awake()
+        return iter(()) if self._adapter is None else self._adapter.export()
+
+    def base_only(self) -> AbstractContextManager[None]:
+        """Inside, `forward` is that of the base model, bit for bit. Local."""
+        return contextlib.nullcontext() if self._adapter is None else self._adapter.off()
 
 
 def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
@@ -159,6 +182,9 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
     core = build_chunks(architecture, model_config, parallel, replays_routing=replays_routing)
     hf = HFWeights(core, architecture)
     hf.load(spec.checkpoint, flag=spec.flag)
+    adapter = add_adapter(core, model_config, architecture, spec, config)
+    if adapter is not None:
+        adapter.begin(config.model.seed)
     wrapped = with_precision(core, model_config)
     optimizer = None
     if spec.is_trainable:
@@ -181,4 +207,5 @@ def build_engine(spec: EngineSpec, config: Config) -> MegatronEngine:
         hf=hf,
         optimizer=optimizer,
         sampling=None if spec.has_value_head else sampling,
+        adapter=adapter,
     )

@@ -47,7 +47,7 @@ class PolicyOptimizer:
         if not parallel.overlap_grad_reduce:  # else megatron asks to see each gradient when it is ready
             for chunk in chunks:
                 for parameter in chunk.parameters():
-                    parameter.is_summed_in_place = True  # of cpu_linear.py, without a GPU
+                    parameter.is_summed_in_place = parameter.requires_grad  # of cpu_linear.py, without a GPU
         model_config.finalize_model_grads_func = finalize_model_grads
         if parallel.overlap_grad_reduce:  # only the last micro-batch of a step starts the reduction
             switches = [chunk.no_sync for chunk in self.chunks]
