@@ -20,13 +20,20 @@ from vime.weights.hashing import content_hash
 ROUNDS = 4
 
 
-@pytest.fixture(scope="module")
-def flags(tiny_task: TinyTask) -> list[str]:
-    """Two ranks hold the shards; the reference is the policy without its adapter."""
+TENSOR_PARALLEL = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[["--train-backend", "fsdp"], pytest.param(TENSOR_PARALLEL, marks=pytest.mark.nightly)],
+    ids=["fsdp", "megatron"],
+)
+def flags(tiny_task: TinyTask, request: pytest.FixtureRequest) -> list[str]:
+    """Two ranks hold the shards; the reference is the policy without its adapter. That megatron's adapter is PEFT's in
+    every layout: test_megatron_lora.py."""
     return [
-        *tiny_task.flags(), "--num-rollout", str(ROUNDS), "--save-interval", "1", "--reference-mode",
-        "--train-backend", "fsdp", "--actor-num-gpus-per-node", "2", "--lora-rank", "4", "--lr", "1e-2",
-        "--use-kl-loss", "--kl-loss-coef", "0.01",
+        *tiny_task.flags(), "--num-rollout", str(ROUNDS), "--save-interval", "1", "--reference-mode", *request.param,
+        "--actor-num-gpus-per-node", "2", "--lora-rank", "4", "--lr", "1e-2", "--use-kl-loss", "--kl-loss-coef", "0.01",
     ]  # fmt: skip
 
 
