@@ -31,6 +31,8 @@ COST_S_PER_BYTE = 0.25 / (1 << 30)
 """CPU seconds to give pages back and to get as many fresh ones, measured."""
 MAX_SHARE = 0.02
 """Share of the wall time since the last time that giving back may cost."""
+MAX_LOOK_SHARE = 0.001
+"""The same for looking how much is kept: glibc walks all free blocks for it, 2 ms in an engine of a small model."""
 
 
 class FreedMemory:
@@ -39,6 +41,7 @@ class FreedMemory:
 
     def __init__(self) -> None:
         self.last_s = -math.inf
+        self._next_look_s = -math.inf
         self._others = 0  # bytes that look kept and are not the C library's: small objects of Python, stacks
 
     def give_back(self) -> int:
@@ -48,7 +51,11 @@ class FreedMemory:
         library = _glibc()
         if library is None:
             return 0
-        now, kept = time.monotonic(), kept_bytes(library) - self._others
+        now = time.monotonic()
+        if now < self._next_look_s:
+            return 0
+        kept = kept_bytes(library) - self._others
+        self._next_look_s = now + (time.monotonic() - now) / MAX_LOOK_SHARE
         if kept < MIN_BYTES or kept * COST_S_PER_BYTE > MAX_SHARE * (now - self.last_s):
             return 0
         library.malloc_trim(0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +40,11 @@ class Library:
     is_trimmed = False
 
 
+def pairs(readings: Iterator[float]) -> Iterator[float]:
+    for reading in readings:
+        yield from (reading, reading)
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     fake = Library()
@@ -49,12 +57,34 @@ def test_it_is_given_back_at_first_and_then_when_its_price_is_a_small_share_of_t
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 1 GiB costs 0.25 s, which is 0.02 of 12.5 s
-    hands = iter([100.0, 112.0, 113.0, 114.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(hands))
+    hands = iter([100.0, 112.0, 113.0, 114.0])  # looking takes no time here
+    monkeypatch.setattr(time, "monotonic", functools.partial(next, pairs(hands)))
     freed = FreedMemory()
     # at first the others' 300 MiB cannot be told apart
     assert [freed.give_back() for _ in range(4)] == [1324 * MIB, 0, 1024 * MIB, 0]
     assert library.num_trims == 2
+
+
+def test_looking_costs_a_small_share_of_the_time(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a look of 0.004 s is 0.001 of 4 s; by then 1 GiB, which waits for 12.5 s, is not given back a second time
+    looks: list[float] = []
+    clock = SimpleNamespace(now=100.0)
+
+    def look(fake: Library) -> int:
+        looks.append(clock.now)
+        clock.now += 0.004
+        return fake.kept_bytes()
+
+    monkeypatch.setattr(heap, "kept_bytes", look)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    freed = FreedMemory()
+    given = []
+    for now in (100.0, 101.0, 103.9, 104.1, 120.0):
+        clock.now = now
+        given.append(freed.give_back())
+    assert given == [1324 * MIB, 0, 0, 0, 1024 * MIB]
+    # one look more after each time it was given back: what stayed is not the C library's
+    assert looks == [100.0, 100.004, 104.1, 120.0, 120.004]
 
 
 def test_little_is_kept(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

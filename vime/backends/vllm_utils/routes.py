@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from typing import Protocol, TypedDict
@@ -113,6 +114,8 @@ class _Routes:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            keep_settings()
         asked = (scope["type"], scope.get("method"), scope.get("path"))
         if asked not in (("http", "POST", UPDATE_ROUTE), ("http", "GET", WEIGHTS_ROUTE)):
             await self._app(scope, receive, send)
@@ -134,6 +137,14 @@ class _Routes:
             await send_json(send, 500, {"error": f"{type(error).__name__}: {error}"})
         else:
             await send_json(send, 200, result)
+
+
+def keep_settings() -> None:
+    """Let vLLM, once it has started, read its settings no more. It looks one up for each token, in all variables of the
+    environment, and keeps them in EngineCore but not in its server."""
+    settings = sys.modules.get("vllm.envs")
+    if settings is not None:  # not in a server that only acts like vLLM's
+        settings.enable_envs_cache()
 
 
 def label_tokens_by_adapter() -> None:
