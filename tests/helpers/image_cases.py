@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import tiny_images
-from tests.helpers.engine_contract import build, take_step, weights_of
+from tests.helpers.engine_contract import build, take_step
 from tests.helpers.fsdp_cases import FSDP
 from tests.helpers.megatron_models import make_plan
 from tests.helpers.megatron_worker import Bench, Case
@@ -85,7 +85,8 @@ def learned(bench: Bench, model: Path) -> dict[str, Any]:
     steps = make_plan(rows, dp_size=backend.place.dp_size, num_steps=2).steps
     [before] = engine.forward([rows])
     taken = [take_step(engine, backend, step, rows) for step in steps]
-    answer = {"before": before, "steps": taken, "weights": weights_of(engine)}
+    weights = {name: tensor.cpu().clone() for name, tensor in engine.export_weights()}
+    answer = {"before": before, "steps": taken, "weights": weights}
     backend.close()
     return answer
 
