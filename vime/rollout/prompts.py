@@ -372,6 +372,11 @@ class _RecordReader:
         """Return a prompt of which every turn of the assistant is imitated (--loss-type sft_loss without
         --label-key)."""
         assert not isinstance(fields.content, str)
+        if fields.images:
+            raise DataError(
+                f"{where}: a conversation to imitate with images, which is not read. Give its last answer by "
+                "--label-key, or remove the images."
+            )
         made = read_conversation(self._tokenizer, fields.content, fields.tools, self._template_arguments, where=where)
         turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
         return Prompt(

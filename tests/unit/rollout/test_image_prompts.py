@@ -91,7 +91,14 @@ def test_as_many_places_as_images_are_demanded(vision: Path, tmp_path: Path) -> 
         read_prompts(args, args.prompt_data, flag="--prompt-data")
 
 
-def finished(args: Any, colours: list[str]) -> Sample:
+def test_a_conversation_to_imitate_is_refused_with_its_images(vision: Path, tmp_path: Path) -> None:
+    record = {"input": [*CHAT, {"role": "assistant", "content": "red"}], "images": [URL]}
+    args = arguments(vision, [record], tmp_path, apply_chat_template=True, loss_type="sft_loss")
+    with pytest.raises(DataError, match=r":1: a conversation to imitate with images"):
+        read_prompts(args, args.prompt_data, flag="--prompt-data")
+
+
+def finished(args: Any) -> Sample:
     [[sample]] = RolloutDataSource(args).get_samples(1)
     sample.append_response_tokens([20, tiny_images.IMAGE_TOKEN], [-1.0, -2.0], versions=[VersionSpan(0, 0, 2)])
     sample.reward, sample.status = 1.0, SampleStatus.COMPLETED
@@ -101,7 +108,7 @@ def finished(args: Any, colours: list[str]) -> Sample:
 def test_a_row_holds_what_the_processor_makes_of_its_images(vision: Path, tmp_path: Path) -> None:
     record = {"input": "USER <image> and <image> ?", "images": [URL, tiny_base64("blue")]}
     args = arguments(vision, [record], tmp_path, n_samples_per_prompt=1)
-    [row] = group_rows(args, [finished(args, ["red", "blue"])])
+    [row] = group_rows(args, [finished(args)])
     cell = row.extra[IMAGE_COLUMN]
     assert isinstance(cell, bytes)
     found = unpack_images(cell, "row")
@@ -117,7 +124,7 @@ def tiny_base64(colour: str) -> str:
 
 def test_the_engine_gets_one_image_token_an_image_and_what_was_sampled_as_it_is(vision: Path, tmp_path: Path) -> None:
     args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=1)
-    sample = finished(args, ["red"])
+    sample = finished(args)
     assert sample.multimodal_inputs is not None
     assert engine_prompt(sample.multimodal_inputs, sample.tokens) == [8, 3, 12, 20, 3]
     assert content_parts(sample.multimodal_inputs) == [{"type": "image_url", "url": URL}]
@@ -125,7 +132,7 @@ def test_the_engine_gets_one_image_token_an_image_and_what_was_sampled_as_it_is(
 
 def test_images_come_back_from_the_spool(vision: Path, tmp_path: Path) -> None:
     args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=1)
-    sample = finished(args, ["red"])
+    sample = finished(args)
     [back] = bytes_to_samples(samples_to_bytes([sample]))
     assert back.multimodal_inputs == sample.multimodal_inputs
     assert group_rows(args, [back]) == group_rows(args, [sample])
