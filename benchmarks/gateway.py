@@ -48,9 +48,9 @@ from vime.types import Sample, SampleStatus, VersionSpan
 GOAL = 1 / 0.9
 PROMPT = 8  # tokens
 ARGS = SimpleNamespace(
-    transferqueue_partition="train", transfer_queue_extra_data_fields=(), source_key="source", reward_key=None,
-    loss_type="policy_loss", custom_reward_post_process_path=None, disable_grpo_std_normalization=False,
-    advantage_estimator="grpo", hf_checkpoint="",
+    transferqueue_partition="train", transfer_queue_extra_data_fields=(), multimodal_keys=None, source_key="source",
+    reward_key=None, loss_type="policy_loss", custom_reward_post_process_path=None, advantage_estimator="grpo",
+    disable_grpo_std_normalization=False, hf_checkpoint="",
 )  # fmt: skip
 
 

@@ -51,9 +51,9 @@ LARGEST_SHARE_OF_HELD = 1.25
 SAMPLES = 16
 GROUPS = 64
 ARGS = SimpleNamespace(
-    transferqueue_partition="train", transfer_queue_extra_data_fields=(), source_key="source", reward_key=None,
-    loss_type="policy_loss", custom_reward_post_process_path=None, disable_grpo_std_normalization=False,
-    advantage_estimator="grpo", hf_checkpoint="",
+    transferqueue_partition="train", transfer_queue_extra_data_fields=(), multimodal_keys=None, source_key="source",
+    reward_key=None, loss_type="policy_loss", custom_reward_post_process_path=None, advantage_estimator="grpo",
+    disable_grpo_std_normalization=False, hf_checkpoint="",
 )  # fmt: skip
 Side = Callable[[], object]
 

@@ -25,6 +25,9 @@ SPELLINGS = {
 }
 """Names of a field in config.json, by model family."""
 REQUIRED = ("num_layers", "hidden_size")
+VISION_FAMILIES = ("idefics3",)
+"""Model types whose images are trained: each tile of an image has equally many tokens, and positions are those of
+text."""
 EXPECTED = ("num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings")
 """Some families leave these to their class in transformers (Gemma 3) or have none (ALiBi has no last position)."""
 

@@ -282,7 +282,6 @@ MISSING: dict[str, Missing] = {
     "--mtp-num-layers": Missing("Remove it: heads for several tokens are not trained."),
     "--enable-mtp-training": Missing("Remove it: heads for several tokens are not trained."),
     "--mtp-loss-scaling-factor": Missing("Remove it: heads for several tokens are not trained."),
-    "--multimodal-keys": Missing("Remove it; a plug-in may set sample.multimodal_inputs."),
     "--freeze-params-name-list": Missing("Remove it: every parameter is trained."),
     "--only-train-params-name-list": Missing("Remove it: every parameter is trained."),
     "--use-rollout-entropy": Missing("Remove it: train/entropy is always there."),

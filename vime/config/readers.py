@@ -86,7 +86,7 @@ READ_WHEN = (
         "with --use-kl-loss (--kl-coef always takes k1: in the reward the others give almost no gradient)",
     ),
     Condition(
-        ("input_key", "label_key", "metadata_key", "tool_key"),
+        ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys"),
         _has_records,
         "with --prompt-data, --eval-prompt-data, --eval-config or a --data-source-path of your own",
     ),

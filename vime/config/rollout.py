@@ -28,6 +28,11 @@ class DataConfig:
         "key that names a record's data source, in the record or in its metadata: metrics by source",
     )
     tool_key: str | None = flag(None, "record key of tool definitions for the chat template")
+    multimodal_keys: str | None = flag(
+        None,
+        'JSON object that names the record key of images, `{"image": "images"}`: paths, data URLs, base64 or bytes '
+        "(docs/images.md)",
+    )
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: str | None = flag(None, "JSON object of extra arguments for the chat template")
     rollout_shuffle: bool = flag(False, "shuffle the prompts anew each epoch")

@@ -66,6 +66,8 @@ COLUMNS: tuple[Column, ...] = (
     _optional("teacher_log_probs", "<f4", Shape.RESPONSE),
     # layers x top-k expert numbers; -1 where the engine did not report them
     _optional("rollout_routed_experts", "<i2", Shape.WIDE),
+    # of --multimodal-keys: pixels as a safetensors file; empty for a row without images
+    _optional("multimodal_train_inputs", "u1", Shape.ANY),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
 

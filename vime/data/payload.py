@@ -38,6 +38,8 @@ _HEADS = np.dtype(
 )
 IN_ROWS = ("tokens", "loss_mask", "rollout_log_probs")
 """Fields of a sample that are in its row, so the rest leaves them out."""
+DERIVED = ("multimodal_train_inputs",)
+"""Fields that are made anew when a row is: of the sample's `multimodal_inputs`."""
 BYTES = "bytes"
 Decode = Callable[[Sequence[int]], str]
 Layout = tuple[str, str, Sequence[int | tuple[int, ...]]]
@@ -190,7 +192,7 @@ def cut(rows: Sequence[TrainRow]) -> Iterator[list[TrainRow]]:
     size = 0
     for row in rows:
         chunk.append(row)
-        size += 4 * row.total_length + 5 * row.response_length
+        size += 4 * row.total_length + 5 * row.response_length + sum(map(_cell_bytes, row.extra.values()))
         if size >= CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
@@ -198,12 +200,16 @@ def cut(rows: Sequence[TrainRow]) -> Iterator[list[TrainRow]]:
         yield chunk
 
 
+def _cell_bytes(cell: Column) -> int:
+    return len(cell) if isinstance(cell, bytes) else cell.nbytes
+
+
 def pack_rest(samples: Sequence[Sample]) -> bytes:
     """Return the rest of the samples: what their rows have no column for. It must be JSON that reads back unchanged.
     Text that was not decoded yet is left out: `join_samples` decodes it from the tokens."""
     records = []
     for sample in samples:
-        without = IN_ROWS if _is_lined_up(sample) else ()
+        without = (*DERIVED, *(IN_ROWS if _is_lined_up(sample) else ()))
         records.append(sample.to_dict(without=(*without, "response") if _is_text_of_row(sample) else without))
     try:
         text = json.dumps(records, separators=(",", ":"), allow_nan=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import json
 import re
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.command_line import parse_command_line
 from vime.config.eval_sets import eval_sets
-from vime.config.hf_config import num_tokenizer_ids, read_record
+from vime.config.hf_config import VISION_FAMILIES, num_tokenizer_ids, read_record
 from vime.config.layout import check_model_layout, idle_under_fsdp
 from vime.config.lora import LINEAR_LAYERS
 from vime.config.model_files import read_headers
@@ -70,6 +71,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     refusals.attempt(check_plugins, config.flat)
     for one in eval_sets(config):
         refusals.attempt(check_plugins, one.config.flat)
+    refusals.attempt(_check_images, config)
     if not config.debug.debug_rollout_only:
         refusals.attempt(_check_adapter, config)
         refusals.attempt(_check_architecture, config)
@@ -177,6 +179,11 @@ def _check_adapter(config: Config) -> None:
             f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is quantised (quantization_config in its "
             "config.json), and adapters of such a base (QLoRA) are not trained. Give the model in bf16 or fp32."
         )
+    if read_record(config.model.hf_checkpoint).get("model_type") in VISION_FAMILIES:
+        raise ConfigError(
+            f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is a vision model, whose tower and text have layers of "
+            "the same names; adapters of one are not trained. Remove --lora-rank, or give a text model."
+        )
     headers = read_headers(config.model.hf_checkpoint, flag="--hf-checkpoint")
     names = (name.removesuffix(".weight") for name, header in headers.items() if len(header.shape) == 2)
     there = {name.rpartition(".")[2] for name in names} & set(LINEAR_LAYERS)
@@ -186,6 +193,34 @@ def _check_adapter(config: Config) -> None:
             f"--lora-target-modules {' '.join(missing)}: --hf-checkpoint {config.model.hf_checkpoint} has no linear "
             f"layer of this name (some models keep several in one tensor). Expected some of "
             f"{', '.join(name for name in LINEAR_LAYERS if name in there) or 'another model'}."
+        )
+
+
+def _check_images(config: Config) -> None:
+    """Refuse images that a part of the run would not carry."""
+    keys = config.data.multimodal_keys
+    if keys is None:
+        return
+    where = f"--multimodal-keys {keys}"
+    try:
+        named = json.loads(keys)
+    except ValueError:
+        named = None
+    if not isinstance(named, dict) or set(named) != {"image"} or not isinstance(named["image"], str):
+        raise ConfigError(f'{where}: expected a JSON object like {{"image": "images"}}; only images are read.')
+    family = read_record(config.model.hf_checkpoint).get("model_type")
+    if family not in VISION_FAMILIES:
+        raise ConfigError(
+            f"{where}: --hf-checkpoint {config.model.hf_checkpoint} has model_type {family!r}, of which Vime trains no "
+            f"images; expected {' or '.join(VISION_FAMILIES)}. Give such a model, or remove the flag."
+        )
+    if config.cluster.train_backend == "megatron":
+        raise ConfigError(f"{where}: --train-backend megatron trains no images. Expected --train-backend fsdp.")
+    agents = (config.agents.agent_command, config.agents.agent_function, config.agents.environment)
+    if config.queue.transferqueue_mode == EXTERNAL or any(agents):
+        raise ConfigError(
+            f"{where}: agents, environments and external jobs get prompts as text alone. Remove the flag, or let Vime "
+            "generate by itself."
         )
 
 

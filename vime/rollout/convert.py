@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from vime.config.parse import Args
 from vime.data.groups import GroupFacts, GroupNotes
+from vime.data.images import IMAGE_COLUMN
 from vime.data.rows import Column, TrainRow, as_array
 from vime.handoff.group_store import EncodedGroup, encode_group
 from vime.protocols import calling_plugin
 from vime.rollout.groups import mark_samples
+from vime.rollout.images import image_column
 from vime.rollout.metrics import reward_entries, source_of
 from vime.rollout.plugins import is_of_slime, plugin, plugin_args
 from vime.rollout.routed_experts import routed_experts_column
@@ -113,10 +115,11 @@ def set_custom_rewards(args: Args, groups: Sequence[GroupFacts], samples: Callab
 
 
 def _extra_columns(args: Args, sample: Sample) -> dict[str, Column]:
-    """Return the columns of --transfer-queue-extra-data-fields."""
+    """Return the columns of --transfer-queue-extra-data-fields, and the images of --multimodal-keys."""
+    images = {IMAGE_COLUMN: image_column(args, sample, _name(sample))} if args.multimodal_keys else {}
     writers: dict[str, Callable[[Args, Sample, str], Column]]
     writers = {"teacher_log_probs": _teacher_log_probs, "rollout_routed_experts": routed_experts_column}
-    return {
+    return images | {
         name: writers[name](args, sample, _name(sample)) if name in writers else _any_field(sample, name)
         for name in args.transfer_queue_extra_data_fields
     }

@@ -61,7 +61,7 @@ def _file_faults(args: Args, path: str, flag: str) -> Iterator[str]:
     faults = []
     for number, record in records:
         try:
-            read_fields(args, record, f"{file}:{number}")
+            read_fields(args, record, f"{file}:{number}", directory=file.parent)
         except DataError as error:
             faults.append(str(error))
     yield from faults[:MAX_NAMED]

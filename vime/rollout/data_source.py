@@ -190,6 +190,7 @@ def new_sample(prompt: Prompt, *, group_index: int, index: int) -> Sample:
         tokens=list(prompt.token_ids),
         label=copy.deepcopy(prompt.label),
         metadata=copy.deepcopy(dict(prompt.metadata)),
+        multimodal_inputs=None if prompt.images is None else dict(prompt.images),
     )
 
 
@@ -206,7 +207,8 @@ def _fingerprint(prompts: list[Prompt]) -> str:
     and whether its completions are still scored against the same labels."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        record = (prompt.token_ids, prompt.label, dict(prompt.metadata))
+        images = () if prompt.images is None else (prompt.images["images"],)  # text alone keeps its fingerprint
+        record = (prompt.token_ids, prompt.label, dict(prompt.metadata), *images)
         # parquet brings values that JSON does not know, such as dates and bytes
         digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()[:16]

@@ -21,6 +21,7 @@ import numpy as np
 
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
 from vime.rollout.exchanges import Completion, PromptTokens, note_completions
+from vime.rollout.images import content_parts, engine_prompt
 from vime.rollout.request_priority import Slots
 from vime.types import EngineAddress, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.http import HttpFailure, HttpSession
@@ -61,9 +62,16 @@ class EngineClient:
         self._http = HttpSession(headers=EngineAddress(name="router", url=url, key=key).headers)  # the slots limit it
 
     async def generate(
-        self, token_ids: Sequence[int], sampling_params: Mapping[str, object], *, n: int = 1, session_id: str = ""
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, object],
+        *,
+        n: int = 1,
+        session_id: str = "",
+        images: Mapping[str, object] | None = None,
     ) -> list[Completion]:
-        """Return n completions of one prompt. Raises EngineError, or WaitTimeoutError after `timeout_s`.
+        """Return n completions of one prompt. `images`: the sample's `multimodal_inputs`.
+        Raises EngineError, or WaitTimeoutError after `timeout_s`.
 
         Nothing is sent once the task's `AbortScope` is set: the completions are empty and aborted.
         """
@@ -74,6 +82,9 @@ class EngineClient:
             "stream": False,
             "sampling_params": {**sampling_params, "n": n, "logprobs": 0, "detokenize": "stop" in sampling_params},
         }
+        if images:  # the engine expands their tokens itself, and says to what
+            body |= {"token_ids": engine_prompt(images, token_ids), "content_parts": content_parts(images)}
+            body["return_token_ids"] = True
         headers = {"X-Request-Id": request_id} | ({"X-Session-ID": session_id} if session_id else {})
         with waiting("one of the requests before to end", deadline_s=None):
             await self._slots.acquire()
@@ -97,7 +108,7 @@ class EngineClient:
             self._slots.release()
         if data is None:
             return [NOTHING] * n
-        completions, cached = read_response(data, n, f"{self.url}{ROUTE}")
+        completions, cached = read_response(data, n, f"{self.url}{ROUTE}", prompt=token_ids if images else None)
         if cached is not None:
             self.prompts.add(PromptTokens(len(token_ids), cached))
         note_completions(token_ids, completions)
@@ -198,6 +209,7 @@ class _Body(msgspec.Struct, gc=False):
     is an object that the garbage collector would examine (docs/decisions/0029)."""
 
     choices: list[_Choice]
+    prompt_token_ids: list[int] | None = None
     usage: _Usage | None = None
 
 
@@ -215,10 +227,12 @@ def read_completions(data: bytes, n: int, source: str) -> list[Completion]:
     return read_response(data, n, source)[0]
 
 
-def read_response(data: bytes, n: int, source: str) -> tuple[list[Completion], int | None]:
+def read_response(
+    data: bytes, n: int, source: str, *, prompt: Sequence[int] | None = None
+) -> tuple[list[Completion], int | None]:
     """Return the engine's JSON as n completions, in the order of their index, and how many tokens of the prompt were in
     its prefix cache; None when it does not say. Raises EngineError, naming `source`, when the JSON is not of that
-    form."""
+    form. `prompt`: what the engine must have computed, where it expands the prompt itself."""
     try:
         body = _DECODER.decode(data)
         details = body.usage and body.usage.prompt_tokens_details
@@ -230,6 +244,12 @@ def read_response(data: bytes, n: int, source: str) -> tuple[list[Completion], i
             f"{source}: the engine's response cannot be read: {error}; got {data[:300]!r}. Expected the format of vLLM "
             "0.32's /inference/v1/generate."
         ) from error
+    if prompt is not None and body.prompt_token_ids != list(prompt):
+        raise EngineError(
+            f"{source}: the engine computed a prompt of {len(body.prompt_token_ids or ())} tokens, expected "
+            f"{len(prompt)} with the places of its images. Take processor and model from one directory, and "
+            "the vLLM and transformers that Vime was installed with."
+        )
     if len(completions) != n:
         raise EngineError(f"{source}: the engine returned {len(completions)} samples, expected {n}.")
     return completions, cached

@@ -31,7 +31,7 @@ def eval_data_sets(args: Args) -> list[tuple[EvalSet, Prompts]]:
 def _prompts_of(one: EvalSet) -> Prompts:
     args = one.config.flat
     keys = (args.input_key, args.label_key, args.metadata_key, args.tool_key, args.apply_chat_template)
-    key = (one.path, args.hf_checkpoint, *map(str, keys))
+    key = (one.path, args.hf_checkpoint, *map(str, (*keys, args.multimodal_keys)))
     if key not in _PROMPTS:
         _PROMPTS[key] = read_prompts(args, one.path, flag=one.flag)
     return _PROMPTS[key]

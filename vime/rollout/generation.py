@@ -84,9 +84,11 @@ async def generate_group(args: Args, samples: list[Sample], sampling_params: Sam
     may_share = len(samples) > 1 and sampling_params["temperature"] > 0 and not args.reference_mode
     may_share = may_share and len(set(budgets)) == 1 and budgets[0] > 0
     parts: list[list[Completion]] = [[] for _ in samples]
-    if may_share and all(sample.tokens == first for sample in samples):
+    images = samples[0].multimodal_inputs
+    if may_share and all(sample.tokens == first and sample.multimodal_inputs == images for sample in samples):
         params, session_id = {**sampling_params, "max_tokens": budgets[0]}, samples[0].session_id
-        completions = await engine_client(args).generate(first, params, n=len(samples), session_id=session_id)
+        client = engine_client(args)
+        completions = await client.generate(first, params, n=len(samples), session_id=session_id, images=images)
         parts = [[completion] for completion in completions]
     copies = [sum(other.index == s.index for other in samples[:place]) for place, s in enumerate(samples)]
     await _in_parallel(
@@ -210,7 +212,8 @@ async def _continue(
     if args.reference_mode and "seed" not in params:
         num_tokens = sample.response_length + len(done)
         params["seed"] = request_seed(args.rollout_seed, sample, num_tokens=num_tokens, copy=copy)
-    (completion,) = await engine_client(args).generate(prompt, params, session_id=sample.session_id)
+    images = sample.multimodal_inputs
+    (completion,) = await engine_client(args).generate(prompt, params, session_id=sample.session_id, images=images)
     return completion
 
 

@@ -21,6 +21,7 @@ from vime.config.model_files import has_tokenizer, no_tokenizer
 from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
 from vime.rollout.conversations import TURNS, chat_text, is_conversation, read_conversation, turns_of
+from vime.rollout.images import expand_prompt, read_images
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
@@ -48,6 +49,7 @@ class Prompt:
     label: object
     where: str
     metadata: Mapping[str, object] = field(default_factory=dict)
+    images: Mapping[str, object] | None = None  # `Sample.multimodal_inputs`
 
 
 def decode_response(directory: str, tokens: Sequence[int]) -> str:
@@ -261,10 +263,12 @@ class Fields:
     tools: list[dict[str, object]] | None
     label: object
     metadata: dict[str, object]
+    images: tuple[str, ...] = ()  # data URLs
 
 
-def read_fields(args: Args, record: Record, where: str) -> Fields:
-    """Check everything about a record that needs no tokenizer. DataError says what is wrong with it."""
+def read_fields(args: Args, record: Record, where: str, *, directory: Path = Path()) -> Fields:
+    """Check everything about a record that needs no tokenizer. DataError says what is wrong with it. `directory`: where
+    relative paths of images begin."""
     content = _value(record, args.input_key, "--input-key", where)
     _check_content(args, content, where)
     metadata = record.get(args.metadata_key)
@@ -288,6 +292,7 @@ def read_fields(args: Args, record: Record, where: str) -> Fields:
         tools=cast("list[dict[str, object]] | None", tools),  # the chat template reports what is wrong with them
         label=label,
         metadata=named | dict(metadata or {}),
+        images=read_images(args, record, directory, where),
     )
 
 
@@ -345,10 +350,10 @@ class _RecordReader:
 
     def prompt(self, number: int, record: Record) -> Prompt:
         where = f"{self._file}:{number}"
-        fields = read_fields(self._args, record, where)
+        fields = read_fields(self._args, record, where, directory=self._file.parent)
         if _is_imitated(self._args, fields.content):
             return self._conversation(fields, where)
-        text, token_ids = self._render(fields, where)
+        text, token_ids, images = self._render(fields, where)
         if self._num_ids and token_ids and (largest := max(token_ids)) >= self._num_ids:
             raise DataError(
                 f"{where}: the prompt has token id {largest}, but the embedding of --hf-checkpoint "
@@ -360,12 +365,18 @@ class _RecordReader:
             label=fields.label,
             where=where,
             metadata=fields.metadata | ({"tools": fields.tools} if fields.tools else {}),
+            images=images,
         )
 
     def _conversation(self, fields: Fields, where: str) -> Prompt:
         """Return a prompt of which every turn of the assistant is imitated (--loss-type sft_loss without
         --label-key)."""
         assert not isinstance(fields.content, str)
+        if fields.images:
+            raise DataError(
+                f"{where}: a conversation to imitate with images, which is not read. Give its last answer by "
+                "--label-key, or remove the images."
+            )
         made = read_conversation(self._tokenizer, fields.content, fields.tools, self._template_arguments, where=where)
         turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
         return Prompt(
@@ -376,11 +387,12 @@ class _RecordReader:
             metadata={**fields.metadata, TURNS: turns},
         )
 
-    def _render(self, fields: Fields, where: str) -> tuple[str, list[int]]:
-        """Return prompt text and its tokens. Special tokens come from the template, or else from the tokenizer."""
+    def _render(self, fields: Fields, where: str) -> tuple[str, list[int], Mapping[str, object] | None]:
+        """Return prompt text, its tokens and its images. Special tokens come from the template, or else from the
+        tokenizer."""
         content = fields.content
         if not self._args.apply_chat_template and isinstance(content, str):
-            return content, self._tokenizer(content)["input_ids"]
+            return content, *self._encode(content, fields.images, where, special=True)
         messages: list[dict[str, object]] = (
             [{"role": "user", "content": content}] if isinstance(content, str) else content
         )
@@ -390,4 +402,11 @@ class _RecordReader:
             raise DataError(
                 f"{where}: the chat template refused the prompt: {type(error).__name__} {error}."
             ) from error
-        return text, self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text, *self._encode(text, fields.images, where, special=False)
+
+    def _encode(
+        self, text: str, images: tuple[str, ...], where: str, *, special: bool
+    ) -> tuple[list[int], Mapping[str, object] | None]:
+        if images:
+            return expand_prompt(self._args, text, images, where, special=special)
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"], None

@@ -316,6 +316,7 @@ READ = {
     "label_key": (["answer"], None),
     "metadata_key": (["extra"], None),
     "tool_key": (["tools"], None),
+    "multimodal_keys": (['{{"image": "images"}}'], None),
     "apply_chat_template_kwargs": (["{{}}"], ["--apply-chat-template"]),
     "reasoning_gym_size": (["5"], None),
     "over_sampling_batch_size": (["8"], []),
@@ -390,7 +391,14 @@ UNREAD = {  # where the default already reads it: the flags under which nothing 
     "partial_rollout": ["--max-staleness", "1"],
     "micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"],
 }
-ON_ANOTHER_MACHINE = {"vllm_kv_cache_memory_bytes", "input_key", "label_key", "metadata_key", "tool_key"}
+ON_ANOTHER_MACHINE = {
+    "vllm_kv_cache_memory_bytes",
+    "input_key",
+    "label_key",
+    "metadata_key",
+    "tool_key",
+    "multimodal_keys",
+}
 
 
 def flag_of(name: str, values: list[str]) -> list[str]:

@@ -221,7 +221,7 @@ def test_an_adapter_that_megatron_does_not_train_is_refused_with_what_it_trains(
         preflight(chosen, is_async=False)
 
 
-def test_a_base_that_is_quantised_or_lacks_the_layers_of_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_a_base_that_is_quantised_or_sees_or_lacks_the_layers_of_an_adapter_is_refused(tmp_path: Path) -> None:
     fused = {"qkv_proj": (48, 32), "o_proj": (32, 32), "gate_up_proj": (128, 32), "down_proj": (32, 64)}
     tensors = {f"model.layers.0.{name}.weight": np.zeros(shape, np.float32) for name, shape in fused.items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -230,6 +230,53 @@ def test_a_base_that_is_quantised_or_lacks_the_layers_of_an_adapter_is_refused(t
         preflight(chosen, is_async=False)
     assert "--lora-target-modules q_proj k_proj v_proj gate_proj up_proj: --hf-checkpoint" in str(refusal.value)
     assert "Expected some of o_proj, down_proj." in str(refusal.value)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "idefics3", "text_config": SHAPE}))
+    with pytest.raises(ConfigError, match=r"--lora-rank 8: .* is a vision model"):
+        preflight(chosen, is_async=False)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"quantization_config": {"bits": 4}}))
     with pytest.raises(ConfigError, match=r"is quantised .* Give the model in bf16 or fp32"):
+        preflight(chosen, is_async=False)
+
+
+IMAGES = '{"image": "images"}'
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train_backend": "megatron"}, "--train-backend megatron trains no images. Expected --train-backend fsdp"),
+        ({"multimodal_keys": '{"video": "clips"}'}, 'expected a JSON object like {"image": "images"}'),
+        ({"multimodal_keys": "images"}, 'expected a JSON object like {"image": "images"}'),
+        ({"agent_command": "python agent.py"}, "agents, environments and external jobs get prompts as text alone"),
+    ],
+)
+def test_images_that_a_part_of_the_run_would_not_carry_are_refused(
+    tmp_path: Path, changes: dict[str, str], said: str
+) -> None:
+    chosen = config(tmp_path).replace(**{"train_backend": "fsdp", "multimodal_keys": IMAGES, **changes})
+    vision = {"model_type": "idefics3", "text_config": SHAPE | {"model_type": "llama"}}
+    (tmp_path / "config.json").write_text(json.dumps(vision))
+    with pytest.raises(ConfigError) as refusal:
+        preflight(chosen, is_async=False)
+    assert said in str(refusal.value)
+
+
+def test_images_for_a_model_without_vision_are_refused_by_both_flags(tmp_path: Path) -> None:
+    chosen = config(tmp_path).replace(train_backend="fsdp", multimodal_keys=IMAGES)
+    with pytest.raises(ConfigError, match=r"--multimodal-keys .*--hf-checkpoint .*'qwen3'.*expected idefics3"):
+        preflight(chosen, is_async=False)
+
+
+def test_megatron_refuses_a_vision_model_and_names_fsdp(tmp_path: Path) -> None:
+    chosen = config(tmp_path).replace(debug_rollout_only=False, train_backend="megatron")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "idefics3",
+                "text_config": SHAPE | {"model_type": "llama"},
+                "vision_config": {"model_type": "idefics3_vision", "hidden_size": 32, "num_attention_heads": 2},
+            }
+        )
+    )
+    with pytest.raises(ConfigError, match="--train-backend fsdp trains this model"):
         preflight(chosen, is_async=False)

@@ -37,7 +37,7 @@ class Engine:
     version: int = 0
     sent: list[list[int]] = field(default_factory=list)
 
-    async def generate(self, token_ids, sampling_params, *, n=1, session_id=""):
+    async def generate(self, token_ids, sampling_params, *, n=1, session_id="", images=None):
         if is_aborting():
             return [NOTHING] * n
         num_tokens, moves, halts = self.steps.pop(0) if self.steps else (LENGTH, 0, False)

@@ -32,6 +32,7 @@ from vime.backends.fsdp_utils.model import (
 )
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
 from vime.backends.fsdp_utils.probe import check_family, check_packing
+from vime.backends.fsdp_utils.vision import VisionInputs, has_images
 from vime.backends.logprobs import logprobs_and_entropy
 from vime.backends.offload import Offload
 from vime.batching.pack import PackedBatch, pack
@@ -73,7 +74,9 @@ class FsdpEngine:
         hf: HFWeights,
         implementation: str,
         device: torch.device,
+        vision: VisionInputs | None = None,
     ) -> None:
+        self._vision = vision  # None: no row has images
         self._spec, self._config = spec, config
         self._model, self._hf = model, hf
         self._implementation, self._device = implementation, device
@@ -116,7 +119,7 @@ class FsdpEngine:
         values = []
         for rows in batches:
             batch = pack(rows, device=self._device)
-            value_T, _ = self._token_values(batch, rule)
+            value_T, _ = self._token_values(rows, batch, rule)
             values.append([value_T[positions].cpu() for positions in batch.row_slices])
         return values
 
@@ -139,16 +142,20 @@ class FsdpEngine:
         statistics = []
         for rows, extra in zip(batches, columns, strict=True):
             batch = pack(rows, device=self._device, extra=extra)
-            value_T, entropy_T = self._token_values(batch)
+            value_T, entropy_T = self._token_values(rows, batch)
             share, statistics_S = loss(value_T, entropy_T, batch)
             share.backward()
             statistics.append(statistics_S.detach())
         return statistics
 
-    def _token_values(self, batch: PackedBatch, rule: SamplingRule | None = None) -> tuple[Tensor, Tensor]:
+    def _token_values(
+        self, rows: Sequence[TrainRow], batch: PackedBatch, rule: SamplingRule | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (log p of response tokens [T], entropies [T]), 0 elsewhere; or with a value head (predicted returns
         [T], zeros). fp32. Prompts have no logits: that saves their share of the largest tensor of a step."""
         inputs = model_inputs(batch, self._implementation)
+        if self._vision is not None:
+            inputs |= self._vision.of(rows, self._device, batch.num_tokens)
         if self._spec.has_value_head:
             value_T = self._model(**inputs)[0, :, 0].float()
             return value_T, torch.zeros_like(value_T)
@@ -260,7 +267,9 @@ def build_engine(spec: EngineSpec, config: Config, *, mesh: DeviceMesh, device: 
     weights = _read_on_rank_0(spec, settings)
     fill(shard(model, mesh, parallel), None if weights is None else {**weights, **adapter}, mesh, device)
     check_packing(spec, family, model, implementation=implementation, device=device)
-    return FsdpEngine(spec, config, model=model, hf=hf, implementation=implementation, device=device)
+    shows_images = has_images(settings) and config.data.multimodal_keys is not None
+    vision = VisionInputs(family) if shows_images else None
+    return FsdpEngine(spec, config, model=model, hf=hf, implementation=implementation, device=device, vision=vision)
 
 
 def _read_on_rank_0(spec: EngineSpec, settings: PretrainedConfig) -> dict[str, Tensor] | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from vime.config.hf_config import VISION_FAMILIES
 from vime.types import ConfigError, describe
 
 
@@ -18,10 +19,10 @@ def read_config(directory: str, *, flag: str = "--hf-checkpoint") -> PretrainedC
         config: PretrainedConfig = AutoConfig.from_pretrained(str(Path(directory).expanduser()), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{flag} {directory}: config.json cannot be read: {describe(error)}.") from error
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_FAMILIES):
         raise ConfigError(
             f"{flag} {directory}: model_type {config.model_type!r} is no causal language model of the installed "
-            "transformers. Choose another model."
+            f"transformers, nor of the vision families {', '.join(VISION_FAMILIES)}. Choose another model."
         )
     _refuse_frequencies_of_a_pack(config.get_text_config(), f"{flag} {directory}")
     for part in {id(part): part for part in (config, config.get_text_config())}.values():

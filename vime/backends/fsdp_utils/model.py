@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from vime.backends.fsdp_utils import attention
+from vime.backends.fsdp_utils.vision import attention_of, has_images
 from vime.batching.pack import PackedBatch
 from vime.config.cluster import ParallelConfig
 from vime.config.model_files import read_headers
@@ -63,7 +64,9 @@ def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: st
     model: PreTrainedModel
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+            model = _family_of(config).from_config(
+                config, dtype=torch.float32, attn_implementation=attention_of(config, implementation)
+            )
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"{spec.flag} {spec.checkpoint}: model_type {config.model_type!r} cannot be trained on packed sequences: "
@@ -73,6 +76,12 @@ def bare_model(spec: EngineSpec, config: PretrainedConfig, *, implementation: st
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
     return model
+
+
+def _family_of(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
+    """Return the class of transformers that knows the model; all of them have the same functions."""
+    vision = cast("type[AutoModelForCausalLM]", AutoModelForImageTextToText)
+    return vision if has_images(config) else AutoModelForCausalLM
 
 
 def attention_for(device: torch.device, parallel: ParallelConfig) -> str:
@@ -113,7 +122,7 @@ def read_weights(spec: EngineSpec, config: PretrainedConfig) -> dict[str, Tensor
     """
     transformers_logging.disable_progress_bar()
     try:
-        loaded: object = AutoModelForCausalLM.from_pretrained(
+        loaded: object = _family_of(config).from_pretrained(
             str(Path(spec.checkpoint).expanduser()),
             config=config,
             dtype=torch.float32,

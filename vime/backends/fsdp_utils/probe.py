@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from vime.backends.fsdp_utils import attention
 from vime.backends.fsdp_utils.model import FLASH, ValueModel, bare_model, model_inputs
+from vime.backends.fsdp_utils.vision import attention_of, has_images
 from vime.batching.pack import pack
 from vime.data.rows import TrainRow
 from vime.types import ConfigError, EngineSpec, Role, describe
@@ -63,7 +64,8 @@ def check_family(
     where = f"{flag} {checkpoint}: model_type {settings.model_type!r}" + (f" with {said}" if said else "")
     try:
         with _without_warnings():  # they would be about the copy
-            model = _small_copy(settings, small, implementation=implementation, device=device)
+            text = settings.get_text_config() if has_images(settings) else settings
+            model = _small_copy(text, small, implementation=implementation, device=device)
             pairs = _packed_and_alone(model, lengths, implementation=implementation)
     except Exception as error:  # boundary: code of any family, with an unusual config
         if not named:
@@ -240,9 +242,9 @@ def check_packing(
         raise ConfigError(
             f"{spec.flag} {spec.checkpoint}: cannot be trained on packed sequences: {error}. {ANOTHER}"
         ) from error
-    family.set_attn_implementation("eager")
+    family.set_attn_implementation(attention_of(family.config, "eager"))
     alone = outputs([second], "eager")
-    family.set_attn_implementation(implementation)
+    family.set_attn_implementation(attention_of(family.config, implementation))
     difference, size = _rms(packed - alone), _rms(alone)
     if not difference <= TOLERANCE[packed.dtype] * size:
         raise ConfigError(

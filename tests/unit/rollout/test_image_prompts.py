@@ -1,0 +1,176 @@
+"""Images of a record: to the prompt's tokens, to the engine's request and to the trainer's column."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import tiny_images
+from vime.config.parse import Config
+from vime.data.images import IMAGE_COLUMN, pack_images, unpack_images
+from vime.data.payload import bytes_to_samples, cut, samples_to_bytes
+from vime.data.rows import TrainRow
+from vime.rollout.convert import group_rows
+from vime.rollout.data_check import data_faults
+from vime.rollout.data_source import RolloutDataSource
+from vime.rollout.images import content_parts, engine_prompt
+from vime.rollout.prompts import read_prompts
+from vime.types import DataError, HandoffError, Sample, SampleStatus, VersionSpan
+
+KEYS = '{"image": "images"}'
+URL = f"data:image/png;base64,{base64.b64encode(tiny_images.png('red')).decode()}"
+CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour ?"}]}]
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_images.make_idefics3(tmp_path_factory.mktemp("vision"))
+
+
+def arguments(model: Path, records: list[dict[str, Any]], directory: Path, **flags: Any) -> Any:
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    chosen = {"hf_checkpoint": str(model), "prompt_data": str(path), "multimodal_keys": KEYS, **flags}
+    return Config().replace(**chosen).flat
+
+
+def test_a_chat_with_an_image_has_the_tokens_that_the_processor_makes(vision: Path, tmp_path: Path) -> None:
+    args = arguments(vision, [{"input": CHAT, "images": [URL]}], tmp_path, apply_chat_template=True)
+    [prompt] = read_prompts(args, args.prompt_data, flag="--prompt-data")
+    # USER, the image, What colour ?, ASSISTANT
+    assert list(prompt.token_ids) == [8, *tiny_images.IMAGE_IDS, 10, 11, 12, 9]
+    assert prompt.images == {"images": [URL], "prompt_ids": [8, 3, 10, 11, 12, 9], "prompt_length": 12}
+
+
+def test_paths_bytes_base64_and_data_urls_are_the_same_image(vision: Path, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(tiny_images.png("red"))
+    encoded = base64.b64encode(tiny_images.png("red")).decode()
+    given = ["red.png", [str(tmp_path / "red.png")], encoded, URL, {"path": "red.png", "bytes": None}]
+    args = arguments(vision, [{"input": "USER <image> ?", "images": one} for one in given], tmp_path)
+    prompts = read_prompts(args, args.prompt_data, flag="--prompt-data")
+    assert {json.dumps(prompt.images) for prompt in prompts} == {json.dumps(prompts[0].images)}
+    assert prompts[0].images is not None
+    assert prompts[0].images["images"] == [URL]
+
+
+def test_a_record_without_images_is_text(vision: Path, tmp_path: Path) -> None:
+    args = arguments(vision, [{"input": "USER What ?"}], tmp_path)
+    [prompt] = read_prompts(args, args.prompt_data, flag="--prompt-data")
+    assert (prompt.token_ids, prompt.images) == ((8, 10, 12), None)
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ("none.png", "'none.png': there is no such file"),
+        ("broken.png", "'broken.png' cannot be opened"),
+        ("cut.png", "'cut.png' cannot be opened"),
+        (7, "got int"),
+        ("data:image/png;base64,AAAA", "cannot be opened"),
+    ],
+)
+def test_a_broken_image_is_refused_with_file_and_line_before_the_start(
+    vision: Path, tmp_path: Path, image: object, said: str
+) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "cut.png").write_bytes(tiny_images.png("red", side=64)[:-40])
+    records = [{"input": "USER <image> ?", "images": [URL]}, {"input": "USER <image> ?", "images": [URL, image]}]
+    args = arguments(vision, records, tmp_path, custom_rm_path="x:y")
+    faults = list(data_faults(args))
+    assert len(faults) == 1
+    for part in (f"{tmp_path / 'prompts.jsonl'}:2: image 2 of 2", said, "Expected a PNG, JPEG or WebP image"):
+        assert part in faults[0]
+
+
+def test_as_many_places_as_images_are_demanded(vision: Path, tmp_path: Path) -> None:
+    args = arguments(vision, [{"input": "USER <image> ?", "images": [URL, URL]}], tmp_path)
+    with pytest.raises(DataError, match=r":1: 2 images, but the prompt has 1 times '<image>'"):
+        read_prompts(args, args.prompt_data, flag="--prompt-data")
+
+
+def test_a_conversation_to_imitate_is_refused_with_its_images(vision: Path, tmp_path: Path) -> None:
+    record = {"input": [*CHAT, {"role": "assistant", "content": "red"}], "images": [URL]}
+    args = arguments(vision, [record], tmp_path, apply_chat_template=True, loss_type="sft_loss")
+    with pytest.raises(DataError, match=r":1: a conversation to imitate with images"):
+        read_prompts(args, args.prompt_data, flag="--prompt-data")
+
+
+def finished(args: Any) -> Sample:
+    [[sample]] = RolloutDataSource(args).get_samples(1)
+    sample.append_response_tokens([20, tiny_images.IMAGE_TOKEN], [-1.0, -2.0], versions=[VersionSpan(0, 0, 2)])
+    sample.reward, sample.status = 1.0, SampleStatus.COMPLETED
+    return sample
+
+
+def test_a_row_holds_what_the_processor_makes_of_its_images(vision: Path, tmp_path: Path) -> None:
+    record = {"input": "USER <image> and <image> ?", "images": [URL, tiny_base64("blue")]}
+    args = arguments(vision, [record], tmp_path, n_samples_per_prompt=1)
+    [row] = group_rows(args, [finished(args)])
+    cell = row.extra[IMAGE_COLUMN]
+    assert isinstance(cell, bytes)
+    found = unpack_images(cell, "row")
+    pictures = [tiny_images.picture("red"), tiny_images.picture("blue")]
+    expected = tiny_images.processed(vision, record["input"], pictures)
+    for name in ("pixel_values", "pixel_attention_mask"):
+        np.testing.assert_array_equal(found[name], expected[name][0].numpy())
+
+
+def tiny_base64(colour: str) -> str:
+    return base64.b64encode(tiny_images.png(colour)).decode()
+
+
+def test_the_engine_gets_one_image_token_an_image_and_what_was_sampled_as_it_is(vision: Path, tmp_path: Path) -> None:
+    args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=1)
+    sample = finished(args)
+    assert sample.multimodal_inputs is not None
+    assert engine_prompt(sample.multimodal_inputs, sample.tokens) == [8, 3, 12, 20, 3]
+    assert content_parts(sample.multimodal_inputs) == [{"type": "image_url", "url": URL}]
+
+
+def test_images_come_back_from_the_spool(vision: Path, tmp_path: Path) -> None:
+    args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=1)
+    sample = finished(args)
+    [back] = bytes_to_samples(samples_to_bytes([sample]))
+    assert back.multimodal_inputs == sample.multimodal_inputs
+    assert group_rows(args, [back]) == group_rows(args, [sample])
+
+
+def test_other_images_are_other_prompts_for_a_checkpoint(vision: Path, tmp_path: Path) -> None:
+    states = []
+    for image in (URL, tiny_base64("blue")):
+        args = arguments(vision, [{"input": "USER <image> ?", "images": image}], tmp_path)
+        states.append(RolloutDataSource(args).save(0)["fingerprint"])
+    assert states[0] != states[1]
+
+
+def test_bytes_of_images_count_when_rows_are_cut_into_chunks() -> None:
+    cell = pack_images({"pixel_values": np.zeros((1, 3, 200, 200), dtype=np.float32)})  # 480 kB: more than a chunk
+    rows = [row_with(cell) for _ in range(3)]
+    assert [len(chunk) for chunk in cut(rows)] == [1, 1, 1]
+    assert [len(chunk) for chunk in cut([row_with(b"") for _ in range(3)])] == [3]
+
+
+def row_with(cell: bytes) -> TrainRow:
+    return TrainRow(
+        sample_index=0,
+        group_index=0,
+        rollout_id=0,
+        tokens=np.asarray([1, 2], dtype=np.int32),
+        response_length=1,
+        loss_mask=np.ones(1, dtype=np.uint8),
+        rollout_log_probs=np.zeros(1, dtype=np.float32),
+        token_policy_versions=(VersionSpan(0, 0, 1),),
+        reward=0.0,
+        raw_reward=0.0,
+        status="completed",
+        truncated=False,
+        extra={IMAGE_COLUMN: cell},
+    )
+
+
+def test_a_cell_that_is_no_image_names_its_row() -> None:
+    with pytest.raises(HandoffError, match="sample 3 of group 1: its multimodal_train_inputs cannot be read"):
+        unpack_images(b"something else", "sample 3 of group 1")

@@ -1,0 +1,38 @@
+"""The images of a row as its trainer needs them: named arrays in one cell of bytes (a safetensors file).
+
+No pickle: reading runs no code of the writer. `rollout/images.py` writes the cell, `backends/fsdp_utils/vision.py` reads
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vime.types import HandoffError
+
+IMAGE_COLUMN = "multimodal_train_inputs"
+
+
+def pack_images(arrays: Mapping[str, NDArray[np.generic]]) -> bytes:
+    """Return the arrays as bytes; b"" for a row without images."""
+    from safetensors.numpy import save
+
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}) if arrays else b""
+
+
+def unpack_images(cell: bytes, where: str) -> dict[str, NDArray[np.generic]]:
+    """Read what `pack_images` wrote; HandoffError, which names `where`, when it is something else."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    if not cell:
+        return {}
+    try:
+        return load(bytes(cell))
+    except SafetensorError as error:
+        raise HandoffError(
+            f"{where}: its {IMAGE_COLUMN} cannot be read: {error}. Expected what --multimodal-keys stores."
+        ) from error
