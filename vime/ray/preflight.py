@@ -181,8 +181,8 @@ def _check_adapter(config: Config) -> None:
         )
     if read_record(config.model.hf_checkpoint).get("model_type") in VISION_FAMILIES:
         raise ConfigError(
-            f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is a vision model, whose tower and text have layers "
-            "of the same names; adapters of one are not trained. Remove --lora-rank, or give a text model."
+            f"{where}: --hf-checkpoint {config.model.hf_checkpoint} is a vision model, whose tower and text have "
+            "layers of the same names; adapters of one are not trained. Remove --lora-rank, or give a text model."
         )
     headers = read_headers(config.model.hf_checkpoint, flag="--hf-checkpoint")
     names = (name.removesuffix(".weight") for name, header in headers.items() if len(header.shape) == 2)
