@@ -16,6 +16,7 @@ from tests.helpers.engines import KEYS, engine_config
 from tests.helpers.megatron_models import make_plan
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.checks import FP32_THRESHOLD
+from vime.config.lora import AdapterInfo
 from vime.data.rows import TrainRow
 from vime.observability.mismatch_record import Stage, write_record
 from vime.protocols import UpdateResponse
@@ -40,8 +41,11 @@ class CarelessControl(FleetControl):
 
     clears = True
 
-    def update(self, update_info: UpdateInfo, *, version: int, pause_mode: str) -> UpdateResponse:
+    def update(
+        self, update_info: UpdateInfo, *, version: int, pause_mode: str, adapter: AdapterInfo | None = None
+    ) -> UpdateResponse:
         """By vLLM's own routes, one after the other, which Vime's do in one."""
+        assert adapter is None
         if self.clears:
             return super().update(update_info, version=version, pause_mode=pause_mode)
         if update_info["index"] == 0:
