@@ -102,7 +102,7 @@ class Engines:
         addresses = tuple(self._to_ask())
         if self._fleet is None or self._fleet.addresses != addresses:
             self._close_fleet()
-            self._fleet = FleetControl(addresses, timeout_s=ASKED_TIMEOUT_S)
+            self._fleet = FleetControl(addresses, timeout_s=max(ASKED_TIMEOUT_S, self._health_s))
         return self._fleet
 
     def _to_ask(self) -> list[EngineAddress]:
@@ -252,10 +252,11 @@ class Engines:
                 self._read(open_checks[ref], is_updating=is_updating)
         for name, actor in self._watched().items():  # without those that were lost a moment ago
             check = self._checks.get(name)
+            deadline_s = self._health_s if self._named(name) else section.engine_health_timeout_secs
             if check is None or (check.is_over and now - check.asked >= section.engine_health_interval_secs):
-                ref = actor.ask(ServerActor.check, self._health_s, is_updating)
+                ref = actor.ask(ServerActor.check, deadline_s, is_updating)
                 self._checks[name] = _Check(ref, now, self._num_updates)
-            elif not check.is_over and now - check.asked > self._health_s + GRACE_S:
+            elif not check.is_over and now - check.asked > deadline_s + GRACE_S:
                 asked = f"{name} to say how it is"
                 self._judge(name, WaitTimeoutError(asked, now - check.asked, "its actor", "See RUN_DIR/logs."))
 

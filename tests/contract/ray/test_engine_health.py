@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
+from safetensors.numpy import save_file
 
 from vime.config.parse import parse
 from vime.ray import engines as engines_module
@@ -47,11 +49,11 @@ def start(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Engines]]:
     """start(count): engines whose actors, which take CPUs of the cluster, end with the test."""
     made: list[Engines] = []
 
-    def started(count: int, router=Stub) -> Engines:
+    def started(count: int, router=Stub, *more: str) -> Engines:
         monkeypatch.setattr(engines_module, "EngineActor", Stub)
         monkeypatch.setattr(managed_router, "RouterActor", router)
         flags = ["--engine-health-interval-secs", "0.5", "--engine-health-timeout-secs", "0.5"]
-        made.append(Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags]), tmp_path))
+        made.append(Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags, *more]), tmp_path))
         return made[-1]
 
     yield started
@@ -73,6 +75,32 @@ def test_an_engine_that_is_not_well_ends_the_wait_by_its_own_words(start, is_upd
     engines = start(count=2)
     with pytest.raises(EngineError, match=f"engine-1 asked with 0.5 s, is_updating {is_updating}"):
         check_until_raised(engines, is_updating=is_updating)
+
+
+class RouterThatTells:
+    """Says what it was asked with."""
+
+    def __init__(self, *_) -> None:
+        pass
+
+    def start(self, _engines, _deadline_s) -> tuple[str, int]:
+        return "stub", 1
+
+    def check(self, deadline_s: float, is_updating: bool) -> None:
+        raise EngineError(f"the router asked with {deadline_s:g} s, is_updating {is_updating}")
+
+
+@pytest.mark.parametrize(("count", "said"), [(2, "engine-1 asked with 2.5 s"), (1, "the router asked with 0.5 s")])
+def test_an_engine_has_the_time_of_a_step_of_its_model_on_top_and_the_router_has_not(
+    start, tmp_path: Path, count: int, said: str
+) -> None:
+    save_file({"layer": np.zeros((2_500, 1_000), np.float32)}, tmp_path / "model.safetensors")
+    router = RouterThatTells if count == 1 else Stub
+    engines = start(count, router, "--hf-checkpoint", str(tmp_path))
+    if count == 1:
+        engines.wait_ready(ray.get_runtime_context().get_node_id())
+    with pytest.raises(EngineError, match=said):
+        check_until_raised(engines)
 
 
 def test_an_engine_that_ends_before_the_router_is_ready_is_named_instead_of_the_router(start) -> None:
