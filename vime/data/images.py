@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from vime.data.rows import TrainRow
 from vime.types import HandoffError
 
 IMAGE_COLUMN = "multimodal_train_inputs"
@@ -21,6 +22,14 @@ def pack_images(arrays: Mapping[str, NDArray[np.generic]]) -> bytes:
     from safetensors.numpy import save
 
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}) if arrays else b""
+
+
+def images_of(row: TrainRow) -> bytes:
+    """Return the cell of a row; b"" without images."""
+    cell = row.extra.get(IMAGE_COLUMN, b"")
+    if not isinstance(cell, bytes):
+        raise HandoffError(f"{row.name}: {IMAGE_COLUMN} holds an array, expected bytes of `pack_images`.")
+    return cell
 
 
 def unpack_images(cell: bytes, where: str) -> dict[str, NDArray[np.generic]]:

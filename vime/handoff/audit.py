@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vime.data.claims import RunClaims
+from vime.data.images import images_of
 from vime.data.payload import join_samples, record_size, split_record, unpack_rows
 from vime.handoff.audit_history import Finding, History, Line
 from vime.handoff.audit_receipts import CommittedGroup, LedgerRound, SavedReceipt, audit_receipts
@@ -413,4 +414,4 @@ def _check_own_payload(fact: GroupFacts, data: bytes) -> Iterator[Finding]:
 
 def _content(data: bytes) -> str:
     rows = [row for chunk in split_record(data)[0] for row in unpack_rows(chunk)]
-    return group_content((row.sample_index, row.tokens, row.response_length) for row in rows)
+    return group_content((row.sample_index, row.tokens, row.response_length, images_of(row)) for row in rows)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vime.data.groups import GroupFacts, GroupNotes, facts_of
+from vime.data.images import images_of
 from vime.data.payload import (
     Decode,
     cut,
@@ -59,6 +60,7 @@ class EncodedGroup:
     facts: GroupFacts
     chunks: tuple[bytes, ...]
     rest: bytes = b""
+    images: tuple[bytes, ...] = ()  # cell of each row, as it was before it was packed
 
     @property
     def record(self) -> bytes:
@@ -86,7 +88,12 @@ def encode_group(
     check_group(rows)
     parts = list(cut(rows))
     facts = GroupFacts(group_index=rows[0].group_index, rows=facts_of(parts, removed), notes=notes or GroupNotes())
-    return EncodedGroup(facts=facts, chunks=tuple(map(pack_rows, parts)), rest=pack_rest(samples) if samples else b"")
+    return EncodedGroup(
+        facts=facts,
+        chunks=tuple(map(pack_rows, parts)),
+        rest=pack_rest(samples) if samples else b"",
+        images=tuple(map(images_of, rows)),
+    )
 
 
 def chunk_keys(task: Task, num_chunks: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Receipts: the groups that the trainer stepped on, reported by its ranks; `receipts.jsonl` of a run, a line a round.
 
-Each rank that reads rows for a replica hashes the tokens of the rows that its optimizer steps use (`stepped_groups`).
+Each rank that reads rows for a replica hashes the tokens, and the images, of the rows that its optimizer steps use
+(`stepped_groups`).
 The driver adds up what the ranks return, group by group, and links the round to the one before. The newest link goes
 into the ledger (its line `trained`) and into the checkpoint, so that `vime audit` can compare three records of one
 round: what a producer committed, what the queue leased, and what reached the optimizer.
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from vime.data.images import images_of
 from vime.data.rows import TrainRow
 from vime.types import HandoffError, RoundPlan, Version
 from vime.utils.files import sync
@@ -51,17 +53,18 @@ def _stepped(group: int, attempt: int, rows: int, tokens: int, trainable: int, c
     return SteppedGroup(group, attempt, rows, tokens, trainable, int(content, 16))
 
 
-def row_content(sample_index: int, tokens: ArrayLike, response_length: int) -> int:
-    """Return 64 bits of the XXH3 hash of one row's tokens, and of where its response begins."""
+def row_content(sample_index: int, tokens: ArrayLike, response_length: int, images: bytes = b"") -> int:
+    """Return 64 bits of the XXH3 hash of one row's tokens, of where its response begins, and of the cell of its
+    images."""
     content = new_hash()
     content.update(np.asarray([sample_index, response_length], dtype="<i8").tobytes())
     content.update(np.asarray(tokens, dtype="<i8").tobytes())
+    content.update(images)
     return content.intdigest() & _BITS
 
 
-def group_content(rows: Iterable[tuple[int, ArrayLike, int]]) -> str:
-    """Return `SteppedGroup.content` of a whole group, as 16 digits: (sample index, tokens, response length) of each
-    row."""
+def group_content(rows: Iterable[tuple[int, ArrayLike, int, bytes]]) -> str:
+    """Return `SteppedGroup.content` of a whole group, as 16 digits: what `row_content` takes of each row."""
     return f"{sum(row_content(*row) for row in rows) & _BITS:016x}"
 
 
@@ -77,7 +80,7 @@ def stepped_groups(plan: RoundPlan, rows: Mapping[int, TrainRow], dp_rank: int) 
             rows=1,
             tokens=row.total_length,
             trainable=row.num_trainable,
-            content=row_content(row.sample_index, row.tokens, row.response_length),
+            content=row_content(row.sample_index, row.tokens, row.response_length, images_of(row)),
         )
         for row in mine
     )

@@ -275,7 +275,10 @@ def payload_of(group: EncodedGroup, samples: Sequence[Sample]) -> Payload:
         num_rows=len(rows),
         min_version=int((rows[is_trained] if is_trained.any() else rows)["oldest_trainable"].min()),
         max_version=int(rows["newest_version"].max()),
-        content=group_content((sample.index, sample.tokens, sample.response_length) for sample in samples),
+        content=group_content(
+            (sample.index, sample.tokens, sample.response_length, images)
+            for sample, images in zip(samples, group.images, strict=True)
+        ),
         facts=encode_facts(group.facts),
     )
 

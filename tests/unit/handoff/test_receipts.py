@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.rows import make_row
+from vime.data.images import IMAGE_COLUMN
 from vime.data.rows import TrainRow
+from vime.handoff.group_store import encode_group
 from vime.handoff.receipts import (
     RECEIPTS_NAME,
     ReceiptFile,
@@ -71,10 +74,28 @@ def test_a_row_that_two_micro_batches_name_is_there_twice() -> None:
     assert once[0].content != twice[0].content
 
 
-def test_another_token_another_sample_or_another_cut_is_another_content() -> None:
+def test_another_token_another_sample_another_cut_or_another_image_is_another_content() -> None:
     one = row_content(0, [1, 2, 3], 2)
     others = [row_content(0, [1, 2, 4], 2), row_content(1, [1, 2, 3], 2), row_content(0, [1, 2, 3], 1)]
-    assert len({one, *others, row_content(0, [1, 2], 2)}) == 5
+    seen = [row_content(0, [1, 2, 3], 2, image) for image in (b"red", b"blue")]
+    assert len({one, *others, row_content(0, [1, 2], 2), *seen}) == 7
+
+
+def test_images_that_reach_another_row_are_another_content_than_was_committed() -> None:
+    """Of two samples with the same tokens."""
+    rows = rows_of(1, 2)
+    seen = {
+        number: replace(row, tokens=rows[0].tokens, extra={IMAGE_COLUMN: image})
+        for (number, row), image in zip(rows.items(), (b"red", b"blue"), strict=True)
+    }
+    swapped = {number: replace(row, extra=seen[1 - number].extra) for number, row in seen.items()}
+    group = encode_group(list(seen.values()))
+    committed = group_content(
+        (row.sample_index, row.tokens, row.response_length, image)
+        for row, image in zip(seen.values(), group.images, strict=True)
+    )
+    found, wrong = (stepped_groups(plan((tuple(seen),)), of, 0)[0].content for of in (seen, swapped))
+    assert f"{found:016x}" == committed != f"{wrong:016x}"
 
 
 def test_lines_are_linked_over_a_restart_and_a_round_trained_again_alike_has_the_same_link(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from vime.config.hf_config import VISION_FAMILIES
-from vime.data.images import IMAGE_COLUMN, unpack_images
+from vime.data.images import images_of, unpack_images
 from vime.data.rows import TrainRow
 from vime.types import HandoffError
 
@@ -53,7 +53,7 @@ class VisionInputs:
         pixels, masks, places = [], [], torch.zeros(num_tokens, dtype=torch.bool)
         start = 0
         for row in rows:
-            images = unpack_images(_cell(row), row.name)
+            images = unpack_images(images_of(row), row.name)
             prompt = torch.as_tensor(row.tokens[: row.total_length - row.response_length])
             places[start : start + len(prompt)] = prompt == self._token
             start += row.total_length
@@ -80,10 +80,3 @@ class VisionInputs:
         assert self._places_T is not None
         places = self._places_T.view(1, -1, 1).expand_as(inputs_embeds)
         return inputs_embeds.masked_scatter(places, image_hidden_states.to(inputs_embeds.dtype))
-
-
-def _cell(row: TrainRow) -> bytes:
-    cell = row.extra.get(IMAGE_COLUMN, b"")
-    if not isinstance(cell, bytes):
-        raise HandoffError(f"{row.name}: {IMAGE_COLUMN} holds an array, expected bytes (vime/data/images.py).")
-    return cell
