@@ -18,6 +18,7 @@ from vime.training.roles import LEARNING, needed_roles
 from vime.types import ConfigError, Role
 
 EXPORT = "start from its --save-hf export (--hf-checkpoint)"
+MERGED = f"{EXPORT}, made with --lora-merge"
 SIZES = {
     "model_type", "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "num_experts", "moe_intermediate_size", "vocab_size",
@@ -93,12 +94,14 @@ def _adapter_reasons(its: AdapterInfo | None, ours: AdapterInfo | None) -> Itera
         if ours is not None:
             yield f"It holds a whole model, and this run trains an adapter: remove --lora-rank, or {EXPORT}."
         if its is not None:
-            yield f"It holds an adapter, and this run trains the whole model: give --lora-rank {its['rank']}."
+            yield (
+                f"It holds an adapter, and this run trains the whole model: give --lora-rank {its['rank']}, or {MERGED}."
+            )
         return
     was, now = _by_flag(its), _by_flag(ours)
     other = [f"{flag} {was[flag]}, not {now[flag]}" for flag in was if was[flag] != now[flag]]
     if other:
-        yield f"Its adapter was trained with {'; '.join(other)}: give the flags as they were."
+        yield f"Its adapter was trained with {'; '.join(other)}: give the flags as they were, or {MERGED}."
 
 
 def _by_flag(adapter: AdapterInfo) -> dict[str, object]:
