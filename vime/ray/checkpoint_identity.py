@@ -95,7 +95,8 @@ def _adapter_reasons(its: AdapterInfo | None, ours: AdapterInfo | None) -> Itera
             yield f"It holds a whole model, and this run trains an adapter: remove --lora-rank, or {EXPORT}."
         if its is not None:
             yield (
-                f"It holds an adapter, and this run trains the whole model: give --lora-rank {its['rank']}, or {MERGED}."
+                f"It holds an adapter, and this run trains the whole model: give --lora-rank {its['rank']}, "
+                f"or {MERGED}."
             )
         return
     was, now = _by_flag(its), _by_flag(ours)
