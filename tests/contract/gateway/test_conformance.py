@@ -2,9 +2,11 @@
 names its fault."""
 
 import json
+import logging
 import shlex
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -58,6 +60,22 @@ def test_the_gateway_passes_every_check_and_nothing_stays_leased(run, capsys, mo
     assert (status.ready, status.producers) == (3, {}), "three groups were put, everything else was given back"
 
 
+def test_a_gateway_without_prompts_is_waited_for_once(run, monkeypatch):
+    monkeypatch.setattr("vime.gateway.conformance.LEASE_S", 0.5)
+    waits = []
+
+    async def none(producer, call):
+        waits.append(call.wait_s)
+        return m.Prompts(prompts=[], serving=0, waits_for="a slot")
+
+    monkeypatch.setattr(run.gateway, "lease", none)
+    found = checked(run)
+    assert "no prompt within 0.5 s; it waits for: a slot" in found["split and impossible groups are refused"]
+    assert "no prompt within 0 s; it waits for: a slot" in found["leave gives every lease back"]
+    assert waits.count(0.5) == 3, "two of one request, then one"
+    assert waits.count(0.0) > 3, "the rest do not wait"
+
+
 @pytest.fixture
 def evaluating(run):
     run.gateway.evaluations.current = evaluation()
@@ -74,6 +92,8 @@ EVALUATED = "an evaluated prompt counts once"
 
 
 def test_a_gateway_whose_evaluation_is_broken_on_purpose_fails(run, evaluating, monkeypatch):
+    monkeypatch.setattr("vime.gateway.conformance.LEASE_S", 2.0)
+    monkeypatch.setattr("vime.gateway.conformance.BUSY_S", 2.0)
     token = run.tokens.make("job-a", (Scope.TRAIN, Scope.EVAL), seconds=600)
 
     def always_new(producer, task, call):
@@ -178,6 +198,7 @@ class Faults:
 @pytest.mark.parametrize("fault", [name for name in vars(Faults) if not name.startswith("_")])
 def test_a_gateway_that_is_broken_on_purpose_fails_the_check_of_its_fault(run, monkeypatch, fault):
     monkeypatch.setattr("vime.gateway.conformance.LEASE_S", 2.0)
+    monkeypatch.setattr("vime.gateway.conformance.BUSY_S", 2.0)
     name = getattr(Faults, fault)(run, monkeypatch)
     found = checked(run)
     assert name in found, found
@@ -249,12 +270,27 @@ USUAL = ("none", "own-key-twice", "other-content", "repeats-for-ever", "no-heart
 """Of each kind of promise one: about repeating, leases, time and content."""
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.nightly) for name in FAULTS]
-)
-def test_a_producer_that_is_broken_on_purpose_fails_the_check_of_its_fault(fault):
+CASES = [pytest.param(name, marks=[] if name in USUAL else pytest.mark.nightly) for name in FAULTS]
+
+
+@pytest.fixture(scope="module")
+def findings(request):
+    """What is found about each broken producer whose test was chosen. Several run at once: mostly they wait."""
     stops = {"wrong-hash", "split", "never-reports-again"}  # such a job never comes to the end of the script
-    found = judged(f"exec {BROKEN} {fault}", timeout_s=15.0 if fault in stops else 120.0)
+    chosen = [item.callspec.params["fault"] for item in request.session.items if "findings" in item.fixturenames]
+    log = logging.getLogger("uvicorn.error")
+    was_disabled = log.disabled  # `check_producer` switches it off and back on, which several at once do in any order
+    with ThreadPoolExecutor(3) as pool:
+        yield {
+            name: pool.submit(judged, f"exec {BROKEN} {name}", timeout_s=15.0 if name in stops else 120.0)
+            for name in chosen
+        }
+    log.disabled = was_disabled
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_a_producer_that_is_broken_on_purpose_fails_the_check_of_its_fault(findings, fault):
+    found = findings[fault].result(timeout=400)
     assert FAULTS[fault] <= set(found), found
     assert fault != "none" or found == {}
 
