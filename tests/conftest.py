@@ -11,12 +11,15 @@ orphan, so the session's own processes are known exactly and no other process is
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,8 +79,11 @@ EXIT_DEADLINE = 70
 LINT_LOG = os.environ.pop("VIME_LINT_LOG", "")
 # How long lint.sh may still take when the tests are over.
 LINT_DEADLINE_S = 600.0
+# Test seconds of a session that ends with a table of them by file.
+LONG_SESSION_S = 60.0
 
 leaked: list[str] = []
+cpu_before = 0.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -134,6 +140,46 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         error = error_of_lint(Path(LINT_LOG), LINT_DEADLINE_S)
         if error is not None:
             _fail_session(session, "scripts/lint.sh", error)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logstart() -> None:
+    global cpu_before
+    cpu_before = _cpu_s()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Note the CPU seconds of a test: of this process, and of those it started that have ended and were waited for."""
+    if call.when == "teardown":
+        item.user_properties.append(("cpu_s", _cpu_s() - cpu_before))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say where the session's time went, by file, and how long a worker had nothing left to do at the end."""
+    wall: Counter[str] = Counter()
+    cpu: Counter[str] = Counter()
+    done: dict[str, float] = {}
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport) and hasattr(report, "stop"):
+            file = report.nodeid.partition("::")[0]
+            wall[file] += report.duration
+            cpu[file] += dict(report.user_properties).get("cpu_s", 0.0) if report.when == "teardown" else 0.0
+            worker = getattr(report, "worker_id", "the process")
+            done[worker] = max(done.get(worker, 0.0), report.stop)
+    if sum(wall.values()) < LONG_SESSION_S:
+        return
+    terminalreporter.section("slowest files: seconds, CPU seconds")
+    for file, seconds in wall.most_common(30):
+        terminalreporter.write_line(f"{seconds:8.1f} {cpu[file]:8.1f} {file}")
+    terminalreporter.write_line(f"{sum(wall.values()):8.1f} {sum(cpu.values()):8.1f} all {len(wall)} files")
+    for worker, stop in sorted(done.items()):
+        terminalreporter.write_line(f"{worker}: done {max(done.values()) - stop:.1f} s before the last")
+
+
+def _cpu_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _fail_session(session: pytest.Session, name: str, text: str) -> None:
