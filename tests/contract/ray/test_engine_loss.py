@@ -283,7 +283,7 @@ def test_a_stopped_router_is_lost_at_the_deadline_of_its_health_check(start, who
     from vime.ray import engines as engines_module
 
     monkeypatch.setattr(engines_module, "GRACE_S", 1.0)
-    fleet = start(1, "--engine-health-timeout-secs", "3")
+    fleet = start(1, "--engine-health-timeout-secs", "8")
     fleet.publish(0)
     server = fleet.router_server()
     os.kill((server if whose == "server" else server.parent().parent()).pid, signal.SIGSTOP)
