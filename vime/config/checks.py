@@ -235,8 +235,11 @@ def _check_devices(config: Config) -> None:
         raise ConfigError(
             f"--rollout-backend {config.rollout.rollout_backend}: only vllm is supported. Remove the flag."
         )
-    if config.cluster.device == "cuda" and not has_cuda():
-        raise ConfigError("--device cuda: this machine shows no CUDA device. Use --device cpu.")
+    if config.cluster.device == "cuda" and not has_cuda() and config.cluster.ray_address is None:
+        raise ConfigError(
+            "--device cuda: this machine shows no CUDA device. Use --device cpu, or --ray-address of a cluster that "
+            "has some."
+        )
 
 
 def _check_algorithm(config: Config) -> None:

@@ -75,6 +75,11 @@ class ClusterConfig:
         "when one of them died or hung; 0: such a run ends",
         minimum=0,
     )
+    coordinator_node: str | None = flag(
+        None,
+        "with --ray-address: node (its address or host name in Ray) of RolloutManager, ledger, router and gateway, "
+        "which own the run directory's files; empty: the node of this process, or the first that has CPUs",
+    )
     start_timeout_secs: float = flag(
         300.0, "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds", minimum=5
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from vime.config.flags import PathKind, knobs
+from vime.config.flags import PathKind, flag_name, knobs
 from vime.config.parse import SECTIONS, Config
 
 
@@ -21,6 +22,8 @@ def absolute_paths(config: Config) -> Config:
     return config.replace(**changes)
 
 
+PART_BEHIND = re.compile(r"@\[.*$|(?<=\.py):\w+$")
+"""What may stand behind a path: a slice of records, or a name in a plug-in's file."""
 EXPECTED_PROMPTS = (
     "Expected jsonl or parquet, a pattern of such files, or a directory that `datasets` saved; check the path."
 )
@@ -35,14 +38,19 @@ def prompt_files(value: str) -> list[Path]:
     return sorted(path.parent.glob(path.name)) if "*" in path.name else []
 
 
-def path_flags(config: Config) -> dict[str, object]:
-    """Map each knob to the paths that were given, which each node of a cluster must see."""
-    return {
-        spec.name: value
-        for section, kind in SECTIONS.items()
-        for _, spec in knobs(kind)
-        if spec.metadata["path"] is not None and (value := getattr(getattr(config, section), spec.name))
-    }
+def existing_paths(config: Config) -> list[tuple[str, str]]:
+    """Return (flag, path) of each file or directory that a flag names and that is there now: on a cluster every node
+    must see these."""
+    found = list[tuple[str, str]]()
+    for section, kind in SECTIONS.items():
+        for _, spec in knobs(kind):
+            value, path_kind = getattr(getattr(config, section), spec.name), spec.metadata["path"]
+            if not value or path_kind is None:
+                continue
+            texts = value[1::2] if path_kind is PathKind.PAIRS else [value]
+            paths = [PART_BEHIND.sub("", text) for text in texts]
+            found += [(flag_name(spec), path) for path in paths if os.path.exists(path)]
+    return found
 
 
 def _absolute(value: str, kind: PathKind) -> str:

@@ -169,7 +169,11 @@ READ_WHEN = (
         lambda config: not config.debug.reference_mode,
         "without --reference-mode, which sends an engine one request at a time",
     ),
-    Condition(("network_interface",), lambda config: config.cluster.ray_address is not None, "with --ray-address"),
+    Condition(
+        ("network_interface", "coordinator_node"),
+        lambda config: config.cluster.ray_address is not None,
+        "with --ray-address",
+    ),
     Condition(("vllm_kv_cache_memory_bytes",), lambda config: config.cluster.device == "cpu", "with --device cpu"),
     Condition(
         ("eps_clip_high",), lambda config: config.algo.loss_type == "policy_loss", "with --loss-type policy_loss"

@@ -26,14 +26,11 @@ from ray._private import parameter, ray_constants, services
 from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled, and left out of its types
 from ray._raylet import Config as RayletConfig  # type: ignore[attr-defined]  # the same
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.backends.vllm_utils.guard import session_members, weigh_session
 from vime.config.parse import Config
-from vime.config.paths import path_flags
 from vime.config.queue_checks import BUFFER, EXTERNAL
 from vime.ray.template import BaseProcess
-from vime.ray.waits import wait_for
 from vime.types import ClusterError, ConfigError, describe
 from vime.utils import die_with_parent
 from vime.utils.heap import KEEP_FREED_MEMORY
@@ -318,15 +315,12 @@ def _join_ray(config: Config) -> None:
     except (ConnectionError, ValueError) as error:
         raise ClusterError(f"--ray-address {asked}: {error} {START_ONE}") from error
     _agree_on_token(asked if asked == address else f"{asked} ({address})", address)
-    named = ", ".join(f"{name} {value}" for name, value in path_flags(config).items())
-    logger.info("--ray-address: every node must see these files under the same paths: %s", named)
     try:
         with waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=START_S):
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # boundary: Ray raises different errors for other versions, lost nodes and slow replies
         logger.info("--ray-address %s cannot be joined", asked, exc_info=True)
         raise ClusterError(f"--ray-address {asked}: cannot be joined: {describe(error)}. {START_ONE}") from error
-    _check_interface(config)
     if os.environ.get("RAY_AUTH_MODE") != "token":
         logger.warning(
             "--ray-address %s: this cluster takes commands from everyone who reaches its ports. Start its nodes with "
@@ -396,25 +390,6 @@ def _token_source() -> str:
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-
-
-def _check_interface(config: Config) -> None:
-    """--network-interface: every node of the cluster has it, said before anything listens."""
-    if config.cluster.network_interface is None:
-        return
-    look = ray.remote(num_cpus=0)(listen_host)
-    looks = {
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-            config
-        ): node
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    found = wait_for(
-        list(looks), name="every node to look at its network interfaces", owner="Ray", deadline_s=START_S, parties=()
-    )
-    hosts = [node["NodeManagerHostname"] for node in looks.values()]
-    logger.info("--network-interface: %s", ", ".join(f"{a} {b}" for a, b in zip(hosts, found, strict=True)))
 
 
 def stop_ray() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import ray
+
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.router import PORT_FREE_S, RouterProcess
@@ -12,6 +14,7 @@ from vime.config.parse import Config
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import keep_collectives_on_interface, listen_host, yield_to_trainers
 from vime.types import EngineAddress
+from vime.utils.device import see_only
 
 
 class ServerActor(Protocol):
@@ -28,6 +31,7 @@ class EngineActor:
         self._config = config
         keep_collectives_on_interface(config)
         setup_logging(Path(run_dir), f"engine-{index}")
+        see_only(ray.get_gpu_ids())
         self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config), keys=keys)
 
     def start(self, deadline_s: float) -> EngineAddress:

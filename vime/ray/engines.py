@@ -23,6 +23,7 @@ from vime.ray.cluster import ENGINE_CPUS
 from vime.ray.engine_actors import EngineActor, RouterActor, ServerActor
 from vime.ray.managed_engine import EngineState, ManagedEngine
 from vime.ray.managed_router import ManagedRouter
+from vime.ray.placement import ANYWHERE, Places
 from vime.ray.waits import wait_for
 from vime.types import (
     ClusterError,
@@ -71,9 +72,11 @@ class Engines:
         run_dir: Path,
         events: EventLog | None = None,
         tell: Callable[[str], None] = logger.warning,
+        *,
+        places: Places = ANYWHERE,
     ) -> None:
         self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
-        self._events, self._tell = events, tell
+        self._events, self._tell, self._places = events, tell, places
         self._deadline_s, self._health_s = config.cluster.start_timeout_secs, health_deadline_s(config)
         self._router: ManagedRouter | None = None
         self._engines = [ManagedEngine(index) for index in range(config.cluster.num_engines)]
@@ -342,7 +345,8 @@ class Engines:
 
     def _start(self, engine: ManagedEngine) -> None:
         gpus = self._config.cluster.rollout_num_gpus_per_engine if self._config.cluster.device == "cuda" else 0
-        options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS}
+        place = self._places.of_engine(engine.index)
+        options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **place}
         actor = start_actor(EngineActor, options, self._config, engine.index, str(self._run_dir), self._keys)
         engine.begin(actor, actor.ask(EngineActor.start, self._deadline_s))
 

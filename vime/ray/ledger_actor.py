@@ -128,15 +128,23 @@ class LedgerClient:
 
     @classmethod
     def start(
-        cls, run_dir: Path, rules: LedgerRules, *, run_id: str, deadline_s: float, synchronous: str = "NORMAL"
+        cls,
+        run_dir: Path,
+        rules: LedgerRules,
+        *,
+        run_id: str,
+        deadline_s: float,
+        synchronous: str = "NORMAL",
+        home: Options | None = None,
     ) -> LedgerClient:
-        """Start the actor `vime-<run_id>-ledger` and wait until it responds. The driver calls it once, before any other
-        actor; the actor lives as long as any process holds a client of it."""
+        """Start the actor `vime-<run_id>-ledger` and wait until it responds. The driver calls it once; the actor lives
+        as long as any process holds a client of it. `home`: Ray's options for its node."""
         options: Options = {
             "name": f"vime-{run_id}-ledger",
             "num_cpus": LEDGER_CPUS,
             "max_restarts": -1,
             "max_task_retries": -1,
+            **(home or {}),
         }
         client = cls(start_actor(LedgerActor, options, str(run_dir), rules, synchronous), deadline_s)
         client.pid()

@@ -31,6 +31,7 @@ from vime.ray.cluster import limit_threads, start_ray, stop_ray
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
 from vime.ray.job_worker import JobWorker
+from vime.ray.placement import reserved
 from vime.ray.preflight import read_command_line
 from vime.ray.relaunch import Program
 from vime.ray.waits import Interrupted
@@ -182,7 +183,7 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
         screen.stage("starting Ray")
         with children_outlive_the_terminal():
             start_ray(config, poll)
-        engines = Engines(config, run_dir)
+        engines = Engines(config, run_dir, places=stack.enter_context(reserved(config, poll)))
         stack.callback(engines.stop)
         screen.stage(f"starting {len(engines)} vLLM engine(s) and the router, about 15 s")
         import vime.ray.publisher  # noqa: F401  brings torch, while the engines start

@@ -32,6 +32,7 @@ from vime.ray.engines import STOP_S as ENGINES_STOP_S
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal, nothing_to_save
 from vime.ray.ledger_choice import choose_ledger
+from vime.ray.placement import Places, reserved
 from vime.ray.rollout_manager import MAX_CALLS, ManagerInfo, RolloutManager
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.servers import watched_ray
@@ -108,9 +109,10 @@ def start_components(
         with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
             start_ray(config, starter.poll)
         stack.enter_context(watched_ray(on_ray_lost))
+        places = stack.enter_context(reserved(config, starter.poll))
         # before the queue: engines take longest to start, and Ray has few workers ready
         has_engines = config.cluster.num_engines > 0 and not config.debug.debug_train_only
-        engines = Engines(config, run_dir, events, screen.warn) if has_engines else None
+        engines = Engines(config, run_dir, events, screen.warn, places=places) if has_engines else None
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
@@ -118,10 +120,10 @@ def start_components(
             stack.callback(stop_queue, address)
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends after all parts
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
-        parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor)
+        parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor, places)
         if config.queue.has_ledger:
             with starter.part("ledger", "opening the ledger"):
-                parts.stream = _open_stream(config, run_dir, parts, start)
+                parts.stream = _open_stream(config, run_dir, parts, start, places.home)
                 behind_the_parts.callback(parts.stream.end)
                 stack.callback(parts.stream.close)
             if config.queue.transferqueue_mode == EXTERNAL:
@@ -159,16 +161,17 @@ def _start_parts(
     starter: Starter,
     stack: contextlib.ExitStack,
     cursor: dict[str, object] | None,
+    places: Places,
 ) -> Parts:
     deadline_s = config.cluster.start_timeout_secs
-    options: Options = {"num_cpus": MANAGER_CPUS, "max_concurrency": MAX_CALLS}
+    options: Options = {"num_cpus": MANAGER_CPUS, "max_concurrency": MAX_CALLS, **places.home}
     manager = start_actor(RolloutManager, options, config, str(run_dir), queue_address)
     stack.callback(_stop_manager, manager, starter)
     if engines is not None:
         stack.callback(lambda: engines.stop(starter.grace(ENGINES_STOP_S)))
     trainers = None
     if not config.debug.debug_rollout_only:
-        trainers = Trainers(config, run_dir, queue_address)
+        trainers = Trainers(config, run_dir, queue_address, places)
         stack.callback(lambda: trainers.stop(starter.grace(TRAINERS_STOP_S)))
     with starter.part("rollout_manager", "reading prompts and plug-ins"):
         [info] = wait_for(
@@ -200,7 +203,7 @@ def _start_parts(
     return Parts(manager, trainers, engines, num_rollout)
 
 
-def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> Stream:
+def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start, home: Options) -> Stream:
     is_resumed = start.checkpoint is not None
     return Stream.open(
         config,
@@ -209,6 +212,7 @@ def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start) -> S
         num_rollout=parts.num_rollout,
         checkpoint_round=start.rollout_id - 1 if is_resumed else None,
         choice=choose_ledger(run_dir, start.checkpoint),
+        home=home,
     )
 
 

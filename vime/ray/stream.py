@@ -22,7 +22,7 @@ from vime.handoff.queue_view import copy_queue
 from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Fsync
 from vime.observability.events import span
-from vime.ray.actor import Actor
+from vime.ray.actor import Actor, Options
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.ledger_choice import ORIGIN_NAME, LedgerChoice
 from vime.ray.rollout_manager import RolloutManager
@@ -75,8 +75,9 @@ class Stream:
         num_rollout: int,
         checkpoint_round: int | None,
         choice: LedgerChoice,
+        home: Options,
     ) -> Stream:
-        """Start the ledger on its file, go back to the checkpoint, and connect the RolloutManager.
+        """Start the ledger on its file, at `home`, go back to the checkpoint, and connect the RolloutManager.
 
         When the ledger is that of another run directory, its queue is copied first, as it stands.
         """
@@ -89,6 +90,7 @@ class Stream:
             ledger_rules(config, num_rollout),
             run_id=uuid.uuid4().hex[:8],
             deadline_s=config.queue.transferqueue_timeout_secs,
+            home=home,
         )
         report: RestoreReport = ledger.restore(
             checkpoint_round, choice.mark, may_be_torn=config.queue.transferqueue_fsync == Fsync.NEVER

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -34,12 +35,14 @@ from vime.ray.cluster import (
     listen_host,
     num_trainer_ranks,
 )
+from vime.ray.placement import Places
 from vime.ray.publishing import Publishing
 from vime.ray.ranks_save import RanksSave
 from vime.ray.stores import connect_store
 from vime.ray.waits import all_results, wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import EngineAddress, RankInfo, Role, RoundPlan, SamplingRule, Version, WaitTimeoutError
+from vime.utils.device import visible_device
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.heap import FreedMemory
 from vime.utils.imports import without_collector
@@ -126,7 +129,7 @@ class TrainerActor:
         rank = RankInfo(
             rank=self._rank,
             world_size=world_size,
-            local_rank=0 if gpus else self._rank,
+            local_rank=visible_device(gpus) if gpus else self._rank,
             master_address=master[0],
             master_port=master[1],
         )
@@ -340,12 +343,17 @@ class Ranks:
     fails with the first rank's error."""
 
     def __init__(
-        self, config: Config, run_dir: Path, queue_address: QueueAddress | None, roles: tuple[Role, ...]
+        self,
+        config: Config,
+        run_dir: Path,
+        queue_address: QueueAddress | None,
+        roles: tuple[Role, ...],
+        place_of: Callable[[int], Options],
     ) -> None:
         gpus = 1 if config.cluster.device == "cuda" else 0
         options: Options = {"num_cpus": TRAINER_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS}
         self._actors = [
-            start_actor(TrainerActor, options, config, rank, str(run_dir), queue_address, roles)
+            start_actor(TrainerActor, {**options, **place_of(rank)}, config, rank, str(run_dir), queue_address, roles)
             for rank in range(num_trainer_ranks(config))
         ]
         self._name = "trainer" if Role.ACTOR in roles else str(roles[0])
@@ -444,14 +452,16 @@ class Trainers:
     """The driver's handle on all trainer ranks: those of the policy, and one world for each of --separate-roles, whose
     columns it moves."""
 
-    def __init__(self, config: Config, run_dir: Path, queue_address: QueueAddress | None) -> None:
+    def __init__(self, config: Config, run_dir: Path, queue_address: QueueAddress | None, places: Places) -> None:
         self._config = config
         self._is_buffered = config.queue.transferqueue_mode == BUFFER
         self.device_name = ""  # of the policy's ranks; known when they are ready
         shared = shared_roles(config)
-        self._policy = Ranks(config, run_dir, queue_address, shared)
+        self._policy = Ranks(config, run_dir, queue_address, shared, partial(places.of_rank, 0))
+        apart = [role for role in needed_roles(config) if role not in shared]
         self._separate = {
-            role: Ranks(config, run_dir, queue_address, (role,)) for role in needed_roles(config) if role not in shared
+            role: Ranks(config, run_dir, queue_address, (role,), partial(places.of_rank, world))
+            for world, role in enumerate(apart, start=1)
         }
 
     @property

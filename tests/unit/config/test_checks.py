@@ -348,6 +348,7 @@ READ = {
     "eval_prompt_data": (["own", "{model}/train.jsonl"], []),
     "eval_config": (["{model}/sets.toml"], []),
     "network_interface": (["eth1"], ["--ray-address", "10.0.0.1:6379"]),
+    "coordinator_node": (["node-1"], ["--ray-address", "10.0.0.1:6379"]),
     "vllm_kv_cache_memory_bytes": (["2000000"], []),
     "vllm_server_concurrency": (["8"], []),
     "eps_clip_high": (["0.3"], []),

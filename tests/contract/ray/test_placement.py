@@ -1,0 +1,129 @@
+"""Where the ranks and engines of a run go on clusters of 2, 3 and 8 nodes with 8 GPUs each; real Ray, made-up GPUs."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.training import ROOT
+from vime.ray.nodes import Node
+from vime.ray.placement import Bundle, _left_over
+from vime.utils.device import see_only, visible_device
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    output = tmp_path_factory.mktemp("placement") / "found.json"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    with output.open("w") as file:
+        subprocess.run(
+            [sys.executable, "-m", "tests.helpers.placement_cases"],
+            cwd=ROOT,
+            env={**environment, "RAY_AUTH_MODE": "disabled"},
+            stdout=file,
+            check=True,
+            timeout=300,
+        )
+    return json.loads(output.read_text())
+
+
+def nodes_in_order(world):
+    """The nodes of a world's ranks, one for each change of node."""
+    return [node for node, _ in itertools.groupby(world)]
+
+
+def test_eight_ranks_are_on_one_node_in_the_order_of_its_gpus_and_the_engines_on_the_other(found):
+    case = found["2 nodes: 8 ranks, 4 engines"]
+    [world] = case["worlds"]
+    assert len({node for node, _ in world}) == 1
+    assert [gpus for _, gpus in world] == [[str(number)] for number in range(8)]
+    engines = case["engines"]
+    assert {node for node, _ in engines} == {"gpu-0", "gpu-1"} - {world[0][0]}
+    assert sorted(gpus for _, gpus in engines) == [["0"], ["1"], ["2"], ["3"]]
+    assert case["home"] == ["head", []], "the driver's node, which has no GPU"
+
+
+def test_an_engine_as_large_as_a_node_gets_one(found):
+    case = found["2 nodes: 8 ranks, an engine of 8"]
+    assert set(case["worlds"][0]) | set(case["engines"]) == {"gpu-0", "gpu-1"}
+    assert len(set(case["worlds"][0])) == 1
+
+
+def test_ranks_go_to_the_node_that_is_free_and_engines_to_what_is_left(found):
+    case = found["half of gpu-0 taken: 8 ranks, 2 engines of 2"]
+    assert case == {"worlds": [["gpu-1"] * 8], "engines": ["gpu-0"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "one GPU of each taken: 8 ranks",
+            "no node has room for trainer ranks 0 to 7, which must be on one node (8 GPU",
+        ),
+        ("an engine of 16", "no node of the cluster is large enough for engine-0, which must be on one node (16 GPU"),
+        ("a second run beside one that has all", "no node has room for trainer ranks 0 to 7"),
+    ],
+)
+def test_what_no_node_has_room_for_is_named_with_what_each_node_has(found, name, said):
+    refused = found[name]["refused"]
+    assert refused.startswith(said), refused
+    assert refused.count(" of 8 GPU free") == 2, "each node that has GPUs"
+    assert refused.endswith("or the number of engines.")
+
+
+def test_what_a_run_had_is_free_after_it(found):
+    assert [set(world) for world in found["and after it"]["worlds"]] in ([{"gpu-0"}], [{"gpu-1"}])
+
+
+def test_roles_with_ranks_of_their_own_are_whole_on_a_node_too(found):
+    case = found["policy and reference apart"]
+    assert [len(world) for world in case["worlds"]] == [4, 4]
+    assert all(len(set(world)) == 1 for world in case["worlds"])
+    assert len(case["engines"]) == 4
+
+
+def test_ranks_go_from_node_to_node_and_never_back(found):
+    three = found["3 nodes: 2 x 8 ranks, 8 engines"]
+    assert len(nodes_in_order(three["worlds"][0])) == len(set(three["worlds"][0])) == 2
+    assert set(three["engines"]) == {"gpu-0", "gpu-1", "gpu-2"} - set(three["worlds"][0])
+    eight = found["8 nodes: 4 x 8 ranks, 4 engines of 8"]
+    assert len(nodes_in_order(eight["worlds"][0])) == len(set(eight["worlds"][0])) == 4
+    assert len({*eight["worlds"][0], *eight["engines"]}) == 8
+    half = found["4 of 8 nodes half full: 4 x 8 ranks, 8 engines of 2"]
+    assert set(half["worlds"][0]) == {f"gpu-{number}" for number in range(4, 8)}, "the ones that are empty"
+    assert set(half["engines"]) <= {f"gpu-{number}" for number in range(4)}
+
+
+def test_an_unknown_coordinator_is_refused_with_the_nodes_there_are(found):
+    refused = found["a coordinator by name"]["refused"]
+    assert refused.startswith("--coordinator-node nowhere: the cluster has no such node. Expected one of: ")
+
+
+def test_a_node_without_the_environment_or_the_files_is_named(found):
+    assert "torch " in found["nodes"]["a package"]
+    assert "(this process has 1.0)" in found["nodes"]["a package"]
+    assert "--hf-checkpoint /nowhere/model is not there" in found["nodes"]["a file"]
+
+
+def test_what_is_left_over_is_counted_on_what_each_node_has_free():
+    def node(name, gpus):
+        return Node(id=name, address=name, host=name, total={"GPU": 8.0, "CPU": 9.0}, free={"GPU": gpus, "CPU": 9.0})
+
+    wanted = [Bundle(what=f"b{gpus}", cpus=0.5, gpus=gpus) for gpus in (2, 6, 4)]
+    assert _left_over(wanted, [node("a", 8.0), node("b", 4.0)]) == []
+    assert [each.what for each in _left_over(wanted, [node("a", 6.0), node("b", 3.0)])] == ["b4"]
+
+
+def test_the_number_of_a_device_is_that_of_what_the_process_sees():
+    assert visible_device(["5"], {"CUDA_VISIBLE_DEVICES": "5"}) == 0, "Ray hides the others"
+    assert visible_device([5], {}) == 5, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    assert visible_device(["6"], {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == 2, "the same on a part of a node"
+    environment = {}
+    see_only(["2", "3"], environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    see_only([], environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": "2,3"}

@@ -1,0 +1,168 @@
+"""Where Ray puts the ranks and engines of a run, on clusters whose GPUs are only numbers: `python -m
+tests.helpers.placement_cases`. Writes a JSON object: the name of a case -> what was found.
+
+The clusters are real raylets of one machine; the actors are started with a run's own options, and say which node and
+which GPUs Ray gave them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from vime.config.parse import parse
+from vime.ray import nodes as nodes_module
+from vime.ray import placement
+from vime.ray.actor import Options
+from vime.types import ClusterError
+
+GPUS = 8  # of each node
+FLAGS = ("--ray-address", "auto", "--device", "cuda")
+
+
+@ray.remote
+class Probe:
+    def found(self) -> tuple[str, list[str]]:
+        return ray.get_runtime_context().get_node_id(), [str(each) for each in ray.get_gpu_ids()]
+
+
+def started(gpus: int, place: Options) -> ray.actor.ActorHandle:
+    return Probe.options(num_cpus=0.5, num_gpus=gpus, **place).remote()
+
+
+class World:
+    """A cluster that grows: a head without GPUs, and nodes of GPUS each, named gpu-0, gpu-1, ..."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
+        self.num_nodes = 0
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def grow(self, num_nodes: int) -> None:
+        for number in range(self.num_nodes, num_nodes):
+            self.cluster.add_node(num_cpus=32, num_gpus=GPUS, resources={f"gpu-{number}": 1000})
+        self.num_nodes = num_nodes
+        self.cluster.wait_for_nodes()
+
+    def names(self) -> dict[str, str]:
+        return {
+            node["NodeID"]: next((name for name in node["Resources"] if name.startswith("gpu-")), "head")
+            for node in ray.nodes()
+        }
+
+    @contextlib.contextmanager
+    def taken(self, **gpus: int) -> Iterator[None]:
+        """Somebody else's job has so many GPUs: gpu_0=4."""
+        groups = [placement_group([{"GPU": n, name.replace("_", "-"): 1}]) for name, n in gpus.items()]
+        ray.get([group.ready() for group in groups], timeout=60)
+        try:
+            yield
+        finally:
+            for group in groups:
+                remove_placement_group(group)
+
+    def run(self, *flags: str, starts: bool = False) -> dict[str, object]:
+        """Reserve what a run with these flags would: the node of each rank and engine, by what Ray lists. `starts`: an
+        actor for each, which says its node and its GPUs."""
+        config = parse([*FLAGS, *flags])
+        try:
+            with placement.reserved(config) as places:
+                if not starts:
+                    return {
+                        "worlds": [self.listed(world) for world in places.worlds],
+                        "engines": self.listed(places.engines),
+                    }
+                ranks = [[started(1, place) for place in world] for world in places.worlds]
+                engines = [started(config.cluster.rollout_num_gpus_per_engine, place) for place in places.engines]
+                home = Probe.options(num_cpus=0.2, **places.home).remote()
+                return {
+                    "worlds": [self.where(world) for world in ranks],
+                    "engines": self.where(engines),
+                    "home": self.where([home])[0],
+                }
+        except ClusterError as error:
+            return {"refused": str(error)}
+
+    def listed(self, places: Sequence[Options]) -> list[str]:
+        names = self.names()
+        strategies = [place["scheduling_strategy"] for place in places]
+        table = placement_group_table(strategies[0].placement_group)["bundles_to_node_id"]  # all are in one group
+        return [names[table[each.placement_group_bundle_index]] for each in strategies]
+
+    def where(self, actors: list[ray.actor.ActorHandle]) -> list[tuple[str, list[str]]]:
+        names = self.names()
+        found = ray.get([actor.found.remote() for actor in actors], timeout=120)
+        return [(names[node], gpus) for node, gpus in found]
+
+
+def trainers(nodes: int, per_node: int) -> list[str]:
+    return ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(per_node)]
+
+
+def engines(count: int, gpus: int = 1) -> list[str]:
+    return ["--rollout-num-engines", str(count), "--rollout-num-gpus-per-engine", str(gpus)]
+
+
+def main() -> None:
+    placement.PLACE_S = 4.0
+    real_check, placement.check_nodes = nodes_module.check_nodes, lambda *_: None
+    world, found = World(), {}
+    world.grow(2)
+    found["2 nodes: 8 ranks, 4 engines"] = world.run(*trainers(1, 8), *engines(4), starts=True)
+    found["2 nodes: 8 ranks, an engine of 8"] = world.run(*trainers(1, 8), *engines(1, 8))
+    with world.taken(gpu_0=4):
+        found["half of gpu-0 taken: 8 ranks, 2 engines of 2"] = world.run(*trainers(1, 8), *engines(2, 2))
+    with world.taken(gpu_0=1, gpu_1=1):
+        found["one GPU of each taken: 8 ranks"] = world.run(*trainers(1, 8), *engines(1))
+    found["an engine of 16"] = world.run(*trainers(1, 4), *engines(1, 16))
+    found["policy and reference apart"] = world.run(
+        *trainers(1, 4), *engines(4, 2), "--separate-roles", "reference", "--kl-loss-coef", "0.1", "--use-kl-loss"
+    )
+    found["a coordinator by name"] = world.run(*trainers(1, 4), *engines(1), "--coordinator-node", "nowhere")
+    first = parse([*FLAGS, *trainers(1, 8), *engines(8)])
+    with placement.reserved(first):
+        found["a second run beside one that has all"] = world.run(*trainers(1, 8), *engines(1))
+    found["and after it"] = world.run(*trainers(1, 8), *engines(1))
+    world.grow(3)
+    found["3 nodes: 2 x 8 ranks, 8 engines"] = world.run(*trainers(2, 8), *engines(8))
+    world.grow(8)
+    found["8 nodes: 4 x 8 ranks, 4 engines of 8"] = world.run(*trainers(4, 8), *engines(4, 8))
+    with world.taken(**{f"gpu_{number}": 4 for number in range(4)}):
+        found["4 of 8 nodes half full: 4 x 8 ranks, 8 engines of 2"] = world.run(*trainers(4, 8), *engines(8, 2))
+    found["nodes"] = look_at_nodes(real_check)
+    sys.stdout.write(json.dumps(found))
+    ray.shutdown()
+    world.cluster.shutdown()
+
+
+def look_at_nodes(check_nodes) -> dict[str, str]:
+    """What a run is told about a node that lacks a file, or a package: here of the head, which asks itself."""
+    config = parse([*FLAGS, "--hf-checkpoint", os.getcwd()])
+    [head] = [node for node in nodes_module.nodes_of_cluster() if not node.total.get("GPU")]
+    check_nodes(config, [head])
+    said = {}
+    other = {**nodes_module.package_versions(), "torch": "1.0"}
+    for name, replacement in {
+        "a package": {"package_versions": lambda: other},
+        "a file": {"existing_paths": lambda _: [("--hf-checkpoint", "/nowhere/model")]},
+    }.items():
+        stock = {key: getattr(nodes_module, key) for key in replacement}
+        vars(nodes_module).update(replacement)
+        try:
+            check_nodes(config, [head])
+        except ClusterError as error:
+            said[name] = str(error)
+        finally:
+            vars(nodes_module).update(stock)
+    return said
+
+
+if __name__ == "__main__":
+    main()
