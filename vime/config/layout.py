@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from functools import partial
 
-from vime.config.cluster import ParallelConfig
+from vime.config.cluster import ClusterConfig, ParallelConfig
 from vime.config.flags import flag_name, knobs
 from vime.config.hf_config import ModelShape
 from vime.config.parse import Config
@@ -47,6 +47,7 @@ def check_layout(config: Config, shape: ModelShape) -> None:
         _check_said(shape)
         for one in (
             partial(_check_ranks, parallel, shape, world),
+            partial(_check_nodes, parallel, config.cluster),
             partial(check_model_layout, parallel, shape),
             partial(_check_switches, parallel),
         ):
@@ -111,6 +112,18 @@ def _check_ranks(parallel: ParallelConfig, shape: ModelShape, world: int) -> Non
             f"{world} trainer ranks cannot be divided into --expert-tensor-parallel-size {etp} x "
             f"--expert-model-parallel-size {parallel.expert_model_parallel_size} x --pipeline-model-parallel-size "
             f"{parallel.pipeline_model_parallel_size}. Use a multiple of {whole}."
+        )
+
+
+def _check_nodes(parallel: ParallelConfig, cluster: ClusterConfig) -> None:
+    """Refuse tensor parallelism of which one group would be cut by the end of a node. Groups of whole nodes are asked
+    for by their size."""
+    tp, per_node = parallel.tensor_model_parallel_size, cluster.actor_num_gpus_per_node or 1
+    if cluster.actor_num_nodes > 1 and per_node % tp and tp % per_node:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} on nodes of {per_node} ranks (--actor-num-gpus-per-node): a group "
+            "would lie on two nodes, between which everything is slower. Choose a divisor of the ranks of a node, or a "
+            "multiple for groups of whole nodes."
         )
 
 

@@ -12,7 +12,7 @@ from tests.helpers.fsdp_cases import FAMILIES
 from tests.helpers.megatron_models import SHAPE
 from vime.config.command_line import parse_command_line
 from vime.config.hf_config import read_model_shape
-from vime.config.parse import Config
+from vime.config.parse import Config, parse
 from vime.types import ConfigError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 128, "vocab_size": 48}
@@ -84,3 +84,17 @@ def test_a_config_without_layers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 8}))
     with pytest.raises(ConfigError, match=r"num_hidden_layers or n_layer"):
         checked(tmp_path, "--train-backend", "fsdp")
+
+
+@pytest.mark.parametrize(("per_node", "tp", "is_taken"), [(8, 4, True), (4, 8, True), (6, 4, False), (8, 3, False)])
+def test_a_tensor_parallel_group_is_not_cut_by_the_end_of_a_node(per_node: int, tp: int, is_taken: bool) -> None:
+    from vime.config.layout import _check_nodes
+
+    config = parse(
+        ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", str(per_node), "--tensor-model-parallel-size", str(tp)]
+    )
+    if is_taken:
+        _check_nodes(config.parallel, config.cluster)
+    else:
+        with pytest.raises(ConfigError, match=rf"--tensor-model-parallel-size {tp} on nodes of {per_node} ranks"):
+            _check_nodes(config.parallel, config.cluster)

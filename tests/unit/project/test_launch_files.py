@@ -1,0 +1,46 @@
+"""The files of examples/launch, and the list of what has never run, are true as far as this machine can say."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from vime.config.parse import parse
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_kubernetes_job_is_a_ray_job_whose_flags_are_ours_and_whose_gpus_suffice() -> None:
+    job = yaml.safe_load((ROOT / "examples/launch/kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    python, script, *flags = shlex.split(job["spec"]["entrypoint"])
+    assert (python, script) == ("/vime/.venv/bin/python", "/vime/train.py")
+    config = parse(flags)
+    assert config.cluster.ray_address == "auto"
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
+    [workers] = cluster["workerGroupSpecs"]
+    [container] = workers["template"]["spec"]["containers"]
+    per_node = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert str(per_node) == workers["rayStartParams"]["num-gpus"]
+    wanted = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + config.cluster.rollout_num_gpus
+    assert wanted == workers["replicas"] * per_node
+
+
+def test_the_slurm_script_is_bash() -> None:
+    checked = subprocess.run(["bash", "-n", "examples/launch/slurm.sh"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_page_of_what_never_ran_lists_every_gpu_test() -> None:
+    found = set()
+    for file in ROOT.glob("tests/**/test_*.py"):
+        source, name = file.read_text(), file.relative_to(ROOT)
+        if re.search(r"^pytestmark = [^\n]*(\n    .*)*?pytest\.mark\.gpu", source, re.MULTILINE):
+            found |= {f"{name}::{test}" for test in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+    page = (ROOT / "docs/never-run.md").read_text()
+    listed = set(re.findall(r"^\| `(tests/[\w/]+\.py::test_\w+)` \|", page, re.MULTILINE))
+    assert listed == found
+    assert len(found) > 3
