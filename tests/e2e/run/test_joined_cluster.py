@@ -153,6 +153,7 @@ def test_a_run_joins_a_cluster_with_the_token_of_the_users_home(
     assert finished.code == 0, finished.output
     assert "every promise kept" in finished.output
     assert sorted(finished.metrics()) == [0, 1]
+    assert "trainer rank 0, engine-0" in (tmp_path / "run/logs/driver.log").read_text(), "places were reserved"
 
 
 @pytest.mark.parametrize(
@@ -241,3 +242,33 @@ def test_a_submitted_job_runs_on_its_cluster(head: Head, tiny_task: TinyTask, tm
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "every promise kept" in submitted.stdout
     assert sorted(read_metrics(run_dir)) == [0, 1]
+
+
+@pytest.mark.nightly
+def test_the_script_for_slurm_starts_ray_and_a_run_in_its_allocation(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """Stand-ins of `srun` and `scontrol` run everything here; Ray and the run are real."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    (tools / "srun").write_text(
+        '#!/bin/bash\nwhile [[ $1 == --* ]]; do case $1 in --overlap) shift ;; *) shift 2 ;; esac; done\nexec "$@"\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    home = tmp_path / "home"
+    home.mkdir()
+    slurm = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "1"}
+    flags = [*tiny_task.flags(), *SCRIPTED, "--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        ["bash", "examples/launch/slurm.sh", *flags],
+        cwd=ROOT,
+        env=environment(home, **slurm, SLURM_GPUS_ON_NODE="0", PATH=f"{tools}:{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every promise kept" in done.stdout
+    assert len(read_metrics(tmp_path / "run")) == 2
+    told = (tmp_path / "run/logs/driver.log").read_text()
+    assert "trainer rank 0, engine-0" in told
