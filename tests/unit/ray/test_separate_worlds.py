@@ -12,6 +12,7 @@ import pytest
 from vime.config.parse import parse
 from vime.handoff.receipts import SteppedGroup
 from vime.ray import trainers as trainers_module
+from vime.ray.placement import ANYWHERE
 from vime.ray.trainers import RankRound, TrainedRound, Trainers
 from vime.types import ClusterError, Role
 
@@ -26,7 +27,9 @@ def test_every_world_computes_before_one_is_waited_for(
     order: list[str] = []
 
     class FakeRanks:
-        def __init__(self, _config: Any, _run_dir: Path, _address: Any, roles: tuple[Role, ...]) -> None:
+        def __init__(
+            self, _config: Any, _run_dir: Path, _address: Any, roles: tuple[Role, ...], _place_of: Any
+        ) -> None:
             self.role = roles[0]
 
         def begin(self, method: Callable[..., Any], *arguments: Any) -> Callable[..., list[Any]]:
@@ -59,7 +62,7 @@ def test_every_world_computes_before_one_is_waited_for(
 
     monkeypatch.setattr(trainers_module, "Ranks", FakeRanks)
     monkeypatch.setattr(trainers_module.ray, "put", lambda value: value)
-    trainers = Trainers(parse(FLAGS), tmp_path, None)
+    trainers = Trainers(parse(FLAGS), tmp_path, None, ANYWHERE)
     if broken:
         with pytest.raises(ClusterError, match="reference ranks to compute: died"):
             trainers.train(0, None, 0, is_judged=False)
