@@ -1,5 +1,6 @@
 """Images of a record: to the prompt's tokens, to the engine's request and to the trainer's column."""
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import tiny_images
+from vime.config.eval_sets import eval_sets
 from vime.config.parse import Config
 from vime.data.images import IMAGE_COLUMN, pack_images, unpack_images
 from vime.data.payload import bytes_to_samples, cut, samples_to_bytes
@@ -16,6 +18,8 @@ from vime.data.rows import TrainRow
 from vime.rollout.convert import group_rows
 from vime.rollout.data_check import data_faults
 from vime.rollout.data_source import RolloutDataSource
+from vime.rollout.evaluate import eval_groups
+from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.images import content_parts, engine_prompt
 from vime.rollout.prompts import read_prompts
 from vime.types import DataError, HandoffError, Sample, SampleStatus, VersionSpan
@@ -42,7 +46,8 @@ def test_a_chat_with_an_image_has_the_tokens_that_the_processor_makes(vision: Pa
     [prompt] = read_prompts(args, args.prompt_data, flag="--prompt-data")
     # USER, the image, What colour ?, ASSISTANT
     assert list(prompt.token_ids) == [8, *tiny_images.IMAGE_IDS, 10, 11, 12, 9]
-    assert prompt.images == {"images": [URL], "prompt_ids": [8, 3, 10, 11, 12, 9], "prompt_length": 12}
+    assert prompt.images is not None
+    assert prompt.images.inputs() == {"images": [URL], "prompt_ids": [8, 3, 10, 11, 12, 9], "prompt_length": 12}
 
 
 def test_paths_bytes_base64_and_data_urls_are_the_same_image(vision: Path, tmp_path: Path) -> None:
@@ -51,9 +56,10 @@ def test_paths_bytes_base64_and_data_urls_are_the_same_image(vision: Path, tmp_p
     given = ["red.png", [str(tmp_path / "red.png")], encoded, URL, {"path": "red.png", "bytes": None}]
     args = arguments(vision, [{"input": "USER <image> ?", "images": one} for one in given], tmp_path)
     prompts = read_prompts(args, args.prompt_data, flag="--prompt-data")
-    assert {json.dumps(prompt.images) for prompt in prompts} == {json.dumps(prompts[0].images)}
-    assert prompts[0].images is not None
-    assert prompts[0].images["images"] == [URL]
+    assert all(prompt.images for prompt in prompts)
+    read = [(prompt.images.inputs(), prompt.images.digests) for prompt in prompts if prompt.images]
+    assert read == [read[0]] * len(given)
+    assert read[0][0]["images"] == [URL]
 
 
 def test_a_record_without_images_is_text(vision: Path, tmp_path: Path) -> None:
@@ -96,6 +102,63 @@ def test_a_conversation_to_imitate_is_refused_with_its_images(vision: Path, tmp_
     args = arguments(vision, [record], tmp_path, apply_chat_template=True, loss_type="sft_loss")
     with pytest.raises(DataError, match=r":1: a conversation to imitate with images"):
         read_prompts(args, args.prompt_data, flag="--prompt-data")
+
+
+def files_and_source(vision: Path, directory: Path, **flags: Any) -> tuple[list[Path], Any, RolloutDataSource]:
+    """Two prompts, each with a file; two samples a prompt."""
+    files = [directory / "red.png", directory / "blue.png"]
+    for file in files:
+        file.write_bytes(tiny_images.png(file.stem))
+    records = [{"input": "USER <image> ?", "images": file.name} for file in files]
+    args = arguments(vision, records, directory, n_samples_per_prompt=2, **flags)
+    return files, args, RolloutDataSource(args)
+
+
+def test_a_file_is_read_when_its_prompt_is_issued_and_not_kept(vision: Path, tmp_path: Path) -> None:
+    files, _, source = files_and_source(vision, tmp_path)
+    for file in files:
+        encoded = base64.b64encode(file.read_bytes()).decode()
+        assert encoded not in repr(source._prompts)
+        [group] = source.get_samples(1)
+        assert [sample.multimodal_inputs["images"] for sample in group if sample.multimodal_inputs] == [
+            [f"data:image/png;base64,{encoded}"]
+        ] * 2
+    assert source.group_at(0) == RolloutDataSource(source._args).get_samples(1)[0]  # a restart gives the same
+    assert "base64" not in repr(source._prompts)
+
+
+CHANGES = {
+    "gone": (lambda file: file.unlink(), "No such file or directory"),
+    "shorter": (lambda file: file.write_bytes(b"PNG"), "it has 3 bytes"),
+    "other": (lambda file: file.write_bytes(bytes(file.stat().st_size)), "it has other content of the same length"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_group_of_a_file_that_changed_is_dropped_with_a_reason_and_no_other(
+    vision: Path, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, args, source = files_and_source(vision, tmp_path)
+    how, said = CHANGES[change]
+    how(files[1])
+    good, bad = source.get_samples(2)
+    assert (unusable_reason(good), [sample.status for sample in good]) == (None, [SampleStatus.PENDING] * 2)
+    done = asyncio.run(generate_and_rm_group(args, bad, {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4}))
+    assert unusable_reason(done) == "image_changed"  # no engine was asked: there is none
+    where = f"{tmp_path / 'prompts.jsonl'}:2: image 1 of 1 ('images'): {files[1]} has changed since the run started"
+    for part in (where, said, "expected the", "Put the file back"):
+        assert part in caplog.text
+        assert part in done[0].metadata["image_changed"]
+
+
+def test_in_reference_mode_and_in_an_evaluation_a_changed_file_ends_the_run(vision: Path, tmp_path: Path) -> None:
+    files, args, source = files_and_source(vision, tmp_path, reference_mode=True)
+    sets = eval_sets(args.config.replace(eval_prompt_data=["held_out", str(args.prompt_data)]))
+    prompts = read_prompts(args, args.prompt_data, flag="--eval-prompt-data")
+    files[1].unlink()
+    for read in (lambda: source.get_samples(2), lambda: source.group_at(1), lambda: eval_groups(sets[0], prompts, 0)):
+        with pytest.raises(DataError, match=r":2: image 1 of 1 \('images'\): .*blue.png has changed since the run"):
+            read()
 
 
 def finished(args: Any) -> Sample:
