@@ -234,21 +234,17 @@ def expand_prompt(
     return tokens, PromptImages(images=tuple(images), prompt_ids=short, prompt_length=len(tokens))
 
 
+def single_image_prompt(args: Args, png: bytes) -> tuple[list[int], dict[str, object]]:
+    """Return the tokens of a prompt that is one image and nothing else, and its `Sample.multimodal_inputs`."""
+    token = str(vars(load_processor(args.hf_checkpoint))["image_token"])
+    tokens, images = expand_prompt(args, token, [_encoded("image/png", png)], "one image", special=False)
+    return tokens, images.inputs()
+
+
 def _open(url: str) -> Picture:
     from PIL import Image as Images
 
     return Images.open(io.BytesIO(_decoded(url))).convert("RGB")
-
-
-def engine_prompt(sample_inputs: Mapping[str, object], tokens: Sequence[int]) -> list[int]:
-    """Return `tokens` as the engine gets them: one image token an image in the prompt, then what came after it."""
-    prompt_ids, length = cast("list[int]", sample_inputs["prompt_ids"]), cast("int", sample_inputs["prompt_length"])
-    return [*prompt_ids, *tokens[length:]]
-
-
-def content_parts(sample_inputs: Mapping[str, object]) -> list[dict[str, str]]:
-    """Return the images as vLLM's /inference/v1/generate takes them."""
-    return [{"type": "image_url", "url": url} for url in cast("list[str]", sample_inputs["images"])]
 
 
 def image_column(args: Args, sample: Sample, where: str) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import tiny_images
 from vime.config.eval_sets import eval_sets
 from vime.config.parse import Config
-from vime.data.images import IMAGE_COLUMN, pack_images, unpack_images
+from vime.data.images import IMAGE_COLUMN, pack_images, prompt_fields, unpack_images
 from vime.data.payload import bytes_to_samples, cut, samples_to_bytes
 from vime.data.rows import TrainRow
 from vime.rollout.convert import group_rows
@@ -20,7 +20,6 @@ from vime.rollout.data_check import data_faults
 from vime.rollout.data_source import RolloutDataSource
 from vime.rollout.evaluate import eval_groups
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
-from vime.rollout.images import content_parts, engine_prompt
 from vime.rollout.prompts import read_prompts
 from vime.types import DataError, HandoffError, Sample, SampleStatus, VersionSpan
 
@@ -189,8 +188,12 @@ def test_the_engine_gets_one_image_token_an_image_and_what_was_sampled_as_it_is(
     args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=1)
     sample = finished(args)
     assert sample.multimodal_inputs is not None
-    assert engine_prompt(sample.multimodal_inputs, sample.tokens) == [8, 3, 12, 20, 3]
-    assert content_parts(sample.multimodal_inputs) == [{"type": "image_url", "url": URL}]
+    assert prompt_fields(sample.tokens, sample.multimodal_inputs) == {
+        "token_ids": [8, 3, 12, 20, 3],
+        "content_parts": [{"type": "image_url", "url": URL}],
+        "return_token_ids": True,
+    }
+    assert prompt_fields(sample.tokens, None) == {"token_ids": sample.tokens}
 
 
 def test_images_come_back_from_the_spool(vision: Path, tmp_path: Path) -> None:
