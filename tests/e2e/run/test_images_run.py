@@ -1,14 +1,24 @@
-"""Runs on prompts with images: real vLLM and the FSDP trainer agree, and modes off and streaming do bit for bit."""
+"""Runs on prompts with images: real vLLM and the FSDP trainer agree, every mode trains the same weights bit for bit,
+and kills, several workers, two engines and partial completions cost nothing."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.run.test_lost_engines import TWO_ENGINES, VLLM, kill_and_wait
+from tests.e2e.run.test_mismatch_run import CAUSES
 from tests.helpers import tiny_images
 from tests.helpers.metrics_page import undocumented
-from tests.helpers.training import Finished, train
+from tests.helpers.mismatch_faults import FAULTS
+from tests.helpers.training import Finished, Training, train
+from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
 
@@ -49,10 +59,10 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def streamed(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
     directory = tmp_path_factory.mktemp("streaming")
-    dump = str(directory / "samples_{rollout_id}.jsonl")
-    finished = train(
-        [*flags, "--transferqueue-mode", "streaming", "--save-debug-rollout-data", dump], directory / "run"
-    )
+    dump, prompts = str(directory / "samples_{rollout_id}.jsonl"), flags[flags.index("--prompt-data") + 1]
+    more = ["--transferqueue-mode", "streaming", "--save-debug-rollout-data", dump, "--check-weight-update-equal"]
+    more += ["--eval-prompt-data", "same", prompts, "--eval-interval", str(ROUNDS)]
+    finished = train([*flags, *more], directory / "run")
     assert finished.code == 0, finished.output
     return finished
 
@@ -63,6 +73,8 @@ def test_engine_and_trainer_agree_on_prompts_with_images(streamed: Finished) -> 
     assert max(lines[number]["train/train_rollout_logprob_abs_diff"] for number in range(ROUNDS)) < 1e-4
     assert len(set(streamed.confirmed_hashes())) == ROUNDS + 1
     assert undocumented(name for line in lines.values() for name in line) == []
+    assert [number for number in range(ROUNDS) if "eval/same/reward_mean" in lines[number]] == [0, ROUNDS - 1]
+    assert "engines agree with the trainer within" in (streamed.run_dir / "logs" / "driver.log").read_text()
 
 
 def test_the_audit_and_the_dump_know_the_images(streamed: Finished) -> None:
@@ -80,3 +92,112 @@ def test_in_another_mode_the_same_weights_are_trained(
     finished = train([*flags, "--transferqueue-mode", mode], tmp_path / mode)
     assert finished.code == 0, finished.output
     assert finished.confirmed_hashes() == streamed.confirmed_hashes()
+
+
+def hashes(finished: Finished) -> dict[int, str]:
+    """Version -> content hash of the weights, as the engines computed it."""
+    return {event["version"]: event["content_hash"] for event in finished.events("weights_confirmed")}
+
+
+def findings(finished: Finished) -> Sequence[object]:
+    saved = newest_checkpoint(finished.run_dir)
+    return audit_run(finished.run_dir, saved=saved, claims=partial(read_claims, finished.run_dir)).findings
+
+
+@pytest.mark.nightly
+def test_streaming_killed_in_the_middle_and_resumed_trains_the_same_weights(
+    streamed: Finished, flags: list[str], tmp_path: Path
+) -> None:
+    streaming = [*flags, "--transferqueue-mode", "streaming", "--save-interval", "1", "--save", str(tmp_path / "saved")]
+    training = Training("train.py", streaming, tmp_path / "killed")
+    training.wait_for_event("weights_confirmed", count=2)
+    os.kill(training.process.pid, signal.SIGKILL)
+    killed = training.finish()
+    assert killed.code == -signal.SIGKILL
+    resumed = train([*streaming, "--load", str(tmp_path / "saved")], tmp_path / "resumed")
+    assert resumed.code == 0, resumed.output
+    wanted = hashes(streamed)
+    for part in (killed, resumed):
+        assert hashes(part) == {version: wanted[version] for version in hashes(part)}
+    assert max(hashes(resumed)) == ROUNDS
+    assert findings(resumed) == ()
+
+
+@pytest.mark.nightly
+def test_two_workers_train_the_same_weights(streamed: Finished, flags: list[str], tmp_path: Path) -> None:
+    more = ["--transferqueue-mode", "streaming", "--num-rollout-workers", "2"]
+    finished = train([*flags, *more], tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert hashes(finished) == hashes(streamed)
+    assert findings(finished) == ()
+
+
+def trained_well(finished: Finished, num_rounds: int) -> None:
+    assert finished.code == 0, finished.output
+    assert findings(finished) == ()
+    lines = finished.metrics()
+    assert sorted(lines) == list(range(num_rounds))
+    found = [line["train/train_rollout_logprob_abs_diff"] for line in lines.values()]
+    assert max(each for each in found if each == each) < 1e-4  # of a round of older tokens alone it is NaN
+
+
+LONG = ["--rollout-max-response-len", "200", "--rollout-max-context-len", "256", "--num-rollout", "6"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["streaming", "buffer"])
+def test_train_async_trains_prompts_with_images(flags: list[str], tmp_path: Path, mode: str) -> None:
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    finished = train([*fast, "--transferqueue-mode", mode, *LONG], tmp_path / "run", script="train_async.py")
+    trained_well(finished, 6)
+
+
+@pytest.mark.nightly
+def test_completions_that_a_publish_cut_are_continued_with_their_images(flags: list[str], tmp_path: Path) -> None:
+    dump = str(tmp_path / "samples_{rollout_id}.jsonl")
+    more = ["--transferqueue-mode", "streaming", "--max-staleness", "1", "--partial-rollout", "--pause-mode", "abort"]
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    finished = train(
+        [*fast, *LONG, *more, "--save-debug-rollout-data", dump], tmp_path / "run", script="train_async.py"
+    )
+    trained_well(finished, 6)
+    dumped = [json.loads(line) for file in tmp_path.glob("samples_*.jsonl") for line in file.read_text().splitlines()]
+    with_images = [record for record in dumped if record.get("multimodal_inputs")]
+    assert any(len({span[0] for span in record["token_policy_versions"]}) > 1 for record in with_images)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_an_engine_of_two_is_killed_and_the_run_goes_on(flags: list[str], tmp_path: Path) -> None:
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    more = [*TWO_ENGINES, "--num-rollout", "40", "--check-weight-update-equal"]
+    training = Training("train.py", [*fast, *more], tmp_path / "run")
+    training.wait_for_event("round_trained", count=2)
+    kill_and_wait(training, VLLM, 1, times=1)
+    trained_well(training.finish(900), 40)
+
+
+@pytest.mark.nightly
+def test_each_fault_of_a_generate_plug_in_is_named_on_prompts_with_images(flags: list[str], tmp_path: Path) -> None:
+    """As in test_mismatch_run.py. The engine scores the recorded rows again: with their images it agrees."""
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    more = [
+        "--custom-generate-function-path",
+        "tests.helpers.mismatch_faults.faulty",
+        "--num-rollout",
+        str(len(FAULTS)),
+    ]
+    more += ["--rollout-max-response-len", "24"]
+    finished = train([*fast, *more], tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert finished.metrics()[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
+    command = [sys.executable, "-m", "vime", "diagnose", str(tmp_path / "run"), "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    told = {line["round"]: line["cause"] for line in map(json.loads, shown.splitlines())}
+    assert told == {number: CAUSES[fault] for number, fault in enumerate(FAULTS) if fault != "none"}
+    for file in sorted((tmp_path / "run" / "mismatch").glob("*.json")):
+        record = json.loads(file.read_text())
+        [engine] = record["engines"]
+        own = next(one["log_probs"] for one in record["rescored"] if one["rule"]["temperature"] == 1.0)
+        for ours, its in zip(own, engine["log_probs"], strict=True):
+            assert max(abs(one - other) for one, other in zip(ours, its, strict=True)) < 1e-3

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,24 @@ import numpy as np
 import pytest
 
 from tests.helpers import tiny_images
+from tests.helpers.kept import round_groups
+from tests.helpers.ledger_cases import issue, open_ledger
+from tests.helpers.long_run import write_run
+from vime.cli.main import main
 from vime.config.eval_sets import eval_sets
 from vime.config.parse import Config
 from vime.data.images import IMAGE_COLUMN, pack_images, prompt_fields, unpack_images
 from vime.data.payload import bytes_to_samples, cut, samples_to_bytes
 from vime.data.rows import TrainRow
-from vime.rollout.convert import group_rows
+from vime.observability.html_report import write_report
+from vime.observability.samples import SampleStore
+from vime.rollout.convert import encoded_group, group_rows
 from vime.rollout.data_check import data_faults
 from vime.rollout.data_source import RolloutDataSource
 from vime.rollout.evaluate import eval_groups
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.prompts import read_prompts
+from vime.rollout.record import save_samples
 from vime.types import DataError, HandoffError, Sample, SampleStatus, VersionSpan
 
 KEYS = '{"image": "images"}'
@@ -217,6 +225,42 @@ def test_bytes_of_images_count_when_rows_are_cut_into_chunks() -> None:
     rows = [row_with(cell) for _ in range(3)]
     assert [len(chunk) for chunk in cut(rows)] == [1, 1, 1]
     assert [len(chunk) for chunk in cut([row_with(b"") for _ in range(3)])] == [3]
+
+
+def test_the_images_of_rows_count_for_the_bytes_that_the_queue_may_hold(vision: Path, tmp_path: Path) -> None:
+    """--transferqueue-max-bytes: 16 x 16 pixels of 3 colours, 4 bytes each, and 16 x 16 of the mask are 3,328 bytes."""
+    sizes = []
+    for record in ({"input": "USER <image> ?", "images": URL}, {"input": "USER ?"}):
+        args = arguments(vision, [record], tmp_path, n_samples_per_prompt=1)
+        sizes.append(encoded_group(args, [finished(args)]).num_bytes)
+    assert 3328 < sizes[0] - sizes[1] < 4500
+    ledger = open_ledger(tmp_path, max_bytes=sizes[0] + sizes[1] - 1)
+    one, other = issue(ledger, 2)
+    assert ledger.prompts.admit(one, num_tokens=1, num_bytes=sizes[0]).granted
+    assert "bytes" in ledger.prompts.admit(other, num_tokens=1, num_bytes=sizes[1]).waits_for
+    ledger.close()
+
+
+def test_neither_the_kept_samples_nor_the_page_of_a_run_hold_images(
+    vision: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page of a long run stays under 10 MB. What is shown of a prompt is its text."""
+    run = write_run(tmp_path / "run", num_rounds=3, groups=2)
+    before = (write_report(run) or Path()).stat().st_size
+    args = arguments(vision, [{"input": CHAT, "images": tiny_base64("red")}], tmp_path, apply_chat_template=True)
+    [[sample, *_]] = RolloutDataSource(args).get_samples(1)
+    large = "data:image/png;base64," + base64.b64encode(os.urandom(2 << 20)).decode()  # nothing that gzip makes smaller
+    sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": [large]}
+    sample.append_response_tokens([20], [-1.0], versions=[VersionSpan(0, 0, 1)])
+    sample.response, sample.reward, sample.status = "red", 1.0, SampleStatus.COMPLETED
+    SampleStore(run, 1 << 30).write(2, round_groups([[sample]]), [])
+    save_samples(run / "eval" / "held_out_2.jsonl", [sample])
+    assert sum(file.stat().st_size for file in (run / "samples").iterdir()) < 100_000
+    assert (write_report(run) or Path()).stat().st_size < before + 100_000
+    assert main(["samples", str(run), "--round", "2", "--best"]) == 0
+    shown = capsys.readouterr().out
+    assert "USER <image> What colour ?" in shown
+    assert "base64" not in shown
 
 
 def row_with(cell: bytes) -> TrainRow:
