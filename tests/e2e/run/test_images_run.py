@@ -3,6 +3,7 @@ and kills, several workers, two engines and partial completions cost nothing."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from tests.e2e.run.test_mismatch_run import CAUSES
 from tests.helpers import tiny_images
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.mismatch_faults import FAULTS
-from tests.helpers.training import Finished, Training, train
+from tests.helpers.training import ROOT, Finished, Training, train
 from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
+from vime.observability.samples import read_fates
 
 ROUNDS = 2
 REWARD = '''
@@ -130,6 +132,42 @@ def test_two_workers_train_the_same_weights(streamed: Finished, flags: list[str]
     assert finished.code == 0, finished.output
     assert hashes(finished) == hashes(streamed)
     assert findings(finished) == ()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_the_script_of_the_page_learns_to_look(seed: str) -> None:
+    """Exit code 1 when held-out pictures are not answered rightly, or swapped ones are: examples/images/check.py."""
+    environment = {**os.environ, "VIME_VENV": sys.prefix, "SEED": seed}
+    ran = subprocess.run(
+        [ROOT / "scripts" / "run-images-cpu.sh"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "It learned to look: 0." in ran.stdout
+
+
+@pytest.mark.nightly
+def test_the_group_of_a_picture_that_vanishes_is_dropped_with_a_reason(flags: list[str], tmp_path: Path) -> None:
+    """The reward removes the blue picture in the first round; of five prompts four are left to train."""
+    data = tmp_path / "data"
+    shutil.copytree(Path(flags[flags.index("--prompt-data") + 1]).parent, data)
+    reward = (data / "reward.py").read_text()
+    (data / "reward.py").write_text(
+        reward.replace("    answer =", f"    Path({str(data / 'blue.png')!r}).unlink(missing_ok=True)\n    answer =")
+        .replace("from vime", "from pathlib import Path\n\nfrom vime", 1)
+    )  # fmt: skip
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    more = ["--prompt-data", str(data / "prompts.jsonl"), "--custom-rm-path", f"{data / 'reward.py'}:colour_reward"]
+    finished = train([*fast, *more, "--transferqueue-mode", "streaming", "--num-rollout", "4"], tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert findings(finished) == ()
+    dropped = [fate.dropped.get("image_changed", ()) for fate in read_fates(finished.run_dir).values()]
+    assert any(dropped)
+    log = (finished.run_dir / "logs" / "rollout-manager.log").read_text()
+    assert "blue.png has changed since the run started: FileNotFoundError" in log
+    assert "prompts.jsonl:4: image 1 of 1" in log
 
 
 def trained_well(finished: Finished, num_rounds: int) -> None:
