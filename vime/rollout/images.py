@@ -110,10 +110,6 @@ def mark_image_fault(samples: Sequence[Sample], fault: str) -> None:
         sample.metadata = {**sample.metadata, CHANGED: fault}
 
 
-def has_image_fault(samples: Sequence[Sample]) -> bool:
-    return any(CHANGED in sample.metadata for sample in samples)
-
-
 def image_key(args: Args) -> str | None:
     """Return the record key of the images; None without --multimodal-keys."""
     return None if args.multimodal_keys is None else cast("str", json.loads(args.multimodal_keys)["image"])
