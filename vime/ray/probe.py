@@ -26,6 +26,7 @@ from vime.data.rows import TrainRow
 from vime.observability.mismatch_record import EngineLogprobs
 from vime.ray.trainers import Trainers
 from vime.rollout.images import image_column, single_image_prompt
+from vime.rollout.prompts import context_limit
 from vime.training.evidence import MeasuredMismatch, of_rows
 from vime.types import EngineError, PublishError, Sample, SamplingRule, Version, VersionSpan
 
@@ -76,14 +77,15 @@ def compare_with_engines(
 
 
 def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl, version: Version) -> float:
-    """Compare the scores of a fixed text, with --multimodal-keys also of one about a fixed image, and return the worst
-    engine's difference, nats a token; PublishError above the bound."""
+    """Compare the scores of a fixed text, with --multimodal-keys also of one about a fixed image where the context
+    has space for it, and return the worst engine's difference, nats a token; PublishError above the bound."""
     bound = BF16_BOUND if config.parallel.bf16 else FP32_BOUND
     worst = 0.0
     rows, images = [_probe_row(version)], cast("list[Mapping[str, object] | None]", [None])
     if config.flat.multimodal_keys:
         row, inputs = image_probe(config.flat, version)
-        rows, images = [*rows, row], [*images, inputs]
+        if row.total_length < context_limit(config.flat):
+            rows, images = [*rows, row], [*images, inputs]
     for engine, found in compare_with_engines(fleet, trainers, rows, images).items():
         medians = [statistics.median(suspect.gaps()) for suspect in found.suspects]
         difference = max(medians) if config.parallel.bf16 else found.largest
