@@ -29,6 +29,7 @@ from vime.rollout.evaluate import eval_groups
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.prompts import read_prompts
 from vime.rollout.record import save_samples
+from vime.rollout.sft_rollout import generate_rollout
 from vime.types import DataError, HandoffError, Sample, SampleStatus, VersionSpan
 
 KEYS = '{"image": "images"}'
@@ -116,8 +117,8 @@ def files_and_source(vision: Path, directory: Path, **flags: Any) -> tuple[list[
     files = [directory / "red.png", directory / "blue.png"]
     for file in files:
         file.write_bytes(tiny_images.png(file.stem))
-    records = [{"input": "USER <image> ?", "images": file.name} for file in files]
-    args = arguments(vision, records, directory, n_samples_per_prompt=2, **flags)
+    records = [{"input": "USER <image> ?", "images": file.name, "label": file.stem} for file in files]
+    args = arguments(vision, records, directory, label_key="label", n_samples_per_prompt=2, **flags)
     return files, args, RolloutDataSource(args)
 
 
@@ -156,6 +157,14 @@ def test_the_group_of_a_file_that_changed_is_dropped_with_a_reason_and_no_other(
     for part in (where, said, "expected the", "Put the file back"):
         assert part in caplog.text
         assert part in done[0].metadata["image_changed"]
+
+
+def test_a_label_to_imitate_is_not_trained_without_its_image(vision: Path, tmp_path: Path) -> None:
+    """A rollout function that leaves no group out."""
+    files, args, source = files_and_source(vision, tmp_path, rollout_batch_size=2)
+    files[1].unlink()
+    with pytest.raises(DataError, match=r":2: image 1 of 1 .*blue.png has changed since the run started"):
+        generate_rollout(args, 0, source)
 
 
 def test_in_reference_mode_and_in_an_evaluation_a_changed_file_ends_the_run(vision: Path, tmp_path: Path) -> None:
