@@ -25,12 +25,13 @@ from vime.observability.samples import SampleStore
 from vime.rollout.convert import encoded_group, group_rows
 from vime.rollout.data_check import data_faults
 from vime.rollout.data_source import RolloutDataSource
+from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import eval_groups
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.prompts import read_prompts
 from vime.rollout.record import save_samples
 from vime.rollout.sft_rollout import generate_rollout
-from vime.types import DataError, HandoffError, Sample, SampleStatus, VersionSpan
+from vime.types import DataError, HandoffError, PluginError, Sample, SampleStatus, VersionSpan
 
 KEYS = '{"image": "images"}'
 URL = f"data:image/png;base64,{base64.b64encode(tiny_images.png('red')).decode()}"
@@ -157,6 +158,14 @@ def test_the_group_of_a_file_that_changed_is_dropped_with_a_reason_and_no_other(
     for part in (where, said, "expected the", "Put the file back"):
         assert part in caplog.text
         assert part in done[0].metadata["image_changed"]
+
+
+def test_a_run_of_which_every_image_is_gone_ends_and_says_what_to_do(vision: Path, tmp_path: Path) -> None:
+    _, args, _ = files_and_source(vision, tmp_path, max_dropped_in_a_row=2)
+    streak = DropStreak(args)
+    streak.dropped("image_changed")
+    with pytest.raises(PluginError, match=r"by reason: image_changed 2\..*Image files were changed .*: put them back"):
+        streak.dropped("image_changed")
 
 
 def test_a_label_to_imitate_is_not_trained_without_its_image(vision: Path, tmp_path: Path) -> None:
