@@ -199,9 +199,10 @@ def test_completions_that_a_publish_cut_are_continued_with_their_images(flags: l
         [*fast, *LONG, *more, "--save-debug-rollout-data", dump], tmp_path / "run", script="train_async.py"
     )
     trained_well(finished, 6)
-    dumped = [json.loads(line) for file in tmp_path.glob("samples_*.jsonl") for line in file.read_text().splitlines()]
-    with_images = [record for record in dumped if record.get("multimodal_inputs")]
-    assert any(len({span[0] for span in record["token_policy_versions"]}) > 1 for record in with_images)
+    lines = [line for file in tmp_path.glob("samples_*.jsonl") for line in file.read_text().splitlines()]
+    samples = [json.loads(line)["sample"] for line in lines]
+    with_images = [sample for sample in samples if sample["multimodal_inputs"]]
+    assert any(len({span[0] for span in sample["token_policy_versions"]}) > 1 for sample in with_images)
 
 
 @pytest.mark.nightly
