@@ -20,14 +20,14 @@ DATA_ARGS=(
   --multimodal-keys '{"image": "images"}' --rollout-shuffle --rollout-seed "$SEED"
 )
 ROLLOUT_ARGS=(
-  --num-rollout 80 --rollout-batch-size 24 --n-samples-per-prompt 8
+  --num-rollout 120 --rollout-batch-size 24 --n-samples-per-prompt 8
   --rollout-max-response-len 4 --rollout-max-context-len 64 --rm-type exact_match
 )
 EVAL_ARGS=(
-  --eval-prompt-data held_out "$DATA/eval.jsonl" swapped "$DATA/swapped.jsonl" --eval-interval 80 --eval-temperature 0
+  --eval-prompt-data held_out "$DATA/eval.jsonl" swapped "$DATA/swapped.jsonl" --eval-interval 120 --eval-temperature 0
 )
 ALGO_ARGS=(--advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --calculate-per-token-loss)
-OPTIMIZER_ARGS=(--lr 1e-3 --lr-warmup-iters 5 --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0)
+OPTIMIZER_ARGS=(--lr 1.5e-3 --lr-warmup-iters 5 --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0)
 BATCH_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
 QUEUE_ARGS=(--transferqueue-mode buffer)
 

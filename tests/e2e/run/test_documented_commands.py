@@ -415,7 +415,7 @@ def test_the_pretrained_model_s_scripts_train(clone: Clone, tiny_task: TinyTask)
 
 
 def test_the_script_of_the_image_page_trains(clone: Clone) -> None:
-    """With the model that it makes and a real engine, one round of eighty: that it learns is a test of the night."""
+    """With the model that it makes and a real engine, one round of 120: that it learns is a test of the night."""
     output = clone.run(f"{documented('./scripts/run-images-cpu.sh')} --num-rollout 1 --run-dir runs/images")
     assert "prepare: model: data/images-seed0/model" in output
     [line] = Finished(0, "", clone.directory / "runs/images").metrics().values()
