@@ -138,6 +138,8 @@ EXECUTED_BY = {
         "./scripts/run-smollm2-135m-cpu.sh",
         "./scripts/run-smollm2-135m-lora-cpu.sh",
     ),
+    # all of it: test_images_run.py, at night
+    f"{HERE}::test_the_script_of_the_image_page_trains": ("./scripts/run-images-cpu.sh",),
     "tests/e2e/run/test_streaming_run.py::test_async_streaming_trains_each_group_once_within_its_staleness": (
         "python train_async.py ... --transferqueue-mode streaming --max-staleness 1",
     ),

@@ -1,4 +1,5 @@
-"""The images of a row as its trainer needs them: named arrays in one cell of bytes (a safetensors file).
+"""The images of a row as its trainer needs them: named arrays in one cell of bytes (a safetensors file). And as an engine
+gets them, in a request.
 
 No pickle: reading runs no code of the writer. `rollout/images.py` writes the cell, `backends/fsdp_utils/vision.py` reads
 it.
@@ -6,7 +7,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,3 +47,20 @@ def unpack_images(cell: bytes, where: str) -> dict[str, NDArray[np.generic]]:
         raise HandoffError(
             f"{where}: its {IMAGE_COLUMN} cannot be read: {error}. Expected what --multimodal-keys stores."
         ) from error
+
+
+def engine_prompt(inputs: Mapping[str, object], tokens: Sequence[int]) -> list[int]:
+    """Return `tokens` as the engine gets them: one image token an image in the prompt, then what came after it.
+    `inputs`: `Sample.multimodal_inputs`."""
+    prompt_ids, length = cast("list[int]", inputs["prompt_ids"]), cast("int", inputs["prompt_length"])
+    return [*prompt_ids, *tokens[length:]]
+
+
+def prompt_fields(tokens: Sequence[int], inputs: Mapping[str, object] | None) -> dict[str, object]:
+    """Return the fields of a request to vLLM's /inference/v1/generate that hold the prompt. With images the engine
+    expands their tokens itself, and returns to what."""
+    if not inputs:
+        return {"token_ids": list(tokens)}
+    urls = cast("list[str]", inputs["images"])
+    parts = [{"type": "image_url", "url": url} for url in urls]
+    return {"token_ids": engine_prompt(inputs, tokens), "content_parts": parts, "return_token_ids": True}

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
+from vime.data.images import images_of
+from vime.data.rows import TrainRow
 from vime.observability.events import EventKind, EventLog
 from vime.observability.mismatch_record import Stage, write_record
 from vime.observability.screen import Screen
 from vime.ray.actor import Actor
 from vime.ray.mismatch_probes import MismatchProbes
-from vime.ray.probe import compare_with_engines
+from vime.ray.probe import RowImages, compare_with_engines
 from vime.ray.rollout_manager import GeneratedRound, RolloutManager, SampleText
 from vime.ray.trainers import TrainedRound, Trainers
 from vime.ray.waits import wait_for
@@ -98,7 +100,7 @@ class MismatchGuard:
         ):
             return
         rollout_id = generated.rollout_id
-        fresh = self._probes.engine_logprobs(rows)
+        fresh = self._probes.engine_logprobs(rows, self._images(rollout_id, rows))
         if fresh:
             found, stage = of_rows(rows, fresh[0].log_probs), Stage.AFTER_GENERATION
             self._rescored[rollout_id] = {RESCORED: found.mean}
@@ -112,7 +114,8 @@ class MismatchGuard:
         if generated is None or not (generated.probe and self._fleet and self._is_judged):
             return {}
         try:
-            found = compare_with_engines(self._fleet, self._ranks, generated.probe)
+            images = self._images(generated.rollout_id, generated.probe)
+            found = compare_with_engines(self._fleet, self._ranks, generated.probe, images)
         except EngineError as error:
             logger.warning("engines and trainer are not compared after round %d: %s", generated.rollout_id, error)
             return {}
@@ -179,6 +182,13 @@ class MismatchGuard:
         if self._config.agreement.on_train_rollout_diff == "stop":
             raise MismatchError(f"{message} (--on-train-rollout-diff stop)")
         self._screen.warn(message)
+
+    def _images(self, rollout_id: int, rows: Sequence[TrainRow]) -> RowImages:
+        """Return the images of the rows for an engine. Nobody is asked for those of rows that have none."""
+        if not any(map(images_of, rows)):
+            return [None] * len(rows)
+        texts = self._texts(rollout_id, [row.sample_index for row in rows])
+        return [None if text is None else text.images for text in texts]
 
     def _texts(self, rollout_id: int, indices: list[int]) -> list[SampleText | None]:
         """What the samples said, from the RolloutManager, which may be generating meanwhile."""

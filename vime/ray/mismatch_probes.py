@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from vime.observability.mismatch_record import (
     Scores,
     Stage,
 )
-from vime.ray.probe import rescore
+from vime.ray.probe import RowImages, lacks_images, rescore
 from vime.ray.retokenization import retokenizations
 from vime.ray.rollout_manager import SampleText
 from vime.ray.trainers import Trainers
@@ -56,12 +57,12 @@ class MismatchProbes:
         self._config, self._trainers, self._fleet = config, trainers, fleet
         self._texts_of, self._threshold = texts_of, threshold
 
-    def engine_logprobs(self, rows: Sequence[TrainRow]) -> list[EngineLogprobs]:
+    def engine_logprobs(self, rows: Sequence[TrainRow], images: RowImages) -> list[EngineLogprobs]:
         """A fresh score of every response token by each engine; empty when they cannot be asked."""
         if self._fleet is None:
             return []
         try:
-            return rescore(self._fleet, rows)
+            return rescore(self._fleet, rows, images)
         except EngineError as error:
             logger.warning("no fresh score of the rows that differ: %s", error)
             return []
@@ -82,6 +83,7 @@ class MismatchProbes:
         rows = [suspect.row for suspect in found.suspects]
         kept = [_kept(suspect) for suspect in found.suspects]
         texts = self._texts_of(rollout_id, [row.sample_index for row in rows])
+        images = [None if text is None else text.images for text in texts]
         record = MismatchRecord(
             rollout_id=rollout_id,
             stage=stage,
@@ -103,7 +105,7 @@ class MismatchProbes:
         own = under(SamplingRule())
         engines = [
             dataclasses.replace(engine, log_probs=_cut(engine.log_probs, kept))
-            for engine in (self.engine_logprobs(rows) if is_current else [])
+            for engine in (self.engine_logprobs(rows, images) if is_current else [])
         ]
         engines.sort(key=lambda engine: record.left(engine.log_probs, own), reverse=True)
         searched = [_temperature(record, under), *_truncations(record, under)]
@@ -114,7 +116,7 @@ class MismatchProbes:
             engines=engines[:MAX_ENGINES],
             rescored=[RescoredLogprobs(rule=other, log_probs=under(other)) for other in wanted],
             retokenized=self._retokenized(rows, kept, texts, rule),
-            cache_gaps=self._cache_gaps(rows),
+            cache_gaps=self._cache_gaps(rows, images),
         )
 
     def _retokenized(
@@ -134,14 +136,15 @@ class MismatchProbes:
             for other, log_probs in zip(others, scores, strict=True)
         ]
 
-    def _cache_gaps(self, rows: Sequence[TrainRow]) -> dict[str, float]:
-        if self._fleet is None:
+    def _cache_gaps(self, rows: Sequence[TrainRow], images: RowImages) -> dict[str, float]:
+        if self._fleet is None or lacks_images(rows, images):
             return {}
         gaps = {address.name: 0.0 for address in self._fleet.addresses}
         try:
-            for row in rows:
+            for row, inputs in zip(rows, images, strict=True):
                 for tokens in (row.tokens[: -row.response_length].tolist(), row.tokens[:-1].tolist()):
-                    cached, fresh = (self._fleet.next_log_probs(tokens, with_cache=use) for use in (True, False))
+                    ask = partial(self._fleet.next_log_probs, tokens, inputs)
+                    cached, fresh = (ask(with_cache=use) for use in (True, False))
                     for address, one, other in zip(self._fleet.addresses, cached, fresh, strict=True):
                         gaps[address.name] = max(gaps[address.name], _mean_gap(one, other))
         except EngineError as error:

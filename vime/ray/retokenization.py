@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vime.config.parse import Config
+from vime.data.images import images_of
 from vime.data.rows import TrainRow
 from vime.ray.rollout_manager import SampleText
+from vime.rollout.images import expand_prompt
 from vime.rollout.prompts import load_tokenizer
+from vime.types import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +39,12 @@ def retokenizations(
     return [
         retokenization
         for number, (row, text) in enumerate(zip(rows, texts, strict=True))
-        for retokenization in _of_row(tokenizer, number, row, text, is_template=config.data.apply_chat_template)
+        for retokenization in _of_row(config, tokenizer, number, row, text)
     ]
 
 
 def _of_row(
-    tokenizer: PreTrainedTokenizerBase, number: int, row: TrainRow, text: SampleText | None, *, is_template: bool
+    config: Config, tokenizer: PreTrainedTokenizerBase, number: int, row: TrainRow, text: SampleText | None
 ) -> Iterator[Retokenization]:
     tokens = row.tokens.tolist()
     prompt, response = tokens[: -row.response_length], tokens[-row.response_length :]
@@ -61,12 +64,13 @@ def _of_row(
         elif contradicts:
             yield told(tokens, says, contradicts=True)
     if text is not None and text.prompt is not None:
-        again = list(tokenizer(text.prompt, add_special_tokens=not is_template)["input_ids"])
+        again = _encode_prompt(config, tokenizer, text, prompt)
         if again != prompt:
             yield told(
                 [*again, *response], f"sample {row.sample_index}'s prompt text ({_first_difference(prompt, again)})"
             )
-    again = list(tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False))
+    # an image's places stand for one token of the text: decoded they are not what was encoded
+    again = [] if images_of(row) else list(tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False))
     if again and again != prompt:
         yield told([*again, *response], f"the prompt decoded and encoded ({_first_difference(prompt, again)})")
     round_trip = _encode_response(tokenizer, str(tokenizer.decode(response, skip_special_tokens=True)), response)
@@ -80,6 +84,21 @@ def _of_row(
         if other:
             words = "without its begin token" if prompt[0] == begin else "with a begin token before it"
             yield told([*other, *response], f"the prompt {words}")
+
+
+def _encode_prompt(
+    config: Config, tokenizer: PreTrainedTokenizerBase, text: SampleText, prompt: list[int]
+) -> list[int]:
+    """Return the tokens of a prompt's text, with the places of the sample's images; `prompt`, where it has others."""
+    assert text.prompt is not None
+    special = not config.data.apply_chat_template
+    if not text.images:
+        return list(tokenizer(text.prompt, add_special_tokens=special)["input_ids"])
+    urls = cast("list[str]", text.images["images"])
+    try:
+        return expand_prompt(config.flat, text.prompt, urls, "the prompt", special=special)[0]
+    except DataError:  # a plug-in changed the text
+        return prompt
 
 
 def _encode_response(tokenizer: PreTrainedTokenizerBase, text: str, response: Sequence[int]) -> list[int] | None:

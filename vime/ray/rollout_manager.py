@@ -109,6 +109,7 @@ class SampleText:
 
     prompt: str | None  # None for a list of chat messages
     response: str
+    images: Mapping[str, object] | None = None  # `Sample.multimodal_inputs`
 
 
 MakeText = Callable[[], SampleText]
@@ -471,11 +472,11 @@ def _make_text(sample: Sample) -> MakeText:
     # The prompt of a session's row is made of the messages of its agent, which may be other than its task's text.
     is_text = isinstance(sample.prompt, str) and "session_row" not in sample.metadata
     prompt = str(sample.prompt) if is_text else None
-    pending = vars(sample).get("response")
+    pending, images = vars(sample).get("response"), sample.multimodal_inputs
     if not isinstance(pending, PendingText):
-        return partial(SampleText, prompt=prompt, response=sample.response)
+        return partial(SampleText, prompt=prompt, response=sample.response, images=images)
     tokens, decode = np.array(pending.tokens, dtype=np.int32), pending.decode
-    return lambda: SampleText(prompt=prompt, response=decode(tokens.tolist()))
+    return lambda: SampleText(prompt=prompt, response=decode(tokens.tolist()), images=images)
 
 
 def _to_be_read(coordinator: RoundCoordinator, group: TakenGroup) -> RoundGroup:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
 
 from vime.config.parse import Args
 from vime.protocols import calling_plugin
+from vime.rollout.images import mark_image_fault
 from vime.rollout.plugins import plugin, plugin_args
 from vime.rollout.prompts import Prompt, Prompts, check_lengths, read_prompts
 from vime.rollout.reasoning_gym_tasks import make_prompts
 from vime.types import DataError, PluginError, Sample
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutDataSource:
@@ -46,9 +50,7 @@ class RolloutDataSource:
         before."""
         epoch, position = divmod(group_index, len(self._prompts))
         prompt, size = self._prompts[self._order(epoch)[position]], self._args.n_samples_per_prompt
-        return [
-            new_sample(prompt, group_index=group_index, index=group_index * size + offset) for offset in range(size)
-        ]
+        return self._group(prompt, group_index, group_index * size)
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Take back groups that were not used."""
@@ -101,13 +103,27 @@ class RolloutDataSource:
             self._epoch, self._position = self._epoch + 1, 0
         prompt = self._prompts[self._order(self._epoch)[self._position]]
         size = self._args.n_samples_per_prompt
-        group = [
-            new_sample(prompt, group_index=self._next_group_index, index=self._next_index + offset)
-            for offset in range(size)
-        ]
+        group = self._group(prompt, self._next_group_index, self._next_index)
         self._position += 1
         self._next_group_index += 1
         self._next_index += size
+        return group
+
+    def _group(self, prompt: Prompt, group_index: int, first: int) -> list[Sample]:
+        """Return the group of a prompt, with the content of its images. One whose image has changed is marked, and will
+        be dropped with that reason; in --reference-mode, which promises the same bits, DataError ends the run."""
+        images, fault = None, ""
+        try:
+            images = None if prompt.images is None else prompt.images.inputs()
+        except DataError as error:
+            if self._args.reference_mode:
+                raise
+            logger.warning("group %d is left out: %s", group_index, error)
+            fault = str(error)
+        numbers = range(first, first + self._args.n_samples_per_prompt)
+        group = [new_sample(prompt, images, group_index=group_index, index=index) for index in numbers]
+        if fault:
+            mark_image_fault(group, fault)
         return group
 
     def _order(self, epoch: int) -> list[int]:
@@ -181,7 +197,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return taken
 
 
-def new_sample(prompt: Prompt, *, group_index: int, index: int) -> Sample:
+def new_sample(prompt: Prompt, images: dict[str, object] | None, *, group_index: int, index: int) -> Sample:
+    """Return a pending sample. `images`: what `prompt.images` was read to, once for the group."""
     return Sample(
         group_index=group_index,
         index=index,
@@ -190,7 +207,7 @@ def new_sample(prompt: Prompt, *, group_index: int, index: int) -> Sample:
         tokens=list(prompt.token_ids),
         label=copy.deepcopy(prompt.label),
         metadata=copy.deepcopy(dict(prompt.metadata)),
-        multimodal_inputs=None if prompt.images is None else dict(prompt.images),
+        multimodal_inputs=None if images is None else dict(images),
     )
 
 
@@ -207,7 +224,7 @@ def _fingerprint(prompts: list[Prompt]) -> str:
     and whether its completions are still scored against the same labels."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        images = () if prompt.images is None else (prompt.images["images"],)  # text alone keeps its fingerprint
+        images = () if prompt.images is None else (prompt.images.digests,)  # text alone keeps its fingerprint
         record = (prompt.token_ids, prompt.label, dict(prompt.metadata), *images)
         # parquet brings values that JSON does not know, such as dates and bytes
         digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from vime.config.parse import Args
+from vime.rollout.images import CHANGED
 from vime.types import PluginError
 
 ROUNDS, AT_LEAST = 10, 64
@@ -47,6 +48,8 @@ class DropStreak:
                 "at completions and labels: is the reward right, are the prompts of the right difficulty, are they cut "
                 "(--rollout-max-response-len)? Else raise the limit, or leave the filter out."
             )
+        if CHANGED in self._reasons:
+            return "Image files were changed or removed while the run used them, see the warnings: put them back."
         if path is not None:
             return f"The filter is --dynamic-sampling-filter-path {path}: correct or relax it, or raise the limit."
         return "Look at the generate function and the logs of the engines, or raise the limit."

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from vime.data.images import prompt_fields
 from vime.rollout.abort_scope import current_abort_scope, is_aborting
 from vime.rollout.exchanges import Completion, PromptTokens, note_completions
-from vime.rollout.images import content_parts, engine_prompt
 from vime.rollout.request_priority import Slots
 from vime.types import EngineAddress, EngineError, EngineLostError, Version, VersionSpan, WaitTimeoutError
 from vime.utils.http import HttpFailure, HttpSession
@@ -78,13 +78,10 @@ class EngineClient:
         request_id, scope = uuid.uuid4().hex, current_abort_scope()
         body = {
             "request_id": request_id,
-            "token_ids": list(token_ids),
+            **prompt_fields(token_ids, images),
             "stream": False,
             "sampling_params": {**sampling_params, "n": n, "logprobs": 0, "detokenize": "stop" in sampling_params},
         }
-        if images:  # the engine expands their tokens itself, and says to what
-            body |= {"token_ids": engine_prompt(images, token_ids), "content_parts": content_parts(images)}
-            body["return_token_ids"] = True
         headers = {"X-Request-Id": request_id} | ({"X-Session-ID": session_id} if session_id else {})
         with waiting("one of the requests before to end", deadline_s=None):
             await self._slots.acquire()

@@ -77,24 +77,25 @@ def judged(
 
 
 def eval_groups(one: EvalSet, prompts: Prompts, rollout_id: int) -> list[list[Sample]]:
-    """Return a group of new samples for each prompt of a set."""
-    size = one.config.flat.n_samples_per_eval_prompt
-    groups = [
-        [_new_sample(one, prompt, number, number * size + offset) for offset in range(size)]
-        for number, prompt in enumerate(prompts)
-    ]
+    """Return a group of new samples for each prompt of a set. DataError when an image has changed since the start: the
+    others would be a different evaluation."""
+    groups = [_group(one, prompt, number) for number, prompt in enumerate(prompts)]
     for group in groups:
         for sample in group:
             sample.rollout_id = rollout_id
     return groups
 
 
-def _new_sample(one: EvalSet, prompt: Prompt, group_index: int, index: int) -> Sample:
-    """Return a new sample. As in slime the set's choice of reward overrides that of its records."""
-    sample = new_sample(prompt, group_index=group_index, index=index)
+def _group(one: EvalSet, prompt: Prompt, number: int) -> list[Sample]:
+    """Return new samples of a prompt. As in slime the set's choice of reward overrides that of its records."""
+    size = one.config.flat.n_samples_per_eval_prompt
+    images = None if prompt.images is None else prompt.images.inputs()
+    indices = range(number * size, (number + 1) * size)
+    group = [new_sample(prompt, images, group_index=number, index=index) for index in indices]
     if one.rm_type is not None:
-        sample.metadata[IN_RECORD] = one.rm_type
-    return sample
+        for sample in group:
+            sample.metadata[IN_RECORD] = one.rm_type
+    return group
 
 
 async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float) -> list[list[Sample]]:

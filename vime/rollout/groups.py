@@ -11,6 +11,7 @@ from vime.protocols import SamplingParams, calling_plugin
 from vime.rollout.abort_scope import is_aborting
 from vime.rollout.exchanges import complete, recording
 from vime.rollout.generation import generate_group
+from vime.rollout.images import CHANGED
 from vime.rollout.loops import raise_first
 from vime.rollout.partial import FINISHED, OPEN
 from vime.rollout.plugins import generate_call, plugin, plugin_args
@@ -79,6 +80,8 @@ def unusable_reason(samples: list[Sample]) -> str | None:
     """Return why a group cannot be trained, whatever a filter would decide; None when it can."""
     if error_of(samples):
         return REASON
+    if any(CHANGED in sample.metadata for sample in samples):
+        return CHANGED
     return next((str(sample.status) for sample in samples if sample.status in UNUSABLE), None)
 
 

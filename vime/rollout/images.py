@@ -1,6 +1,7 @@
 """Images of prompts: from a record to the engine and to the trainer's column.
 
-A record holds paths, data URLs, base64 or bytes (`--multimodal-keys '{"image": "images"}'`). They are read once, into
+A record holds paths, data URLs, base64 or bytes (`--multimodal-keys '{"image": "images"}'`). All are decoded once,
+before the start. Of a file only path, size and hash are kept (`ImageFile`); it is read when its prompt is issued, into
 `Sample.multimodal_inputs`, which is JSON, so that ledger, spool, checkpoints and dumps carry it like any other field:
 
     {"images": [data URL, ...], "prompt_ids": tokens with one image token an image, "prompt_length": len(tokens)}
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -25,15 +28,86 @@ import numpy as np
 
 from vime.config.parse import Args
 from vime.data.images import pack_images
-from vime.types import DataError, HandoffError, Sample, describe
+from vime.types import DataError, HandoffError, Sample, SampleStatus, describe
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Image as Picture
     from transformers import ProcessorMixin
 
 EXPECTED = "Expected a PNG, JPEG or WebP image: a path, a data URL, base64, bytes, or a list of them."
 MIME = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+CHANGED = "image_changed"
+"""Reason of a group of which an image file was not what it was when the run started."""
 COLUMNS = ("pixel_values", "pixel_attention_mask")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFile:
+    """A file as it was when the run started. `where`: of its record, for messages; `digest`: SHA-256 of the file."""
+
+    path: str
+    where: str
+    kind: str  # MIME type
+    num_bytes: int
+    digest: bytes
+
+    def read(self) -> str:
+        """Return the data URL. DataError when the file is another one than at the start, or cannot be read."""
+        try:
+            content = Path(self.path).read_bytes()
+        except OSError as error:
+            raise self._fault(describe(error)) from error
+        if len(content) != self.num_bytes:
+            raise self._fault(f"it has {len(content)} bytes")
+        if hashlib.sha256(content).digest() != self.digest:
+            raise self._fault("it has other content of the same length")
+        return _encoded(self.kind, content)
+
+    def _fault(self, got: str) -> DataError:
+        return DataError(
+            f"{self.where}: {self.path} has changed since the run started: {got}, expected the {self.num_bytes} bytes "
+            "that were checked then. Put the file back, and leave the images of a run as they are until it ends."
+        )
+
+
+Image = str | ImageFile
+"""A data URL, or a file that is read when it is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImages:
+    """The images of a prompt, and its tokens with one image token an image. `prompt_length`: with their places."""
+
+    images: tuple[Image, ...]
+    prompt_ids: tuple[int, ...]
+    prompt_length: int
+
+    def inputs(self) -> dict[str, object]:
+        """Read the files and return `Sample.multimodal_inputs`. DataError when one has changed."""
+        return {
+            "images": [read_image(image) for image in self.images],
+            "prompt_ids": list(self.prompt_ids),
+            "prompt_length": self.prompt_length,
+        }
+
+    @property
+    def digests(self) -> list[str]:
+        """SHA-256 of the content of each image, wherever it is."""
+        return [
+            image.digest.hex() if isinstance(image, ImageFile) else hashlib.sha256(_decoded(image)).hexdigest()
+            for image in self.images
+        ]
+
+
+def read_image(image: Image) -> str:
+    return image if isinstance(image, str) else image.read()
+
+
+def mark_image_fault(samples: Sequence[Sample], fault: str) -> None:
+    """Mark a group as one whose images could not be read: it is dropped, and never generated without them."""
+    for sample in samples:
+        sample.status = SampleStatus.FAILED
+        sample.metadata = {**sample.metadata, CHANGED: fault}
 
 
 def image_key(args: Args) -> str | None:
@@ -41,8 +115,8 @@ def image_key(args: Args) -> str | None:
     return None if args.multimodal_keys is None else cast("str", json.loads(args.multimodal_keys)["image"])
 
 
-def read_images(args: Args, record: Mapping[str, object], directory: Path, where: str) -> tuple[str, ...]:
-    """Return the record's images as data URLs, each decoded once to see that it is whole. DataError when one is not.
+def read_images(args: Args, record: Mapping[str, object], directory: Path, where: str) -> tuple[Image, ...]:
+    """Return the record's images, each decoded once to see that it is whole. DataError when one is not.
     Relative paths begin at `directory`, that of the record's file."""
     key = image_key(args)
     found = record.get(key) if key is not None else None
@@ -50,42 +124,57 @@ def read_images(args: Args, record: Mapping[str, object], directory: Path, where
         return ()
     entries = found if isinstance(found, list) else [found]
     return tuple(
-        _data_url(entry, directory, f"{where}: image {number} of {len(entries)} ({key!r})")
+        _image(entry, directory, f"{where}: image {number} of {len(entries)} ({key!r})")
         for number, entry in enumerate(entries, start=1)
     )
 
 
-def _data_url(entry: object, directory: Path, where: str) -> str:
-    content = _content(entry, directory, where)
-    from PIL import Image
+def _image(entry: object, directory: Path, where: str) -> Image:
+    content, path = _content(entry, directory, where)
+    from PIL import Image as Images
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Images.open(io.BytesIO(content)) as image:
             image.load()
-            kind = image.format
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            name = image.format
+    except (OSError, ValueError, SyntaxError, Images.DecompressionBombError) as error:
         raise DataError(f"{where}: {_named(entry)} cannot be opened: {describe(error)}. {EXPECTED}") from error
-    if kind not in MIME:
-        raise DataError(f"{where}: {_named(entry)} is {kind}. {EXPECTED}")
-    return f"data:{MIME[kind]};base64,{base64.b64encode(content).decode()}"
+    if name not in MIME:
+        raise DataError(f"{where}: {_named(entry)} is {name}. {EXPECTED}")
+    if path is None:
+        return _encoded(MIME[name], content)
+    digest = hashlib.sha256(content).digest()
+    return ImageFile(path=str(path), where=where, kind=MIME[name], num_bytes=len(content), digest=digest)
 
 
-def _content(entry: object, directory: Path, where: str) -> bytes:
-    """Return the bytes of an image file. `entry` may be what `datasets` stores: {"bytes": ..., "path": ...}."""
+def _content(entry: object, directory: Path, where: str) -> tuple[bytes, Path | None]:
+    """Return the bytes of an image, and of a file its path. `entry` may be what `datasets` stores:
+    {"bytes": ..., "path": ...}."""
     if isinstance(entry, Mapping):
         entry = entry.get("bytes") or entry.get("path")
     if isinstance(entry, bytes):
-        return entry
+        return entry, None
     if not isinstance(entry, str) or not entry:
         raise DataError(f"{where}: got {_named(entry)}. {EXPECTED}")
     encoded = entry.partition(",")[2] if entry.startswith("data:") else entry
     path = directory / Path(entry).expanduser()
     if not entry.startswith("data:") and (len(entry) < 256 or path.suffix) and _is_file(path):
-        return path.read_bytes()
+        try:
+            return path.read_bytes(), path
+        except OSError as error:
+            raise DataError(f"{where}: {_named(entry)} cannot be read: {describe(error)}. {EXPECTED}") from error
     try:
-        return base64.b64decode(encoded, validate=True)
+        return base64.b64decode(encoded, validate=True), None
     except (binascii.Error, ValueError):
         raise DataError(f"{where}: {_named(entry)}: there is no such file. {EXPECTED}") from None
+
+
+def _encoded(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _decoded(url: str) -> bytes:
+    return base64.b64decode(url.partition(",")[2])
 
 
 def _is_file(path: Path) -> bool:
@@ -120,9 +209,9 @@ def load_processor(directory: str) -> ProcessorMixin:
 
 
 def expand_prompt(
-    args: Args, text: str, images: Sequence[str], where: str, *, special: bool
-) -> tuple[list[int], dict[str, object]]:
-    """Return the prompt's tokens with the places of its images, and `Sample.multimodal_inputs`. `special`: the
+    args: Args, text: str, images: Sequence[Image], where: str, *, special: bool
+) -> tuple[list[int], PromptImages]:
+    """Return the prompt's tokens with the places of its images, and what is kept of the images. `special`: the
     tokenizer adds its own special tokens."""
     processor = load_processor(args.hf_checkpoint)
     token = str(vars(processor)["image_token"])
@@ -131,31 +220,27 @@ def expand_prompt(
             f"{where}: {len(images)} images, but the prompt has {text.count(token)} times {token!r}. Expected one for "
             "each image, in their order; in chat messages a part of type image."
         )
-    opened = [_open(url) for url in images]
+    opened = [_open(read_image(image)) for image in images]
     try:
         whole = processor(text=text, images=opened, add_special_tokens=special)["input_ids"]
     except (ValueError, TypeError) as error:
         raise DataError(f"{where}: the processor refused the prompt: {describe(error)}.") from error
     tokens = list(whole[0] if isinstance(whole[0], list) else whole)
-    short = list(processor.tokenizer(text, add_special_tokens=special)["input_ids"])
-    return tokens, {"images": list(images), "prompt_ids": short, "prompt_length": len(tokens)}
+    short = tuple(processor.tokenizer(text, add_special_tokens=special)["input_ids"])
+    return tokens, PromptImages(images=tuple(images), prompt_ids=short, prompt_length=len(tokens))
 
 
-def _open(url: str) -> Image:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
-
-
-def engine_prompt(sample_inputs: Mapping[str, object], tokens: Sequence[int]) -> list[int]:
-    """Return `tokens` as the engine gets them: one image token an image in the prompt, then what came after it."""
-    prompt_ids, length = cast("list[int]", sample_inputs["prompt_ids"]), cast("int", sample_inputs["prompt_length"])
-    return [*prompt_ids, *tokens[length:]]
+def single_image_prompt(args: Args, png: bytes) -> tuple[list[int], dict[str, object]]:
+    """Return the tokens of a prompt that is one image and nothing else, and its `Sample.multimodal_inputs`."""
+    token = str(vars(load_processor(args.hf_checkpoint))["image_token"])
+    tokens, images = expand_prompt(args, token, [_encoded("image/png", png)], "one image", special=False)
+    return tokens, images.inputs()
 
 
-def content_parts(sample_inputs: Mapping[str, object]) -> list[dict[str, str]]:
-    """Return the images as vLLM's /inference/v1/generate takes them."""
-    return [{"type": "image_url", "url": url} for url in cast("list[str]", sample_inputs["images"])]
+def _open(url: str) -> Picture:
+    from PIL import Image as Images
+
+    return Images.open(io.BytesIO(_decoded(url))).convert("RGB")
 
 
 def image_column(args: Args, sample: Sample, where: str) -> bytes:

@@ -21,7 +21,7 @@ from vime.config.model_files import has_tokenizer, no_tokenizer
 from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
 from vime.rollout.conversations import TURNS, chat_text, is_conversation, read_conversation, turns_of
-from vime.rollout.images import expand_prompt, read_images
+from vime.rollout.images import Image, PromptImages, expand_prompt, read_images
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
@@ -49,7 +49,7 @@ class Prompt:
     label: object
     where: str
     metadata: Mapping[str, object] = field(default_factory=dict)
-    images: Mapping[str, object] | None = None  # `Sample.multimodal_inputs`
+    images: PromptImages | None = None
 
 
 def decode_response(directory: str, tokens: Sequence[int]) -> str:
@@ -263,7 +263,7 @@ class Fields:
     tools: list[dict[str, object]] | None
     label: object
     metadata: dict[str, object]
-    images: tuple[str, ...] = ()  # data URLs
+    images: tuple[Image, ...] = ()
 
 
 def read_fields(args: Args, record: Record, where: str, *, directory: Path = Path()) -> Fields:
@@ -387,7 +387,7 @@ class _RecordReader:
             metadata={**fields.metadata, TURNS: turns},
         )
 
-    def _render(self, fields: Fields, where: str) -> tuple[str, list[int], Mapping[str, object] | None]:
+    def _render(self, fields: Fields, where: str) -> tuple[str, list[int], PromptImages | None]:
         """Return prompt text, its tokens and its images. Special tokens come from the template, or else from the
         tokenizer."""
         content = fields.content
@@ -405,8 +405,8 @@ class _RecordReader:
         return text, *self._encode(text, fields.images, where, special=False)
 
     def _encode(
-        self, text: str, images: tuple[str, ...], where: str, *, special: bool
-    ) -> tuple[list[int], Mapping[str, object] | None]:
+        self, text: str, images: tuple[Image, ...], where: str, *, special: bool
+    ) -> tuple[list[int], PromptImages | None]:
         if images:
             return expand_prompt(self._args, text, images, where, special=special)
         return self._tokenizer(text, add_special_tokens=special)["input_ids"], None

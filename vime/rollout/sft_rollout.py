@@ -16,6 +16,7 @@ from vime.config.parse import Args
 from vime.protocols import DataSource
 from vime.rollout import vllm_rollout
 from vime.rollout.conversations import TURNS, turns_of
+from vime.rollout.images import CHANGED
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.types import DataError, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, SampleStatus, VersionSpan
 
@@ -29,6 +30,8 @@ def generate_rollout(
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [sample for group in groups for sample in group]
     for sample in samples:
+        if CHANGED in sample.metadata:  # no group of such a round may be left out
+            raise DataError(str(sample.metadata[CHANGED]))
         complete_with_label(args, sample, version=rollout_id)
     lengths = [sample.response_length for sample in samples]
     return RolloutFnTrainOutput(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from tests.helpers import tiny_images
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
+from vime.data.images import images_of
 from vime.data.rows import TrainRow
 from vime.ray.probe import check_engines_agree, compare_with_engines
-from vime.types import PublishError, SamplingRule, VersionSpan
+from vime.types import EngineError, EngineReport, PublishError, SamplingRule, VersionSpan
 
 NUM_TOKENS = 15  # of the probe's answer
 
@@ -66,6 +69,56 @@ def test_a_score_that_is_no_number_is_no_agreement(engine: FakeEngine, bf16: boo
         check(engine, Ranks(0.0, math.nan), bf16=bf16)
 
 
+class Fleet:
+    """An engine that says -1 for each token."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []  # tokens of a row, and whether it came with an image
+
+    def reports(self) -> list[EngineReport]:
+        return [EngineReport(engine="e0", version=1, content_hash="", num_tensors=1)]
+
+    def prompt_log_probs(self, rows: Sequence[Sequence[int]], images: Sequence[Any]) -> list[list[list[float]]]:
+        self.asked += [(len(row), bool(inputs)) for row, inputs in zip(rows, images, strict=True)]
+        return [[[-1.0] * (len(row) - 1) for row in rows]]
+
+
+def test_a_model_with_vision_is_asked_about_an_image_too_and_a_tower_that_differs_is_found(tmp_path: Path) -> None:
+    """The image is 7 tokens, of which 4 are its places; each row has 15 tokens to score."""
+    model, keys = str(tiny_images.make_idefics3(tmp_path / "model")), '{"image": "images"}'
+
+    class Blind:
+        """Right without an image."""
+
+        def log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule) -> list[list[float]]:
+            return [[-1.1 if images_of(row) else -1.0] * row.response_length for row in rows]
+
+    for multimodal_keys, context, asked in (
+        (keys, 64, [(16, False), (22, True)]),
+        (keys, 22, [(16, False)]),  # the context has no space for it
+        (None, 64, [(16, False)]),
+    ):
+        fleet = Fleet()
+        config = Config().replace(
+            hf_checkpoint=model, multimodal_keys=multimodal_keys, rollout_max_context_len=context, bf16=False
+        )
+        if len(asked) == 2:
+            with pytest.raises(PublishError, match=r"differ from the trainer's by 0\.1"):
+                check_engines_agree(config, cast(Any, Blind()), cast(Any, fleet), version=1)
+        else:
+            assert check_engines_agree(config, cast(Any, Blind()), cast(Any, fleet), version=1) == 0.0
+        assert fleet.asked == asked
+
+
+def test_an_engine_that_did_not_expand_an_image_gives_no_score(engine: FakeEngine) -> None:
+    """It scores 2 tokens where the row has 3."""
+    images = {"images": ["data:image/png;base64,AAAA"], "prompt_ids": [3], "prompt_length": 2}
+    fleet = FleetControl([engine.address], timeout_s=10)
+    with pytest.raises(EngineError, match="scored a prompt of 2 tokens, expected 3, with the places of its images"):
+        fleet.prompt_log_probs([[3, 3, 9]], [images])
+    fleet.close()
+
+
 def test_every_engine_is_compared_and_rows_of_several_lengths_keep_their_own_tokens() -> None:
     """Engines say -1 for each token; the trainer -1.5 for one of the 2 and 3 trainable tokens of the two rows."""
 
@@ -77,7 +130,7 @@ def test_every_engine_is_compared_and_rows_of_several_lengths_keep_their_own_tok
     with FakeEngine(name="e0") as first, FakeEngine(name="e1") as second:
         first.faults.wrong_version = second.faults.wrong_version = "1"
         fleet = FleetControl([first.address, second.address], timeout_s=10)
-        found = compare_with_engines(fleet, cast(Any, Two()), rows)
+        found = compare_with_engines(fleet, cast(Any, Two()), rows, [None, None])
         fleet.close()
     assert list(found) == ["e0", "e1"]
     for agreement in found.values():

@@ -412,3 +412,12 @@ def test_the_pretrained_model_s_scripts_train(clone: Clone, tiny_task: TinyTask)
         output = clone.run(f"{documented(command)} {SMALL} {SCRIPTED} --num-rollout 1 --run-dir {run}")
         assert "models/smollm2-135m is up to date" in output
         assert sorted(Finished(0, "", clone.directory / run).metrics()) == [0]
+
+
+def test_the_script_of_the_image_page_trains(clone: Clone) -> None:
+    """With the model that it makes and a real engine, one round of 120: that it learns is a test of the night."""
+    output = clone.run(f"{documented('./scripts/run-images-cpu.sh')} --num-rollout 1 --run-dir runs/images")
+    assert "prepare: model: data/images-seed0/model" in output
+    [line] = Finished(0, "", clone.directory / "runs/images").metrics().values()
+    assert line["eval/held_out/reward_mean"] < 0.5  # it guesses
+    assert line["train/train_rollout_logprob_abs_diff"] < 1e-4

@@ -1,16 +1,27 @@
-"""Runs on prompts with images: real vLLM and the FSDP trainer agree, and modes off and streaming do bit for bit."""
+"""Runs on prompts with images: real vLLM and the FSDP trainer agree, every mode trains the same weights bit for bit,
+and a kill, two workers, cut completions and a picture that vanishes cost what they must and no more."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.run.test_mismatch_run import CAUSES
 from tests.helpers import tiny_images
 from tests.helpers.metrics_page import undocumented
-from tests.helpers.training import Finished, train
+from tests.helpers.mismatch_faults import FAULTS
+from tests.helpers.training import ROOT, Finished, Training, train
+from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
+from vime.observability.samples import read_fates
 
 ROUNDS = 2
 REWARD = '''
@@ -49,10 +60,10 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def streamed(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
     directory = tmp_path_factory.mktemp("streaming")
-    dump = str(directory / "samples_{rollout_id}.jsonl")
-    finished = train(
-        [*flags, "--transferqueue-mode", "streaming", "--save-debug-rollout-data", dump], directory / "run"
-    )
+    dump, prompts = str(directory / "samples_{rollout_id}.jsonl"), flags[flags.index("--prompt-data") + 1]
+    more = ["--transferqueue-mode", "streaming", "--save-debug-rollout-data", dump, "--check-weight-update-equal"]
+    more += ["--eval-prompt-data", "same", prompts, "--eval-interval", str(ROUNDS)]
+    finished = train([*flags, *more], directory / "run")
     assert finished.code == 0, finished.output
     return finished
 
@@ -63,6 +74,8 @@ def test_engine_and_trainer_agree_on_prompts_with_images(streamed: Finished) -> 
     assert max(lines[number]["train/train_rollout_logprob_abs_diff"] for number in range(ROUNDS)) < 1e-4
     assert len(set(streamed.confirmed_hashes())) == ROUNDS + 1
     assert undocumented(name for line in lines.values() for name in line) == []
+    assert [number for number in range(ROUNDS) if "eval/same/reward_mean" in lines[number]] == [0, ROUNDS - 1]
+    assert "engines agree with the trainer within" in (streamed.run_dir / "logs" / "driver.log").read_text()
 
 
 def test_the_audit_and_the_dump_know_the_images(streamed: Finished) -> None:
@@ -80,3 +93,138 @@ def test_in_another_mode_the_same_weights_are_trained(
     finished = train([*flags, "--transferqueue-mode", mode], tmp_path / mode)
     assert finished.code == 0, finished.output
     assert finished.confirmed_hashes() == streamed.confirmed_hashes()
+
+
+def hashes(finished: Finished) -> dict[int, str]:
+    """Version -> content hash of the weights, as the engines computed it."""
+    return {event["version"]: event["content_hash"] for event in finished.events("weights_confirmed")}
+
+
+def findings(finished: Finished) -> Sequence[object]:
+    saved = newest_checkpoint(finished.run_dir)
+    return audit_run(finished.run_dir, saved=saved, claims=partial(read_claims, finished.run_dir)).findings
+
+
+@pytest.mark.nightly
+def test_streaming_killed_in_the_middle_and_resumed_trains_the_same_weights(
+    streamed: Finished, flags: list[str], tmp_path: Path
+) -> None:
+    streaming = [*flags, "--transferqueue-mode", "streaming", "--save-interval", "1", "--save", str(tmp_path / "saved")]
+    training = Training("train.py", streaming, tmp_path / "killed")
+    training.wait_for_event("weights_confirmed", count=2)
+    os.kill(training.process.pid, signal.SIGKILL)
+    killed = training.finish()
+    assert killed.code == -signal.SIGKILL
+    resumed = train([*streaming, "--load", str(tmp_path / "saved")], tmp_path / "resumed")
+    assert resumed.code == 0, resumed.output
+    wanted = hashes(streamed)
+    for part in (killed, resumed):
+        assert hashes(part) == {version: wanted[version] for version in hashes(part)}
+    assert max(hashes(resumed)) == ROUNDS
+    assert findings(resumed) == ()
+
+
+@pytest.mark.nightly
+def test_two_workers_train_the_same_weights(streamed: Finished, flags: list[str], tmp_path: Path) -> None:
+    more = ["--transferqueue-mode", "streaming", "--num-rollout-workers", "2"]
+    finished = train([*flags, *more], tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert hashes(finished) == hashes(streamed)
+    assert findings(finished) == ()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_the_script_of_the_page_learns_to_look(seed: str) -> None:
+    """Exit code 1 when held-out pictures are not answered rightly, or swapped ones are: examples/images/check.py."""
+    environment = {**os.environ, "VIME_VENV": sys.prefix, "SEED": seed}
+    ran = subprocess.run(
+        [ROOT / "scripts" / "run-images-cpu.sh"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "It learned to look: 0." in ran.stdout
+
+
+@pytest.mark.nightly
+def test_the_group_of_a_picture_that_vanishes_is_dropped_with_a_reason(flags: list[str], tmp_path: Path) -> None:
+    """The reward removes the blue picture in the first round; of five prompts four are left to train."""
+    data = tmp_path / "data"
+    shutil.copytree(Path(flags[flags.index("--prompt-data") + 1]).parent, data)
+    reward = (data / "reward.py").read_text()
+    (data / "reward.py").write_text(
+        reward.replace("    answer =", f"    Path({str(data / 'blue.png')!r}).unlink(missing_ok=True)\n    answer =")
+        .replace("from vime", "from pathlib import Path\n\nfrom vime", 1)
+    )  # fmt: skip
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    more = ["--prompt-data", str(data / "prompts.jsonl"), "--custom-rm-path", f"{data / 'reward.py'}:colour_reward"]
+    finished = train([*fast, *more, "--transferqueue-mode", "streaming", "--num-rollout", "4"], tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert findings(finished) == ()
+    dropped = [fate.dropped.get("image_changed", ()) for fate in read_fates(finished.run_dir).values()]
+    assert any(dropped)
+    log = (finished.run_dir / "logs" / "rollout-manager.log").read_text()
+    assert "blue.png has changed since the run started: FileNotFoundError" in log
+    assert "prompts.jsonl:4: image 1 of 1" in log
+
+
+def trained_well(finished: Finished, num_rounds: int) -> None:
+    assert finished.code == 0, finished.output
+    lines = finished.metrics()
+    assert sorted(lines) == list(range(num_rounds))
+    found = [line["train/train_rollout_logprob_abs_diff"] for line in lines.values()]
+    assert max(each for each in found if each == each) < 1e-4  # of a round of older tokens alone it is NaN
+
+
+LONG = ["--rollout-max-response-len", "200", "--rollout-max-context-len", "256", "--num-rollout", "6"]
+
+
+@pytest.mark.nightly
+def test_train_async_trains_prompts_with_images(flags: list[str], tmp_path: Path) -> None:
+    """Mode buffer, of which every token is a version old: engines score some rows again. Streaming: the next test."""
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    finished = train([*fast, "--max-staleness", "1", *LONG], tmp_path / "run", script="train_async.py")
+    trained_well(finished, 6)
+
+
+@pytest.mark.nightly
+def test_completions_that_a_publish_cut_are_continued_with_their_images(flags: list[str], tmp_path: Path) -> None:
+    dump = str(tmp_path / "samples_{rollout_id}.jsonl")
+    more = ["--transferqueue-mode", "streaming", "--max-staleness", "1", "--partial-rollout", "--pause-mode", "abort"]
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    finished = train(
+        [*fast, *LONG, *more, "--save-debug-rollout-data", dump], tmp_path / "run", script="train_async.py"
+    )
+    trained_well(finished, 6)
+    assert findings(finished) == ()
+    lines = [line for file in tmp_path.glob("samples_*.jsonl") for line in file.read_text().splitlines()]
+    samples = [json.loads(line)["sample"] for line in lines]
+    with_images = [sample for sample in samples if sample["multimodal_inputs"]]
+    assert any(len({span[0] for span in sample["token_policy_versions"]}) > 1 for sample in with_images)
+
+
+@pytest.mark.nightly
+def test_each_fault_of_a_generate_plug_in_is_named_on_prompts_with_images(flags: list[str], tmp_path: Path) -> None:
+    """As in test_mismatch_run.py. The engine scores the recorded rows again: with their images it agrees."""
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    more = [
+        "--custom-generate-function-path",
+        "tests.helpers.mismatch_faults.faulty",
+        "--num-rollout",
+        str(len(FAULTS)),
+    ]
+    more += ["--rollout-max-response-len", "24"]
+    finished = train([*fast, *more], tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert finished.metrics()[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
+    command = [sys.executable, "-m", "vime", "diagnose", str(tmp_path / "run"), "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    told = {line["round"]: line["cause"] for line in map(json.loads, shown.splitlines())}
+    assert told == {number: CAUSES[fault] for number, fault in enumerate(FAULTS) if fault != "none"}
+    for file in sorted((tmp_path / "run" / "mismatch").glob("*.json")):
+        record = json.loads(file.read_text())
+        [engine] = record["engines"]
+        own = next(one["log_probs"] for one in record["rescored"] if one["rule"]["temperature"] == 1.0)
+        for ours, its in zip(own, engine["log_probs"], strict=True):
+            assert max(abs(one - other) for one, other in zip(ours, its, strict=True)) < 1e-3

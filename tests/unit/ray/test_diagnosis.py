@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from tests.helpers.rows import make_row
 from vime.algo.sampling import log_probs_under
 from vime.config.parse import Config
+from vime.data.images import IMAGE_COLUMN
 from vime.data.rows import TrainRow
 from vime.observability.diagnosis import Cause, Diagnosis, diagnose
 from vime.observability.mismatch_record import (
@@ -33,6 +35,7 @@ from vime.observability.mismatch_record import (
 from vime.ray import mismatch_probes
 from vime.ray.mismatch_probes import MAX_ENGINES, MismatchProbes
 from vime.ray.retokenization import Retokenization
+from vime.ray.rollout_manager import SampleText
 from vime.training.evidence import MeasuredMismatch, Suspect
 from vime.types import ConfigError, EngineError, EngineReport, SamplingRule, VersionSpan
 
@@ -71,6 +74,8 @@ class Run:
     cache_gap: float = 0.0
     told: tuple[Retokenization, ...] = ()
     num_forwards: int = 0
+    texts: Sequence[SampleText | None] = ()
+    images_asked_with: list[Any] = field(default_factory=list)
     addresses: Sequence[SimpleNamespace] = (SimpleNamespace(name="engine-0"),)
 
     def log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule) -> list[list[float]]:
@@ -85,10 +90,12 @@ class Run:
             EngineReport(engine="engine-0", version=self.engine_version, content_hash=self.engine_hash, num_tensors=1)
         ]
 
-    def prompt_log_probs(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def prompt_log_probs(self, rows: Sequence[Sequence[int]], images: Sequence[Any]) -> list[list[list[float]]]:
+        self.images_asked_with += images
         return [[scores(self.engine_VV, tokens, len(tokens) - 1, SamplingRule()) for tokens in rows]]
 
-    def next_log_probs(self, tokens: Sequence[int], *, with_cache: bool) -> list[dict[int, float]]:
+    def next_log_probs(self, tokens: Sequence[int], images: Any, *, with_cache: bool) -> list[dict[int, float]]:
+        self.images_asked_with.append(images)
         return [{7: -1.0 - (self.cache_gap if with_cache else 0.0)}]
 
     def recorded(self, rows: Sequence[TrainRow], masks: Sequence[Sequence[bool]] | None = None) -> MismatchRecord:
@@ -101,7 +108,7 @@ class Run:
             Config(),
             trainers=self,
             fleet=None if self.engine_VV is None else self,
-            texts_of=lambda _, indices: [None for _ in indices],
+            texts_of=lambda _, indices: list(self.texts or [None for _ in indices]),
             threshold=THRESHOLD,
         )
         with pytest.MonkeyPatch.context() as patch:
@@ -314,7 +321,7 @@ def test_what_is_recorded_has_a_bound(tmp_path: Path) -> None:
         def reports(self) -> list[EngineReport]:
             return [EngineReport(engine=f"engine-{i}", version=6, content_hash="aa", num_tensors=1) for i in range(9)]
 
-        def prompt_log_probs(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        def prompt_log_probs(self, rows: Sequence[Sequence[int]], images: Sequence[Any]) -> list[list[list[float]]]:
             return [[[-10.0 * number] * (len(tokens) - 1) for tokens in rows] for number in range(9)]
 
     record = Many().recorded([sampled(SamplingRule(temperature=0.7))])
@@ -324,12 +331,23 @@ def test_what_is_recorded_has_a_bound(tmp_path: Path) -> None:
     assert list(record_files(tmp_path).values()) == [0, *range(4, MAX_RECORDS + 3)]
 
 
+def test_engines_score_a_row_with_its_images_or_not_at_all() -> None:
+    images = {"images": ["data:image/png;base64,AAAA"], "prompt_ids": [0], "prompt_length": 2}
+    row = replace(sampled(SamplingRule(temperature=0.7)), extra={IMAGE_COLUMN: b"pixels"})
+    run = Run(texts=[SampleText(prompt=None, response="", images=images)])
+    assert run.recorded([row]).engines
+    assert run.images_asked_with == [images] * 5  # one score; two beginnings with the cache and without it
+    lost = Run(texts=[None])  # the round is too old
+    record = lost.recorded([row])
+    assert (record.engines, record.cache_gaps, lost.images_asked_with) == ([], {}, [])
+
+
 def test_engines_that_do_not_answer_leave_the_trainer_s_word(judged) -> None:
     class Silent(Run):
         def reports(self) -> list[EngineReport]:
             raise EngineError("no answer")
 
-        def next_log_probs(self, tokens: Sequence[int], *, with_cache: bool) -> list[dict[int, float]]:
+        def next_log_probs(self, tokens: Sequence[int], images: Any, *, with_cache: bool) -> list[dict[int, float]]:
             raise EngineError("no answer")
 
     found = judged([sampled(SamplingRule(temperature=0.7))], Silent())

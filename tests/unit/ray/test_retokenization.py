@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import tiny_images
 from tests.helpers.rollout_setup import write_model_directory
 from tests.helpers.rows import make_row
 from vime.config.parse import Config
+from vime.data.images import IMAGE_COLUMN
 from vime.data.rows import TrainRow
 from vime.ray.retokenization import Retokenization, retokenizations
 from vime.ray.rollout_manager import SampleText
@@ -67,3 +71,23 @@ def test_a_prompt_that_lost_its_begin_token_is_told_with_it(config: Config) -> N
         "the prompt with a begin token before it",
     ]
     assert all(list(retokenization.tokens) == list(whole.tokens) for retokenization in found.values())
+
+
+def test_a_prompt_with_images_is_compared_with_the_places_of_its_images(tmp_path: Path) -> None:
+    """Else each would be told as encoded otherwise, and the trainer asked for rows without their places."""
+    model = tiny_images.make_idefics3(tmp_path / "model")
+    url = f"data:image/png;base64,{base64.b64encode(tiny_images.png('red')).decode()}"
+    config = Config().replace(hf_checkpoint=str(model), multimodal_keys='{"image": "images"}')
+    # USER, the image, What ?
+    prompt = [8, *tiny_images.IMAGE_IDS, 10, 12]
+    one = replace(make_row(7, prompt=prompt, response=[20, 21]), extra={IMAGE_COLUMN: b"pixels"})
+    images = {"images": [url], "prompt_ids": [8, 3, 10, 12], "prompt_length": len(prompt)}
+
+    def says(text: str) -> dict[str, list[int]]:
+        found = told(config, one, SampleText(prompt=text, response="", images=images))
+        return {key: list(other.tokens) for key, other in found.items() if "begin token" not in key}
+
+    assert says("USER <image> What ?") == {}
+    [other] = says("USER <image> colour ?").values()  # another text, with the same image
+    assert other == [8, *tiny_images.IMAGE_IDS, 11, 12, 20, 21]
+    assert says("USER What ?") == {}  # a plug-in's text has no place for the image: there are no tokens to try

@@ -1,7 +1,9 @@
 """Images of a record: to the prompt's tokens, to the engine's request and to the trainer's column."""
 
+import asyncio
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,27 @@ import numpy as np
 import pytest
 
 from tests.helpers import tiny_images
+from tests.helpers.kept import round_groups
+from tests.helpers.ledger_cases import issue, open_ledger
+from tests.helpers.long_run import write_run
+from vime.cli.main import main
+from vime.config.eval_sets import eval_sets
 from vime.config.parse import Config
-from vime.data.images import IMAGE_COLUMN, pack_images, unpack_images
+from vime.data.images import IMAGE_COLUMN, pack_images, prompt_fields, unpack_images
 from vime.data.payload import bytes_to_samples, cut, samples_to_bytes
 from vime.data.rows import TrainRow
-from vime.rollout.convert import group_rows
+from vime.observability.html_report import write_report
+from vime.observability.samples import SampleStore
+from vime.rollout.convert import encoded_group, group_rows
 from vime.rollout.data_check import data_faults
 from vime.rollout.data_source import RolloutDataSource
-from vime.rollout.images import content_parts, engine_prompt
+from vime.rollout.drop_limit import DropStreak
+from vime.rollout.evaluate import eval_groups
+from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.prompts import read_prompts
-from vime.types import DataError, HandoffError, Sample, SampleStatus, VersionSpan
+from vime.rollout.record import save_samples
+from vime.rollout.sft_rollout import generate_rollout
+from vime.types import DataError, HandoffError, PluginError, Sample, SampleStatus, VersionSpan
 
 KEYS = '{"image": "images"}'
 URL = f"data:image/png;base64,{base64.b64encode(tiny_images.png('red')).decode()}"
@@ -42,7 +55,8 @@ def test_a_chat_with_an_image_has_the_tokens_that_the_processor_makes(vision: Pa
     [prompt] = read_prompts(args, args.prompt_data, flag="--prompt-data")
     # USER, the image, What colour ?, ASSISTANT
     assert list(prompt.token_ids) == [8, *tiny_images.IMAGE_IDS, 10, 11, 12, 9]
-    assert prompt.images == {"images": [URL], "prompt_ids": [8, 3, 10, 11, 12, 9], "prompt_length": 12}
+    assert prompt.images is not None
+    assert prompt.images.inputs() == {"images": [URL], "prompt_ids": [8, 3, 10, 11, 12, 9], "prompt_length": 12}
 
 
 def test_paths_bytes_base64_and_data_urls_are_the_same_image(vision: Path, tmp_path: Path) -> None:
@@ -51,9 +65,10 @@ def test_paths_bytes_base64_and_data_urls_are_the_same_image(vision: Path, tmp_p
     given = ["red.png", [str(tmp_path / "red.png")], encoded, URL, {"path": "red.png", "bytes": None}]
     args = arguments(vision, [{"input": "USER <image> ?", "images": one} for one in given], tmp_path)
     prompts = read_prompts(args, args.prompt_data, flag="--prompt-data")
-    assert {json.dumps(prompt.images) for prompt in prompts} == {json.dumps(prompts[0].images)}
-    assert prompts[0].images is not None
-    assert prompts[0].images["images"] == [URL]
+    assert all(prompt.images for prompt in prompts)
+    read = [(prompt.images.inputs(), prompt.images.digests) for prompt in prompts if prompt.images]
+    assert read == [read[0]] * len(given)
+    assert read[0][0]["images"] == [URL]
 
 
 def test_a_record_without_images_is_text(vision: Path, tmp_path: Path) -> None:
@@ -98,6 +113,79 @@ def test_a_conversation_to_imitate_is_refused_with_its_images(vision: Path, tmp_
         read_prompts(args, args.prompt_data, flag="--prompt-data")
 
 
+def files_and_source(vision: Path, directory: Path, **flags: Any) -> tuple[list[Path], Any, RolloutDataSource]:
+    """Two prompts, each with a file; two samples a prompt."""
+    files = [directory / "red.png", directory / "blue.png"]
+    for file in files:
+        file.write_bytes(tiny_images.png(file.stem))
+    records = [{"input": "USER <image> ?", "images": file.name, "label": file.stem} for file in files]
+    args = arguments(vision, records, directory, label_key="label", n_samples_per_prompt=2, **flags)
+    return files, args, RolloutDataSource(args)
+
+
+def test_a_file_is_read_when_its_prompt_is_issued_and_not_kept(vision: Path, tmp_path: Path) -> None:
+    files, _, source = files_and_source(vision, tmp_path)
+    for file in files:
+        encoded = base64.b64encode(file.read_bytes()).decode()
+        assert encoded not in repr(source._prompts)
+        [group] = source.get_samples(1)
+        assert [sample.multimodal_inputs["images"] for sample in group if sample.multimodal_inputs] == [
+            [f"data:image/png;base64,{encoded}"]
+        ] * 2
+    assert source.group_at(0) == RolloutDataSource(source._args).get_samples(1)[0]  # a restart gives the same
+    assert "base64" not in repr(source._prompts)
+
+
+CHANGES = {
+    "gone": (lambda file: file.unlink(), "No such file or directory"),
+    "shorter": (lambda file: file.write_bytes(b"PNG"), "it has 3 bytes"),
+    "other": (lambda file: file.write_bytes(bytes(file.stat().st_size)), "it has other content of the same length"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_group_of_a_file_that_changed_is_dropped_with_a_reason_and_no_other(
+    vision: Path, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, args, source = files_and_source(vision, tmp_path)
+    how, said = CHANGES[change]
+    how(files[1])
+    good, bad = source.get_samples(2)
+    assert (unusable_reason(good), [sample.status for sample in good]) == (None, [SampleStatus.PENDING] * 2)
+    done = asyncio.run(generate_and_rm_group(args, bad, {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4}))
+    assert unusable_reason(done) == "image_changed"  # no engine was asked: there is none
+    where = f"{tmp_path / 'prompts.jsonl'}:2: image 1 of 1 ('images'): {files[1]} has changed since the run started"
+    for part in (where, said, "expected the", "Put the file back"):
+        assert part in caplog.text
+        assert part in done[0].metadata["image_changed"]
+
+
+def test_a_run_of_which_every_image_is_gone_ends_and_says_what_to_do(vision: Path, tmp_path: Path) -> None:
+    _, args, _ = files_and_source(vision, tmp_path, max_dropped_in_a_row=2)
+    streak = DropStreak(args)
+    streak.dropped("image_changed")
+    with pytest.raises(PluginError, match=r"by reason: image_changed 2\..*Image files were changed .*: put them back"):
+        streak.dropped("image_changed")
+
+
+def test_a_label_to_imitate_is_not_trained_without_its_image(vision: Path, tmp_path: Path) -> None:
+    """A rollout function that leaves no group out."""
+    files, args, source = files_and_source(vision, tmp_path, rollout_batch_size=2)
+    files[1].unlink()
+    with pytest.raises(DataError, match=r":2: image 1 of 1 .*blue.png has changed since the run started"):
+        generate_rollout(args, 0, source)
+
+
+def test_in_reference_mode_and_in_an_evaluation_a_changed_file_ends_the_run(vision: Path, tmp_path: Path) -> None:
+    files, args, source = files_and_source(vision, tmp_path, reference_mode=True)
+    sets = eval_sets(args.config.replace(eval_prompt_data=["held_out", str(args.prompt_data)]))
+    prompts = read_prompts(args, args.prompt_data, flag="--eval-prompt-data")
+    files[1].unlink()
+    for read in (lambda: source.get_samples(2), lambda: source.group_at(1), lambda: eval_groups(sets[0], prompts, 0)):
+        with pytest.raises(DataError, match=r":2: image 1 of 1 \('images'\): .*blue.png has changed since the run"):
+            read()
+
+
 def finished(args: Any) -> Sample:
     [[sample]] = RolloutDataSource(args).get_samples(1)
     sample.append_response_tokens([20, tiny_images.IMAGE_TOKEN], [-1.0, -2.0], versions=[VersionSpan(0, 0, 2)])
@@ -126,8 +214,12 @@ def test_the_engine_gets_one_image_token_an_image_and_what_was_sampled_as_it_is(
     args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=1)
     sample = finished(args)
     assert sample.multimodal_inputs is not None
-    assert engine_prompt(sample.multimodal_inputs, sample.tokens) == [8, 3, 12, 20, 3]
-    assert content_parts(sample.multimodal_inputs) == [{"type": "image_url", "url": URL}]
+    assert prompt_fields(sample.tokens, sample.multimodal_inputs) == {
+        "token_ids": [8, 3, 12, 20, 3],
+        "content_parts": [{"type": "image_url", "url": URL}],
+        "return_token_ids": True,
+    }
+    assert prompt_fields(sample.tokens, None) == {"token_ids": sample.tokens}
 
 
 def test_images_come_back_from_the_spool(vision: Path, tmp_path: Path) -> None:
@@ -151,6 +243,42 @@ def test_bytes_of_images_count_when_rows_are_cut_into_chunks() -> None:
     rows = [row_with(cell) for _ in range(3)]
     assert [len(chunk) for chunk in cut(rows)] == [1, 1, 1]
     assert [len(chunk) for chunk in cut([row_with(b"") for _ in range(3)])] == [3]
+
+
+def test_the_images_of_rows_count_for_the_bytes_that_the_queue_may_hold(vision: Path, tmp_path: Path) -> None:
+    """--transferqueue-max-bytes: 16 x 16 pixels of 3 colours, 4 bytes each, and 16 x 16 of the mask are 3,328 bytes."""
+    sizes = []
+    for record in ({"input": "USER <image> ?", "images": URL}, {"input": "USER ?"}):
+        args = arguments(vision, [record], tmp_path, n_samples_per_prompt=1)
+        sizes.append(encoded_group(args, [finished(args)]).num_bytes)
+    assert 3328 < sizes[0] - sizes[1] < 4500
+    ledger = open_ledger(tmp_path, max_bytes=sizes[0] + sizes[1] - 1)
+    one, other = issue(ledger, 2)
+    assert ledger.prompts.admit(one, num_tokens=1, num_bytes=sizes[0]).granted
+    assert "bytes" in ledger.prompts.admit(other, num_tokens=1, num_bytes=sizes[1]).waits_for
+    ledger.close()
+
+
+def test_neither_the_kept_samples_nor_the_page_of_a_run_hold_images(
+    vision: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page of a long run stays under 10 MB. What is shown of a prompt is its text."""
+    run = write_run(tmp_path / "run", num_rounds=3, groups=2)
+    before = (write_report(run) or Path()).stat().st_size
+    args = arguments(vision, [{"input": CHAT, "images": tiny_base64("red")}], tmp_path, apply_chat_template=True)
+    [[sample, *_]] = RolloutDataSource(args).get_samples(1)
+    large = "data:image/png;base64," + base64.b64encode(os.urandom(2 << 20)).decode()  # nothing that gzip makes smaller
+    sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": [large]}
+    sample.append_response_tokens([20], [-1.0], versions=[VersionSpan(0, 0, 1)])
+    sample.response, sample.reward, sample.status = "red", 1.0, SampleStatus.COMPLETED
+    SampleStore(run, 1 << 30).write(2, round_groups([[sample]]), [])
+    save_samples(run / "eval" / "held_out_2.jsonl", [sample])
+    assert sum(file.stat().st_size for file in (run / "samples").iterdir()) < 100_000
+    assert (write_report(run) or Path()).stat().st_size < before + 100_000
+    assert main(["samples", str(run), "--round", "2", "--best"]) == 0
+    shown = capsys.readouterr().out
+    assert "USER <image> What colour ?" in shown
+    assert "base64" not in shown
 
 
 def row_with(cell: bytes) -> TrainRow:

@@ -16,6 +16,7 @@ import msgspec
 
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, BucketResult, HeldWeights, LastBucketResult
 from vime.config.lora import AdapterInfo
+from vime.data.images import prompt_fields
 from vime.observability.events import note_span, span
 from vime.protocols import UpdateResponse
 from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport, Version, may_pass
@@ -181,6 +182,11 @@ class _PromptScores(msgspec.Struct):
 
     def of(self, tokens: Sequence[int]) -> list[float]:
         entries = self.prompt_logprobs[1:]
+        if len(entries) != len(tokens) - 1:
+            raise EngineError(
+                f"the engine scored a prompt of {len(self.prompt_logprobs)} tokens, expected {len(tokens)}, with the "
+                "places of its images. Take processor and model from one directory."
+            )
         return [(entry or {})[str(token)].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
 
@@ -275,21 +281,30 @@ class FleetControl:
     def is_paused(self) -> list[bool]:
         return [each.is_paused for each in self._http.get("/is_paused", _IsPaused)]
 
-    def prompt_log_probs(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def prompt_log_probs(
+        self, rows: Sequence[Sequence[int]], images: Sequence[Mapping[str, object] | None] | None = None
+    ) -> list[list[list[float]]]:
         """[engine][row]: the log-probability of each of the row's tokens but the first, given those before it (before
-        any temperature). All rows are asked for at once: a busy engine scores them in the same few steps."""
+        any temperature). All rows are asked for at once: a busy engine scores them in the same few steps. `images`: of
+        each row the sample's `multimodal_inputs`."""
         params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False}
-        bodies = [{"token_ids": list(tokens), "sampling_params": params} for tokens in rows]
+        bodies = [
+            {**prompt_fields(tokens, inputs), "sampling_params": params}
+            for tokens, inputs in zip(rows, images or [None] * len(rows), strict=True)
+        ]
         return [
             [scores.of(tokens) for scores, tokens in zip(by_row, rows, strict=True)]
             for by_row in self._http.ask_all(GENERATE_ROUTE, bodies, _PromptScores)
         ]
 
-    def next_log_probs(self, tokens: Sequence[int], *, with_cache: bool) -> list[dict[int, float]]:
+    def next_log_probs(
+        self, tokens: Sequence[int], images: Mapping[str, object] | None = None, *, with_cache: bool
+    ) -> list[dict[int, float]]:
         """Per engine, the likeliest tokens after `tokens` with their log-probabilities (before any temperature).
-        `with_cache`: the engine may take the beginning from its prefix cache."""
+        `images`: the sample's `multimodal_inputs`. `with_cache`: the engine may take the beginning from its prefix
+        cache."""
         body = {
-            "token_ids": list(tokens),
+            **prompt_fields(tokens, images),
             "sampling_params": {
                 "max_tokens": 1,
                 "logprobs": NUM_LIKELIEST,
