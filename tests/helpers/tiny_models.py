@@ -50,6 +50,52 @@ def make_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
     return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **heads, **experts)), directory)
 
 
+def make_qwen2(directory: Path, *, seed: int = 0) -> Path:
+    """Biases in attention."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return _save(Qwen2ForCausalLM(Qwen2Config(**COMMON, **heads)), directory)
+
+
+def make_mistral(directory: Path, *, seed: int = 0) -> Path:
+    """A window of 12 tokens in every layer."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return _save(MistralForCausalLM(MistralConfig(**COMMON, **heads, sliding_window=12)), directory)
+
+
+def make_gemma3(directory: Path, *, seed: int = 0) -> Path:
+    """A layer with a window of 12 tokens, one without, each with positions of its own."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(seed)
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    }
+    config = Gemma3TextConfig(
+        **{**COMMON, "initializer_range": 0.05},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=48,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=ropes,
+        pad_token_id=0,
+    )
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # norms that add one begin at 0
+            if "norm" in name:
+                parameter.normal_(0, 0.1)
+    return _save(model, directory)
+
+
 def load(directory: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 

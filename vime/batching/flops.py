@@ -8,7 +8,8 @@ keys and values, of dimension d, f MLP columns and V vocabulary, one token of on
     SwiGLU MLP           3 products: 6 h f       with experts: the router 2 h E, and top_k experts of 6 h f_e
 
 and token t of a sequence (from 1), which sees t keys, 2 H d t for the scores and as much for the weighted values: over
-n tokens 4 H d (1 + ... + n) = 2 H d n (n + 1), the part that grows with the square of the length. The logits of a
+n tokens 4 H d (1 + ... + n) = 2 H d n (n + 1), the part that grows with the square of the length; in a layer with a
+window of w no token sees more than w keys. The logits of a
 token take 2 h V; the trainer computes those of response tokens only. Backward takes two products
 for each of forward's (towards the input and towards the weight): three times forward in all. Norms, rotary positions,
 softmax, embedding lookups and the optimizer are left out: they are memory traffic, not arithmetic.
@@ -39,7 +40,16 @@ def layer_flops(shape: ModelShape, length: int) -> int:
     else:
         mlp = 6 * hidden * shape.intermediate_size
     per_token = 2 * hidden * (queries + 2 * keys) + 2 * queries * hidden + mlp
-    return shape.num_layers * (length * per_token + 2 * queries * length * (length + 1))
+    return shape.num_layers * length * per_token + _attention_flops(shape, length)
+
+
+def _attention_flops(shape: ModelShape, length: int) -> int:
+    """Return the FLOPs of the scores and weighted values of every layer."""
+    queries, num_windows = shape.num_attention_heads * shape.head_dim, len(shape.window_layers)
+    within = min(length, shape.window)
+    keys_in_window = within * (within + 1) // 2 + (length - within) * within
+    keys = (shape.num_layers - num_windows) * length * (length + 1) // 2 + num_windows * keys_in_window
+    return 4 * queries * keys
 
 
 def forward_flops(shape: ModelShape, total_length: int, response_length: int) -> int:
@@ -60,8 +70,7 @@ def executed_flops(shape: ModelShape, total_length: int, response_length: int, *
     if recompute == "full":
         again = layer_flops(shape, total_length)
     elif recompute == "selective":
-        queries = shape.num_attention_heads * shape.head_dim
-        again = shape.num_layers * 2 * queries * total_length * (total_length + 1)
+        again = _attention_flops(shape, total_length)
     return train_flops(shape, total_length, response_length) + again
 
 

@@ -48,6 +48,8 @@ class ModelShape:
     moe_intermediate_size: int
     vocab_size: int  # 0: unsaid
     max_position_embeddings: int  # 0: unsaid
+    window: int = 0  # of a layer in `window_layers`: a token sees itself and the window - 1 before it. 0: no such layer
+    window_layers: tuple[int, ...] = ()  # their numbers, from 0
     unsaid: tuple[str, ...] = ()  # of EXPECTED: config.json does not say them, and what stands above is an assumption
 
 
@@ -85,6 +87,7 @@ def shape_of(record: dict[str, object], where: str) -> ModelShape:
         hidden, heads = said["hidden_size"], said.get("num_attention_heads", 1)
         intermediate = said.get("intermediate_size", 4 * hidden)
         num_experts = said.get("num_experts", 0)
+        window, window_layers = _windows(text_entries(record), said["num_layers"])
         return ModelShape(
             model_type=str(record["model_type"]),
             num_layers=said["num_layers"],
@@ -98,10 +101,29 @@ def shape_of(record: dict[str, object], where: str) -> ModelShape:
             moe_intermediate_size=said.get("moe_intermediate_size", intermediate if num_experts else 0),
             vocab_size=said.get("vocab_size", 0),
             max_position_embeddings=said.get("max_position_embeddings", 0),
+            window=window,
+            window_layers=window_layers,
             unsaid=tuple(name for name in EXPECTED if name not in said),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(where, error) from error
+
+
+def _windows(record: Mapping[str, object], num_layers: int) -> tuple[int, tuple[int, ...]]:
+    """Return the window and the layers that have it. A list by layer decides; without one Mistral has it in every
+    layer, and Gemma 3 in all but each `sliding_window_pattern`-th."""
+    window, kinds, family = record.get("sliding_window"), record.get("layer_types"), record.get("model_type")
+    if not isinstance(window, int) or window <= 0 or record.get("use_sliding_window") is False:
+        return 0, ()
+    every = record.get("sliding_window_pattern") or 6
+    layers: tuple[int, ...] = ()
+    if isinstance(kinds, list):
+        layers = tuple(number for number, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")
+    elif family == "mistral":
+        layers = tuple(range(num_layers))
+    elif family == "gemma3_text" and isinstance(every, int):
+        layers = tuple(number for number in range(num_layers) if (number + 1) % every)
+    return (window, layers) if layers else (0, ())
 
 
 def _unreadable(where: str, error: Exception) -> ConfigError:

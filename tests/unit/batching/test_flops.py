@@ -40,6 +40,15 @@ def test_only_the_active_experts_and_the_router_count() -> None:
     assert layer_flops(EXPERTS, 3) == 2400
 
 
+def test_a_token_of_a_layer_with_a_window_sees_no_more_keys_than_that() -> None:
+    # one of two layers sees at most 2 keys: tokens see 1 + 2 + 2 instead of 1 + 2 + 3, 24 FLOPs a key
+    windowed = dataclasses.replace(DENSE, window=2, window_layers=(1,))
+    assert layer_flops(windowed, 3) == 1872 - 24
+    assert executed_flops(windowed, 3, 2, recompute="selective") == 3 * (2032 - 24) + (1 + 2 + 3 + 1 + 2 + 2) * 24
+    # a window that is longer than the sequence changes nothing
+    assert layer_flops(dataclasses.replace(windowed, window=3), 3) == 1872
+
+
 def test_recomputation_counts_as_executed_work() -> None:
     # full: the layers once more, 6096 + 1872; selective: scores and values once more, 6096 + 2 x 144
     assert executed_flops(DENSE, 3, 2, recompute=None) == 6096

@@ -91,9 +91,26 @@ RULES = (
 )
 
 
-def hf_names_and_kind(name: str) -> tuple[tuple[str, ...], Kind]:
-    """HF tensors inside the megatron parameter `name` (layer and expert numbers of the whole model)."""
-    for rule in RULES:
+SANDWICH_RULES = (
+    _rule(_LAYER + r"pre_mlp_layernorm\.weight", [_HF_LAYER + "pre_feedforward_layernorm.weight"], Kind.REPLICATED),
+    _rule(
+        _LAYER + r"self_attention\.post_layernorm\.weight",
+        [_HF_LAYER + "post_attention_layernorm.weight"],
+        Kind.REPLICATED,
+    ),
+    _rule(_LAYER + r"mlp\.post_layernorm\.weight", [_HF_LAYER + "post_feedforward_layernorm.weight"], Kind.REPLICATED),
+)
+"""Before RULES, for a model with norms behind attention and MLP too."""
+
+
+def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
+    return (*SANDWICH_RULES, *RULES) if architecture.has_sandwich_norms else RULES
+
+
+def hf_names_and_kind(name: str, rules: Sequence[Rule] = RULES) -> tuple[tuple[str, ...], Kind]:
+    """HF tensors inside the megatron parameter `name` (layer and expert numbers of the whole model); the first rule
+    that fits."""
+    for rule in rules:
         found = rule.pattern.match(name)
         if found:
             parts = {key: value for key, value in found.groupdict().items() if value is not None}

@@ -21,6 +21,8 @@ def expected_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     elif not architecture.is_tied:
         tensors[HEAD] = (vocabulary, hidden)
     layer = {**_attention(architecture), **_mlp(architecture)}
+    if architecture.has_sandwich_norms:
+        layer |= {f"{place}_feedforward_layernorm.weight": (hidden,) for place in ("pre", "post")}
     for number in range(architecture.num_layers):
         tensors |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return tensors

@@ -1,0 +1,82 @@
+"""The model families that tests show, as data: what the tests run over, and what the table in README.md says.
+
+A row claims a layout only if `test_megatron_families` or `test_fsdp_engine` compares it with transformers, and an
+engine only if `test_trained_export` asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import tiny_models
+from tests.helpers.megatron_cases import LAYOUTS, MOE_LAYOUTS, grpo_flags
+from tests.helpers.megatron_worker import Case
+
+FAMILY_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {}), **MOE_LAYOUTS, **LAYOUTS}
+DAY, NIGHT = ("tp2-sequence", "pp2"), ("single", "tp2", "cp2", "tp2-pp2", "vpp2", "dp2-distributed", "recompute")
+MOE_DAY, MOE_NIGHT = ("ep2-tp2", "pp2"), ("single", "tp2-sequence", "ep2", "ep2-cp2", "ep2-pp2", "ep4-distributed")
+EXPORTS: dict[str, Callable[[Path], Path]] = {
+    "tied": tiny_models.make_qwen3,
+    "untied": lambda directory: tiny_models.make_qwen3(directory, tied=False),
+    "experts": tiny_models.make_qwen3_moe,
+    "mistral": tiny_models.make_mistral,
+    "gemma3": tiny_models.make_gemma3,
+    "llama": tiny_models.make_llama,
+    "qwen2": tiny_models.make_qwen2,
+}
+"""Models that are trained, exported and loaded by vLLM."""
+EXPORTS_BY_NIGHT = ("llama", "qwen2")
+ANCHOR = "reference"
+"""The reference model of the loss's KL term."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row under --train-backend megatron."""
+
+    title: str
+    models: tuple[str, ...]  # of `megatron_models.make_model`; the first is tried by day
+    day: tuple[str, ...] = DAY
+    night: tuple[str, ...] = NIGHT
+    exports: tuple[str, ...]
+
+
+MEGATRON = (
+    Family(title="Qwen2, Qwen2.5", models=("qwen2", "qwen2_tied"), exports=("qwen2",)),
+    Family(title="Qwen3", models=("qwen3",), exports=("tied", "untied")),
+    Family(
+        title="Qwen3-MoE",
+        models=("qwen3_moe", "qwen3_moe_tied"),
+        day=MOE_DAY,
+        night=MOE_NIGHT,
+        exports=("experts",),
+    ),
+    Family(title="Llama, SmolLM2", models=("llama_tied", "llama3_scaled"), exports=("llama",)),
+    Family(title="Mistral", models=("mistral", "mistral_full", "mistral_layers"), exports=("mistral",)),
+    Family(title="Gemma 3 (text)", models=("gemma3",), exports=("gemma3",)),
+)
+
+
+def shown_cases() -> dict[str, tuple[Family, str, str, bool]]:
+    """Name -> (family, model, layout, whether it is tried by night only)."""
+    return {
+        f"{model}-{layout}": (family, model, layout, layout in family.night or model != family.models[0])
+        for family in MEGATRON
+        for model in family.models
+        for layout in (*family.day, *family.night)
+    }
+
+
+def family_cases(models: Path, *, is_night: bool) -> list[Case]:
+    """A round of two steps of each model in its layouts."""
+    cases = []
+    for name, (_, model, layout, is_for_the_night) in shown_cases().items():
+        if is_for_the_night and not is_night:
+            continue
+        world, flags = FAMILY_LAYOUTS[layout]
+        chosen = {**grpo_flags(models / ANCHOR), "hf_checkpoint": str(models / model), **flags}
+        cases.append(Case(name=name, do="shown", world=world, flags=chosen))
+    return cases
