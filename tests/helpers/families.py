@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import tiny_models
+from tests.helpers.fsdp_cases import FAMILIES as FSDP_FAMILIES
+from tests.helpers.fsdp_cases import WORLDS as FSDP_WORLDS
 from tests.helpers.megatron_cases import LAYOUTS, MOE_LAYOUTS, grpo_flags
 from tests.helpers.megatron_worker import Case
 
@@ -29,8 +31,23 @@ EXPORTS: dict[str, Callable[[Path], Path]] = {
 }
 """Models that are trained, exported and loaded by vLLM."""
 EXPORTS_BY_NIGHT = ("llama", "qwen2")
+TP2, EP2 = ("--tensor-model-parallel-size", "2"), ("--expert-model-parallel-size", "2")
+RUNS: dict[str, tuple[str, ...]] = {
+    "experts": EP2, "mistral": TP2, "gemma3": TP2, "qwen2": ("--pipeline-model-parallel-size", "2"),
+}  # fmt: skip
+"""Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout; Qwen3 and Llama are
+trained so by other tests of tests/e2e/run."""
 ANCHOR = "reference"
 """The reference model of the loss's KL term."""
+
+
+TITLES = {
+    "gpt_neox": "GPT-NeoX",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "mistral": "Mistral",
+    "qwen3_moe": "Qwen3-MoE",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +55,7 @@ class Family:
     """One row under --train-backend megatron."""
 
     title: str
+    model_types: tuple[str, ...]
     models: tuple[str, ...]  # of `megatron_models.make_model`; the first is tried by day
     day: tuple[str, ...] = DAY
     night: tuple[str, ...] = NIGHT
@@ -45,19 +63,29 @@ class Family:
 
 
 MEGATRON = (
-    Family(title="Qwen2, Qwen2.5", models=("qwen2", "qwen2_tied"), exports=("qwen2",)),
-    Family(title="Qwen3", models=("qwen3",), exports=("tied", "untied")),
+    Family(title="Qwen2, Qwen2.5", model_types=("qwen2",), models=("qwen2", "qwen2_tied"), exports=("qwen2",)),
+    Family(title="Qwen3", model_types=("qwen3",), models=("qwen3",), exports=("tied", "untied")),
     Family(
         title="Qwen3-MoE",
+        model_types=("qwen3_moe",),
         models=("qwen3_moe", "qwen3_moe_tied"),
         day=MOE_DAY,
         night=MOE_NIGHT,
         exports=("experts",),
     ),
-    Family(title="Llama, SmolLM2", models=("llama_tied", "llama3_scaled"), exports=("llama",)),
-    Family(title="Mistral", models=("mistral", "mistral_full", "mistral_layers"), exports=("mistral",)),
-    Family(title="Gemma 3 (text)", models=("gemma3",), exports=("gemma3",)),
+    Family(title="Llama, SmolLM2", model_types=("llama",), models=("llama_tied", "llama3_scaled"), exports=("llama",)),
+    Family(
+        title="Mistral",
+        model_types=("mistral",),
+        models=("mistral", "mistral_full", "mistral_layers"),
+        exports=("mistral",),
+    ),
+    Family(title="Gemma 3 (text)", model_types=("gemma3_text",), models=("gemma3",), exports=("gemma3",)),
 )
+
+
+FSDP = {TITLES[kind]: FSDP_WORLDS for kind in FSDP_FAMILIES}
+"""Rows under --train-backend fsdp: title -> numbers of ranks."""
 
 
 def shown_cases() -> dict[str, tuple[Family, str, str, bool]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.families import EXPORTS
+from tests.helpers.families import EXPORTS, MEGATRON
 from tests.helpers.tiny_models import make_llama
 from vime.backends.megatron_utils.architecture import as_critic, read_architecture
 from vime.backends.megatron_utils.hf_tensors import expected_tensors
@@ -18,6 +18,7 @@ def test_the_tensors_of_a_family_are_those_that_transformers_writes(family: str,
     directory = str(EXPORTS[family](tmp_path / "model"))
     written = {name: header.shape for name, header in read_headers(directory, flag="--hf-checkpoint").items()}
     architecture = read_architecture(directory)
+    assert [architecture.model_type in each.model_types for each in MEGATRON if family in each.exports] == [True]
     if architecture.is_tied:
         written.pop("lm_head.weight", None)
     assert expected_tensors(architecture) == written

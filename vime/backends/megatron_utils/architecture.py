@@ -66,9 +66,7 @@ class Architecture(ModelShape):
     rope_theta: float
     rope_llama3_factor: float | None  # None: positions are not scaled so
     rope_linear_factor: float | None = None  # positions are divided by it
-    window_rope_theta: float | None = (
-        None  # of layers with a window, whose positions are not scaled; None: as the others
-    )
+    window_rope_theta: float | None = None  # of layers with a window, never scaled; None: as the others
     is_tied: bool  # one matrix embeds tokens and makes logits
     has_qkv_bias: bool
     has_qk_norm: bool
