@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.families import ANCHOR, family_cases, shown_cases
+from tests.helpers.families import family_cases, shown_cases
 from tests.helpers.megatron_models import make_plan, make_rows
 from tests.helpers.megatron_worker import Answers, answers_of
 from tests.helpers.nightly import is_night
@@ -45,11 +45,11 @@ def expected(models: Path) -> Callable[[str], Expected]:
     found: dict[str, Expected] = {}
 
     def of(name: str) -> Expected:
-        _, kind, _, _ = SHOWN[name]
+        family, kind, _, _ = SHOWN[name]
         if kind not in found:
             model, rows = reference.load(models / kind), make_rows()
             log_probs = reference.log_probs(model, rows, temperature=1.0)
-            plan, anchor = make_plan(rows, dp_size=1, num_steps=2), reference.load(models / ANCHOR)
+            plan, anchor = make_plan(rows, dp_size=1, num_steps=2), reference.load(models / family.anchor)
             steps = reference.train_round(model, anchor, rows, plan, per_token=False)
             found[kind] = Expected(
                 log_probs,
