@@ -26,8 +26,8 @@ LABELS = {
 LEGEND = (
     "Shown on tiny random models, *in italics* by `scripts/nightly.sh` only. **parity**: log-probabilities (1e-5), and "
     "loss, gradient norm (1e-5 of it) and\nweights after two steps (2e-6), are those of transformers in plain torch; "
-    "what is exported is the file, bit for bit. **export**: vLLM loads a trained\nexport and its log-probabilities are the "
-    "trainer's (1e-4). **run**: three rounds of `train.py` on two ranks with vLLM, the same agreement in each."
+    "what is exported is the file, bit for bit. **export**: vLLM loads a trained\nexport and its log-probabilities are "
+    "the trainer's (1e-4). **run**: three rounds of `train.py` on two ranks with vLLM, the same agreement in each."
 )
 HEAD = "| family | backend | layouts | engine | shown |\n|---|---|---|---|---|"
 

@@ -175,6 +175,16 @@ def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "gpt_oss"},
+            r"'gpt_oss' is not supported.*attention sinks.*one of.*Choose such a model",
+        ),
+        ({"model_type": "deepseek_v3"}, r"'deepseek_v3' is not supported.*latent attention.*Expected one of"),
+        (
+            {"model_type": "qwen3_5_moe"},
+            r"'qwen3_5_moe' is not supported.*delta-net.*0\.18 is the first that does",
+        ),
+        ({"model_type": "gemma3"}, r"'gemma3' is not supported.*model_type gemma3_text, is trained"),
         ({"sliding_window": 64}, "sliding_window=64; the trainer computes sliding_window=None only"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0, expected null or a number of tokens"),
         (

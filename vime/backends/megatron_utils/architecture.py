@@ -16,6 +16,22 @@ from vime.types import ConfigError
 from vime.utils.imports import MODELS_OF_TRANSFORMERS, without, without_collector
 
 SUPPORTED_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_DELTA = (
+    "It has gated delta-net layers: megatron-core 0.16 and 0.17 compute no packed sequences there, 0.18 is the first "
+    "that does (for Python 3.12 and later)."
+)
+_LATENT = (
+    "It has multi-head latent attention and a router of groups with a sigmoid: megatron-core 0.16 has them, Vime's "
+    "packed attention and its table of weights do not."
+)
+LACKING = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    "gpt_oss": "It has attention sinks and all experts of a layer in one tensor: megatron-core 0.16 has them, Vime's "
+    "packed attention and its table of weights do not.",
+    "gemma3": "It has images too: only Gemma 3's text model, model_type gemma3_text, is trained.",
+}
+"""What a family has that the trainer lacks, by model_type."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """megatron-core has these numbers of Llama 3 built in; only `factor` is free."""
 
@@ -84,9 +100,10 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
     where, record = f"{flag} {directory}", read_record(directory, flag=flag)
     model_type = record.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
+        lacking = LACKING.get(str(model_type), "")
         raise ConfigError(
-            f"{where}: model_type {model_type!r} is not supported by the trainer. "
-            f"Expected one of {', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"{where}: model_type {model_type!r} is not supported by the trainer. {lacking and lacking + ' '}"
+            f"Expected one of {', '.join(SUPPORTED_MODEL_TYPES)}. Choose such a model."
         )
     if not is_complete(record):
         # with layer_types transformers calls a mistral ministral, which vLLM has under the first name only
