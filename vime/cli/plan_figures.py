@@ -87,7 +87,9 @@ def _weight_bytes(config: Config) -> int:
     mlp = 3 * shape.hidden_size * shape.intermediate_size
     if shape.num_experts:
         mlp = shape.num_experts * (3 * shape.moe_intermediate_size + 1) * shape.hidden_size
-    is_tied = record.get("tie_word_embeddings", shape.model_type == "gemma3_text")  # whose class ties unless told not to
+    is_tied = record.get(
+        "tie_word_embeddings", shape.model_type == "gemma3_text"
+    )  # whose class ties unless told not to
     vocabulary = shape.vocab_size * shape.hidden_size * (1 if is_tied else 2)
     return (2 if config.parallel.bf16 else 4) * (shape.num_layers * (attention + mlp) + vocabulary)
 

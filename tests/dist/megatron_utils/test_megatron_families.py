@@ -48,7 +48,7 @@ def expected(models: Path) -> Callable[[str], Expected]:
         family, kind, _, _ = SHOWN[name]
         if kind not in found:
             model, rows = reference.load(models / kind), make_rows()
-            log_probs = reference.log_probs(model, rows, temperature=1.0)
+            log_probs = reference.log_probs(model, rows, reference.TEMPERATURE)
             plan, anchor = make_plan(rows, dp_size=1, num_steps=2), reference.load(models / family.anchor)
             steps = reference.train_round(model, anchor, rows, plan, per_token=False)
             found[kind] = Expected(
