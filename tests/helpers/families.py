@@ -26,17 +26,19 @@ EXPORTS: dict[str, Callable[[Path], Path]] = {
     "experts": tiny_models.make_qwen3_moe,
     "mistral": tiny_models.make_mistral,
     "gemma3": tiny_models.make_gemma3,
+    "deepseek": tiny_models.make_deepseek,
     "llama": tiny_models.make_llama,
     "qwen2": tiny_models.make_qwen2,
 }
 """Models that are trained, exported and loaded by vLLM."""
 EXPORTS_BY_NIGHT = ("llama", "qwen2")
 TP2, EP2 = ("--tensor-model-parallel-size", "2"), ("--expert-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
 RUNS: dict[str, tuple[str, ...]] = {
-    "experts": EP2, "mistral": TP2, "gemma3": TP2, "qwen2": ("--pipeline-model-parallel-size", "2"),
+    "experts": EP2, "deepseek": EP2, "mistral": TP2, "gemma3": TP2, "llama": TP2, "qwen2": PP2,
 }  # fmt: skip
-"""Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout; Qwen3 and Llama are
-trained so by other tests of tests/e2e/run."""
+"""Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout. Qwen3 is what the
+other tests of tests/e2e/run train."""
 
 
 TITLES = {
@@ -79,6 +81,15 @@ MEGATRON = (
         model_types=("mistral",),
         models=("mistral", "mistral_full", "mistral_layers"),
         exports=("mistral",),
+    ),
+    Family(
+        title="DeepSeek-V3 (latent attention)",
+        model_types=("deepseek_v3",),
+        models=("deepseek", "deepseek_yarn"),
+        day=MOE_DAY,
+        night=MOE_NIGHT,
+        exports=("deepseek",),
+        anchor="qwen3_moe_tied",
     ),
     Family(title="Gemma 3 (text)", model_types=("gemma3_text",), models=("gemma3",), exports=("gemma3",)),
 )

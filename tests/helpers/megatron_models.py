@@ -42,17 +42,49 @@ GEMMA: dict[str, Any] = {
     },
     "pad_token_id": 0,
 }
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+YARN: dict[str, Any] = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    },
+}
 LENGTHS = ((3, 6), (10, 23), (5, 12), (8, 32), (1, 4), (9, 17), (4, 8), (7, 14))  # (prompt, response) tokens
 
 
 def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """`kind`: gemma3, llama_tied, llama3_scaled, mistral, mistral_full, mistral_layers, qwen2, qwen2_tied,
-    qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied.
+    """`kind`: deepseek, deepseek_yarn, gemma3, llama_tied, llama3_scaled, mistral, mistral_full, mistral_layers,
+    qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied.
 
     fp32 safetensors and config.json. The two models with experts differ in how routing weights are normalised.
     """
     import torch
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         LlamaConfig,
@@ -73,6 +105,8 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     model_class, config = {
+        "deepseek": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**{**SHAPE, **DEEPSEEK})),
+        "deepseek_yarn": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**{**SHAPE, **DEEPSEEK, **YARN})),
         "gemma3": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**SHAPE, **GEMMA)),
         "mistral": (MistralForCausalLM, lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW)),
         "mistral_layers": (
@@ -113,6 +147,9 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 0.1)
         if kind == "gemma3":
             # embeddings are scaled by sqrt(hidden_size) and tied, so a token would predict itself with certainty
             model.get_input_embeddings().weight.mul_(0.25)

@@ -96,6 +96,24 @@ def make_gemma3(directory: Path, *, seed: int = 0) -> Path:
     return _save(model, directory)
 
 
+def make_deepseek(directory: Path, *, seed: int = 0) -> Path:
+    """A dense layer and two with four experts in two groups; latent attention."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32}
+    widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "moe_intermediate_size": 32}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    shape = {**COMMON, **heads, **widths, **experts, **rope, "first_k_dense_replace": 1, "num_hidden_layers": 4}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape))
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 0.1)
+    return _save(model, directory)
+
+
 def load(directory: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 

@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.helpers.megatron_models import DEEPSEEK as SMALL_DEEPSEEK
+from tests.helpers.megatron_models import YARN
 from vime.backends.megatron_utils.architecture import check_implementation, is_complete, read_architecture
+from vime.backends.megatron_utils.deepseek import GroupRouter, Latent, Yarn
+from vime.backends.megatron_utils.lora_layers import check_adapter
+from vime.config.cluster import ParallelConfig
 from vime.config.hf_config import read_model_shape
+from vime.config.lora import LoraConfig
 from vime.types import ConfigError
 
+DEEPSEEK = {**SMALL_DEEPSEEK, "model_type": "deepseek_v3"}
 BASE: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 99,
@@ -138,6 +145,24 @@ def test_the_larger_gemma3_divides_positions_of_layers_without_a_window(tmp_path
     assert read_architecture(str(tmp_path)).rope_linear_factor == 8.0
 
 
+def test_deepseek_is_read_with_its_layers_its_router_and_its_positions(tmp_path: Path) -> None:
+    found = read_architecture(write(tmp_path, **DEEPSEEK))
+    assert found.latent == Latent(query_rank=24, key_value_rank=32, num_plain=16, num_rotated=8, num_values=12)
+    # two shared experts of 32 columns; the first of four layers has none
+    assert found.router == GroupRouter(num_groups=4, groups_per_token=2, scale=1.5, shared_size=64, num_dense_layers=1)
+    assert (found.head_dim, found.attention_scale, found.rope_yarn) == (8, 24**-0.5, None)
+    scaled = read_architecture(write(tmp_path, **{**DEEPSEEK, **YARN}))
+    assert scaled.rope_yarn == Yarn(factor=8.0, num_positions=64, beta_fast=32.0, beta_slow=1.0)
+    # (0.1 x 0.7 x ln 8 + 1)^2 = 1.3123
+    assert scaled.attention_scale == pytest.approx(1.3123 * 24**-0.5, rel=1e-4)
+
+
+def test_an_adapter_is_refused_beside_latent_attention(tmp_path: Path) -> None:
+    found = read_architecture(write(tmp_path, **DEEPSEEK))
+    with pytest.raises(ConfigError, match=r"--lora-rank 4: here has latent attention.*Expected another family"):
+        check_adapter(LoraConfig(lora_rank=4), ParallelConfig(), found, "here")
+
+
 def test_mistral_has_the_window_of_its_config_or_of_its_class(tmp_path: Path) -> None:
     old = read_architecture(write(tmp_path, model_type="mistral"))  # its class has 4096
     assert (old.window, old.window_layers, old.head_dim) == (4096, (0, 1, 2, 3), 8)
@@ -179,7 +204,17 @@ def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:
             {"model_type": "gpt_oss"},
             r"'gpt_oss' is not supported.*attention sinks.*one of.*Choose such a model",
         ),
-        ({"model_type": "deepseek_v3"}, r"'deepseek_v3' is not supported.*latent attention.*Expected one of"),
+        ({"model_type": "deepseek_v2"}, r"'deepseek_v2' is not supported.*router of groups with a softmax.*one of"),
+        ({**DEEPSEEK, "rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05; the trainer computes rms_norm_eps=1e-06 only"),
+        ({**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob=False; the trainer computes"),
+        ({**DEEPSEEK, "rope_interleave": False}, "rope_interleave=False; the trainer computes"),
+        ({**DEEPSEEK, "topk_group": 1}, "num_experts_per_tok=4 and topk_group=1.*Expected twice as many"),
+        ({**DEEPSEEK, "num_key_value_heads": 4}, "num_key_value_heads=4 and num_attention_heads=8"),
+        ({**DEEPSEEK, "first_k_dense_replace": 4}, "first_k_dense_replace=4, expected 0 to 3"),
+        (
+            {**DEEPSEEK, "rope_parameters": {**YARN["rope_parameters"], "mscale_all_dim": 1.0}},
+            "rotary scaling 'yarn' .*mscale equal to mscale_all_dim",
+        ),
         (
             {"model_type": "qwen3_5_moe"},
             r"'qwen3_5_moe' is not supported.*delta-net.*0\.18 is the first that does",

@@ -11,22 +11,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
+from vime.backends.megatron_utils.deepseek import NORM_EPSILON, GroupRouter, Latent, Yarn, latent_of, router_of, yarn_of
 from vime.config.hf_config import ModelShape, read_record, shape_of
 from vime.types import ConfigError
 from vime.utils.imports import MODELS_OF_TRANSFORMERS, without, without_collector
 
-SUPPORTED_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("deepseek_v3", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _DELTA = (
     "It has gated delta-net layers: megatron-core 0.16 and 0.17 compute no packed sequences there, 0.18 is the first "
     "that does (for Python 3.12 and later)."
 )
-_LATENT = (
-    "It has multi-head latent attention and a router of groups with a sigmoid: megatron-core 0.16 has them, Vime's "
-    "packed attention and its table of weights do not."
+_SOFTMAX = (
+    "It has a router of groups with a softmax: megatron-core 0.16 has it, Vime has deepseek_v3 alone, whose router "
+    "takes a sigmoid."
 )
 LACKING = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    "deepseek_v2": _SOFTMAX,
     "gpt_oss": "It has attention sinks and all experts of a layer in one tensor: megatron-core 0.16 has them, Vime's "
     "packed attention and its table of weights do not.",
     "gemma3": "It has images too: only Gemma 3's text model, model_type gemma3_text, is trained.",
@@ -62,6 +63,15 @@ COMPUTED: dict[str, object] = {
 }
 COMPUTED_OF: dict[str, dict[str, object]] = {
     "llama": {"sliding_window": None},  # transformers ignores it, vLLM does not
+    "deepseek_v3": {
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "rms_norm_eps": NORM_EPSILON,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+    },
     "gemma3_text": {
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -92,6 +102,9 @@ class Architecture(ModelShape):
     has_sandwich_norms: bool = False  # what attention and MLP give is normalised before it is added
     embedding_scale: float | None = None  # embeddings are multiplied by it
     attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
+    rope_yarn: Yarn | None = None
+    latent: Latent | None = None
+    router: GroupRouter | None = None  # None: the softmax of the logits
     has_value_head: bool = False  # a critic: one number a token instead of logits
 
 
@@ -110,6 +123,8 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
         record = {**_completed(directory), "model_type": model_type}
     _refuse_unsupported(record, where)
     is_gemma = model_type == "gemma3_text"
+    if model_type == "deepseek_v3":
+        return _deepseek(record, where)
     rope = _ropes_by_layer(record, where) if is_gemma else _rope(record.get("rope_parameters"), where)
     epsilon = record["rms_norm_eps"]
     if not isinstance(epsilon, int | float):
@@ -131,13 +146,41 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
     )
 
 
+def _deepseek(record: dict[str, object], where: str) -> Architecture:
+    """`record` has passed `_refuse_unsupported`."""
+    latent, router = latent_of(record, where), router_of(record, where)
+    said = record.get("rope_parameters")
+    parameters: dict[str, object] = dict(said) if isinstance(said, Mapping) else {}
+    yarn, scale = None, 1.0
+    if parameters.get("rope_type") == "yarn":
+        yarn, scale = yarn_of(parameters, where)
+        parameters = {"rope_theta": parameters.get("rope_theta")}
+    rope = _rope(parameters, where)
+    if rope["rope_llama3_factor"] is not None:
+        raise ConfigError(f"{where}: rotary scaling 'llama3' is not supported for deepseek_v3. Expected none, or yarn.")
+    return Architecture(
+        **{**asdict(shape_of(record, where)), "head_dim": latent.num_rotated},
+        **rope,
+        norm_epsilon=NORM_EPSILON,
+        is_tied=bool(record["tie_word_embeddings"]),
+        has_qkv_bias=False,
+        has_qk_norm=False,
+        normalizes_chosen=True,
+        attention_scale=scale * latent.num_query**-0.5,
+        rope_yarn=yarn,
+        latent=latent,
+        router=router,
+    )
+
+
 def check_implementation(architecture: Architecture, implementation: str, where: str) -> None:
     """Refuse a model whose layers only --transformer-impl local is made of."""
-    is_plain = not architecture.window_layers and not architecture.has_sandwich_norms
+    is_plain = not architecture.window_layers and not architecture.has_sandwich_norms and architecture.latent is None
     if implementation != "local" and not is_plain:
         raise ConfigError(
-            f"{where}: model_type {architecture.model_type} with --transformer-impl {implementation}: sliding windows "
-            "and Gemma's norms are there in Vime's own layers only. Expected --transformer-impl local. Use it."
+            f"{where}: model_type {architecture.model_type} with --transformer-impl {implementation}: sliding windows, "
+            "Gemma's norms and latent attention are there in Vime's own layers only. Expected --transformer-impl "
+            "local. Use it."
         )
 
 

@@ -218,10 +218,12 @@ def _gathered(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def _named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of this rank by megatron name, with the layer number of the whole model."""
+def _named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of this rank by megatron name, with the layer number of the whole model; and the biases by which
+    experts are chosen, which no gradient moves."""
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+        for name, parameter in itertools.chain(chunk.named_parameters(), buffers):
             found = _LAYER.match(name)
             if found:
                 layer = chunk.decoder.layers[int(found[1])].layer_number - 1

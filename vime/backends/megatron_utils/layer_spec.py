@@ -36,6 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -56,37 +57,54 @@ def block_spec(
     chunk: int | None = None,
     replays_routing: bool = False,
     has_sandwich_norms: bool = False,
+    attention: ModuleSpec | None = None,
+    num_dense_layers: int = 0,
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, or of one `chunk` of it in an interleaved pipeline. `implementation` is
-    --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`."""
+    --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`. `attention`:
+    in place of grouped-query attention. `num_dense_layers`: the first of a model with experts that have none."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # megatron-core 0.16.1 reads this name in the router of a MoE layer, and defines it with Transformer Engine only
         moe_utils.te_general_gemm = None
     if implementation == "transformer_engine":
         layer, norm = _transformer_engine_layer(config)
     else:
-        layer, norm = _local_layer(config, has_sandwich_norms=has_sandwich_norms), RMSNorm
+        layer, norm = _local_layer(config, has_sandwich_norms=has_sandwich_norms, attention=attention), RMSNorm
     if replays_routing:
         layer.module = ReplayLayer
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
+    count, first = get_num_layers_to_build(config, chunk), get_transformer_layer_offset(config, chunk)
+    layers = [layer] * count
+    if first < num_dense_layers:
+        dense = _local_layer(config, has_sandwich_norms=has_sandwich_norms, attention=attention, has_experts=False)
+        num_dense = min(count, num_dense_layers - first)
+        layers = [dense] * num_dense + [layer] * (count - num_dense)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_layer(config: TransformerConfig, *, has_sandwich_norms: bool) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+def _local_layer(
+    config: TransformerConfig,
+    *,
+    has_sandwich_norms: bool,
+    attention: ModuleSpec | None = None,
+    has_experts: bool = True,
+) -> ModuleSpec:
+    num_experts = config.num_moe_experts if has_experts else None
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
-    if config.num_moe_experts is None:
+    if num_experts is None:
         parts.mlp = SandwichMLP if has_sandwich_norms else GatedMLP
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
     if has_sandwich_norms:
         parts.self_attention.module = SandwichAttention
     # megatron maps the norms to Transformer Engine's names inside checkpoints, so that both specs read one checkpoint.
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
+    if attention is not None:
+        parts.self_attention = attention
+        return layer
+    own = parts.self_attention.submodules
+    own.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        own.q_layernorm = own.k_layernorm = RMSNorm
     return layer
 
 
@@ -185,10 +203,12 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         *_unused: object,
         softmax_scale: float | None = None,
+        rotates: bool = True,
         **_ignored: object,
     ) -> None:
+        """`rotates`: queries and keys come without their positions."""
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number, self.rotates = layer_number, rotates
         # megatron counts the tokens before a token, config.json the token itself too
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if has_window else None
@@ -214,7 +234,8 @@ class PackedAttention(MegatronModule):
         rotation: tuple[Tensor, Tensor] = (  # set by CompletionModel
             packed_seq_params.rotation if self.window is None else packed_seq_params.window_rotation
         )
-        query, key = rotate(query, rotation), rotate(key, rotation)
+        if self.rotates:
+            query, key = rotate(query, rotation), rotate(key, rotation)
         if shared is not None:
             outputs = self._attend_shared(query, key, value, shared)
         elif cut is None:
@@ -260,14 +281,14 @@ class PackedAttention(MegatronModule):
     ) -> list[Tensor]:
         """The outputs of this rank's two chunks of every sequence. Collective over the context-parallel group."""
         size, rank = cut.group.size(), cut.group.rank()
-        both = torch.cat([key, value], -1)  # one collective for both
+        both, sizes = torch.cat([key, value], -1), [key.size(-1), value.size(-1)]  # one collective for both
         both_TG = gather_from_sequence_parallel_region(both, group=cut.group)[cut.order_T]
         outputs, done = [], 0
         for start, end in itertools.pairwise(starts):
             chunk = (end - start) // (2 * size)
             for number in (rank, 2 * size - 1 - rank):
                 first = number * chunk
-                seen_key, seen_value = both_TG[start : start + first + chunk].chunk(2, -1)
+                seen_key, seen_value = both_TG[start : start + first + chunk].split(sizes, -1)
                 part = (query[done : done + chunk], seen_key, seen_value)
                 outputs.append(self._attend(*(x.unsqueeze(0) for x in part), first=first).squeeze(0))
                 done += chunk

@@ -14,11 +14,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vime.backends.megatron_utils.architecture import Architecture, check_implementation
 from vime.backends.megatron_utils.fused import rotation
+from vime.backends.megatron_utils.latent_attention import LatentAttention
 from vime.backends.megatron_utils.layer_spec import block_spec
 from vime.backends.megatron_utils.value_head import ValueHead
 from vime.config.cluster import ParallelConfig
@@ -99,8 +101,28 @@ def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> di
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
+        **_router_settings(architecture),
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
+
+
+def _router_settings(architecture: Architecture) -> dict[str, object]:
+    """The bias of experts stays what it is: a rule outside of the loss would move it."""
+    router = architecture.router
+    if router is None:
+        return {}
+    groups: dict[str, object] = {}
+    if router.num_groups > 1:
+        groups = {"moe_router_num_groups": router.num_groups, "moe_router_group_topk": router.groups_per_token}
+    return {
+        **groups,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": router.scale,
+        "moe_shared_expert_intermediate_size": router.shared_size,
+        "moe_layer_freq": [int(number >= router.num_dense_layers) for number in range(architecture.num_layers)],
     }
 
 
@@ -127,12 +149,15 @@ def build_chunks(
         rope.update(rope_scaling=True, rope_scaling_factor=architecture.rope_llama3_factor)
     if architecture.rope_linear_factor is not None:
         rope["seq_len_interpolation_factor"] = architecture.rope_linear_factor
+    latent, router = architecture.latent, architecture.router
     spec = partial(
         block_spec,
         config,
         parallel.transformer_impl,
         replays_routing=replays_routing,
         has_sandwich_norms=architecture.has_sandwich_norms,
+        attention=latent and ModuleSpec(module=LatentAttention, params={"latent": latent}),
+        num_dense_layers=router.num_dense_layers if router else 0,
     )
     count = parallel.virtual_pipeline_model_parallel_size
     chunks = []
@@ -154,8 +179,17 @@ def build_chunks(
         )
         if architecture.has_value_head and model.post_process:
             model.output_layer = ValueHead(config)
+        if architecture.rope_yarn is not None:
+            model.rotary_pos_emb.inv_freq = _yarn_frequencies(model.rotary_pos_emb.inv_freq, architecture)
         chunks.append(model.to(torch.cuda.current_device()))
     return chunks
+
+
+def _yarn_frequencies(plain_D: Tensor, architecture: Architecture) -> Tensor:
+    yarn = architecture.rope_yarn
+    assert yarn is not None
+    share_D = plain_D.new_tensor(yarn.shares(architecture.rope_theta, architecture.head_dim))
+    return plain_D / yarn.factor * share_D + plain_D * (1 - share_D)
 
 
 class CompletionModel(GPTModel):
@@ -252,5 +286,17 @@ def _read_in_chunks(
 
 
 def with_precision(chunks: list[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
-    """Under --bf16 wrap each chunk so that inputs go in as bfloat16 and logits come out as fp32."""
-    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
+    """Under --bf16 wrap each chunk so that inputs go in as bfloat16 and logits come out as fp32. The bias of experts
+    stays in fp32, as in the files: megatron would round it first."""
+    if not config.bf16:
+        return list(chunks)
+    biases = {
+        module: module.expert_bias
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(getattr(module, "expert_bias", None), Tensor)
+    }
+    wrapped: list[MegatronModule] = [Float16Module(config, chunk) for chunk in chunks]
+    for module, bias in biases.items():
+        module.expert_bias = bias
+    return wrapped
