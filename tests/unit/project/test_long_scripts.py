@@ -46,8 +46,8 @@ def test_lint_passes_when_every_check_does(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fails", "name"),
-    [("ruff check", "ruff"), ("ruff format", "format"), ("shape_check", "shape"), ("--check", "format, flags page, families"),
-     ("-m mypy", "mypy")],
+    [("ruff check", "ruff"), ("ruff format", "format"), ("shape_check", "shape"),
+     ("--check", "format, flags page, families"), ("-m mypy", "mypy")],
 )  # fmt: skip
 def test_lint_runs_every_check_and_names_those_that_failed(place: Path, fails: str, name: str) -> None:
     code, lines = run(place, "lint.sh", FAILS=fails)
