@@ -156,7 +156,7 @@ def build_chunks(
         parallel.transformer_impl,
         replays_routing=replays_routing,
         has_sandwich_norms=architecture.has_sandwich_norms,
-        attention=latent and ModuleSpec(module=LatentAttention, params={"latent": latent}),
+        attention=None if latent is None else ModuleSpec(module=LatentAttention, params={"latent": latent}),
         num_dense_layers=router.num_dense_layers if router else 0,
     )
     count = parallel.virtual_pipeline_model_parallel_size
