@@ -26,7 +26,6 @@ EXPORTS: dict[str, Callable[[Path], Path]] = {
     "experts": tiny_models.make_qwen3_moe,
     "mistral": tiny_models.make_mistral,
     "gemma3": tiny_models.make_gemma3,
-    "deepseek": tiny_models.make_deepseek,
     "llama": tiny_models.make_llama,
     "qwen2": tiny_models.make_qwen2,
 }
@@ -35,7 +34,7 @@ EXPORTS_BY_NIGHT = ("llama", "qwen2")
 TP2, EP2 = ("--tensor-model-parallel-size", "2"), ("--expert-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 RUNS: dict[str, tuple[str, ...]] = {
-    "experts": EP2, "deepseek": EP2, "mistral": TP2, "gemma3": TP2, "llama": TP2, "qwen2": PP2,
+    "experts": EP2, "mistral": TP2, "gemma3": TP2, "llama": TP2, "qwen2": PP2,
 }  # fmt: skip
 """Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout. Qwen3 is what the
 other tests of tests/e2e/run train."""
@@ -88,7 +87,7 @@ MEGATRON = (
         models=("deepseek", "deepseek_yarn"),
         day=MOE_DAY,
         night=MOE_NIGHT,
-        exports=("deepseek",),
+        exports=(),
         anchor="qwen3_moe_tied",
     ),
     Family(title="Gemma 3 (text)", model_types=("gemma3_text",), models=("gemma3",), exports=("gemma3",)),
