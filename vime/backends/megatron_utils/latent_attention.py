@@ -131,4 +131,4 @@ def _column(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParal
 
 def _by_halves(x: Tensor) -> Tensor:
     """Channels in pairs -> the first of each pair, then the second of each, which is how `rotate` pairs them."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)  # type: ignore[no-any-return]  # torch leaves unflatten untyped
