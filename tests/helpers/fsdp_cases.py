@@ -23,6 +23,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
     "qwen3_moe": EXPERTS,  # files and memory differ: one tensor for all experts of a layer
 }
+WORLDS = (1, 2)
+"""Ranks that each family is trained on."""
 FSDP = {"train_backend": "fsdp"}
 RECOMPUTE = {"recompute_granularity": "full"}
 
@@ -109,7 +111,7 @@ def fsdp_cases(models: Path, work: Path) -> list[Case]:
     for kind in FAMILIES:
         flags = {"hf_checkpoint": str(models / kind)}
         cases += [case(f"{kind}-imported", "imported", 2, flags)]
-        for world in (1, 2):
+        for world in WORLDS:
             cases.append(case(f"{kind}-learned-{world}", f"{contract}:learned", world, {**steady, **flags}))
     for name, (world, flags) in {
         "megatron": (1, {"train_backend": "megatron"}),

@@ -223,6 +223,7 @@ def megatron_lora_cases(models: Path, work: Path) -> list[Case]:
         case("some-tp2", "learned", 2, {**kv, **tp2}),
         case("moe-ep2", "learned", 2, {**moe, **layouts.EP2}),
         case("moe-tp2-sequence", "learned", 2, {**moe, **layouts.SP2}),
+        case("gemma3-tp2-sequence", "learned", 2, {"hf_checkpoint": str(models / "gemma3"), **layouts.SP2}),
         case("bf16-tp2", "learned", 2, {**tp2, "bf16": True}),
         case("own-base", "round_of_base", 2, {**grpo, **tp2, "ref_load": None}),
         case("second-model", "round_of_base", 2, {**grpo, **tp2, "ref_load": str(models / "copy")}),

@@ -9,7 +9,10 @@ from typing import Any
 from tests.helpers import reference_policy as reference
 from tests.helpers.megatron_worker import Case
 
-KINDS = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_tied", "llama_tied", "llama3_scaled")
+KINDS = (
+    "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_tied", "llama_tied", "llama3_scaled", "mistral",
+    "mistral_full", "mistral_layers", "gemma3", "deepseek", "deepseek_yarn",
+)  # fmt: skip
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
 SP2 = {**TP2, "sequence_parallel": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,69 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.0,
 }
+WINDOW = 6  # most rows are longer
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,  # another scale than 1 / sqrt(head_dim)
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    },
+    "pad_token_id": 0,
+}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+YARN: dict[str, Any] = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    },
+}
 LENGTHS = ((3, 6), (10, 23), (5, 12), (8, 32), (1, 4), (9, 17), (4, 8), (7, 14))  # (prompt, response) tokens
 
 
 def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """`kind`: qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied, llama_tied, llama3_scaled.
+    """`kind`: deepseek, deepseek_yarn, gemma3, llama_tied, llama3_scaled, mistral, mistral_full, mistral_layers,
+    qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied.
 
     fp32 safetensors and config.json. The two models with experts differ in how routing weights are normalised.
     """
     import torch
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
         LlamaConfig,
         LlamaForCausalLM,
+        MinistralConfig,
+        MinistralForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen2ForSequenceClassification,
@@ -53,6 +105,17 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     model_class, config = {
+        "deepseek": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**{**SHAPE, **DEEPSEEK})),
+        "deepseek_yarn": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**{**SHAPE, **DEEPSEEK, **YARN})),
+        "gemma3": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**SHAPE, **GEMMA)),
+        "mistral": (MistralForCausalLM, lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW)),
+        "mistral_layers": (
+            MinistralForCausalLM,
+            lambda: MinistralConfig(
+                **SHAPE, head_dim=16, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"] * 2
+            ),
+        ),
+        "mistral_full": (MistralForCausalLM, lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=None)),
         "qwen2": (Qwen2ForCausalLM, lambda: Qwen2Config(**SHAPE, rope_parameters={**rope, "rope_theta": 1e6})),
         "qwen2_tied": (Qwen2ForCausalLM, lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True, rope_parameters=rope)),
         "qwen2_critic": (
@@ -84,7 +147,17 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 0.1)
+        if kind == "gemma3":
+            # embeddings are scaled by sqrt(hidden_size) and tied, so a token would predict itself with certainty
+            model.get_input_embeddings().weight.mul_(0.25)
     model.save_pretrained(directory)
+    if kind == "mistral_layers":  # as it is published; transformers reads it as a ministral again
+        path = directory / "config.json"
+        entries = json.loads(path.read_text()) | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+        path.write_text(json.dumps(entries))
     return directory
 
 

@@ -149,6 +149,16 @@ def imported(bench: Bench) -> dict[str, Any]:
     return answer
 
 
+def shown(bench: Bench) -> dict[str, Any]:
+    """Log-probabilities of the weights as loaded, what is exported of them, and a round of two steps."""
+    trainer, rows = bench.trainer(), make_rows()
+    answer = {"log_probs": trainer.log_probs(rows), "before": exported(trainer)}
+    plan = make_plan(rows, dp_size=trainer.place.dp_size, num_steps=2)
+    answer |= {"metrics": trainer.train_round(plan, dict(enumerate(rows))), "weights": exported(trainer)}
+    trainer.backend.close()
+    return answer
+
+
 def trained_by_onednn(bench: Bench, **plan: Any) -> dict[str, Any]:
     """`trained`, with each product of a linear layer by oneDNN, however small."""
     from vime.backends.megatron_utils import cpu_linear

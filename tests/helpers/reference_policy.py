@@ -32,17 +32,17 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Weights by the names of the files. In memory transformers keeps all experts of a layer in two tensors."""
     named = {}
     for name, tensor in model.state_dict().items():
-        prefix, is_fused, part = name.partition("experts.")
+        prefix, is_fused, part = name.partition(".experts.")
         if not is_fused:
             named[name] = tensor
         elif part == "down_proj":
-            named |= {f"{prefix}experts.{number}.down_proj.weight": expert for number, expert in enumerate(tensor)}
+            named |= {f"{prefix}.experts.{number}.down_proj.weight": expert for number, expert in enumerate(tensor)}
         else:
             for number, expert in enumerate(tensor):
                 gate, up = expert.chunk(2)
                 named |= {
-                    f"{prefix}experts.{number}.gate_proj.weight": gate,
-                    f"{prefix}experts.{number}.up_proj.weight": up,
+                    f"{prefix}.experts.{number}.gate_proj.weight": gate,
+                    f"{prefix}.experts.{number}.up_proj.weight": up,
                 }
     return named
 

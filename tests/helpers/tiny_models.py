@@ -50,6 +50,71 @@ def make_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
     return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **heads, **experts)), directory)
 
 
+def make_qwen2(directory: Path, *, seed: int = 0) -> Path:
+    """Biases in attention."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return _save(Qwen2ForCausalLM(Qwen2Config(**COMMON, **heads)), directory)
+
+
+def make_mistral(directory: Path, *, seed: int = 0) -> Path:
+    """A window of 12 tokens in every layer."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return _save(MistralForCausalLM(MistralConfig(**COMMON, **heads, sliding_window=12)), directory)
+
+
+def make_gemma3(directory: Path, *, seed: int = 0) -> Path:
+    """A layer with a window of 12 tokens, one without, each with positions of its own."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(seed)
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    }
+    config = Gemma3TextConfig(
+        **{**COMMON, "initializer_range": 0.05},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=48,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=ropes,
+        pad_token_id=0,
+    )
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # norms that add one begin at 0
+            if "norm" in name:
+                parameter.normal_(0, 0.1)
+    return _save(model, directory)
+
+
+def make_deepseek(directory: Path, *, seed: int = 0) -> Path:
+    """A dense layer and three with four experts in two groups; latent attention of the only size that vLLM's CPU
+    build decodes, 512 + 64 channels a token."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 512}
+    widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "moe_intermediate_size": 32}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    shape = {**COMMON, **heads, **widths, **experts, **rope, "first_k_dense_replace": 1, "num_hidden_layers": 4}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape))
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 0.1)
+    return _save(model, directory)
+
+
 def load(directory: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 

@@ -8,9 +8,11 @@ keys and values, of dimension d, f MLP columns and V vocabulary, one token of on
     SwiGLU MLP           3 products: 6 h f       with experts: the router 2 h E, and top_k experts of 6 h f_e
 
 and token t of a sequence (from 1), which sees t keys, 2 H d t for the scores and as much for the weighted values: over
-n tokens 4 H d (1 + ... + n) = 2 H d n (n + 1), the part that grows with the square of the length. The logits of a
-token take 2 h V; the trainer computes those of response tokens only. Backward takes two products
-for each of forward's (towards the input and towards the weight): three times forward in all. Norms, rotary positions,
+n tokens 4 H d (1 + ... + n) = 2 H d n (n + 1), the part that grows with the square of the length; in a layer with a
+window of w no token sees more than w keys. Latent attention (DeepSeek) has matrices of its own, which are counted one
+by one; its d is the mean of the widths of a key and a value. The logits of a token take 2 h V; the trainer computes
+those of response tokens only. Backward takes two products for each of forward's (towards the input and towards the
+weight): three times forward in all. Norms, rotary positions,
 softmax, embedding lookups and the optimizer are left out: they are memory traffic, not arithmetic.
 (Kaplan et al. 2020, section 2.1, counts alike, there without causal masking and the vocabulary.)
 """
@@ -34,12 +36,24 @@ def layer_flops(shape: ModelShape, length: int) -> int:
     """Return the FLOPs of a forward pass through every layer, for one sequence of `length` tokens."""
     hidden, head_dim = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    plain, experts = 6 * hidden * shape.intermediate_size, 0
+    num_dense = shape.num_layers
     if shape.num_experts:
-        mlp = 2 * hidden * shape.num_experts + shape.num_experts_per_token * 6 * hidden * shape.moe_intermediate_size
-    else:
-        mlp = 6 * hidden * shape.intermediate_size
-    per_token = 2 * hidden * (queries + 2 * keys) + 2 * queries * hidden + mlp
-    return shape.num_layers * (length * per_token + 2 * queries * length * (length + 1))
+        num_dense = shape.num_dense_layers
+        columns = shape.num_experts_per_token * shape.moe_intermediate_size + shape.shared_expert_size
+        experts = 2 * hidden * shape.num_experts + 6 * hidden * columns
+    attention = 2 * (shape.attention_weights or hidden * (queries + 2 * keys) + queries * hidden)
+    per_token = shape.num_layers * attention + num_dense * plain + (shape.num_layers - num_dense) * experts
+    return length * per_token + _attention_flops(shape, length)
+
+
+def _attention_flops(shape: ModelShape, length: int) -> int:
+    """Return the FLOPs of the scores and weighted values of every layer."""
+    queries, num_windows = shape.num_attention_heads * shape.head_dim, len(shape.window_layers)
+    within = min(length, shape.window)
+    keys_in_window = within * (within + 1) // 2 + (length - within) * within
+    keys = (shape.num_layers - num_windows) * length * (length + 1) // 2 + num_windows * keys_in_window
+    return 4 * queries * keys
 
 
 def forward_flops(shape: ModelShape, total_length: int, response_length: int) -> int:
@@ -60,8 +74,7 @@ def executed_flops(shape: ModelShape, total_length: int, response_length: int, *
     if recompute == "full":
         again = layer_flops(shape, total_length)
     elif recompute == "selective":
-        queries = shape.num_attention_heads * shape.head_dim
-        again = shape.num_layers * 2 * queries * total_length * (total_length + 1)
+        again = _attention_flops(shape, total_length)
     return train_flops(shape, total_length, response_length) + again
 
 

@@ -83,12 +83,21 @@ def estimate(config: Config, rates: Rates) -> Estimate:
 def _weight_bytes(config: Config) -> int:
     """Return the bytes that an update sends, without norms and biases (below 0.1 %)."""
     shape, record = read_model_shape(config.model.hf_checkpoint), read_record(config.model.hf_checkpoint)
-    attention = 2 * shape.hidden_size * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    mlp = 3 * shape.hidden_size * shape.intermediate_size
+    attention = shape.attention_weights
+    if not attention:
+        attention = 2 * shape.hidden_size * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
+    mlp, num_dense = 3 * shape.hidden_size * shape.intermediate_size, shape.num_layers
+    experts = (
+        shape.num_experts * (3 * shape.moe_intermediate_size + 1) + 3 * shape.shared_expert_size
+    ) * shape.hidden_size
     if shape.num_experts:
-        mlp = shape.num_experts * (3 * shape.moe_intermediate_size + 1) * shape.hidden_size
-    vocabulary = shape.vocab_size * shape.hidden_size * (1 if record.get("tie_word_embeddings") else 2)
-    return (2 if config.parallel.bf16 else 4) * (shape.num_layers * (attention + mlp) + vocabulary)
+        num_dense = shape.num_dense_layers
+    layers = shape.num_layers * attention + num_dense * mlp + (shape.num_layers - num_dense) * experts
+    is_tied = record.get(
+        "tie_word_embeddings", shape.model_type == "gemma3_text"
+    )  # whose class ties unless told not to
+    vocabulary = shape.vocab_size * shape.hidden_size * (1 if is_tied else 2)
+    return (2 if config.parallel.bf16 else 4) * (layers + vocabulary)
 
 
 def show(

@@ -48,6 +48,11 @@ class ModelShape:
     moe_intermediate_size: int
     vocab_size: int  # 0: unsaid
     max_position_embeddings: int  # 0: unsaid
+    window: int = 0  # of a layer in `window_layers`: a token sees itself and the window - 1 before it. 0: no such layer
+    window_layers: tuple[int, ...] = ()  # their numbers, from 0
+    attention_weights: int = 0  # numbers in the matrices of a layer's attention. 0: those of heads of head_dim
+    shared_expert_size: int = 0  # columns of the MLP that every token of a layer with experts goes through
+    num_dense_layers: int = 0  # the first of a model with experts that have none
     unsaid: tuple[str, ...] = ()  # of EXPECTED: config.json does not say them, and what stands above is an assumption
 
 
@@ -85,23 +90,66 @@ def shape_of(record: dict[str, object], where: str) -> ModelShape:
         hidden, heads = said["hidden_size"], said.get("num_attention_heads", 1)
         intermediate = said.get("intermediate_size", 4 * hidden)
         num_experts = said.get("num_experts", 0)
+        entries = text_entries(record)
+        window, window_layers = _windows(entries, said["num_layers"])
+        latent, head_dim = _latent_sizes(entries, hidden, heads)
         return ModelShape(
             model_type=str(record["model_type"]),
             num_layers=said["num_layers"],
             hidden_size=hidden,
             num_attention_heads=heads,
             num_key_value_heads=said.get("num_key_value_heads", heads),
-            head_dim=said.get("head_dim", hidden // heads),
+            head_dim=head_dim or said.get("head_dim", hidden // heads),
             intermediate_size=intermediate,
             num_experts=num_experts,
             num_experts_per_token=said.get("num_experts_per_token", 0),
             moe_intermediate_size=said.get("moe_intermediate_size", intermediate if num_experts else 0),
             vocab_size=said.get("vocab_size", 0),
             max_position_embeddings=said.get("max_position_embeddings", 0),
+            window=window,
+            window_layers=window_layers,
+            attention_weights=latent,
+            shared_expert_size=_count(entries, "n_shared_experts") * said.get("moe_intermediate_size", 0),
+            num_dense_layers=_count(entries, "first_k_dense_replace") if num_experts else 0,
             unsaid=tuple(name for name in EXPECTED if name not in said),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(where, error) from error
+
+
+def _latent_sizes(record: Mapping[str, object], hidden: int, heads: int) -> tuple[int, int]:
+    """Return the numbers in the matrices of multi-head latent attention, and a head as wide as its keys and values are
+    on average, by which scores and weighted values are counted; 0 and 0 for other attention."""
+    short, queries = _count(record, "kv_lora_rank"), _count(record, "q_lora_rank")
+    plain, turned, values = (_count(record, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if not short:
+        return 0, 0
+    wide = heads * (plain + turned)
+    query = queries * (hidden + wide) if queries else hidden * wide
+    weights = query + hidden * (short + turned) + short * heads * (plain + values) + heads * values * hidden
+    return weights, (plain + turned + values) // 2
+
+
+def _count(record: Mapping[str, object], name: str) -> int:
+    value = record.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _windows(record: Mapping[str, object], num_layers: int) -> tuple[int, tuple[int, ...]]:
+    """Return the window and the layers that have it. A list by layer decides; without one Mistral has it in every
+    layer, and Gemma 3 in all but each `sliding_window_pattern`-th."""
+    window, kinds, family = record.get("sliding_window"), record.get("layer_types"), record.get("model_type")
+    if not isinstance(window, int) or window <= 0 or record.get("use_sliding_window") is False:
+        return 0, ()
+    every = record.get("sliding_window_pattern") or 6
+    layers: tuple[int, ...] = ()
+    if isinstance(kinds, list):
+        layers = tuple(number for number, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")
+    elif family == "mistral":
+        layers = tuple(range(num_layers))
+    elif family == "gemma3_text" and isinstance(every, int):
+        layers = tuple(number for number in range(num_layers) if (number + 1) % every)
+    return (window, layers) if layers else (0, ())
 
 
 def _unreadable(where: str, error: Exception) -> ConfigError:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from vime.backends.megatron_utils.architecture import read_architecture
+from vime.backends.megatron_utils.architecture import check_implementation, read_architecture
 from vime.backends.megatron_utils.lora_layers import check_adapter
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
@@ -228,6 +228,8 @@ def _check_architecture(config: Config) -> None:
     """Check that the training backend knows every model, and that it has the tokens that the policy's tokenizer
     makes."""
     policy = _vocab_size(config, config.model.hf_checkpoint, "--hf-checkpoint")
+    if config.cluster.train_backend == "megatron":
+        _check_implementation(config, config.model.hf_checkpoint, "--hf-checkpoint")
     if config.cluster.train_backend == "megatron" and config.lora.trains_adapter:
         architecture = read_architecture(config.model.hf_checkpoint)
         check_adapter(config.lora, config.parallel, architecture, f"--hf-checkpoint {config.model.hf_checkpoint}")
@@ -238,6 +240,7 @@ def _check_architecture(config: Config) -> None:
         found = _vocab_size(config, spec.checkpoint, spec.flag)
         if config.cluster.train_backend == "megatron":
             _check_cut(config, spec)
+            _check_implementation(config, spec.checkpoint, spec.flag)
         if found >= policy:
             continue
         needed = num_tokenizer_ids(config.model.hf_checkpoint) or policy  # the policy's embedding may be padded
@@ -280,6 +283,11 @@ def _check_cut(config: Config, spec: EngineSpec) -> None:
         check_model_layout(config.parallel, read_architecture(spec.checkpoint, flag=spec.flag))
     except ConfigError as error:
         raise ConfigError(f"{spec.flag} {spec.checkpoint}: {error}") from error
+
+
+def _check_implementation(config: Config, checkpoint: str, flag: str) -> None:
+    architecture = read_architecture(checkpoint, flag=flag)
+    check_implementation(architecture, config.parallel.transformer_impl, f"{flag} {checkpoint}")
 
 
 def _vocab_size(config: Config, checkpoint: str, flag: str) -> int:

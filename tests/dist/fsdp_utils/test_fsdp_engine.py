@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.helpers import reference_policy
 from tests.helpers.engine_contract import plain_steps
-from tests.helpers.fsdp_cases import FAMILIES
+from tests.helpers.fsdp_cases import FAMILIES, WORLDS
 from tests.helpers.megatron_models import make_plan, make_rows
 from vime.weights.hashing import content_hash
 from vime.weights.plan import TensorMeta
@@ -45,7 +45,7 @@ def test_every_rank_exports_the_tensors_of_the_file(fsdp: Answers, families: Pat
         assert rank["hash"] == content_hash({meta.name: file[meta.name] for meta in rank["metadata"]})
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_two_steps_of_a_family_equal_plain_torch(
     fsdp: Answers, families: Path, kind: str, world: int, tmp_path: Path

@@ -18,6 +18,7 @@ from vime.weights.plan import TensorMeta
 
 PARTIAL = {
     "some-tp2": ("qwen2", ("k_proj", "up_proj")),
+    "gemma3-tp2-sequence": ("gemma3", TARGETS),  # layers that normalise what they give, too
     **dict.fromkeys(("moe-ep2", "moe-tp2-sequence"), ("qwen3_moe", TARGETS[:4])),
 }
 LAYOUTS = (*MEGATRON_LAYOUTS, *PARTIAL)

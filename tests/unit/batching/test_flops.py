@@ -1,13 +1,16 @@
 """FLOPs of a row, worked by hand on two small shapes, and against what torch counts of a real forward pass."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.megatron_models import DEEPSEEK, SHAPE
 from vime.batching.flops import executed_flops, forward_flops, layer_flops, peak_tflops, train_flops
-from vime.config.hf_config import ModelShape
+from vime.config.hf_config import ModelShape, read_model_shape
 
 DENSE = ModelShape(
     model_type="qwen3",
@@ -38,6 +41,28 @@ def test_a_dense_row_by_hand() -> None:
 def test_only_the_active_experts_and_the_router_count() -> None:
     # MLP of a token: router 2 x 4 x 8 = 64 and 2 experts of 6 x 4 x 3 = 72: 208. 2 x (3 x (96 + 48 + 208) + 144) = 2400
     assert layer_flops(EXPERTS, 3) == 2400
+
+
+def test_a_token_of_a_layer_with_a_window_sees_no_more_keys_than_that() -> None:
+    # one of two layers sees at most 2 keys: tokens see 1 + 2 + 2 instead of 1 + 2 + 3, 24 FLOPs a key
+    windowed = dataclasses.replace(DENSE, window=2, window_layers=(1,))
+    assert layer_flops(windowed, 3) == 1872 - 24
+    assert executed_flops(windowed, 3, 2, recompute="selective") == 3 * (2032 - 24) + (1 + 2 + 3 + 1 + 2 + 2) * 24
+    # a window that is longer than the sequence changes nothing
+    assert layer_flops(dataclasses.replace(windowed, window=3), 3) == 1872
+
+
+def test_latent_attention_shared_experts_and_dense_layers_are_counted(tmp_path: Path) -> None:
+    numbers = {**SHAPE, **DEEPSEEK, "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    shape = read_model_shape(str(tmp_path))
+    # 8 heads: queries 64 x 24 + 24 x 8 x (16 + 8); short vector 64 x (32 + 8); keys and values 32 x 8 x (16 + 12);
+    # output 8 x 12 x 64: 1536 + 4608 + 2560 + 7168 + 6144 = 22016
+    assert shape.attention_weights == 22016
+    # dense: 6 x 64 x 128 = 49152; with experts: router 2 x 64 x 8 = 1024, 6 x 64 x (4 x 32 + 64) = 73728
+    # scores over 24 channels and values over 12, 1 + 2 keys, 8 heads, 2 FLOPs: 3 x 8 x 2 x 36 = 1728 a layer
+    per_token = 4 * 2 * 22016 + 49152 + 3 * (1024 + 73728)
+    assert layer_flops(shape, 2) == 2 * per_token + 4 * 1728
 
 
 def test_recomputation_counts_as_executed_work() -> None:

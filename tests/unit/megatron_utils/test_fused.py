@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vime.backends.megatron_utils.fused import rms_norm, rotate, rotation, swiglu
+from vime.backends.megatron_utils.fused import geglu, rms_norm, rotate, rotation, swiglu
 
 EPS = 1e-6
 
@@ -17,6 +17,16 @@ EPS = 1e-6
 def plain_norm(x: Tensor, weight_H: Tensor) -> Tensor:
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight_H
+
+
+def plain_norm_adding_one(x: Tensor, weight_H: Tensor) -> Tensor:
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS) * (1 + weight_H.float())).to(x.dtype)
+
+
+def plain_geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def plain_swiglu(gate_up: Tensor) -> Tensor:
@@ -33,19 +43,22 @@ def answers(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("shape", [(7, 1, 12), (5, 3, 2, 12)])
-def test_the_norm_is_its_formula(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("adds_one", [False, True])
+def test_the_norm_is_its_formula(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, adds_one: bool) -> None:
     draw = torch.Generator().manual_seed(1)
     x = (3 * torch.randn(shape, generator=draw)).to(dtype)
     weight_H = (1 + torch.randn(12, generator=draw) / 5).to(dtype)
-    mine = answers(lambda x, weight_H: rms_norm(x, weight_H, EPS), x, weight_H)
-    for got, expected in zip(mine, answers(plain_norm, x, weight_H), strict=True):
+    mine = answers(lambda x, weight_H: rms_norm(x, weight_H, EPS, adds_one=adds_one), x, weight_H)
+    plain = plain_norm_adding_one if adds_one else plain_norm
+    for got, expected in zip(mine, answers(plain, x, weight_H), strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
-def test_the_activation_is_its_formula() -> None:
+@pytest.mark.parametrize(("function", "plain"), [(swiglu, plain_swiglu), (geglu, plain_geglu)])
+def test_the_activation_is_its_formula(function: Callable[..., Tensor], plain: Callable[..., Tensor]) -> None:
     gate_up = 4 * torch.randn(9, 1, 16, generator=torch.Generator().manual_seed(2))
-    for got, expected in zip(answers(swiglu, gate_up), answers(plain_swiglu, gate_up), strict=True):
+    for got, expected in zip(answers(function, gate_up), answers(plain, gate_up), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -72,6 +72,7 @@ def test_missing_vocabulary_rows_are_zero() -> None:
 CASES = [
     (Kind.REPLICATED, [(6,)]),
     (Kind.ROW, [(6, 8)]),
+    (Kind.COLUMN, [(8, 6)]),
     (Kind.GATE_UP, [(8, 6), (8, 6)]),
     (Kind.QKV, [(16, 6), (8, 6), (8, 6)]),
     (Kind.QKV, [(16,), (8,), (8,)]),

@@ -11,15 +11,33 @@ import torch
 from torch import Tensor
 
 from tests.helpers.rows import make_row
+from vime.backends.megatron_utils import layer_spec
 from vime.backends.megatron_utils.fused import rotation
 from vime.backends.megatron_utils.layer_spec import PackedAttention
 from vime.batching.pack import pack
 from vime.batching.prefixes import share_prompts
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
+WINDOWS = [None, 1, 3, 4, 64]
 
 
-def formula(query: Tensor, key: Tensor, value: Tensor, angle_LD: Tensor) -> Tensor:
+def attention_of(window: int | None) -> PackedAttention:
+    """The second of two layers, which has the window."""
+    size = None if window is None else (window - 1, 0)
+    return PackedAttention(SimpleNamespace(kv_channels=WIDTH, window_size=size, window_attn_skip_freq=[0, 1]), 2)
+
+
+def turned(angle_LD: Tensor, window: int | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """The angles are those of the layer's kind; the other kind has none."""
+    rotations = [rotation(angle_LD, torch.float32), rotation(torch.zeros_like(angle_LD), torch.float32)]
+    mine, others = rotations
+    return {
+        "rotation": mine if window is None else others,
+        "window_rotation": others if window is None else mine,
+    }
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, angle_LD: Tensor, window: int | None = None) -> Tensor:
     """[L, H * D] of one sequence: rotated, causal, each pair of query heads with one head of keys and values."""
 
     def rotated(x_LND: Tensor) -> Tensor:
@@ -28,13 +46,18 @@ def formula(query: Tensor, key: Tensor, value: Tensor, angle_LD: Tensor) -> Tens
 
     key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (rotated(key), value))
     score_HLL = torch.einsum("qhd,khd->hqk", rotated(query), key) / math.sqrt(WIDTH)
-    sees = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    place = torch.arange(len(query))
+    sees = (place[None] <= place[:, None]) & (place[None] > place[:, None] - (window or len(query)))
     weight_HLL = score_HLL.masked_fill(~sees, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weight_HLL, value).flatten(1)
 
 
-@pytest.mark.parametrize("lengths", [(4,), (3, 3, 3), (3, 3, 2, 5, 5, 3), (1, 1, 6)])
-def test_neighbours_of_one_length_attend_as_if_each_were_alone(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("lengths", [(4,), (3, 3, 3), (3, 3, 2, 5, 5, 3), (1, 1, 6), (17, 17)])
+def test_neighbours_of_one_length_attend_as_if_each_were_alone(
+    lengths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_spec, "WINDOW_BLOCK", 2)  # several blocks of queries in a sequence
     draw = torch.Generator().manual_seed(0)
     starts = [0, *itertools.accumulate(lengths)]
     total = starts[-1]
@@ -45,22 +68,23 @@ def test_neighbours_of_one_length_attend_as_if_each_were_alone(lengths: tuple[in
 
     leaves = [x.clone().requires_grad_() for x in inputs]
     parameters = SimpleNamespace(
-        cu_seqlens_host=starts, context_cut=None, shared_prompts=None, rotation=rotation(angle_LD, torch.float32)
+        cu_seqlens_host=starts, context_cut=None, shared_prompts=None, **turned(angle_LD, window)
     )
-    attention = PackedAttention(SimpleNamespace(kv_channels=WIDTH), 1)
+    attention = attention_of(window)
     got = attention(*leaves, None, packed_seq_params=parameters)
     gradients = torch.autograd.grad(got, leaves, direction.unsqueeze(1))
 
     true = [x.double().requires_grad_() for x in inputs]
     parts = zip(*(x.split(lengths) for x in (*true, angle_LD.double())), strict=True)
-    expected = torch.cat([formula(*part) for part in parts])
+    expected = torch.cat([formula(*part, window=window) for part in parts])
     true_gradients = torch.autograd.grad(expected, true, direction.double())
     assert got.shape == (total, 1, HEADS * WIDTH)
     for mine, theirs in zip([got.squeeze(1), *gradients], [expected, *true_gradients], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it() -> None:
+@pytest.mark.parametrize("window", WINDOWS)
+def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it(window: int | None) -> None:
     """Two prompts of 3 tokens with answers of 2, 2 and 4 tokens to the first and 2, 1 to the second; a prompt of 3 by
     itself, with an answer of 1. Whoever shares a prompt gets its gradient as the sum over the copies."""
     prompts, answers = (0, 0, 0, 1, 1, 2), (2, 2, 4, 2, 1, 1)
@@ -77,16 +101,16 @@ def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it() -> None:
     direction = torch.randn(len(angle), HEADS * WIDTH, generator=draw)
 
     leaves = [x.clone().requires_grad_() for x in computed]
-    turned = rotation(angle_TD[shared.kept_U], torch.float32)
-    parameters = SimpleNamespace(cu_seqlens_host=[], context_cut=None, shared_prompts=shared, rotation=turned)
-    attention = PackedAttention(SimpleNamespace(kv_channels=WIDTH), 1)
+    rotations = turned(angle_TD[shared.kept_U], window)
+    parameters = SimpleNamespace(cu_seqlens_host=[], context_cut=None, shared_prompts=shared, **rotations)
+    attention = attention_of(window)
     got = attention(*leaves, None, packed_seq_params=parameters).squeeze(1)[shared.place_T]
     gradients = torch.autograd.grad(got, leaves, direction)
 
     true = [x.double().requires_grad_() for x in computed]
     copied = [x[shared.place_T] for x in true]  # every sequence whole
     parts = zip(*(x.split([3 + answer for answer in answers]) for x in (*copied, angle_TD.double())), strict=True)
-    expected = torch.cat([formula(*part) for part in parts])
+    expected = torch.cat([formula(*part, window=window) for part in parts])
     true_gradients = torch.autograd.grad(expected, true, direction.double())
     for mine, theirs in zip([got, *gradients], [expected, *true_gradients], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -19,10 +19,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _Swiglu.apply(gate_up)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; normalised in fp32, cast back before the
-    weight."""
-    return _RMSNorm.apply(x, weight_H, eps)  # type: ignore[no-untyped-call,no-any-return]
+def geglu(gate_up: Tensor) -> Tensor:
+    """[..., 2 F] -> [..., F]: gelu, by its tanh formula, of the first half times the second."""
+    return _Geglu.apply(gate_up)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, adds_one: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; normalised in fp32, cast back before the weight.
+    `adds_one`: times 1 + weight instead, in fp32 too, and cast back behind it (Gemma)."""
+    return _RMSNorm.apply(x, weight_H, eps, adds_one)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def rotation(angle_LD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -59,25 +64,51 @@ class _Swiglu(torch.autograd.Function):
         return grad_gate_up
 
 
-class _RMSNorm(torch.autograd.Function):
+class _Geglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight_H, scale)
-        normal: Tensor = x32 * scale
-        return normal.to(x.dtype) * weight_H
+    def forward(ctx: Context, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        """d/d up = gelu(gate); d/d gate = gelu'(gate) up."""
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
+        torch.mul(grad, F.gelu(gate, approximate="tanh"), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
+        return grad_gate_up
+
+
+class _KeptNorm(Context):
+    adds_one: bool
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _KeptNorm, x: Tensor, weight_H: Tensor, eps: float, adds_one: bool) -> Tensor:
+        x32 = x.float()
+        scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_H, scale)
+        ctx.adds_one = adds_one
+        normal: Tensor = x32 * scale
+        return normal.mul_(1 + weight_H.float()).to(x.dtype) if adds_one else normal.to(x.dtype) * weight_H
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _KeptNorm, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """With n = x s normalised and g = grad * weight: d/dx = s (g - n mean(g n)); d/d weight = sum of grad n."""
         x, weight_H, scale = ctx.saved_tensors
         normal = x.float() * scale
         grad_weight = torch.linalg.vecdot(grad.flatten(0, -2).float(), normal.flatten(0, -2), dim=0)
-        scaled = (grad * weight_H).float()
+        scaled = grad.float() * (1 + weight_H.float()) if ctx.adds_one else (grad * weight_H).float()
         mean = torch.linalg.vecdot(scaled, normal, dim=-1).unsqueeze(-1).div_(x.size(-1))
-        return scaled.addcmul_(normal, mean, value=-1).mul_(scale).to(x.dtype), grad_weight.to(weight_H.dtype), None
+        grad_x = scaled.addcmul_(normal, mean, value=-1).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight.to(weight_H.dtype), None, None
 
 
 class _Rotate(torch.autograd.Function):

@@ -24,6 +24,7 @@ class Kind(StrEnum):
     """Layout of HF tensors inside one megatron parameter."""
 
     REPLICATED = "replicated"  # the same on every tensor-parallel rank
+    COLUMN = "column"  # cut along the output dimension
     ROW = "row"  # cut along the input dimension
     GATE_UP = "gate_up"  # per rank: [its gate rows; its up rows]
     QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
@@ -91,9 +92,56 @@ RULES = (
 )
 
 
-def hf_names_and_kind(name: str) -> tuple[tuple[str, ...], Kind]:
-    """HF tensors inside the megatron parameter `name` (layer and expert numbers of the whole model)."""
-    for rule in RULES:
+SANDWICH_RULES = (
+    _rule(_LAYER + r"pre_mlp_layernorm\.weight", [_HF_LAYER + "pre_feedforward_layernorm.weight"], Kind.REPLICATED),
+    _rule(
+        _LAYER + r"self_attention\.post_layernorm\.weight",
+        [_HF_LAYER + "post_attention_layernorm.weight"],
+        Kind.REPLICATED,
+    ),
+    _rule(_LAYER + r"mlp\.post_layernorm\.weight", [_HF_LAYER + "post_feedforward_layernorm.weight"], Kind.REPLICATED),
+)
+"""Before RULES, for a model with norms behind attention and MLP too."""
+
+
+_HF_ATTENTION = _HF_LAYER + "self_attn."
+LATENT_RULES = (
+    _rule(_LAYER + r"self_attention\.linear_q_proj\.weight", [_HF_ATTENTION + "q_proj.weight"], Kind.COLUMN),
+    _rule(_LAYER + r"self_attention\.linear_q_down_proj\.weight", [_HF_ATTENTION + "q_a_proj.weight"], Kind.REPLICATED),
+    _rule(_LAYER + r"self_attention\.q_layernorm\.weight", [_HF_ATTENTION + "q_a_layernorm.weight"], Kind.REPLICATED),
+    _rule(_LAYER + r"self_attention\.linear_q_up_proj\.weight", [_HF_ATTENTION + "q_b_proj.weight"], Kind.COLUMN),
+    _rule(
+        _LAYER + r"self_attention\.linear_kv_down_proj\.weight",
+        [_HF_ATTENTION + "kv_a_proj_with_mqa.weight"],
+        Kind.REPLICATED,
+    ),
+    _rule(_LAYER + r"self_attention\.kv_layernorm\.weight", [_HF_ATTENTION + "kv_a_layernorm.weight"], Kind.REPLICATED),
+    _rule(_LAYER + r"self_attention\.linear_kv_up_proj\.weight", [_HF_ATTENTION + "kv_b_proj.weight"], Kind.COLUMN),
+    _rule(_LAYER + r"mlp\.router\.expert_bias", [_HF_LAYER + "mlp.gate.e_score_correction_bias"], Kind.REPLICATED),
+    _rule(
+        _LAYER + r"mlp\.shared_experts\.linear_fc1\.weight",
+        [_HF_LAYER + f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")],
+        Kind.GATE_UP,
+    ),
+    _rule(
+        _LAYER + r"mlp\.shared_experts\.linear_fc2\.weight",
+        [_HF_LAYER + "mlp.shared_experts.down_proj.weight"],
+        Kind.ROW,
+    ),
+)
+"""Before RULES, for a model with latent attention."""
+
+
+def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
+    if architecture.latent is not None:
+        return (*LATENT_RULES, *RULES)
+    return (*SANDWICH_RULES, *RULES) if architecture.has_sandwich_norms else RULES
+
+
+def hf_names_and_kind(name: str, rules: Sequence[Rule] = RULES) -> tuple[tuple[str, ...], Kind]:
+    """HF tensors inside the megatron parameter `name` (layer and expert numbers of the whole model); the first rule
+    that fits."""
+    for rule in rules:
         found = rule.pattern.match(name)
         if found:
             parts = {key: value for key, value in found.groupdict().items() if value is not None}
@@ -120,6 +168,8 @@ def to_shard(
         return tensors[0]
     if kind is Kind.ROW:
         return tensors[0].chunk(size, 1)[rank]
+    if kind is Kind.COLUMN:
+        return tensors[0].chunk(size, 0)[rank]
     if kind is Kind.GATE_UP:
         return torch.cat([tensor.chunk(size, 0)[rank] for tensor in tensors])
     if kind is Kind.QKV:
@@ -137,6 +187,8 @@ def from_shards(kind: Kind, shards: Sequence[Tensor], *, architecture: Architect
         return [shards[0]]
     if kind is Kind.ROW:
         return [_joined(shards, 1)]
+    if kind is Kind.COLUMN:
+        return [_joined(shards)]
     if kind is Kind.VOCAB:
         return [_joined(shards)[: architecture.vocab_size]]
     if kind is Kind.GATE_UP:

@@ -20,9 +20,17 @@ def expected_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         tensors[VALUE_HEAD] = (1, hidden)
     elif not architecture.is_tied:
         tensors[HEAD] = (vocabulary, hidden)
-    layer = {**_attention(architecture), **_mlp(architecture)}
+    attention = _attention(architecture) if architecture.latent is None else _latent_attention(architecture)
+    layer = {**attention, **_mlp(architecture)}
+    if architecture.has_sandwich_norms:
+        layer |= {f"{place}_feedforward_layernorm.weight": (hidden,) for place in ("pre", "post")}
+    num_dense = 0 if architecture.router is None else architecture.router.num_dense_layers
+    dense = {**attention, "post_attention_layernorm.weight": (hidden,)}
+    dense |= _gated("mlp.", hidden, architecture.intermediate_size)
     for number in range(architecture.num_layers):
-        tensors |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        tensors |= {
+            f"model.layers.{number}.{name}": shape for name, shape in (dense if number < num_dense else layer).items()
+        }
     return tensors
 
 
@@ -40,12 +48,33 @@ def _attention(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def _latent_attention(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    latent, hidden, heads = architecture.latent, architecture.hidden_size, architecture.num_attention_heads
+    assert latent is not None
+    short, queries = latent.key_value_rank, heads * latent.num_query
+    tensors: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    if latent.query_rank:
+        tensors["self_attn.q_a_proj.weight"] = (latent.query_rank, hidden)
+        tensors["self_attn.q_a_layernorm.weight"] = (latent.query_rank,)
+        tensors["self_attn.q_b_proj.weight"] = (queries, latent.query_rank)
+    else:
+        tensors["self_attn.q_proj.weight"] = (queries, hidden)
+    tensors["self_attn.kv_a_proj_with_mqa.weight"] = (short + latent.num_rotated, hidden)
+    tensors["self_attn.kv_a_layernorm.weight"] = (short,)
+    tensors["self_attn.kv_b_proj.weight"] = (heads * (latent.num_plain + latent.num_values), short)
+    tensors["self_attn.o_proj.weight"] = (hidden, heads * latent.num_values)
+    return tensors
+
+
 def _mlp(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     hidden = architecture.hidden_size
     tensors: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
     if not architecture.num_experts:
         return tensors | _gated("mlp.", hidden, architecture.intermediate_size)
     tensors["mlp.gate.weight"] = (architecture.num_experts, hidden)
+    if architecture.router is not None:
+        tensors["mlp.gate.e_score_correction_bias"] = (architecture.num_experts,)
+        tensors |= _gated("mlp.shared_experts.", hidden, architecture.router.shared_size)
     for number in range(architecture.num_experts):
         tensors |= _gated(f"mlp.experts.{number}.", hidden, architecture.moe_intermediate_size)
     return tensors

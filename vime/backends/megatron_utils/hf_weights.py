@@ -30,6 +30,7 @@ from vime.backends.megatron_utils.hf_layout import (
     from_shards,
     hf_names_and_kind,
     is_expert,
+    rules_of,
     to_shard,
     with_expert_offset,
 )
@@ -70,6 +71,7 @@ class HFWeights:
 
     def __init__(self, chunks: Sequence[GPTModel], architecture: Architecture) -> None:
         self._architecture, self._shapes = architecture, expected_tensors(architecture)
+        self._rules = rules_of(architecture)
         self._parameters = dict(_named_parameters(chunks))
         mine = [
             _Shard(name, tuple(parameter.shape), parameter.dtype)
@@ -97,7 +99,7 @@ class HFWeights:
             for name in self._names(shard):
                 metas += [
                     TensorMeta(name=hf_name, dtype=dtype, shape=self._shapes[hf_name])
-                    for hf_name in hf_names_and_kind(name)[0]
+                    for hf_name in hf_names_and_kind(name, self._rules)[0]
                 ]
         return metas
 
@@ -144,7 +146,7 @@ class HFWeights:
                 if is_expert(name):
                     name = with_expert_offset(name, self._expert_offsets()[self._expert_group.rank()])
                     group = self._expert_tensor_group
-                hf_names, kind = hf_names_and_kind(name)
+                hf_names, kind = hf_names_and_kind(name, self._rules)
                 if is_tied and name == OUTPUT_LAYER:
                     hf_names = (EMBEDDING,)
                 shard = to_shard(
@@ -203,7 +205,7 @@ class HFWeights:
 
     def _hf_tensors(self, name: str, pieces: Tensor) -> Iterator[tuple[str, Tensor]]:
         """`pieces`: one of each tensor-parallel rank."""
-        hf_names, kind = hf_names_and_kind(name)
+        hf_names, kind = hf_names_and_kind(name, self._rules)
         yield from zip(hf_names, from_shards(kind, list(pieces), architecture=self._architecture), strict=True)
 
 
@@ -216,10 +218,12 @@ def _gathered(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def _named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of this rank by megatron name, with the layer number of the whole model."""
+def _named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of this rank by megatron name, with the layer number of the whole model; and the biases by which
+    experts are chosen, which no gradient moves."""
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+        for name, parameter in itertools.chain(chunk.named_parameters(), buffers):
             found = _LAYER.match(name)
             if found:
                 layer = chunk.decoder.layers[int(found[1])].layer_number - 1

@@ -5,7 +5,7 @@ The local spec replaces three of megatron-core's parts:
   over the tensor-parallel group.
 - `PackedAttention`: megatron's attention without Transformer Engine cannot read packed sequences (its mask would be
   T x T); ours runs torch's scaled_dot_product_attention once per sequence, so no token sees another sequence.
-- `SwigluMLP`: megatron's unfused activation writes three more tensors as wide as the MLP.
+- `GatedMLP`: megatron's unfused activation writes three more tensors as wide as the MLP.
 
 Shapes: T packed tokens, L those of this context-parallel rank (all T without), H query heads of this rank, G key/value
 heads of this rank, D head dimension.
@@ -30,51 +30,81 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from vime.backends.megatron_utils.context_parallel import ContextCut
-from vime.backends.megatron_utils.fused import rms_norm, rotate, swiglu
+from vime.backends.megatron_utils.fused import geglu, rms_norm, rotate, swiglu
 from vime.backends.megatron_utils.routing_replay import ReplayLayer
 from vime.batching.prefixes import Rests, SharedPrompts
 from vime.types import ConfigError
 
+WINDOW_BLOCK = 1024
+"""Queries of a layer with a window that are computed together, at least."""
+
 
 def block_spec(
-    config: TransformerConfig, implementation: str, *, chunk: int | None = None, replays_routing: bool = False
+    config: TransformerConfig,
+    implementation: str,
+    *,
+    chunk: int | None = None,
+    replays_routing: bool = False,
+    has_sandwich_norms: bool = False,
+    attention: ModuleSpec | None = None,
+    num_dense_layers: int = 0,
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, or of one `chunk` of it in an interleaved pipeline. `implementation` is
-    --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`."""
+    --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`. `attention`:
+    in place of grouped-query attention. `num_dense_layers`: the first of a model with experts that have none."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # megatron-core 0.16.1 reads this name in the router of a MoE layer, and defines it with Transformer Engine only
         moe_utils.te_general_gemm = None
     if implementation == "transformer_engine":
         layer, norm = _transformer_engine_layer(config)
     else:
-        layer, norm = _local_layer(config), RMSNorm
+        layer, norm = _local_layer(config, has_sandwich_norms=has_sandwich_norms, attention=attention), RMSNorm
     if replays_routing:
         layer.module = ReplayLayer
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
+    count, first = get_num_layers_to_build(config, chunk), get_transformer_layer_offset(config, chunk)
+    layers = [layer] * count
+    if first < num_dense_layers:
+        dense = _local_layer(config, has_sandwich_norms=has_sandwich_norms, attention=attention, has_experts=False)
+        num_dense = min(count, num_dense_layers - first)
+        layers = [dense] * num_dense + [layer] * (count - num_dense)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_layer(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+def _local_layer(
+    config: TransformerConfig,
+    *,
+    has_sandwich_norms: bool,
+    attention: ModuleSpec | None = None,
+    has_experts: bool = True,
+) -> ModuleSpec:
+    num_experts = config.num_moe_experts if has_experts else None
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
-    if config.num_moe_experts is None:
-        parts.mlp = SwigluMLP
+    if num_experts is None:
+        parts.mlp = SandwichMLP if has_sandwich_norms else GatedMLP
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
+    if has_sandwich_norms:
+        parts.self_attention.module = SandwichAttention
     # megatron maps the norms to Transformer Engine's names inside checkpoints, so that both specs read one checkpoint.
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
+    if attention is not None:
+        parts.self_attention = attention
+        return layer
+    own = parts.self_attention.submodules
+    own.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        own.q_layernorm = own.k_layernorm = RMSNorm
     return layer
 
 
@@ -94,21 +124,22 @@ def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, ty
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, normalised in fp32 and cast back before the weight, as HF models do."""
+    """x / sqrt(mean(x^2) + eps) * weight, normalised in fp32 and cast back before the weight, as HF models do; Gemma's
+    with `layernorm_zero_centered_gamma`, see `rms_norm`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.adds_one = eps, bool(config.layernorm_zero_centered_gamma)
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # megatron sums such gradients over TP
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, adds_one=self.adds_one)
 
 
-class SwigluMLP(MLP):
+class GatedMLP(MLP):
     """megatron's MLP of a dense layer, with one pass over the wide tensor for the activation and one for its
     gradient."""
 
@@ -119,13 +150,40 @@ class SwigluMLP(MLP):
             ffn_hidden_size=config.ffn_hidden_size,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         )
+        self.activation = swiglu if config.activation_func is F.silu else geglu
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: object
     ) -> tuple[Tensor, Tensor | None]:
         assert per_token_scale is None, "megatron scales experts only"
         gate_up, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(gate_up))  # type: ignore[no-any-return]
+        return self.linear_fc2(self.activation(gate_up))  # type: ignore[no-any-return]
+
+
+class SandwichMLP(GatedMLP):
+    """Its output is normalised before the layer adds it (Gemma)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)  # type: ignore[arg-type]
+        assert bias is None, "such models have no biases"
+        return self.post_layernorm(output), None
+
+
+class SandwichAttention(SelfAttention):
+    """Its output is normalised before the layer adds it (Gemma)."""
+
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        assert bias is None, "such models have no biases"
+        return self.post_layernorm(output), None
 
 
 class PackedAttention(MegatronModule):
@@ -135,6 +193,8 @@ class PackedAttention(MegatronModule):
     all layers. megatron would cut them by sequence, in every layer anew, and wait for the device to say where.
     Under context parallelism the keys and values of all ranks are gathered (backward: summed and scattered), and the
     two chunks of this rank look at what comes before them.
+
+    In a layer with a window a token sees itself and the window - 1 tokens before it.
     """
 
     def __init__(
@@ -143,10 +203,15 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         *_unused: object,
         softmax_scale: float | None = None,
+        rotates: bool = True,
         **_ignored: object,
     ) -> None:
+        """`rotates`: queries and keys come without their positions."""
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number, self.rotates = layer_number, rotates
+        # megatron counts the tokens before a token, config.json the token itself too
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: int | None = config.window_size[0] + 1 if has_window else None
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -166,8 +231,11 @@ class PackedAttention(MegatronModule):
         shared: SharedPrompts | None = packed_seq_params.shared_prompts
         starts: list[int] = packed_seq_params.cu_seqlens_host
         cut: ContextCut | None = packed_seq_params.context_cut
-        rotation: tuple[Tensor, Tensor] = packed_seq_params.rotation  # set by CompletionModel
-        query, key = rotate(query, rotation), rotate(key, rotation)
+        rotation: tuple[Tensor, Tensor] = (  # set by CompletionModel
+            packed_seq_params.rotation if self.window is None else packed_seq_params.window_rotation
+        )
+        if self.rotates:
+            query, key = rotate(query, rotation), rotate(key, rotation)
         if shared is not None:
             outputs = self._attend_shared(query, key, value, shared)
         elif cut is None:
@@ -213,24 +281,38 @@ class PackedAttention(MegatronModule):
     ) -> list[Tensor]:
         """The outputs of this rank's two chunks of every sequence. Collective over the context-parallel group."""
         size, rank = cut.group.size(), cut.group.rank()
-        both = torch.cat([key, value], -1)  # one collective for both
+        both, sizes = torch.cat([key, value], -1), [key.size(-1), value.size(-1)]  # one collective for both
         both_TG = gather_from_sequence_parallel_region(both, group=cut.group)[cut.order_T]
         outputs, done = [], 0
         for start, end in itertools.pairwise(starts):
             chunk = (end - start) // (2 * size)
             for number in (rank, 2 * size - 1 - rank):
                 first = number * chunk
-                seen_key, seen_value = both_TG[start : start + first + chunk].chunk(2, -1)
+                seen_key, seen_value = both_TG[start : start + first + chunk].split(sizes, -1)
                 part = (query[done : done + chunk], seen_key, seen_value)
                 outputs.append(self._attend(*(x.unsqueeze(0) for x in part), first=first).squeeze(0))
                 done += chunk
         return outputs
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, first: int) -> Tensor:
-        """[sequences, queries, H, D] -> the same; query i, which stands at position `first` + i, sees keys <= that."""
+        """[sequences, queries, H, D] -> the same; query i, which stands at position `first` + i, sees keys <= that, as
+        far as its window reaches."""
+        if self.window is None or first + query.size(1) <= self.window:
+            return self._attend_block(query, key, value, first=first, reach=None)
+        # blocks of queries, each with the keys that one of them sees: the work does not grow with the square
+        outputs, size = [], max(self.window, WINDOW_BLOCK)
+        for start, part in zip(itertools.count(first, size), query.split(size, 1), strict=False):
+            seen = slice(max(0, start - self.window + 1), start + part.size(1))
+            block = (part, key[:, seen], value[:, seen])
+            outputs.append(self._attend_block(*block, first=start - seen.start, reach=self.window))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, *, first: int, reach: int | None) -> Tensor:
         mask = None
-        if first:
+        if first or reach is not None:
             mask = torch.ones(query.size(1), key.size(1), dtype=torch.bool, device=query.device).tril_(first)
+        if mask is not None and reach is not None:
+            mask.triu_(first - reach + 1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
             query,

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from vime.backends.adapters import PREFIX, identity, initial_factor
 from vime.backends.megatron_utils.architecture import Architecture
-from vime.backends.megatron_utils.hf_layout import Kind, hf_names_and_kind, is_expert
+from vime.backends.megatron_utils.hf_layout import Kind, hf_names_and_kind, is_expert, rules_of
 from vime.backends.megatron_utils.hf_tensors import expected_tensors
 from vime.backends.megatron_utils.lora_layers import adapted_layers, check_adapter
 from vime.config.parse import Config
@@ -166,7 +166,7 @@ class Adapter:
 
     def _adapt(self, linear: nn.Module, name: str, architecture: Architecture, model_config: TransformerConfig) -> None:
         """Give this layer of megatron, whose weight is called `name`, the factors of the layers that it stands for."""
-        hf_names, kind = hf_names_and_kind(name)
+        hf_names, kind = hf_names_and_kind(name, rules_of(architecture))
         shapes = expected_tensors(architecture)
         factors: dict[str, Factors] = {}
         widths: dict[str, int] = {}

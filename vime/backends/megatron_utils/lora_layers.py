@@ -22,6 +22,11 @@ def adapted_layers(architecture: Architecture, lora: LoraConfig) -> dict[str, tu
 
 def check_adapter(lora: LoraConfig, parallel: ParallelConfig, architecture: Architecture, where: str) -> None:
     """Refuse what megatron-core trains no adapter for. `where`: the flag and name of the model."""
+    if architecture.latent is not None:
+        raise ConfigError(
+            f"--lora-rank {lora.lora_rank}: {where} has latent attention (model_type {architecture.model_type}), "
+            "beside whose layers no adapter is trained. Expected another family, or --lora-rank 0."
+        )
     there = {_last(name) for name in _linear_layers(architecture)}
     missing = [name for name in lora.lora_target_modules if name not in there]
     if missing:

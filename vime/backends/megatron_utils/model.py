@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vime.backends.megatron_utils.architecture import Architecture
+from vime.backends.megatron_utils.architecture import Architecture, check_implementation
 from vime.backends.megatron_utils.fused import rotation
+from vime.backends.megatron_utils.latent_attention import LatentAttention
 from vime.backends.megatron_utils.layer_spec import block_spec
 from vime.backends.megatron_utils.value_head import ValueHead
 from vime.config.cluster import ParallelConfig
@@ -28,6 +33,7 @@ LOGIT_ENTRIES = {"cpu": 1 << 25, "cuda": 1 << 29}
 def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> TransformerConfig:
     """megatron's configuration of this model in this layout."""
     check_model_layout(parallel, architecture)
+    check_implementation(architecture, parallel.transformer_impl, "the model")
     on_cuda = torch.cuda.is_available()
     is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
@@ -41,10 +47,14 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
         layernorm_epsilon=architecture.norm_epsilon,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=partial(F.gelu, approximate="tanh") if architecture.is_gelu else F.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.has_qkv_bias,
+        layernorm_zero_centered_gamma=architecture.norms_add_one,
         qk_layernorm=architecture.has_qk_norm,
+        softmax_scale=architecture.attention_scale,
+        window_size=(architecture.window - 1, 0) if architecture.window else None,
+        window_attn_skip_freq=[int(number in architecture.window_layers) for number in range(architecture.num_layers)],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Weights come from HF files, so initialisation does nothing. `perform_initialization=False` would also skip
@@ -74,7 +84,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        bias_activation_fusion=on_cuda,
+        bias_activation_fusion=on_cuda and not architecture.is_gelu,
         bias_dropout_fusion=on_cuda,
     )
 
@@ -91,8 +101,28 @@ def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> di
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
+        **_router_settings(architecture),
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
+
+
+def _router_settings(architecture: Architecture) -> dict[str, object]:
+    """The bias of experts stays what it is: a rule outside of the loss would move it."""
+    router = architecture.router
+    if router is None:
+        return {}
+    groups: dict[str, object] = {}
+    if router.num_groups > 1:
+        groups = {"moe_router_num_groups": router.num_groups, "moe_router_group_topk": router.groups_per_token}
+    return {
+        **groups,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": router.scale,
+        "moe_shared_expert_intermediate_size": router.shared_size,
+        "moe_layer_freq": [int(number >= router.num_dense_layers) for number in range(architecture.num_layers)],
     }
 
 
@@ -117,12 +147,24 @@ def build_chunks(
     rope: dict[str, object] = {"rotary_base": architecture.rope_theta}
     if architecture.rope_llama3_factor is not None:
         rope.update(rope_scaling=True, rope_scaling_factor=architecture.rope_llama3_factor)
+    if architecture.rope_linear_factor is not None:
+        rope["seq_len_interpolation_factor"] = architecture.rope_linear_factor
+    latent, router = architecture.latent, architecture.router
+    spec = partial(
+        block_spec,
+        config,
+        parallel.transformer_impl,
+        replays_routing=replays_routing,
+        has_sandwich_norms=architecture.has_sandwich_norms,
+        attention=None if latent is None else ModuleSpec(module=LatentAttention, params={"latent": latent}),
+        num_dense_layers=router.num_dense_layers if router else 0,
+    )
     count = parallel.virtual_pipeline_model_parallel_size
     chunks = []
     for number in [None] if count is None else range(count):
         model = CompletionModel(
             config,
-            block_spec(config, parallel.transformer_impl, chunk=number, replays_routing=replays_routing),
+            spec(chunk=number),
             padded_vocab_size(architecture, parallel),
             architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
@@ -131,12 +173,23 @@ def build_chunks(
             share_embeddings_and_output_weights=architecture.is_tied,
             vp_stage=number,
             rotates_in_attention=parallel.transformer_impl == "local",
+            embedding_scale=architecture.embedding_scale,
+            window_rope_theta=architecture.window_rope_theta,
             **rope,
         )
         if architecture.has_value_head and model.post_process:
             model.output_layer = ValueHead(config)
+        if architecture.rope_yarn is not None:
+            model.rotary_pos_emb.inv_freq = _yarn_frequencies(model.rotary_pos_emb.inv_freq, architecture)
         chunks.append(model.to(torch.cuda.current_device()))
     return chunks
+
+
+def _yarn_frequencies(plain_D: Tensor, architecture: Architecture) -> Tensor:
+    yarn = architecture.rope_yarn
+    assert yarn is not None
+    share_D = plain_D.new_tensor(yarn.shares(architecture.rope_theta, architecture.head_dim))
+    return plain_D / yarn.factor * share_D + plain_D * (1 - share_D)
 
 
 class CompletionModel(GPTModel):
@@ -144,11 +197,23 @@ class CompletionModel(GPTModel):
     saves their share of the largest product and of the largest tensor of a step."""
 
     def __init__(
-        self, config: TransformerConfig, *arguments: object, rotates_in_attention: bool, **options: object
+        self,
+        config: TransformerConfig,
+        *arguments: object,
+        rotates_in_attention: bool,
+        embedding_scale: float | None = None,
+        window_rope_theta: float | None = None,
+        **options: object,
     ) -> None:
-        """`rotates_in_attention`: the layers' `PackedAttention` applies rotary positions, not megatron."""
+        """`rotates_in_attention`: the layers' `PackedAttention` applies rotary positions, not megatron.
+        `window_rope_theta`: of the layers with a window, if they have another than the rest."""
         super().__init__(config, *arguments, **options)
-        self._rotates_in_attention = rotates_in_attention
+        self._rotates_in_attention, self._embedding_scale = rotates_in_attention, embedding_scale
+        self._window_rope = None
+        if window_rope_theta is not None:
+            self._window_rope = RotaryEmbedding(
+                config.kv_channels, rotary_percent=1.0, rotary_base=window_rope_theta, cp_group=self.pg_collection.cp
+            )
         self._gathers = self.post_process and config.sequence_parallel
         if self._gathers:
             # gathered before the choice, here, not after it by the output layer, which sums gradients instead
@@ -162,10 +227,18 @@ class CompletionModel(GPTModel):
         hidden_states, angles_S11D, *others = super()._preprocess(
             *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
+        if self._embedding_scale is not None and self.pre_process:
+            # rounded to the type of the embedding first, as transformers does
+            hidden_states = hidden_states * torch.tensor(self._embedding_scale, dtype=hidden_states.dtype).item()
         if not self._rotates_in_attention:
             return (hidden_states, angles_S11D, *others)
-        angle_LD = angles_S11D.flatten(1)[position_ids[0]]
-        packed_seq_params.rotation = rotation(angle_LD, self.config.params_dtype)
+
+        def turned(angles: Tensor) -> tuple[Tensor, Tensor]:
+            return rotation(angles.flatten(1)[position_ids[0]], self.config.params_dtype)
+
+        packed_seq_params.rotation = packed_seq_params.window_rotation = turned(angles_S11D)
+        if self._window_rope is not None:
+            packed_seq_params.window_rotation = turned(self._window_rope(len(angles_S11D), packed_seq=True))
         return (hidden_states, None, *others)
 
     def _postprocess(
@@ -213,5 +286,17 @@ def _read_in_chunks(
 
 
 def with_precision(chunks: list[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
-    """Under --bf16 wrap each chunk so that inputs go in as bfloat16 and logits come out as fp32."""
-    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
+    """Under --bf16 wrap each chunk so that inputs go in as bfloat16 and logits come out as fp32. The bias of experts
+    stays in fp32, as in the files: megatron would round it first."""
+    if not config.bf16:
+        return list(chunks)
+    biases = {
+        module: module.expert_bias
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(getattr(module, "expert_bias", None), Tensor)
+    }
+    wrapped: list[MegatronModule] = [Float16Module(config, chunk) for chunk in chunks]
+    for module, bias in biases.items():
+        module.expert_bias = bias
+    return wrapped
