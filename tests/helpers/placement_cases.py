@@ -61,7 +61,7 @@ class World:
     def taken(self, **gpus: int) -> Iterator[None]:
         """Somebody else's job has so many GPUs: gpu_0=4."""
         groups = [placement_group([{"GPU": n, name.replace("_", "-"): 1}]) for name, n in gpus.items()]
-        ray.get([group.ready() for group in groups], timeout=60)
+        assert all(group.wait(60) for group in groups)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,10 +25,11 @@ from vime.config.parse import Config
 from vime.ray.actor import Options
 from vime.ray.cluster import ENGINE_CPUS, LEDGER_CPUS, MANAGER_CPUS, TRAINER_CPUS, num_trainer_ranks
 from vime.ray.nodes import Node, check_nodes, nodes_of_cluster
-from vime.ray.waits import wait_for
-from vime.types import ClusterError, WaitTimeoutError
+from vime.types import ClusterError
+from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
+POLL_S = 1  # Ray takes whole seconds
 PLACE_S = 20.0
 """For Ray to reserve what is free. Where something is missing it waits without an end."""
 ROUNDING = 1e-6
@@ -77,12 +79,12 @@ def reserved(config: Config, on_poll: Callable[[], None] = lambda: None) -> Iter
         return
     nodes = nodes_of_cluster()
     check_nodes(config, nodes, on_poll)
-    home = _home(config, nodes)
     bundles = bundles_of(config)
     refuse_what_no_node_has(bundles, nodes)
     group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
     try:
         _wait(group, bundles, on_poll)
+        home = _home(config, nodes_of_cluster())  # now: with what the group has left
         by_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         order = {node.id: place for place, node in enumerate(nodes)}
         places = _places(config, group, lambda index: order.get(by_bundle[index], len(order)), home)
@@ -135,28 +137,21 @@ def _left_over(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> list[Bundle]
 
 
 def _wait(group: PlacementGroup, bundles: Sequence[Bundle], on_poll: Callable[[], None]) -> None:
-    try:
-        wait_for(
-            [group.ready()],
-            name="ranks and engines to be placed",
-            owner="Ray",
-            deadline_s=PLACE_S,
-            parties=(),
-            on_poll=on_poll,
-        )
-    except WaitTimeoutError as error:
-        nodes = nodes_of_cluster()
-        left = _left_over(bundles, nodes)
-        if not left:
-            raise ClusterError(
-                f"Ray has not placed ranks and engines within {PLACE_S:g} s, although there seems to be room: "
-                f"{_table(nodes)}"
-            ) from error
+    ends = time.monotonic() + PLACE_S
+    with waiting("ranks and engines to be placed", "Ray", deadline_s=PLACE_S):
+        while time.monotonic() < ends:
+            if group.wait(POLL_S):  # `group.ready()` is a task, for which Ray would first start a worker
+                return
+            on_poll()
+    nodes = nodes_of_cluster()
+    left = _left_over(bundles, nodes)
+    if not left:
         raise ClusterError(
-            f"no node has room for {_described(left[0])}"
-            + (f" and {len(left) - 1} more" if len(left) > 1 else "")
-            + f": {_table(nodes)}"
-        ) from error
+            f"Ray has not placed ranks and engines within {PLACE_S:g} s, although there seems to be room: "
+            f"{_table(nodes)}"
+        )
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    raise ClusterError(f"no node has room for {_described(left[0])}{more}: {_table(nodes)}")
 
 
 def _described(bundle: Bundle) -> str:
