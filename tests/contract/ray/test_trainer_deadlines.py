@@ -7,6 +7,7 @@ import pytest
 
 from vime.config.parse import parse
 from vime.ray import trainers as trainers_module
+from vime.ray.placement import ANYWHERE
 from vime.ray.trainers import Trainers
 from vime.ray.waits import Interrupted
 from vime.types import ClusterError, EngineError, WaitTimeoutError
@@ -56,7 +57,7 @@ class Stub:
 @pytest.fixture
 def trainers(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(trainers_module, "TrainerActor", Stub)
-    made = Trainers(parse(FLAGS), tmp_path, None)
+    made = Trainers(parse(FLAGS), tmp_path, None, ANYWHERE)
     yield made
     made.stop()
 
