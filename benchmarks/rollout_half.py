@@ -299,7 +299,7 @@ def rollout_half(setting: Setting, *, is_begun: bool = True) -> Iterator[Half]:
         ranks = [actor.remote(connected, address, rank) for rank in range(NUM_RANKS)]
         stream = Stream.open(
             connected, run_dir, manager, num_rollout=setting.warm_up + setting.rounds + 1, checkpoint_round=None,
-            choice=choose_ledger(run_dir, None),
+            choice=choose_ledger(run_dir, None), home={},
         )  # fmt: skip
         stack.callback(stream.end)
         stack.callback(lambda: ray.get(manager.ask(RolloutManager.close), timeout=DEADLINE_S))
