@@ -11,7 +11,7 @@ from tests.helpers.megatron_worker import Case
 
 KINDS = (
     "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_tied", "llama_tied", "llama3_scaled", "mistral",
-    "mistral_full", "mistral_layers", "gemma3", "deepseek", "deepseek_yarn",
+    "mistral_full", "mistral_layers", "gemma3", "deepseek", "deepseek_yarn", "gpt_oss",
 )  # fmt: skip
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}

@@ -106,7 +106,8 @@ def make_deepseek(directory: Path, *, seed: int = 0) -> Path:
     widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "moe_intermediate_size": 32}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-    shape = {**COMMON, **heads, **widths, **experts, **rope, "first_k_dense_replace": 1, "num_hidden_layers": 4}
+    said = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    shape = {**COMMON, **heads, **widths, **experts, **rope, **said, "first_k_dense_replace": 1, "num_hidden_layers": 4}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape))
     with torch.no_grad():
         for name, buffer in model.named_buffers():

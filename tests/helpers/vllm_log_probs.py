@@ -26,6 +26,7 @@ def main(models: Path, tokens: Path, answers: Path) -> None:
             kv_cache_memory_bytes=1 << 24,
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            attention_backend="CPU_MLA",
         )
         outputs = engine.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
