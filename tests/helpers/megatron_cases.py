@@ -294,6 +294,13 @@ def checkpoint_cases(models: Path, work: Path) -> list[Case]:
             {**decay, **moe, **EP2, **DISTRIBUTED},
             directory=work / "resume-ep2-distributed",
         ),
+        case(
+            "resume-sinks-ep2-tp2",
+            "resumed",
+            4,
+            {**decay, "hf_checkpoint": str(models / "gpt_oss"), **EP2, **SP2, **DISTRIBUTED},
+            directory=work / "resume-sinks",
+        ),
         case("fewer-experts", "failed_load", 2, {**moe, **EP2}, directory=work / "ep2", expert_model_parallel_size=1),
     ]
 

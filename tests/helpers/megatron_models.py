@@ -94,8 +94,8 @@ LENGTHS = ((3, 6), (10, 23), (5, 12), (8, 32), (1, 4), (9, 17), (4, 8), (7, 14))
 
 
 def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """`kind`: deepseek, deepseek_yarn, gemma3, gpt_oss, llama_tied, llama3_scaled, mistral, mistral_full, mistral_layers,
-    qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied.
+    """`kind`: deepseek, deepseek_yarn, gemma3, gpt_oss, llama_tied, llama3_scaled, mistral, mistral_full,
+    mistral_layers, qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied.
 
     fp32 safetensors and config.json. The two models with experts differ in how routing weights are normalised.
     """

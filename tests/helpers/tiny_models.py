@@ -116,6 +116,25 @@ def make_deepseek(directory: Path, *, seed: int = 0) -> Path:
     return _save(model, directory)
 
 
+def make_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
+    """A layer with a window of 12 tokens, one without; four experts, two a token, some of whose gates are clamped."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 12}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    rope = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    model = GptOssForCausalLM(GptOssConfig(**{**COMMON, **heads, **experts, "rope_parameters": rope}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_up_proj_bias"):
+                parameter.normal_(0, 4)
+            elif name.endswith(("bias", "sinks")):
+                parameter.normal_(0, 0.5)
+    return _save(model, directory)
+
+
 def load(directory: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
-from vime.backends.megatron_utils.deepseek import NORM_EPSILON, GroupRouter, Latent, Yarn, latent_of, router_of, stretched_yarn_of, yarn_of
+from vime.backends.megatron_utils.deepseek import (
+    NORM_EPSILON,
+    GroupRouter,
+    Latent,
+    Yarn,
+    latent_of,
+    router_of,
+    stretched_yarn_of,
+    yarn_of,
+)
 from vime.config.hf_config import ModelShape, read_record, shape_of
 from vime.types import ConfigError
 from vime.utils.imports import MODELS_OF_TRANSFORMERS, without, without_collector
@@ -237,8 +246,8 @@ def check_implementation(architecture: Architecture, implementation: str, where:
     if implementation != "local" and not is_plain:
         raise ConfigError(
             f"{where}: model_type {architecture.model_type} with --transformer-impl {implementation}: sliding windows, "
-            "Gemma's norms, attention sinks and latent attention are there in Vime's own layers only. Expected --transformer-impl "
-            "local. Use it."
+            "Gemma's norms, attention sinks and latent attention are there in Vime's own layers only. Expected "
+            "--transformer-impl local. Use it."
         )
 
 

@@ -92,7 +92,7 @@ class StackedExperts(MegatronModule):
         a part of a sum where experts are cut."""
         counts: list[int] = tokens_per_expert_E.tolist()
         wide, narrow = self.gate_up_proj, self.down_proj
-        bias_EH = narrow.bias
+        bias_EH: Tensor = narrow.bias
         if self.cut_group.rank():
             # added on the first rank only; its gradient is that of the whole output, which all ranks have
             bias_EH = bias_EH - bias_EH.detach()
@@ -120,7 +120,7 @@ class StackedExperts(MegatronModule):
         made = {}
         for name, parameter in self.named_parameters():
             offsets = [*sharded_offsets, (ahead, experts.rank(), experts.size())]
-            dimension: int | None = parameter.cut_dimension  # type: ignore[attr-defined]
+            dimension: int | None = parameter.cut_dimension
             if dimension is not None:
                 offsets.append((ahead + dimension, cut.rank(), cut.size()))
             made[prefix + name] = ShardedTensor.from_rank_offsets(
