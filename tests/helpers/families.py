@@ -28,13 +28,16 @@ EXPORTS: dict[str, Callable[[Path], Path]] = {
     "gemma3": tiny_models.make_gemma3,
     "llama": tiny_models.make_llama,
     "qwen2": tiny_models.make_qwen2,
+    "deepseek": tiny_models.make_deepseek,
+    "gpt_oss": tiny_models.make_gpt_oss,
 }
 """Models that are trained, exported and loaded by vLLM."""
-EXPORTS_BY_NIGHT = ("llama", "qwen2")
+EXPORTS_BY_NIGHT = ("llama", "qwen2", "deepseek", "gpt_oss")
 TP2, EP2 = ("--tensor-model-parallel-size", "2"), ("--expert-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 RUNS: dict[str, tuple[str, ...]] = {
     "experts": EP2, "mistral": TP2, "gemma3": TP2, "llama": TP2, "qwen2": PP2,
+    "gpt_oss": EP2,
 }  # fmt: skip
 """Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout. Qwen3 is what the
 other tests of tests/e2e/run train."""
@@ -87,7 +90,16 @@ MEGATRON = (
         models=("deepseek", "deepseek_yarn"),
         day=MOE_DAY,
         night=MOE_NIGHT,
-        exports=(),
+        exports=("deepseek",),
+        anchor="qwen3_moe_tied",
+    ),
+    Family(
+        title="GPT-OSS (attention sinks)",
+        model_types=("gpt_oss",),
+        models=("gpt_oss",),
+        day=(*MOE_DAY, "tp2-sequence"),
+        night=("single", "ep2", "ep2-cp2", "ep2-pp2", "ep4-distributed", "recompute"),
+        exports=("gpt_oss",),
         anchor="qwen3_moe_tied",
     ),
     Family(title="Gemma 3 (text)", model_types=("gemma3_text",), models=("gemma3",), exports=("gemma3",)),

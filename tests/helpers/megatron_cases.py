@@ -11,7 +11,7 @@ from tests.helpers.megatron_worker import Case
 
 KINDS = (
     "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_tied", "llama_tied", "llama3_scaled", "mistral",
-    "mistral_full", "mistral_layers", "gemma3", "deepseek", "deepseek_yarn",
+    "mistral_full", "mistral_layers", "gemma3", "deepseek", "deepseek_yarn", "gpt_oss",
 )  # fmt: skip
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
@@ -293,6 +293,13 @@ def checkpoint_cases(models: Path, work: Path) -> list[Case]:
             4,
             {**decay, **moe, **EP2, **DISTRIBUTED},
             directory=work / "resume-ep2-distributed",
+        ),
+        case(
+            "resume-sinks-ep2-tp2",
+            "resumed",
+            4,
+            {**decay, "hf_checkpoint": str(models / "gpt_oss"), **EP2, **SP2, **DISTRIBUTED},
+            directory=work / "resume-sinks",
         ),
         case("fewer-experts", "failed_load", 2, {**moe, **EP2}, directory=work / "ep2", expert_model_parallel_size=1),
     ]

@@ -57,6 +57,8 @@ DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 YARN: dict[str, Any] = {
@@ -72,12 +74,28 @@ YARN: dict[str, Any] = {
         "mscale_all_dim": 0.7,
     },
 }
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 LENGTHS = ((3, 6), (10, 23), (5, 12), (8, 32), (1, 4), (9, 17), (4, 8), (7, 14))  # (prompt, response) tokens
 
 
 def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """`kind`: deepseek, deepseek_yarn, gemma3, llama_tied, llama3_scaled, mistral, mistral_full, mistral_layers,
-    qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied.
+    """`kind`: deepseek, deepseek_yarn, gemma3, gpt_oss, llama_tied, llama3_scaled, mistral, mistral_full,
+    mistral_layers, qwen2, qwen2_tied, qwen2_critic, qwen3, qwen3_moe, qwen3_moe_tied.
 
     fp32 safetensors and config.json. The two models with experts differ in how routing weights are normalised.
     """
@@ -87,6 +105,8 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
         DeepseekV3ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MinistralConfig,
@@ -108,6 +128,7 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
         "deepseek": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**{**SHAPE, **DEEPSEEK})),
         "deepseek_yarn": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**{**SHAPE, **DEEPSEEK, **YARN})),
         "gemma3": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**SHAPE, **GEMMA)),
+        "gpt_oss": (GptOssForCausalLM, lambda: GptOssConfig(**{**SHAPE, **GPT_OSS})),
         "mistral": (MistralForCausalLM, lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW)),
         "mistral_layers": (
             MinistralForCausalLM,
@@ -145,8 +166,10 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():  # norms of 1 and biases of 0 would hide a wrong mapping
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.2)
+            if name.endswith("sinks"):
+                parameter.normal_(0, 1)
+            if name.endswith("bias"):  # in stacked experts wide enough for the clamp at 7
+                parameter.normal_(0, 4 if name.endswith("gate_up_proj_bias") else 0.2)
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.1)

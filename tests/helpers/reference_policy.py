@@ -30,6 +30,8 @@ def load(directory: Path) -> torch.nn.Module:
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Weights by the names of the files. In memory transformers keeps all experts of a layer in two tensors."""
+    if model.config.model_type == "gpt_oss":
+        return dict(model.state_dict())  # the files have them so too
     named = {}
     for name, tensor in model.state_dict().items():
         prefix, is_fused, part = name.partition(".experts.")
@@ -106,8 +108,9 @@ def run_steps(
     model: torch.nn.Module, plan: RoundPlan, step_loss: Callable[[list[int]], Tensor], *, peak: float = PEAK_LR
 ) -> list[dict[str, float]]:
     """AdamW with gradient clipping and a cosine rate from `peak`; `step_loss` gets the row numbers of each step."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    named = list(model.named_parameters())  # biases of stacked experts have a row for each
+    matrices = [parameter for name, parameter in named if parameter.ndim > 1 and not name.endswith("bias")]
+    vectors = [parameter for name, parameter in named if parameter.ndim == 1 or name.endswith("bias")]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
         lr=peak,

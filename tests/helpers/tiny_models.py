@@ -106,12 +106,32 @@ def make_deepseek(directory: Path, *, seed: int = 0) -> Path:
     widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "moe_intermediate_size": 32}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-    shape = {**COMMON, **heads, **widths, **experts, **rope, "first_k_dense_replace": 1, "num_hidden_layers": 4}
+    said = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    shape = {**COMMON, **heads, **widths, **experts, **rope, **said, "first_k_dense_replace": 1, "num_hidden_layers": 4}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.1)
+    return _save(model, directory)
+
+
+def make_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
+    """A layer with a window of 12 tokens, one without; four experts, two a token, some of whose gates are clamped."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 12}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    rope = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    model = GptOssForCausalLM(GptOssConfig(**{**COMMON, **heads, **experts, "rope_parameters": rope}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate_up_proj_bias"):
+                parameter.normal_(0, 4)
+            elif name.endswith(("bias", "sinks")):
+                parameter.normal_(0, 0.5)
     return _save(model, directory)
 
 

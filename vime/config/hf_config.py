@@ -137,7 +137,7 @@ def _count(record: Mapping[str, object], name: str) -> int:
 
 def _windows(record: Mapping[str, object], num_layers: int) -> tuple[int, tuple[int, ...]]:
     """Return the window and the layers that have it. A list by layer decides; without one Mistral has it in every
-    layer, and Gemma 3 in all but each `sliding_window_pattern`-th."""
+    layer, GPT-OSS in every other one, and Gemma 3 in all but each `sliding_window_pattern`-th."""
     window, kinds, family = record.get("sliding_window"), record.get("layer_types"), record.get("model_type")
     if not isinstance(window, int) or window <= 0 or record.get("use_sliding_window") is False:
         return 0, ()
@@ -147,6 +147,8 @@ def _windows(record: Mapping[str, object], num_layers: int) -> tuple[int, tuple[
         layers = tuple(number for number, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")
     elif family == "mistral":
         layers = tuple(range(num_layers))
+    elif family == "gpt_oss":
+        layers = tuple(range(0, num_layers, 2))
     elif family == "gemma3_text" and isinstance(every, int):
         layers = tuple(number for number in range(num_layers) if (number + 1) % every)
     return (window, layers) if layers else (0, ())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.megatron_models import DEEPSEEK, SHAPE
+from tests.helpers.megatron_models import DEEPSEEK, GPT_OSS, SHAPE
 from vime.batching.flops import executed_flops, forward_flops, layer_flops, peak_tflops, train_flops
 from vime.config.hf_config import ModelShape, read_model_shape
 
@@ -63,6 +63,17 @@ def test_latent_attention_shared_experts_and_dense_layers_are_counted(tmp_path: 
     # scores over 24 channels and values over 12, 1 + 2 keys, 8 heads, 2 FLOPs: 3 x 8 x 2 x 36 = 1728 a layer
     per_token = 4 * 2 * 22016 + 49152 + 3 * (1024 + 73728)
     assert layer_flops(shape, 2) == 2 * per_token + 4 * 1728
+
+
+def test_gpt_oss_counts_its_experts_and_its_windows(tmp_path: Path) -> None:
+    numbers = {**SHAPE, **GPT_OSS, "model_type": "gpt_oss"}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    shape = read_model_shape(str(tmp_path))
+    # 8 heads and 2 x 4 of keys and values of 16: 64 x 256 + 128 x 64 = 24576
+    # router 2 x 64 x 4 = 512; two experts of 128 columns: 6 x 64 x 2 x 128 = 98304
+    # 10 tokens: 55 keys; in layers 0 and 2, with a window of 6, 21 + 4 x 6 = 45; 4 x 128 FLOPs a key
+    assert shape.window_layers == (0, 2)
+    assert layer_flops(shape, 10) == 10 * 4 * (2 * 24576 + 512 + 98304) + 4 * 128 * 2 * (55 + 45)
 
 
 def test_recomputation_counts_as_executed_work() -> None:

@@ -590,6 +590,9 @@ def test_routing_replay_asks_for_its_column_and_for_someone_who_tells(model_dir:
         resolved(model_dir, replay, *generate, "--train-backend", "fsdp")
     columns = resolved(model_dir, replay, *generate).queue.transfer_queue_extra_data_fields
     assert columns == ("rollout_routed_experts",)
+    (model_dir / "config.json").write_text(json.dumps({**SHAPE, **experts, "model_type": "gpt_oss"}))
+    with pytest.raises(ConfigError, match=r"stacked experts \(model_type gpt_oss\).*Remove the flag"):
+        resolved(model_dir, replay, *generate)
 
 
 def test_saving_in_the_background_needs_an_interval_and_megatron(model_dir: Path) -> None:

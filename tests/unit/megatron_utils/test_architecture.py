@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from tests.helpers.megatron_models import DEEPSEEK as SMALL_DEEPSEEK
+from tests.helpers.megatron_models import GPT_OSS as SMALL_GPT_OSS
 from tests.helpers.megatron_models import YARN
 from vime.backends.megatron_utils.architecture import check_implementation, is_complete, read_architecture
 from vime.backends.megatron_utils.deepseek import GroupRouter, Latent, Yarn
@@ -20,6 +21,7 @@ from vime.config.lora import LoraConfig
 from vime.types import ConfigError
 
 DEEPSEEK = {**SMALL_DEEPSEEK, "model_type": "deepseek_v3"}
+GPT_OSS = {**SMALL_GPT_OSS, "model_type": "gpt_oss"}
 BASE: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 99,
@@ -163,6 +165,23 @@ def test_an_adapter_is_refused_beside_latent_attention(tmp_path: Path) -> None:
         check_adapter(LoraConfig(lora_rank=4), ParallelConfig(), found, "here")
 
 
+def test_gpt_oss_is_read_with_its_sinks_its_windows_and_its_positions(tmp_path: Path) -> None:
+    found = read_architecture(write(tmp_path, **GPT_OSS))
+    assert (found.has_sinks, found.has_qkv_bias, found.normalizes_chosen) == (True, True, True)
+    assert (found.window, found.window_layers) == (6, (0, 2))
+    assert (found.num_experts, found.num_experts_per_token, found.moe_intermediate_size) == (4, 2, 128)
+    # cos and sin times 0.1 ln 8 + 1
+    assert found.rope_scale == pytest.approx(1.207944, rel=1e-6)
+    # channel(turns) = 16 ln(64 / (2 pi turns)) / (2 ln 150000): below 0 for 32, 1.5579 for 1; eight pairs
+    shares = Yarn(factor=8.0, num_positions=64, beta_fast=32.0, beta_slow=1.0, is_rounded=False)
+    assert found.rope_yarn == shares
+    assert shares.shares(150_000.0, 16)[:3] == pytest.approx([0, 1 / 1.5579, 1], rel=1e-4)
+    with pytest.raises(ConfigError, match=r"--lora-rank 4: here has attention sinks.*or --lora-rank 0"):
+        check_adapter(LoraConfig(lora_rank=4), ParallelConfig(), found, "here")
+    with pytest.raises(ConfigError, match=r"gpt_oss with --transformer-impl transformer_engine"):
+        check_implementation(found, "transformer_engine", "x")
+
+
 def test_mistral_has_the_window_of_its_config_or_of_its_class(tmp_path: Path) -> None:
     old = read_architecture(write(tmp_path, model_type="mistral"))  # its class has 4096
     assert (old.window, old.window_layers, old.head_dim) == (4096, (0, 1, 2, 3), 8)
@@ -201,9 +220,24 @@ def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported.*llama, mistral, qwen2, qwen3"),
         (
-            {"model_type": "gpt_oss"},
-            r"'gpt_oss' is not supported.*attention sinks.*one of.*Choose such a model",
+            {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
+            r"quantization_config \('mxfp4'\).*Expected a checkpoint in bf16 or fp32.*Mxfp4Config\(dequantize=True\)",
         ),
+        ({**GPT_OSS, "swiglu_limit": 8.0}, "swiglu_limit=8.0; the trainer computes swiglu_limit=7.0 only"),
+        ({**GPT_OSS, "rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06; the trainer computes rms_norm_eps=1e-05 only"),
+        ({**GPT_OSS, "tie_word_embeddings": True}, "tie_word_embeddings=True; the trainer computes"),
+        ({**GPT_OSS, "attention_bias": False}, "attention_bias=False; the trainer computes"),
+        ({**GPT_OSS, "sliding_window": None}, "sliding_window=None with layer_types.*expected a window above 0"),
+        ({**GPT_OSS, "layer_types": ["full_attention"] * 4}, "layer_types.*first layer and every other one"),
+        (
+            {**GPT_OSS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rotary scaling with .*is not supported for gpt_oss. Expected rope_type yarn",
+        ),
+        (
+            {**GPT_OSS, "rope_parameters": {**SMALL_GPT_OSS["rope_parameters"], "attention_factor": 1.5}},
+            "none of attention_factor, mscale, mscale_all_dim: vLLM computes no other",
+        ),
+        ({**DEEPSEEK, "topk_method": None}, "config.json has no topk_method='noaux_tc'.*vLLM routes tokens in another"),
         ({"model_type": "deepseek_v2"}, r"'deepseek_v2' is not supported.*router of groups with a softmax.*one of"),
         ({**DEEPSEEK, "rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05; the trainer computes rms_norm_eps=1e-06 only"),
         ({**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob=False; the trainer computes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vime.backends.megatron_utils.fused import geglu, rms_norm, rotate, rotation, swiglu
+from vime.backends.megatron_utils.stacked_experts import clamped_swiglu
 
 EPS = 1e-6
 
@@ -60,6 +62,20 @@ def test_the_activation_is_its_formula(function: Callable[..., Tensor], plain: C
     gate_up = 4 * torch.randn(9, 1, 16, generator=torch.Generator().manual_seed(2))
     for got, expected in zip(answers(function, gate_up), answers(plain, gate_up), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_clamped_activation_is_its_formula() -> None:
+    # gates 8 (taken for 7), 1, -9; ups 2, -8 (taken for -7), 0.5
+    gate_up = torch.tensor([[8.0, 2.0, 1.0, -8.0, -9.0, 0.5]], requires_grad=True)
+    value = clamped_swiglu(gate_up)
+
+    def gated(gate: float, up: float) -> float:
+        return gate / (1 + math.exp(-1.702 * gate)) * (up + 1)
+
+    assert value.tolist() == [pytest.approx([gated(7, 2), gated(1, -7), gated(-9, 0.5)], rel=1e-6)]
+    (gradient,) = torch.autograd.grad(value.sum(), gate_up)
+    assert [gradient[0, place].item() for place in (0, 3)] == [0, 0]  # what is clamped does not learn
+    assert all(gradient[0, [1, 2, 4, 5]] != 0)
 
 
 def test_a_rotation_is_its_formula() -> None:

@@ -63,6 +63,13 @@ def test_query_key_value_rows_interleave_per_group() -> None:
     assert shards[1].tolist() == [2, 3, 11, 21]
 
 
+def test_a_cut_through_stacked_experts_keeps_each_gate_beside_its_up() -> None:
+    # one expert, one input, columns g0 u0 g1 u1 g2 u2 g3 u3; two ranks: g0 u0 g1 u1 and g2 u2 g3 u3
+    stacked = torch.tensor([[[0.0, 10, 1, 11, 2, 12, 3, 13]]])
+    shards = [to_shard(Kind.LAST, [stacked], architecture=architecture(), rank=rank, size=2, rows=1) for rank in (0, 1)]
+    assert [shard.flatten().tolist() for shard in shards] == [[0, 10, 1, 11], [2, 12, 3, 13]]
+
+
 def test_missing_vocabulary_rows_are_zero() -> None:
     # 7 rows over 4 ranks of 2: the last rank has row 6 and one row of zeros
     shard = to_shard(Kind.VOCAB, [numbered(7, 1, start=1)], architecture=architecture(), rank=3, size=4, rows=2)
@@ -77,6 +84,9 @@ CASES = [
     (Kind.QKV, [(16, 6), (8, 6), (8, 6)]),
     (Kind.QKV, [(16,), (8,), (8,)]),
     (Kind.VOCAB, [(7, 6)]),
+    (Kind.ROW, [(3, 8, 6)]),
+    (Kind.LAST, [(3, 6, 16)]),
+    (Kind.LAST, [(3, 16)]),
 ]
 
 

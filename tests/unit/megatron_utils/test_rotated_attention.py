@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +22,21 @@ HEADS, GROUPS, WIDTH = 4, 2, 8
 WINDOWS = [None, 1, 3, 4, 64]
 
 
-def attention_of(window: int | None) -> PackedAttention:
+SINKS = [None, (0.3, -2.0, 4.0, 1.0)]  # of each head
+
+
+def attention_of(window: int | None, sinks_H: Sequence[float] | None) -> PackedAttention:
     """The second of two layers, which has the window."""
     size = None if window is None else (window - 1, 0)
-    return PackedAttention(SimpleNamespace(kv_channels=WIDTH, window_size=size, window_attn_skip_freq=[0, 1]), 2)
+    config = SimpleNamespace(kv_channels=WIDTH, window_size=size, window_attn_skip_freq=[0, 1])
+    attention = PackedAttention(config, 2)
+    if sinks_H is not None:
+        attention.sinks = torch.nn.Parameter(torch.tensor(sinks_H))
+    return attention
+
+
+def learned(attention: PackedAttention) -> list[Tensor]:
+    return [] if attention.sinks is None else [attention.sinks]
 
 
 def turned(angle_LD: Tensor, window: int | None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -37,8 +49,11 @@ def turned(angle_LD: Tensor, window: int | None) -> dict[str, tuple[Tensor, Tens
     }
 
 
-def formula(query: Tensor, key: Tensor, value: Tensor, angle_LD: Tensor, window: int | None = None) -> Tensor:
-    """[L, H * D] of one sequence: rotated, causal, each pair of query heads with one head of keys and values."""
+def formula(
+    query: Tensor, key: Tensor, value: Tensor, angle_LD: Tensor, window: int | None, sinks: list[Tensor]
+) -> Tensor:
+    """[L, H * D] of one sequence: rotated, causal, each pair of query heads with one head of keys and values. A sink is
+    a score more in each softmax, whose weight is dropped (as GPT-OSS has it)."""
 
     def rotated(x_LND: Tensor) -> Tensor:
         first, second = x_LND.chunk(2, -1)
@@ -48,14 +63,20 @@ def formula(query: Tensor, key: Tensor, value: Tensor, angle_LD: Tensor, window:
     score_HLL = torch.einsum("qhd,khd->hqk", rotated(query), key) / math.sqrt(WIDTH)
     place = torch.arange(len(query))
     sees = (place[None] <= place[:, None]) & (place[None] > place[:, None] - (window or len(query)))
-    weight_HLL = score_HLL.masked_fill(~sees, float("-inf")).softmax(-1)
+    score_HLL = score_HLL.masked_fill(~sees, float("-inf"))
+    columns = [sinks_H[:, None, None].expand(-1, len(query), 1) for sinks_H in sinks]
+    weight_HLL = torch.cat([score_HLL, *columns], -1).softmax(-1)[..., : len(query)]
     return torch.einsum("hqk,khd->qhd", weight_HLL, value).flatten(1)
 
 
+@pytest.mark.parametrize("sinks_H", SINKS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("lengths", [(4,), (3, 3, 3), (3, 3, 2, 5, 5, 3), (1, 1, 6), (17, 17)])
 def test_neighbours_of_one_length_attend_as_if_each_were_alone(
-    lengths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...],
+    window: int | None,
+    sinks_H: Sequence[float] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layer_spec, "WINDOW_BLOCK", 2)  # several blocks of queries in a sequence
     draw = torch.Generator().manual_seed(0)
@@ -70,21 +91,26 @@ def test_neighbours_of_one_length_attend_as_if_each_were_alone(
     parameters = SimpleNamespace(
         cu_seqlens_host=starts, context_cut=None, shared_prompts=None, **turned(angle_LD, window)
     )
-    attention = attention_of(window)
+    attention = attention_of(window, sinks_H)
+    sinks = learned(attention)
     got = attention(*leaves, None, packed_seq_params=parameters)
-    gradients = torch.autograd.grad(got, leaves, direction.unsqueeze(1))
+    gradients = torch.autograd.grad(got, [*leaves, *sinks], direction.unsqueeze(1))
 
+    true_sinks = [x.detach().double().requires_grad_() for x in sinks]
     true = [x.double().requires_grad_() for x in inputs]
     parts = zip(*(x.split(lengths) for x in (*true, angle_LD.double())), strict=True)
-    expected = torch.cat([formula(*part, window=window) for part in parts])
-    true_gradients = torch.autograd.grad(expected, true, direction.double())
+    expected = torch.cat([formula(*part, window=window, sinks=true_sinks) for part in parts])
+    true_gradients = torch.autograd.grad(expected, [*true, *true_sinks], direction.double())
     assert got.shape == (total, 1, HEADS * WIDTH)
     for mine, theirs in zip([got.squeeze(1), *gradients], [expected, *true_gradients], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sinks_H", SINKS)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it(window: int | None) -> None:
+def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it(
+    window: int | None, sinks_H: Sequence[float] | None
+) -> None:
     """Two prompts of 3 tokens with answers of 2, 2 and 4 tokens to the first and 2, 1 to the second; a prompt of 3 by
     itself, with an answer of 1. Whoever shares a prompt gets its gradient as the sum over the copies."""
     prompts, answers = (0, 0, 0, 1, 1, 2), (2, 2, 4, 2, 1, 1)
@@ -103,14 +129,16 @@ def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it(window: int | 
     leaves = [x.clone().requires_grad_() for x in computed]
     rotations = turned(angle_TD[shared.kept_U], window)
     parameters = SimpleNamespace(cu_seqlens_host=[], context_cut=None, shared_prompts=shared, **rotations)
-    attention = attention_of(window)
+    attention = attention_of(window, sinks_H)
+    sinks = learned(attention)
     got = attention(*leaves, None, packed_seq_params=parameters).squeeze(1)[shared.place_T]
-    gradients = torch.autograd.grad(got, leaves, direction)
+    gradients = torch.autograd.grad(got, [*leaves, *sinks], direction)
 
+    true_sinks = [x.detach().double().requires_grad_() for x in sinks]
     true = [x.double().requires_grad_() for x in computed]
     copied = [x[shared.place_T] for x in true]  # every sequence whole
     parts = zip(*(x.split([3 + answer for answer in answers]) for x in (*copied, angle_TD.double())), strict=True)
-    expected = torch.cat([formula(*part, window=window) for part in parts])
-    true_gradients = torch.autograd.grad(expected, true, direction.double())
+    expected = torch.cat([formula(*part, window=window, sinks=true_sinks) for part in parts])
+    true_gradients = torch.autograd.grad(expected, [*true, *true_sinks], direction.double())
     for mine, theirs in zip([got, *gradients], [expected, *true_gradients], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -11,12 +11,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
-from vime.backends.megatron_utils.deepseek import NORM_EPSILON, GroupRouter, Latent, Yarn, latent_of, router_of, yarn_of
+from vime.backends.megatron_utils.deepseek import (
+    NORM_EPSILON,
+    GroupRouter,
+    Latent,
+    Yarn,
+    latent_of,
+    router_of,
+    stretched_yarn_of,
+    yarn_of,
+)
 from vime.config.hf_config import ModelShape, read_record, shape_of
 from vime.types import ConfigError
 from vime.utils.imports import MODELS_OF_TRANSFORMERS, without, without_collector
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _DELTA = (
     "It has gated delta-net layers: megatron-core 0.16 and 0.17 compute no packed sequences there, 0.18 is the first "
     "that does (for Python 3.12 and later)."
@@ -28,8 +37,6 @@ _SOFTMAX = (
 LACKING = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA),
     "deepseek_v2": _SOFTMAX,
-    "gpt_oss": "It has attention sinks and all experts of a layer in one tensor: megatron-core 0.16 has them, Vime's "
-    "packed attention and its table of weights do not.",
     "gemma3": "It has images too: only Gemma 3's text model, model_type gemma3_text, is trained.",
 }
 """What a family has that the trainer lacks, by model_type."""
@@ -52,6 +59,9 @@ NUMBERS_OF: dict[str, dict[str, type]] = {
 transformers. A model with experts always needs them: transformers renames its entries. So does Gemma 3, which leaves
 much to its class."""
 
+SAID_TO_VLLM = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Of DeepSeek-V3's router: transformers knows no other, but vLLM takes a softmax without these entries, and no bias."""
+
 COMPUTED: dict[str, object] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
     "hidden_act": "silu",
@@ -67,11 +77,17 @@ COMPUTED_OF: dict[str, dict[str, object]] = {
         "norm_topk_prob": True,
         "rope_interleave": True,
         "rms_norm_eps": NORM_EPSILON,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        **SAID_TO_VLLM,
         "moe_layer_freq": 1,
         "ep_size": 1,
     },
+    "gpt_oss": {
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    },  # vLLM has them all built in
     "gemma3_text": {
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -103,8 +119,10 @@ class Architecture(ModelShape):
     embedding_scale: float | None = None  # embeddings are multiplied by it
     attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
     rope_yarn: Yarn | None = None
+    rope_scale: float = 1.0  # of cos and sin
     latent: Latent | None = None
     router: GroupRouter | None = None  # None: the softmax of the logits
+    has_sinks: bool = False  # GPT-OSS's layers: attention sinks, biases everywhere, stacked experts
     has_value_head: bool = False  # a critic: one number a token instead of logits
 
 
@@ -118,6 +136,14 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
             f"{where}: model_type {model_type!r} is not supported by the trainer. {lacking and lacking + ' '}"
             f"Expected one of {', '.join(SUPPORTED_MODEL_TYPES)}. Choose such a model."
         )
+    quantized = record.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f"{where}: config.json has a quantization_config ({method!r}): quantised weights are not trained. Expected "
+            "a checkpoint in bf16 or fp32. Load it with transformers dequantised (for mxfp4: "
+            "quantization_config=Mxfp4Config(dequantize=True)), write it with save_pretrained, and give that directory."
+        )
     if not is_complete(record):
         # with layer_types transformers calls a mistral ministral, which vLLM has under the first name only
         record = {**_completed(directory), "model_type": model_type}
@@ -125,6 +151,8 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
     is_gemma = model_type == "gemma3_text"
     if model_type == "deepseek_v3":
         return _deepseek(record, where)
+    if model_type == "gpt_oss":
+        return _gpt_oss(record, where)
     rope = _ropes_by_layer(record, where) if is_gemma else _rope(record.get("rope_parameters"), where)
     epsilon = record["rms_norm_eps"]
     if not isinstance(epsilon, int | float):
@@ -148,6 +176,12 @@ def read_architecture(directory: str, *, flag: str = "--hf-checkpoint") -> Archi
 
 def _deepseek(record: dict[str, object], where: str) -> Architecture:
     """`record` has passed `_refuse_unsupported`."""
+    unsaid = [f"{name}={value!r}" for name, value in SAID_TO_VLLM.items() if record.get(name) is None]
+    if unsaid:
+        raise ConfigError(
+            f"{where}: config.json has no {' and no '.join(unsaid)}: without it vLLM routes tokens in another way than "
+            "the trainer. Expected both, as in DeepSeek's own files; transformers leaves them out. Add them."
+        )
     latent, router = latent_of(record, where), router_of(record, where)
     said = record.get("rope_parameters")
     parameters: dict[str, object] = dict(said) if isinstance(said, Mapping) else {}
@@ -173,14 +207,47 @@ def _deepseek(record: dict[str, object], where: str) -> Architecture:
     )
 
 
+def _gpt_oss(record: dict[str, object], where: str) -> Architecture:
+    """`record` has passed `_refuse_unsupported`."""
+    kinds, window = record.get("layer_types"), record.get("sliding_window")
+    expected = ["full_attention" if number % 2 else "sliding_attention" for number in range(_layers(record))]
+    if kinds != expected or type(window) is not int or window <= 0:
+        raise ConfigError(
+            f"{where}: config.json has sliding_window={window!r} with layer_types {kinds}; expected a window above 0 "
+            "in the first layer and every other one, which is built into vLLM. Use another model."
+        )
+    said = record.get("rope_parameters")
+    parameters: dict[str, object] = dict(said) if isinstance(said, Mapping) else {}
+    yarn, scale = stretched_yarn_of(parameters, where)
+    rope = _rope({"rope_theta": parameters.get("rope_theta")}, where)
+    return Architecture(
+        **asdict(shape_of(record, where)),
+        **rope,
+        norm_epsilon=1e-5,
+        is_tied=False,
+        has_qkv_bias=True,
+        has_qk_norm=False,
+        normalizes_chosen=True,
+        rope_yarn=yarn,
+        rope_scale=scale,
+        has_sinks=True,
+    )
+
+
+def _layers(record: dict[str, object]) -> int:
+    count = record.get("num_hidden_layers")
+    return count if isinstance(count, int) else 0
+
+
 def check_implementation(architecture: Architecture, implementation: str, where: str) -> None:
     """Refuse a model whose layers only --transformer-impl local is made of."""
     is_plain = not architecture.window_layers and not architecture.has_sandwich_norms and architecture.latent is None
+    is_plain = is_plain and not architecture.has_sinks
     if implementation != "local" and not is_plain:
         raise ConfigError(
             f"{where}: model_type {architecture.model_type} with --transformer-impl {implementation}: sliding windows, "
-            "Gemma's norms and latent attention are there in Vime's own layers only. Expected --transformer-impl "
-            "local. Use it."
+            "Gemma's norms, attention sinks and latent attention are there in Vime's own layers only. Expected "
+            "--transformer-impl local. Use it."
         )
 
 

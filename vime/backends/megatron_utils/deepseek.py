@@ -51,6 +51,7 @@ class Yarn:
     num_positions: int  # that the model was trained on before
     beta_fast: float
     beta_slow: float
+    is_rounded: bool = True  # the channels between which the division begins
 
     def shares(self, theta: float, channels: int) -> list[float]:
         """How much of each pair of channels is divided, 0 to 1."""
@@ -58,8 +59,10 @@ class Yarn:
         def channel(turns: float) -> float:
             return channels * math.log(self.num_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low = max(math.floor(channel(self.beta_fast)), 0)
-        high = min(math.ceil(channel(self.beta_slow)), channels - 1)
+        first, last = channel(self.beta_fast), channel(self.beta_slow)
+        if self.is_rounded:
+            first, last = math.floor(first), math.ceil(last)
+        low, high = max(first, 0), min(last, channels - 1)
         width = high - low or 0.001
         return [min(max((number - low) / width, 0.0), 1.0) for number in range(channels // 2)]
 
@@ -129,6 +132,33 @@ def yarn_of(parameters: Mapping[str, object], where: str) -> tuple[Yarn, float]:
     assert isinstance(slow, int | float)
     yarn = Yarn(factor=float(factor), num_positions=int(positions), beta_fast=float(fast), beta_slow=float(slow))
     return yarn, (0.1 * scale * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+
+def stretched_yarn_of(parameters: Mapping[str, object], where: str) -> tuple[Yarn, float]:
+    """Return GPT-OSS's, and what cos and sin are multiplied by: 0.1 ln(factor) + 1, as the paper has it."""
+    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    factor, positions, fast, slow = (parameters.get(name) for name in names)
+    rounded, other = parameters.get("truncate", True), {"attention_factor", "mscale", "mscale_all_dim"}
+    if (
+        not (isinstance(factor, int | float) and isinstance(positions, int | float))
+        or not (isinstance(fast, int | float) and isinstance(slow, int | float))
+        or not isinstance(rounded, bool)
+        or parameters.get("rope_type") != "yarn"
+        or any(parameters.get(name) is not None for name in other)
+    ):
+        raise ConfigError(
+            f"{where}: rotary scaling with {dict(parameters)} is not supported for gpt_oss. Expected rope_type yarn "
+            f"with {', '.join(names)}, and none of {', '.join(sorted(other))}: vLLM computes no other. Use another "
+            "model."
+        )
+    yarn = Yarn(
+        factor=float(factor),
+        num_positions=int(positions),
+        beta_fast=float(fast),
+        beta_slow=float(slow),
+        is_rounded=rounded,
+    )
+    return yarn, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _whole(record: Mapping[str, object], name: str, where: str) -> int:

@@ -30,12 +30,12 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, adds_one: bool = False)
     return _RMSNorm.apply(x, weight_H, eps, adds_one)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def rotation(angle_LD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `rotate` takes, [L, 1, D] each: cos, and sin with the sign of its place. The halves of `angle_LD` are
-    alike."""
-    sin_LD = angle_LD.sin()
+def rotation(angle_LD: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """What `rotate` takes, [L, 1, D] each: cos, and sin with the sign of its place, times `scale`. The halves of
+    `angle_LD` are alike."""
+    sin_LD, cos_LD = angle_LD.sin().mul_(scale), angle_LD.cos().mul_(scale)
     sin_LD[:, : angle_LD.size(1) // 2].neg_()
-    return angle_LD.cos().to(dtype).unsqueeze(1), sin_LD.to(dtype).unsqueeze(1)
+    return cos_LD.to(dtype).unsqueeze(1), sin_LD.to(dtype).unsqueeze(1)
 
 
 def rotate(x_LND: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -25,7 +25,8 @@ class Kind(StrEnum):
 
     REPLICATED = "replicated"  # the same on every tensor-parallel rank
     COLUMN = "column"  # cut along the output dimension
-    ROW = "row"  # cut along the input dimension
+    ROW = "row"  # cut along the input dimension, the second
+    LAST = "last"  # cut along the last dimension
     GATE_UP = "gate_up"  # per rank: [its gate rows; its up rows]
     QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
     VOCAB = "vocab"  # rows cut over ranks, zero rows at the end
@@ -43,6 +44,7 @@ _HF_LAYER = "model.layers.{layer}."
 _EXPERT = r"mlp\.experts\.local_experts\.(?P<expert>\d+)\."
 _HF_EXPERT = _HF_LAYER + "mlp.experts.{expert}."
 _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+")
+_STACKED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj\.")
 
 
 def _rule(pattern: str, hf_names: Sequence[str], kind: Kind) -> Rule:
@@ -132,7 +134,21 @@ LATENT_RULES = (
 """Before RULES, for a model with latent attention."""
 
 
+SINK_RULES = (
+    _rule(_LAYER + r"self_attention\.linear_proj\.bias", [_HF_ATTENTION + "o_proj.bias"], Kind.REPLICATED),
+    _rule(_LAYER + r"self_attention\.core_attention\.sinks", [_HF_ATTENTION + "sinks"], Kind.COLUMN),
+    _rule(_LAYER + r"mlp\.router\.(?P<part>weight|bias)", [_HF_LAYER + "mlp.router.{part}"], Kind.REPLICATED),
+    _rule(_LAYER + r"mlp\.experts\.gate_up_proj\.weight", [_HF_LAYER + "mlp.experts.gate_up_proj"], Kind.LAST),
+    _rule(_LAYER + r"mlp\.experts\.gate_up_proj\.bias", [_HF_LAYER + "mlp.experts.gate_up_proj_bias"], Kind.LAST),
+    _rule(_LAYER + r"mlp\.experts\.down_proj\.weight", [_HF_LAYER + "mlp.experts.down_proj"], Kind.ROW),
+    _rule(_LAYER + r"mlp\.experts\.down_proj\.bias", [_HF_LAYER + "mlp.experts.down_proj_bias"], Kind.REPLICATED),
+)
+"""Before RULES, for a model with attention sinks."""
+
+
 def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
+    if architecture.has_sinks:
+        return (*SINK_RULES, *RULES)
     if architecture.latent is not None:
         return (*LATENT_RULES, *RULES)
     return (*SANDWICH_RULES, *RULES) if architecture.has_sandwich_norms else RULES
@@ -150,9 +166,14 @@ def hf_names_and_kind(name: str, rules: Sequence[Rule] = RULES) -> tuple[tuple[s
 
 
 def is_expert(name: str) -> bool:
-    """Whether the megatron parameter `name` belongs to one expert. Expert parallelism spreads those over ranks; all
+    """Whether the megatron parameter `name` belongs to experts. Expert parallelism spreads those over ranks; all
     others, the router too, are on every rank of the expert group."""
-    return _EXPERT_NUMBER.search(name) is not None
+    return _EXPERT_NUMBER.search(name) is not None or is_stacked(name)
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the megatron parameter `name` has all experts of the rank, one after the other."""
+    return _STACKED.search(name) is not None
 
 
 def with_expert_offset(name: str, offset: int) -> str:
@@ -168,6 +189,8 @@ def to_shard(
         return tensors[0]
     if kind is Kind.ROW:
         return tensors[0].chunk(size, 1)[rank]
+    if kind is Kind.LAST:
+        return tensors[0].chunk(size, -1)[rank]
     if kind is Kind.COLUMN:
         return tensors[0].chunk(size, 0)[rank]
     if kind is Kind.GATE_UP:
@@ -187,6 +210,8 @@ def from_shards(kind: Kind, shards: Sequence[Tensor], *, architecture: Architect
         return [shards[0]]
     if kind is Kind.ROW:
         return [_joined(shards, 1)]
+    if kind is Kind.LAST:
+        return [_joined(shards, -1)]
     if kind is Kind.COLUMN:
         return [_joined(shards)]
     if kind is Kind.VOCAB:

@@ -43,6 +43,8 @@ def _attention(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     tensors["self_attn.o_proj.weight"] = (hidden, rows["q"])
     if architecture.has_qkv_bias:
         tensors |= {f"self_attn.{letter}_proj.bias": (size,) for letter, size in rows.items()}
+    if architecture.has_sinks:
+        tensors |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (architecture.num_attention_heads,)}
     if architecture.has_qk_norm:
         tensors |= {f"self_attn.{letter}_norm.weight": (width,) for letter in "qk"}
     return tensors
@@ -71,6 +73,8 @@ def _mlp(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
     if not architecture.num_experts:
         return tensors | _gated("mlp.", hidden, architecture.intermediate_size)
+    if architecture.has_sinks:
+        return tensors | _stacked(architecture.num_experts, hidden, architecture.moe_intermediate_size)
     tensors["mlp.gate.weight"] = (architecture.num_experts, hidden)
     if architecture.router is not None:
         tensors["mlp.gate.e_score_correction_bias"] = (architecture.num_experts,)
@@ -78,6 +82,17 @@ def _mlp(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     for number in range(architecture.num_experts):
         tensors |= _gated(f"mlp.experts.{number}.", hidden, architecture.moe_intermediate_size)
     return tensors
+
+
+def _stacked(experts: int, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "mlp.router.weight": (experts, hidden),
+        "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj": (experts, hidden, 2 * size),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * size),
+        "mlp.experts.down_proj": (experts, size, hidden),
+        "mlp.experts.down_proj_bias": (experts, hidden),
+    }
 
 
 def _gated(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, ...]]:

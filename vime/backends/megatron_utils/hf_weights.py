@@ -30,6 +30,7 @@ from vime.backends.megatron_utils.hf_layout import (
     from_shards,
     hf_names_and_kind,
     is_expert,
+    is_stacked,
     rules_of,
     to_shard,
     with_expert_offset,
@@ -109,8 +110,8 @@ class HFWeights:
 
     def _names(self, shard: _Shard) -> list[str]:
         """Return this parameter's names in the whole model, one for each rank of the expert group; one name if
-        dense."""
-        if not shard.is_expert:
+        dense or if it holds all experts of a rank."""
+        if not shard.is_expert or is_stacked(shard.name):
             return [shard.name]
         return [with_expert_offset(shard.name, offset) for offset in self._expert_offsets()]
 
@@ -149,9 +150,12 @@ class HFWeights:
                 hf_names, kind = hf_names_and_kind(name, self._rules)
                 if is_tied and name == OUTPUT_LAYER:
                     hf_names = (EMBEDDING,)
+                tensors = [files[found[hf_name].file].get_tensor(hf_name) for hf_name in hf_names]
+                if is_stacked(name):
+                    tensors = [tensor.chunk(self._expert_group.size())[self._expert_group.rank()] for tensor in tensors]
                 shard = to_shard(
                     kind,
-                    [files[found[hf_name].file].get_tensor(hf_name) for hf_name in hf_names],
+                    tensors,
                     architecture=self._architecture,
                     rank=group.rank(),
                     size=group.size(),
@@ -198,8 +202,10 @@ class HFWeights:
         by_rank = whole.view(copies, size, numel)
         offset = 0
         for shard in bucket:
-            for holder, name in enumerate(self._names(shard)):
-                pieces = by_rank[holder, :, offset : offset + shard.numel].view(size, *shard.shape)
+            held = by_rank[..., offset : offset + shard.numel].unflatten(-1, shard.shape)
+            if is_stacked(shard.name):
+                held = held.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # the experts of all holders in one tensor
+            for pieces, name in zip(held, self._names(shard), strict=True):
                 yield from self._hf_tensors(name, pieces)
             offset += shard.numel
 

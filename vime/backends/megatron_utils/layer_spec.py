@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -37,17 +38,20 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from vime.backends.megatron_utils.context_parallel import ContextCut
 from vime.backends.megatron_utils.fused import geglu, rms_norm, rotate, swiglu
 from vime.backends.megatron_utils.routing_replay import ReplayLayer
+from vime.backends.megatron_utils.stacked_experts import BiasedAttention, BiasedMoELayer, StackedExperts
 from vime.batching.prefixes import Rests, SharedPrompts
 from vime.types import ConfigError
 
 WINDOW_BLOCK = 1024
 """Queries of a layer with a window that are computed together, at least."""
+SINK_CHANNELS = 8
+"""Channels are added by as many: torch's fused attention on a GPU takes no others."""
 
 
 def block_spec(
@@ -57,12 +61,14 @@ def block_spec(
     chunk: int | None = None,
     replays_routing: bool = False,
     has_sandwich_norms: bool = False,
+    has_sinks: bool = False,
     attention: ModuleSpec | None = None,
     num_dense_layers: int = 0,
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, or of one `chunk` of it in an interleaved pipeline. `implementation` is
-    --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`. `attention`:
-    in place of grouped-query attention. `num_dense_layers`: the first of a model with experts that have none."""
+    --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`. `has_sinks`:
+    GPT-OSS's layers. `attention`: in place of grouped-query attention. `num_dense_layers`: the first of a model with
+    experts that have none."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # megatron-core 0.16.1 reads this name in the router of a MoE layer, and defines it with Transformer Engine only
         moe_utils.te_general_gemm = None
@@ -70,6 +76,8 @@ def block_spec(
         layer, norm = _transformer_engine_layer(config)
     else:
         layer, norm = _local_layer(config, has_sandwich_norms=has_sandwich_norms, attention=attention), RMSNorm
+        if has_sinks:
+            _add_sinks(layer)
     if replays_routing:
         layer.module = ReplayLayer
     count, first = get_num_layers_to_build(config, chunk), get_transformer_layer_offset(config, chunk)
@@ -106,6 +114,15 @@ def _local_layer(
     if config.qk_layernorm:
         own.q_layernorm = own.k_layernorm = RMSNorm
     return layer
+
+
+def _add_sinks(layer: ModuleSpec) -> None:
+    """Make the parts of a layer with experts those of GPT-OSS."""
+    parts = layer.submodules
+    parts.self_attention.module = BiasedAttention
+    parts.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"has_sinks": True})
+    parts.mlp.module = BiasedMoELayer
+    parts.mlp.submodules.experts = StackedExperts
 
 
 def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
@@ -195,6 +212,9 @@ class PackedAttention(MegatronModule):
     two chunks of this rank look at what comes before them.
 
     In a layer with a window a token sees itself and the window - 1 tokens before it.
+
+    A sink is a learned score of each head that takes part in the softmax and has no value (GPT-OSS). It is the score of
+    one more key, which every token sees.
     """
 
     def __init__(
@@ -204,6 +224,7 @@ class PackedAttention(MegatronModule):
         *_unused: object,
         softmax_scale: float | None = None,
         rotates: bool = True,
+        has_sinks: bool = False,
         **_ignored: object,
     ) -> None:
         """`rotates`: queries and keys come without their positions."""
@@ -213,6 +234,12 @@ class PackedAttention(MegatronModule):
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if has_window else None
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.sinks: torch.nn.Parameter | None = None
+        if has_sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            self.sinks = torch.nn.Parameter(torch.zeros(heads, **made))
+            set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -314,6 +341,9 @@ class PackedAttention(MegatronModule):
         if mask is not None and reach is not None:
             mask.triu_(first - reach + 1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if self.sinks is not None:
+            out = self._attend_with_sinks(query, key, value, self.sinks, mask)
+            return out.transpose(1, 2)
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -324,3 +354,46 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.size(1) != key.size(1),
         )
         return out.transpose(1, 2)
+
+    def _attend_with_sinks(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """As `_attend_block` behind its transposition, with one more key in front. Heads that share a key have
+        different sinks, so each has a channel of its own: 1 in its queries, its sink in that key. Without a mask a
+        query of zeros goes in front too, which leaves the triangle as it is."""
+        count, heads, _, channels = query.shape
+        groups = key.size(1)
+        shared = heads // groups
+        more = -(-shared // SINK_CHANNELS) * SINK_CHANNELS
+        marks_HM = torch.eye(shared, more, dtype=query.dtype, device=query.device).repeat(groups, 1)
+        query = torch.cat([query, marks_HM.unsqueeze(1).expand(count, -1, query.size(2), -1)], -1)
+        sinks_GM = F.pad(sinks_H.unflatten(0, (groups, shared)) / self.scale, (channels, more - shared))
+        key = torch.cat([sinks_GM.unsqueeze(1).expand(count, -1, -1, -1), F.pad(key, (0, more))], 2)
+        value = F.pad(value, (0, more, 1, 0))  # as wide as keys: torch's fused attention asks for it
+        if mask is None:
+            query = F.pad(query, (0, 0, 1, 0))
+        else:
+            mask = F.pad(mask, (1, 0), value=True)
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=shared > 1,
+        )
+        return out[:, :, int(mask is None) :, :channels]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
+    ) -> dict[str, object]:
+        """The pieces of whole tensors for megatron's checkpoints."""
+        return make_sharded_tensors_for_checkpoint(  # type: ignore[no-any-return]
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )

@@ -27,6 +27,12 @@ def check_adapter(lora: LoraConfig, parallel: ParallelConfig, architecture: Arch
             f"--lora-rank {lora.lora_rank}: {where} has latent attention (model_type {architecture.model_type}), "
             "beside whose layers no adapter is trained. Expected another family, or --lora-rank 0."
         )
+    if architecture.has_sinks:
+        raise ConfigError(
+            f"--lora-rank {lora.lora_rank}: {where} has attention sinks and stacked experts (model_type "
+            f"{architecture.model_type}), beside whose layers no adapter is trained. Expected another family, or "
+            "--lora-rank 0."
+        )
     there = {_last(name) for name in _linear_layers(architecture)}
     missing = [name for name in lora.lora_target_modules if name not in there]
     if missing:

@@ -156,6 +156,7 @@ def build_chunks(
         parallel.transformer_impl,
         replays_routing=replays_routing,
         has_sandwich_norms=architecture.has_sandwich_norms,
+        has_sinks=architecture.has_sinks,
         attention=None if latent is None else ModuleSpec(module=LatentAttention, params={"latent": latent}),
         num_dense_layers=router.num_dense_layers if router else 0,
     )
@@ -175,6 +176,7 @@ def build_chunks(
             rotates_in_attention=parallel.transformer_impl == "local",
             embedding_scale=architecture.embedding_scale,
             window_rope_theta=architecture.window_rope_theta,
+            rope_scale=architecture.rope_scale,
             **rope,
         )
         if architecture.has_value_head and model.post_process:
@@ -203,13 +205,14 @@ class CompletionModel(GPTModel):
         rotates_in_attention: bool,
         embedding_scale: float | None = None,
         window_rope_theta: float | None = None,
+        rope_scale: float = 1.0,
         **options: object,
     ) -> None:
         """`rotates_in_attention`: the layers' `PackedAttention` applies rotary positions, not megatron.
         `window_rope_theta`: of the layers with a window, if they have another than the rest."""
         super().__init__(config, *arguments, **options)
         self._rotates_in_attention, self._embedding_scale = rotates_in_attention, embedding_scale
-        self._window_rope = None
+        self._window_rope, self._rope_scale = None, rope_scale
         if window_rope_theta is not None:
             self._window_rope = RotaryEmbedding(
                 config.kv_channels, rotary_percent=1.0, rotary_base=window_rope_theta, cp_group=self.pg_collection.cp
@@ -234,7 +237,7 @@ class CompletionModel(GPTModel):
             return (hidden_states, angles_S11D, *others)
 
         def turned(angles: Tensor) -> tuple[Tensor, Tensor]:
-            return rotation(angles.flatten(1)[position_ids[0]], self.config.params_dtype)
+            return rotation(angles.flatten(1)[position_ids[0]], self.config.params_dtype, self._rope_scale)
 
         packed_seq_params.rotation = packed_seq_params.window_rotation = turned(angles_S11D)
         if self._window_rope is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
+SINKS = ".self_attn.sinks"
+STACKED = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+STACKED |= {f"{name}_bias": own.replace("weight", "bias") for name, own in STACKED.items()}
+"""GPT-OSS's tensors of all experts of a layer, and what vLLM calls the part of one expert."""
 BUFFER_SUFFIXES = (".inv_freq", ".masked_bias", ".attn.bias")  # in some checkpoints, but not parameters
 
 
@@ -66,6 +71,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         super().__init__(config, vllm_config, device, model)
         self.receiver: BucketReceiver | None = None
         self._received: set[str] = set()
+        self._sinks: dict[str, torch.Tensor] = {}  # of the update under way
         self._has_model = False  # a trainer has brought it; until then it is whatever the engine began with
         self._adapter: dict[str, torch.Tensor] = {}  # of the update under way
         self._required: frozenset[str] | None = None
@@ -87,7 +93,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     def start_weight_update(self) -> None:
         self._freed_by_generation.give_back()  # the update needs its largest tensors three times
         self._connected.start()
-        self._received, self._has_model = set(), False
+        self._received, self._has_model, self._sinks = set(), False, {}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -99,6 +105,8 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     def receive_weights(self, update_info: BucketInfo) -> None:
         for pairs in self._connected.receive(update_info.told):
             self._received.update(name for name, _ in pairs)
+            self._sinks |= {name: tensor.clone() for name, tensor in pairs if name.endswith(SINKS)}
+            pairs = [pair for name, tensor in pairs if not name.endswith(SINKS) for pair in by_expert(name, tensor)]
             with disable_mtp_completeness_check():  # it would miss the tensors of the other buckets
                 self.model.load_weights(pairs)  # type: ignore[operator]  # vLLM's models have it
 
@@ -111,6 +119,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
                 "would keep their old values in silence: export every tensor."
             )
         finalize_layerwise_reload(self.model, self.model_config)
+        load_sinks(self.model, self._sinks)
         self._has_model = True
         if self.device.type == "cpu":
             refresh_packed_copies(self.model)
@@ -200,6 +209,23 @@ class UpdateWorker:
             "trainer_imported": any(name.startswith("vime.backends.megatron_utils") for name in sys.modules),
             "megatron_imported": "megatron.core" in sys.modules,
         }
+
+
+def by_expert(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """GPT-OSS's stacked experts one by one, any other tensor as it is. vLLM 0.32 copies a stack into its parameter
+    without the parameter's loader, which the layerwise reload waits for: the old experts would stay, packed twice."""
+    prefix, _, part = name.rpartition(".mlp.experts.")
+    if not prefix or part not in STACKED:
+        return [(name, tensor)]
+    return [(f"{prefix}.mlp.experts.{number}.{STACKED[part]}", expert) for number, expert in enumerate(tensor)]
+
+
+def load_sinks(model: torch.nn.Module, sinks: dict[str, torch.Tensor]) -> None:
+    """Copy this rank's heads of GPT-OSS's attention sinks, behind the layerwise reload, which misses them likewise."""
+    parameters = dict(model.named_parameters())
+    for name, sinks_H in sinks.items():
+        mine = parameters[name.replace(SINKS, ".attn.sinks")]
+        mine.data.copy_(sinks_H.chunk(sinks_H.numel() // mine.numel())[get_tensor_model_parallel_rank()])
 
 
 def refresh_packed_copies(model: torch.nn.Module) -> None:
