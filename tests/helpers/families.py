@@ -98,7 +98,7 @@ MEGATRON = (
         model_types=("gpt_oss",),
         models=("gpt_oss",),
         day=(*MOE_DAY, "tp2-sequence"),
-        night=("single", "ep2", "ep2-cp2", "ep2-pp2", "ep4-distributed", "recompute"),
+        night=("single", "ep2-cp2"),
         exports=("gpt_oss",),
         anchor="qwen3_moe_tied",
     ),
