@@ -57,7 +57,7 @@ def _(world: World) -> None:
     (world.model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 32}))
 
 
-@case("an encoder's config.json", "model_type 't5' is not supported", "Expected one of llama")
+@case("an encoder's config.json", "model_type 't5' is not supported", "Expected one of deepseek_v3")
 def _(world: World) -> None:
     world.config(model_type="t5")
 
