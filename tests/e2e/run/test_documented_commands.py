@@ -127,6 +127,7 @@ def test_the_tools_of_a_clone(clone: Clone) -> None:
     tests = clone.run(f"{documented('./scripts/test.sh', './scripts/test.sh tests/unit -k curve')} {some}")
     assert re.search(r"[1-9]\d* passed", tests.splitlines()[-1])
     clone.run(documented("python scripts/make_flags_doc.py"))
+    clone.run(documented("python scripts/make_families_table.py"))
     clone.run(documented(".venv/bin/ruff check --fix . && .venv/bin/ruff format ."))
     said = clone.run(
         f"{documented('./scripts/lint.sh')} vime/utils"
