@@ -37,7 +37,7 @@ TP2, EP2 = ("--tensor-model-parallel-size", "2"), ("--expert-model-parallel-size
 PP2 = ("--pipeline-model-parallel-size", "2")
 RUNS: dict[str, tuple[str, ...]] = {
     "experts": EP2, "mistral": TP2, "gemma3": TP2, "llama": TP2, "qwen2": PP2,
-    "gpt_oss": EP2,
+    "gpt_oss": EP2, "deepseek": EP2,
 }  # fmt: skip
 """Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout. Qwen3 is what the
 other tests of tests/e2e/run train."""

@@ -10,9 +10,10 @@ import json
 import sys
 from pathlib import Path
 
-LATENT = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-"""For latent attention on the CPU: the backend for AMX takes no fp32, and vLLM 0.32's own rotation of positions misses
-queries that are a view."""
+from vime.backends.vllm_utils.launch import LATENT_BACKEND_CPU, LATENT_OPS_CPU
+from vime.config.hf_config import has_latent_attention
+
+LATENT = {"attention_backend": LATENT_BACKEND_CPU, "compilation_config": LATENT_OPS_CPU}
 
 
 def main(models: Path, tokens: Path, answers: Path) -> None:
@@ -30,7 +31,7 @@ def main(models: Path, tokens: Path, answers: Path) -> None:
             kv_cache_memory_bytes=1 << 24,
             skip_tokenizer_init=True,
             disable_log_stats=True,
-            **(LATENT if "kv_lora_rank" in json.loads((Path(directory) / "config.json").read_text()) else {}),
+            **(LATENT if has_latent_attention(directory) else {}),
         )
         outputs = engine.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],

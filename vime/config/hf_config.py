@@ -188,5 +188,13 @@ def num_tokenizer_ids(directory: str) -> int | None:
         return None
 
 
+def has_latent_attention(directory: str) -> bool:
+    """Whether keys and values of the model come from a short vector (DeepSeek's). False where no config.json says."""
+    try:
+        return bool(json.loads((Path(directory).expanduser() / "config.json").read_text()).get("kv_lora_rank"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def has_weights(directory: str) -> bool:
     return any(Path(directory).expanduser().glob("*.safetensors"))

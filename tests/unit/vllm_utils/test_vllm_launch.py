@@ -47,6 +47,16 @@ def test_short_answers_of_one_prompt_share_blocks_on_the_cpu_and_a_user_may_choo
     assert "--block-size" not in command(cpu("--reference-mode", "--rollout-max-context-len", "64"))
 
 
+def test_latent_attention_on_the_cpu_gets_the_parts_of_vllm_that_compute_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "kv_lora_rank": 512}))
+    model = ["--hf-checkpoint", str(tmp_path)]
+    arguments = command(parse([*model, "--device", "cpu"]))
+    assert value(arguments, "--attention-backend") == "CPU_MLA"
+    assert json.loads(value(arguments, "--compilation-config")) == {"custom_ops": ["all", "-rotary_embedding"]}
+    for other in (cpu(), parse([*model, "--device", "cuda", "--bf16"])):
+        assert "--attention-backend" not in command(other)
+
+
 def test_another_engine_gets_vllms_command_line():
     ours, vllms = command(cpu("--debug-engine-module", "my.engine")), command(cpu())
     assert ours[1:3] == ["-m", "my.engine"]

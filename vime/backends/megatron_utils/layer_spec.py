@@ -341,10 +341,13 @@ class PackedAttention(MegatronModule):
         if mask is not None and reach is not None:
             mask.triu_(first - reach + 1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if self.sinks is not None:
-            out = self._attend_with_sinks(query, key, value, self.sinks, mask)
-            return out.transpose(1, 2)
-        out = F.scaled_dot_product_attention(
+        if self.sinks is None:
+            return self._mix(query, key, value, mask).transpose(1, 2)
+        return self._attend_with_sinks(query, key, value, self.sinks, mask).transpose(1, 2)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[sequences, H, queries, D] -> the same. Without a mask the attention is causal."""
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -353,7 +356,6 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        return out.transpose(1, 2)
 
     def _attend_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, mask: Tensor | None
@@ -374,16 +376,7 @@ class PackedAttention(MegatronModule):
             query = F.pad(query, (0, 0, 1, 0))
         else:
             mask = F.pad(mask, (1, 0), value=True)
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=shared > 1,
-        )
-        return out[:, :, int(mask is None) :, :channels]
+        return self._mix(query, key, value, mask)[:, :, int(mask is None) :, :channels]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
