@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the cases of this checkout, not those of an installed one
 
-from tests.helpers.families import EXPORTS_BY_NIGHT, FSDP, MEGATRON, Family  # noqa: E402
+from tests.helpers.families import EXPORTS_BY_NIGHT, FSDP, MEGATRON, RUNS, RUNS_BY_DAY, Family  # noqa: E402
 
 PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- written by scripts/make_families_table.py -->", "<!-- end of the table -->"
@@ -27,7 +27,8 @@ LEGEND = (
     "Shown on tiny random models, *in italics* by `scripts/nightly.sh` only. **parity**: log-probabilities (1e-5), and "
     "loss, gradient norm (1e-5 of it) and\nweights after two steps (2e-6), are those of transformers in plain torch; "
     "what is exported is the file, bit for bit. **export**: vLLM loads a trained\nexport and its log-probabilities are "
-    "the trainer's (1e-4)."
+    "the trainer's (1e-4). **run**: train.py with real vLLM and `--check-weight-update-equal`; engine\nand trainer "
+    "agree in each round (1e-4), and every version has other weights."
 )
 HEAD = "| family | backend | layouts | engine | shown |\n|---|---|---|---|---|"
 
@@ -52,6 +53,8 @@ def _shown(family: Family) -> str:
     parts = ["parity"]
     if family.exports:
         parts.append("*export*" if set(family.exports) <= set(EXPORTS_BY_NIGHT) else "export")
+    if set(family.exports) & {*RUNS, *RUNS_BY_DAY}:
+        parts.append("run" if set(family.exports) & set(RUNS_BY_DAY) else "*run*")
     return ", ".join(parts)
 
 

@@ -39,8 +39,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "experts": EP2, "mistral": TP2, "gemma3": TP2, "llama": TP2, "qwen2": PP2,
     "gpt_oss": EP2, "deepseek": EP2,
 }  # fmt: skip
-"""Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout. Qwen3 is what the
-other tests of tests/e2e/run train."""
+"""Exports that `test_family_run` trains for three rounds on real vLLM, and the flags of the layout."""
+RUNS_BY_DAY = ("tied",)
+"""The quick start's kind of model, which `test_training` and others of tests/e2e/run train."""
 
 
 TITLES = {

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.helpers.families import EXPORTS, EXPORTS_BY_NIGHT, MEGATRON, RUNS, shown_cases
+from tests.helpers.families import EXPORTS, EXPORTS_BY_NIGHT, MEGATRON, RUNS, RUNS_BY_DAY, shown_cases
 from vime.backends.megatron_utils.architecture import SUPPORTED_MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +42,7 @@ def test_a_layout_is_in_a_row_only_with_a_case_for_it(script: ModuleType) -> Non
 def test_what_is_tried_by_day_is_not_in_italics(script: ModuleType) -> None:
     rows = [line for line in script.table().splitlines() if line.startswith("| Mistral | `megatron`")]
     assert rows == [
-        line for line in rows if "| TP2 + SP, PP2, *1 rank*" in line and line.endswith("| parity, export |")
+        line for line in rows if "| TP2 + SP, PP2, *1 rank*" in line and line.endswith("| parity, export, *run* |")
     ]
 
 
@@ -54,4 +54,8 @@ def test_each_family_has_a_row_with_two_ways_to_cut_it() -> None:
         has_experts = any(kind in ("deepseek_v3", "gpt_oss", "qwen3_moe") for kind in family.model_types)
         assert has_experts == any("ep2" in layout for layout in family.day)
     assert sorted(name for family in MEGATRON for name in family.exports) == sorted(EXPORTS)
-    assert set(EXPORTS_BY_NIGHT) | set(RUNS) <= set(EXPORTS)
+    assert set(EXPORTS_BY_NIGHT) | set(RUNS) | set(RUNS_BY_DAY) <= set(EXPORTS)
+
+
+def test_each_family_is_trained_in_a_run() -> None:
+    assert all({*RUNS, *RUNS_BY_DAY} & set(family.exports) for family in MEGATRON)
