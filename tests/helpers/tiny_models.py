@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,17 @@ def make_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
 
 def make_qwen2(directory: Path, *, seed: int = 0) -> Path:
     """Biases in attention."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
     torch.manual_seed(seed)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return _save(Qwen2ForCausalLM(Qwen2Config(**COMMON, **heads)), directory)
+    _save(Qwen2ForCausalLM(Qwen2Config(**COMMON, **heads)), directory)
+    # for a Qwen2 transformers takes no tokenizer but its own; G with a dot is its space
+    words = ["<0>", "<1>", "<2>", "\u0120", *string.ascii_lowercase, *string.digits, *"=:,.>-#|?+"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    special = {"unk_token": "<0>", "bos_token": "<1>", "eos_token": "<2>", "pad_token": "<0>"}
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], **special).save_pretrained(directory)
+    return directory
 
 
 def make_mistral(directory: Path, *, seed: int = 0) -> Path:

@@ -146,7 +146,11 @@ def check_lengths(args: Args, prompts: list[Prompt]) -> Prompts:
     for prompt in prompts:
         length = len(prompt.token_ids) + sum(len(ids) for ids, _ in turns_of(prompt.metadata))
         if length == 0:
-            raise DataError(f"{prompt.where}: the prompt has no tokens. Remove the record.")
+            raise DataError(
+                f"{prompt.where}: the tokenizer of --hf-checkpoint {args.hf_checkpoint} makes no tokens of "
+                f"{prompt.text!r:.60}; expected at least one. Is it the model's own? transformers chooses its class by "
+                "the model_type of config.json. If it is right, remove the record."
+            )
         if limit is not None and length > limit:
             faults.append(f"{prompt.where}: the prompt has {length} tokens, --rollout-max-prompt-len is {limit}.")
         elif length + (TURNS not in prompt.metadata) > context:

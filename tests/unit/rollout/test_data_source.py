@@ -320,3 +320,16 @@ def test_a_directory_without_a_tokenizer_is_named_and_no_record_is_blamed(tmp_pa
     with pytest.raises(DataError, match=r"--hf-checkpoint .*: no tokenizer there") as refusal:
         RolloutDataSource(make_args("--hf-checkpoint", model, "--prompt-data", data))
     assert "Remove the record" not in str(refusal.value)
+
+
+def test_a_tokenizer_that_makes_nothing_of_a_prompt_is_named_before_the_record(tmp_path):
+    """transformers takes a Qwen2's tokenizer for one of bytes, whatever the file says of itself."""
+    model = write_model_directory(tmp_path / "model")
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"model_type": "qwen2"}))
+    (model / "tokenizer.json").write_text(
+        json.dumps(json.loads((model / "tokenizer.json").read_text()) | {"post_processor": None})
+    )
+    data = write_jsonl(tmp_path / "a.jsonl", [{"input": "\u00e9\u00e9"}])
+    with pytest.raises(DataError, match=r"a.jsonl:1: the tokenizer of --hf-checkpoint .* makes no tokens of 'éé'"):
+        RolloutDataSource(make_args("--hf-checkpoint", model, "--prompt-data", data))
