@@ -1,16 +1,22 @@
 """Where the ranks and engines of a run go on clusters of 2, 3 and 8 nodes with 8 GPUs each; real Ray, made-up GPUs."""
 
+import dataclasses
 import itertools
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from ray.util.placement_group import PlacementGroup
 
 from tests.helpers.training import ROOT
+from vime.config.parse import parse
+from vime.ray import placement
 from vime.ray.nodes import Node
 from vime.ray.placement import Bundle, _left_over
+from vime.types import ClusterError
 from vime.utils.device import see_only, visible_device
 
 
@@ -107,6 +113,30 @@ def test_a_node_without_the_environment_or_the_files_is_named(found):
     assert "torch " in found["nodes"]["a package"]
     assert "(this process has 1.0)" in found["nodes"]["a package"]
     assert "--hf-checkpoint /nowhere/model is not there" in found["nodes"]["a file"]
+
+
+def test_ranks_go_through_the_nodes_in_order_also_where_a_node_has_two_bundles():
+    config = parse(["--device", "cuda", "--actor-num-nodes", "4", "--actor-num-gpus-per-node", "2"])
+    node_of_bundle = {0: 1, 1: 0, 2: 1, 3: 0}
+    places = placement._places(config, PlacementGroup.empty(), node_of_bundle.__getitem__, {})
+    [world] = places.worlds
+    taken = [place["scheduling_strategy"].placement_group_bundle_index for place in world]
+    assert taken == [1, 1, 3, 3, 0, 0, 2, 2]
+    assert [place["scheduling_strategy"].placement_group_bundle_index for place in places.engines] == [4]
+
+
+@pytest.mark.parametrize(("free", "chosen"), [({"aa": 2.0, "bb": 4.0}, "aa"), ({"aa": 0.0, "bb": 4.0}, "bb")])
+def test_the_files_stand_on_the_drivers_node_or_where_that_takes_no_actors_on_the_first_that_does(
+    free, chosen, monkeypatch
+):
+    nodes = [Node(id=name, address=name, host=f"host-{name}", total={}, free={"CPU": n}) for name, n in free.items()]
+    monkeypatch.setattr(placement.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "aa"))
+    config = parse(["--device", "cuda", "--ray-address", "auto"])
+    assert placement._home(config, nodes)["scheduling_strategy"].node_id == chosen
+    asked = config.replace(coordinator_node="host-bb")
+    assert placement._home(asked, nodes)["scheduling_strategy"].node_id == "bb"
+    with pytest.raises(ClusterError, match=r"RolloutManager and ledger: no room for 0.3 CPU: aa has 0 of 0 CPU"):
+        placement._home(config, [dataclasses.replace(nodes[0], free={})])
 
 
 def test_what_is_left_over_is_counted_on_what_each_node_has_free():

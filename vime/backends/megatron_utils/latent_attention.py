@@ -16,7 +16,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
@@ -102,11 +101,10 @@ class LatentAttention(MegatronModule):
             query, _ = self.linear_q_proj(hidden_S1)
         short, turning = self.linear_kv_down_proj(hidden_S1).split([latent.key_value_rank, latent.num_rotated], -1)
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(short))
-        # one for all heads, so the gradients of every rank's heads are summed
+        # one for all heads, so the gradients of every rank's heads are summed; several ranks are there with
+        # sequence parallelism only, which experts ask for (config/layout.py)
         if self.config.sequence_parallel:
             turning = gather_from_sequence_parallel_region(turning)
-        else:
-            turning = copy_to_tensor_model_parallel_region(turning)
         query_LHD = query.view(-1, self.num_heads, latent.num_query)
         both_LHD = both.view(-1, self.num_heads, latent.num_plain + latent.num_values)
         plain, turned = query_LHD.split([latent.num_plain, latent.num_rotated], -1)
