@@ -125,18 +125,23 @@ def test_ranks_go_through_the_nodes_in_order_also_where_a_node_has_two_bundles()
     assert [place["scheduling_strategy"].placement_group_bundle_index for place in places.engines] == [4]
 
 
-@pytest.mark.parametrize(("free", "chosen"), [({"aa": 2.0, "bb": 4.0}, "aa"), ({"aa": 0.0, "bb": 4.0}, "bb")])
+MINE, OTHER = "a" * 56, "b" * 56  # Ray's ids are that long
+
+
+@pytest.mark.parametrize(("free", "chosen"), [(2.0, MINE), (0.0, OTHER)])
 def test_the_files_stand_on_the_drivers_node_or_where_that_takes_no_actors_on_the_first_that_does(
     free, chosen, monkeypatch
 ):
-    nodes = [Node(id=name, address=name, host=f"host-{name}", total={}, free={"CPU": n}) for name, n in free.items()]
-    monkeypatch.setattr(placement.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "aa"))
+    mine = Node(id=MINE, address="10.0.0.2", host="head", total={}, free={"CPU": free})
+    other = Node(id=OTHER, address="10.0.0.1", host="gpu-0", total={}, free={"CPU": 4.0})
+    monkeypatch.setattr(placement.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: MINE))
     config = parse(["--device", "cuda", "--ray-address", "auto"])
-    assert placement._home(config, nodes)["scheduling_strategy"].node_id == chosen
-    asked = config.replace(coordinator_node="host-bb")
-    assert placement._home(asked, nodes)["scheduling_strategy"].node_id == "bb"
-    with pytest.raises(ClusterError, match=r"RolloutManager and ledger: no room for 0.3 CPU: aa has 0 of 0 CPU"):
-        placement._home(config, [dataclasses.replace(nodes[0], free={})])
+    assert placement._home(config, [other, mine])["scheduling_strategy"].node_id == chosen
+    for name in ("gpu-0", "10.0.0.1"):
+        asked = config.replace(coordinator_node=name)
+        assert placement._home(asked, [other, mine])["scheduling_strategy"].node_id == OTHER
+    with pytest.raises(ClusterError, match=r"RolloutManager and ledger: no room for 0.3 CPU: 10.0.0.2 has 0 of 0 CPU"):
+        placement._home(config, [dataclasses.replace(mine, free={})])
 
 
 def test_what_is_left_over_is_counted_on_what_each_node_has_free():
