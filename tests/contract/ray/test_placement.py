@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from tests.helpers.training import ROOT
 from vime.config.parse import parse
 from vime.ray import placement
-from vime.ray.nodes import Node
+from vime.ray.nodes import Node, check_nodes
 from vime.ray.placement import Bundle, _left_over
 from vime.types import ClusterError
 from vime.utils.device import see_only, visible_device
@@ -142,6 +142,13 @@ def test_the_files_stand_on_the_drivers_node_or_where_that_takes_no_actors_on_th
         assert placement._home(asked, [other, mine])["scheduling_strategy"].node_id == OTHER
     with pytest.raises(ClusterError, match=r"RolloutManager and ledger: no room for 0.3 CPU: 10.0.0.2 has 0 of 0 CPU"):
         placement._home(config, [dataclasses.replace(mine, free={})])
+
+
+def test_a_device_that_was_not_named_is_not_taken_for_the_head_s_on_a_cluster_with_gpus():
+    node = Node(id=OTHER, address="10.0.0.1", host="gpu-0", total={"GPU": 8.0}, free={})
+    config = dataclasses.replace(parse(["--ray-address", "auto", "--device", "cpu"]), derived=(("device", "cpu"),))
+    with pytest.raises(ClusterError, match=r"--device auto means cpu here, .* the cluster has 8. Say --device cuda"):
+        check_nodes(config, [node])
 
 
 def test_what_is_left_over_is_counted_on_what_each_node_has_free():
