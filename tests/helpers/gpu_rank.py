@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,22 @@ IMPLEMENTATIONS = ["local", pytest.param("transformer_engine", marks=NEEDS_TE)]
 """--transformer-impl of the megatron engine."""
 
 
+ON_GPU = {"device": "cuda", "distributed_backend": "nccl"}
+
+
 def run_on_gpu(directory: Path, do: str, *, flags: dict[str, Any], **arguments: Any) -> Any:
-    case = Case(
-        name="gpu", do=do, flags={"device": "cuda", "distributed_backend": "nccl", **flags}, arguments=arguments
-    )
-    [answer] = launch(
+    """The answer of one case, see `megatron_worker`."""
+    case = Case(name="gpu", do=do, flags={**ON_GPU, **flags}, arguments=arguments)
+    return run_all_on_gpu([case], directory)["gpu"]
+
+
+def run_all_on_gpu(cases: Sequence[Case], directory: Path) -> dict[str, Any]:
+    """Answers by the name of the case, one after another in one process."""
+    [answers] = launch(
         "tests.helpers.megatron_worker:run",
         world_size=1,
         directory=directory,
-        arguments={"cases": [case]},
+        arguments={"cases": [dataclasses.replace(case, flags={**ON_GPU, **case.flags}) for case in cases]},
         deadline_s=240,
     )
-    return answer["gpu"]
+    return answers

@@ -13,13 +13,15 @@ from pathlib import Path
 from vime.backends.vllm_utils.launch import LATENT_BACKEND_CPU, LATENT_OPS_CPU
 from vime.config.hf_config import has_latent_attention
 
-LATENT = {"attention_backend": LATENT_BACKEND_CPU, "compilation_config": LATENT_OPS_CPU}
+LATENT_ON_CPU = {"attention_backend": LATENT_BACKEND_CPU, "compilation_config": LATENT_OPS_CPU}
 
 
 def main(models: Path, tokens: Path, answers: Path) -> None:
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    on_cpu = not torch.cuda.is_available()
     prompts = json.loads(tokens.read_text())
     found = []
     for directory in json.loads(models.read_text()):
@@ -31,7 +33,8 @@ def main(models: Path, tokens: Path, answers: Path) -> None:
             kv_cache_memory_bytes=1 << 24,
             skip_tokenizer_init=True,
             disable_log_stats=True,
-            **(LATENT if has_latent_attention(directory) else {}),
+            gpu_memory_utilization=0.1,  # several beside each other on one GPU; the CPU's cache has a size of its own
+            **(LATENT_ON_CPU if on_cpu and has_latent_attention(directory) else {}),
         )
         outputs = engine.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],

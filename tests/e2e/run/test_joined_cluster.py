@@ -3,27 +3,19 @@
 Each head has a home, ports and a temporary directory of its own, and ends with the test module.
 """
 
-import contextlib
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.helpers.ray_head import RAY, Head, environment, running_head
 from tests.helpers.training import ROOT, TinyTask, Training
 from vime.observability.metrics import read_metrics
-from vime.utils.network import free_port
 
-RAY = str(Path(sys.executable).with_name("ray"))
 TOKEN = "a" * 64
 SCRIPTED = [
     *("--debug-engine-module", "vime.backends.vllm_utils.scripted_server", "--num-rollout", "2"),
@@ -31,73 +23,6 @@ SCRIPTED = [
 ]
 START = "from vime.config.parse import parse; from vime.ray.cluster import start_ray; import sys, ray; "
 START += "start_ray(parse(['--device', 'cpu', *sys.argv[1:]])); print('nodes', len(ray.nodes()))"
-
-
-@dataclass(frozen=True)
-class Head:
-    """A cluster of one node."""
-
-    address: str
-    dashboard: str
-    home: Path
-    pid: int
-
-    def server(self, name: str) -> psutil.Process:
-        [found] = [child for child in psutil.Process(self.pid).children(recursive=True) if child.name() == name]
-        return found
-
-
-def environment(home: Path, **more: str) -> dict[str, str]:
-    """This process's without what it says of Ray's tokens, and what a local Ray of another test said of torch."""
-    not_kept = ("RAY_AUTH_", "RAY_ADDRESS", "TORCH")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(not_kept)}
-    return {**kept, "HOME": str(home), **more}
-
-
-@contextlib.contextmanager
-def running_head(home: Path, *, with_dashboard: bool) -> Iterator[Head]:
-    port, dashboard = free_port(), free_port()
-    directory = tempfile.mkdtemp(prefix="vime-head-", dir="/tmp")  # Ray's sockets allow no longer path
-    ports = {"port": port, "dashboard-port": dashboard}
-    for name in ("ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"):
-        ports[name] = free_port()
-    command = [RAY, "start", "--head", "--block", "--temp-dir", directory, "--num-cpus", "4", "--disable-usage-stats"]
-    command += [f"--{name}={value}" for name, value in ports.items()]
-    command += [f"--include-dashboard={str(with_dashboard).lower()}", "--object-store-memory=200000000"]
-    log = Path(directory) / "head.out"
-    with log.open("w") as output:
-        head = subprocess.Popen(
-            command,
-            env=environment(home, PYTHONUNBUFFERED="1", RAY_worker_niceness="0"),
-            cwd=home,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_for_line(log, head, "Ray runtime started")
-        yield Head(address=f"127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard}", home=home, pid=head.pid)
-    finally:
-        members = [head_process := psutil.Process(head.pid), *head_process.children(recursive=True)]
-        head.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(members, timeout=60)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        head.wait(60)
-        shutil.rmtree(directory)
-
-
-def wait_for_line(log: Path, process: subprocess.Popen[bytes], text: str) -> None:
-    """Until the output has `text` in it; the head's own time-outs bound it."""
-    with log.open() as lines:
-        while True:
-            line = lines.readline()
-            if text in line:
-                return
-            if not line:
-                if process.poll() is not None:
-                    pytest.fail(f"the head ended with {process.returncode}:\n{log.read_text()}")
-                time.sleep(0.1)  # the core is the head's
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +157,7 @@ def test_a_submitted_job_runs_on_its_cluster(head: Head, tiny_task: TinyTask, tm
     run_dir = tmp_path / "run"
     entry = [sys.executable, str(ROOT / "train.py"), "--run-dir", str(run_dir), *tiny_task.flags(), *SCRIPTED]
     submitted = subprocess.run(
-        [RAY, "job", "submit", "--address", head.dashboard, "--", *entry, "--ray-address", "auto"],
+        [*RAY, "job", "submit", "--address", head.dashboard, "--", *entry, "--ray-address", "auto"],
         env=environment(head.home, RAY_AUTH_MODE="token"),
         capture_output=True,
         text=True,

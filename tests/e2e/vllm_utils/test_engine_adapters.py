@@ -11,9 +11,9 @@ import httpx
 import pytest
 import torch
 
-from tests.e2e.vllm_utils.test_engine_weights import BOUND, PROMPT, Pusher, difference, prompt_difference, sample
 from tests.helpers import tiny_models
 from tests.helpers.adapters import make_adapter, merged
+from tests.helpers.engine_updates import BOUND, PROMPT, Pusher, difference, prompt_difference, sample
 from tests.helpers.engines import HEADERS, engine_config, started
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.routes import MAX_ADAPTERS

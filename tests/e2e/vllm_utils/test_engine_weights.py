@@ -16,52 +16,18 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import torch
 
 from tests.helpers import tiny_models
+from tests.helpers.engine_updates import BOUND, PROMPT, Pusher, difference, prompt_difference, sample
 from tests.helpers.engines import ENGINE_DEADLINE_S, HEADERS, KEYS, LONG, engine_config
-from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import RouterProcess
 from vime.rollout.abort_scope import AbortScope
-from vime.rollout.engine_client import EngineClient, read_completions
+from vime.rollout.engine_client import EngineClient
 from vime.rollout.exchanges import Completion
 from vime.types import ConfigError, EngineAddress, EngineError, PublishError
-from vime.weights.plan import TensorMeta
-from vime.weights.publish import publish
-from vime.weights.transports import make_sender
-
-BOUND = 1e-4  # largest difference of a log-probability, fp32 on both sides
-PROMPT = [5 + (7 * position) % 100 for position in range(300)]
-
-
-class Pusher:
-    """A fleet of one engine, a sender and a running version number."""
-
-    def __init__(self, address: EngineAddress, transport: str, directory: Path) -> None:
-        self.fleet = FleetControl([address], timeout_s=60)
-        self._sender = make_sender(transport, bucket_bytes=60_000, directory=directory, timeout_s=60)
-        self._sender.connect(self.fleet)
-        self.version = 100
-
-    def push(self, model: torch.nn.Module, *, names: set[str] | None = None) -> None:
-        pairs = {name: tensor for name, tensor in tiny_models.stream(model) if names is None or name in names}
-        self.version += 1
-        publish(
-            iter(pairs.items()),
-            [TensorMeta.of(name, tensor) for name, tensor in pairs.items()],
-            version=self.version,
-            fleet=self.fleet,
-            sender=self._sender,
-            pause_mode="keep",
-            deadline_s=60,
-        )
-
-    def close(self) -> None:
-        self._sender.close()
-        self.fleet.close()
 
 
 @pytest.fixture
@@ -74,34 +40,6 @@ def pusher(vllm_engine, tmp_path):
 @pytest.fixture
 def model(qwen3_dir):
     return tiny_models.load(qwen3_dir)
-
-
-def sample(url: str, prompt: list[int], num_tokens: int, **params: object) -> dict:
-    sampling = {"max_tokens": num_tokens, "logprobs": 0, "ignore_eos": True, "detokenize": False, "seed": 3, **params}
-    body = {"token_ids": prompt, "sampling_params": sampling}
-    answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers=HEADERS, timeout=60)
-    answer.raise_for_status()
-    choice = answer.json()["choices"][0]
-    [read] = read_completions(answer.content, 1, url)  # what a run reads of these bytes
-    assert read.token_ids == choice["token_ids"]
-    assert read.log_probs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    return choice
-
-
-def difference(choice: dict, model: torch.nn.Module, prompt: list[int], *, temperature: float = 1.0) -> float:
-    """Largest difference between the engine's log-probabilities of its own tokens and the model's."""
-    tokens = torch.tensor([prompt + choice["token_ids"]])
-    with torch.no_grad():
-        logp_TV = (model(tokens).logits[0] / temperature).log_softmax(-1)
-    return max(
-        abs(entry["logprob"] - float(logp_TV[len(prompt) - 1 + position, token]))
-        for position, (entry, token) in enumerate(zip(choice["logprobs"]["content"], choice["token_ids"], strict=True))
-    )
-
-
-def prompt_difference(fleet: FleetControl, model: torch.nn.Module) -> float:
-    [[got]] = fleet.prompt_log_probs([PROMPT])
-    return max(abs(a - b) for a, b in zip(got, tiny_models.log_probs(model, PROMPT), strict=True))
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "disk"])
@@ -214,6 +152,7 @@ def test_the_installed_vllm_is_asked_for_its_flags_once(tmp_path, monkeypatch):
 OWNER = """
 import sys
 from pathlib import Path
+from tests.helpers.engine_updates import BOUND, PROMPT, Pusher, difference, prompt_difference, sample
 from tests.helpers.engines import KEYS, engine_config
 from vime.backends.vllm_utils.engine import EngineProcess
 config = engine_config(Path(sys.argv[1]), rollout_temperature=0.7)
