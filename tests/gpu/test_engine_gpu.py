@@ -102,17 +102,19 @@ def _asked(name: str, directory: Path) -> list[list[float]] | str:
     """Log-probabilities of each row of tokens by vLLM, in a process of its own; why there are none."""
     (directory / f"{name}.json").write_text(json.dumps([str(directory / name)]))
     files = [directory / f"{name}.json", directory / "tokens.json", directory / f"{name}-answers.json"]
-    asked = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.vllm_log_probs", *map(str, files)],
-        cwd=ROOT,
-        env={**os.environ, **DEFAULT_ENV},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    log = directory / f"{name}.log"
+    with log.open("w") as output:
+        asked = subprocess.run(
+            [sys.executable, "-m", "tests.helpers.vllm_log_probs", *map(str, files)],
+            cwd=ROOT,
+            env={**os.environ, **DEFAULT_ENV},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=200,
+            check=False,
+        )
     if asked.returncode != 0:
-        return (asked.stdout + asked.stderr)[-2500:]
+        return log.read_text()[-2500:]
     [answer] = json.loads(files[2].read_text())
     return answer
 

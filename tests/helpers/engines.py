@@ -22,13 +22,13 @@ HEADERS = {KEY_HEADER: KEYS.control}
 
 
 def engine_config(model_dir: Path, context: int = CONTEXT, **changes: object) -> Config:
-    return Config().replace(
-        hf_checkpoint=str(model_dir),
-        device="cpu",
-        rollout_max_context_len=context,
-        vllm_kv_cache_memory_bytes=32 << 20,
-        **changes,
-    )
+    settings = {
+        "hf_checkpoint": str(model_dir),
+        "device": "cpu",
+        "rollout_max_context_len": context,
+        "vllm_kv_cache_memory_bytes": 32 << 20,
+    }
+    return Config().replace(**{**settings, **changes})
 
 
 @pytest.fixture(scope="session")

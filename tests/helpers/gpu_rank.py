@@ -23,10 +23,10 @@ IMPLEMENTATIONS = ["local", pytest.param("transformer_engine", marks=NEEDS_TE)]
 ON_GPU = {"device": "cuda", "distributed_backend": "nccl"}
 
 
-def run_on_gpu(directory: Path, do: str, *, flags: dict[str, Any], **arguments: Any) -> Any:
-    """The answer of one case, see `megatron_worker`."""
+def run_on_gpu(launched: Path, do: str, /, *, flags: dict[str, Any], **arguments: Any) -> Any:
+    """The answer of one case, see `megatron_worker`; what is `launched` writes there. `arguments` are the case's."""
     case = Case(name="gpu", do=do, flags={**ON_GPU, **flags}, arguments=arguments)
-    return run_all_on_gpu([case], directory)["gpu"]
+    return run_all_on_gpu([case], launched)["gpu"]
 
 
 def run_all_on_gpu(cases: Sequence[Case], directory: Path) -> dict[str, Any]:
