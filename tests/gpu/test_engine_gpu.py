@@ -36,7 +36,7 @@ pytestmark = [
 EXACT = 1e-3  # largest difference of a log-probability, fp32 on both sides, sums in another order
 COARSE = 0.1  # bf16; weights that did not arrive are off by nats
 ROUNDS = 3
-SHARE = ("--vllm-gpu-memory-utilization", "0.2")
+SHARE = ("--vllm-gpu-memory-utilization", "0.1")
 WAYS = {"graphs": (), "eager": ("--enforce-eager",)}
 """With torch.compile and CUDA graphs, as vLLM starts by itself, and without."""
 
@@ -45,7 +45,10 @@ WAYS = {"graphs": (), "eager": ("--enforce-eager",)}
 def gpu_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tiny_models.make_qwen3(tmp_path_factory.mktemp("model"))
     config = engine_config(model, 512, device="cuda", bf16=False)
-    config = dataclasses.replace(config, vllm_flags=[*WAYS[request.param], "--gpu-memory-utilization", "0.2"])
+    config = dataclasses.replace(
+        config,
+        vllm_flags=[*WAYS[request.param], "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "268435456"],
+    )
     yield from started(config, tmp_path_factory.mktemp("engine"))
 
 
