@@ -58,6 +58,7 @@ def main() -> None:
 
 def measure(model: str, options: argparse.Namespace, *, bf16: bool) -> dict[str, Any]:
     """Median seconds of a step, and the round's figures as train.py reports them."""
+    import numpy as np
     import torch
 
     from vime.config.hf_config import read_model_shape
@@ -85,7 +86,9 @@ def measure(model: str, options: argparse.Namespace, *, bf16: bool) -> dict[str,
         metrics = worker.train_round(plan, dict(enumerate(rows)))  # its metrics are read, so the GPU is done
         seconds.append(time.perf_counter() - started)
     config = Config().replace(hf_checkpoint=model, **flags)
-    work = round_work(config, read_model_shape(model), plan, rows)
+    sizes = [(row.total_length, row.response_length) for row in rows]
+    described = np.array(sizes, dtype=[("total_length", np.int64), ("response_length", np.int64)])
+    work = round_work(config, read_model_shape(model), plan, described)
     step_s = statistics.median(seconds[2:])
     return {
         "device": device_name(device),

@@ -67,13 +67,14 @@ def running_head(home: Path, *, with_dashboard: bool, flags: Sequence[str] = (),
         wait_for_line(log, head, "Ray runtime started")
         yield Head(address=f"127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard}", home=home, pid=head.pid)
     finally:
-        members = [head_process := psutil.Process(head.pid), *head_process.children(recursive=True)]
-        head.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(members, timeout=60)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        head.wait(60)
+        if head.poll() is None:  # else it failed at its start, which has been said
+            members = [head_process := psutil.Process(head.pid), *head_process.children(recursive=True)]
+            head.send_signal(signal.SIGTERM)
+            _, left = psutil.wait_procs(members, timeout=60)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            head.wait(60)
         shutil.rmtree(directory)
 
 
