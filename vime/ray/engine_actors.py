@@ -16,6 +16,8 @@ from vime.ray.cluster import keep_collectives_on_interface, listen_host, yield_t
 from vime.types import EngineAddress
 from vime.utils.device import see_only
 
+ASKED_S = 30.0
+
 
 class ServerActor(Protocol):
     """What the driver asks an engine and the router alike."""
@@ -46,6 +48,10 @@ class EngineActor:
         """Return the version that it puts on its tokens. EngineLostError with the last log lines when the child has
         ended, or hangs for `deadline_s`."""
         return self._process.check_health(deadline_s, is_updating=is_updating)
+
+    def num_requests(self) -> int:
+        """Return how many requests for completions it works on."""
+        return self._process.num_requests(ASKED_S)
 
     def stop(self) -> None:
         self._process.stop()
