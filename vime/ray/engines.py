@@ -14,13 +14,14 @@ from ray import ObjectRef
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.control import FleetControl
+from vime.backends.vllm_utils.external import KEYS_FLAG, owner_name
 from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
 from vime.config.deadlines import health_deadline_s
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import ENGINE_CPUS
-from vime.ray.engine_actors import EngineActor, RouterActor, ServerActor
+from vime.ray.engine_actors import EngineActor, ExternalEngineActor, RouterActor, ServerActor
 from vime.ray.managed_engine import EngineState, ManagedEngine
 from vime.ray.managed_router import ManagedRouter
 from vime.ray.placement import ANYWHERE, Places
@@ -68,6 +69,12 @@ class _Check:
     is_over: bool = False
 
 
+def keys_of(config: Config) -> EngineKeys:
+    """New keys; those of the engines that somebody else started, where there are some."""
+    path = config.cluster.rollout_external_engine_keys
+    return EngineKeys.make() if path is None else EngineKeys.read(path, flag=KEYS_FLAG)
+
+
 class Engines:
     """The driver's handle: start all, watch all, start again what is lost, stop all. Makes the engines' keys.
 
@@ -85,11 +92,15 @@ class Engines:
         *,
         places: Places = ANYWHERE,
     ) -> None:
-        self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
+        self._config, self._run_dir, self._keys = config, run_dir, keys_of(config)
         self._events, self._tell = events, tell
         self._deadline_s, self._health_s = config.cluster.start_timeout_secs, health_deadline_s(config)
         self._router: ManagedRouter | None = None
-        self._engines = [ManagedEngine(n, place=places.of_engine(n)) for n in range(config.cluster.num_engines)]
+        outside = config.cluster.rollout_external_engine_addrs
+        self._engines = [
+            ManagedEngine(n, place=places.of_engine(n), external=outside[n] if outside else None)
+            for n in range(config.cluster.num_engines)
+        ]
         self._num_ever = len(self._engines)  # each number is given once
         self.changes: Changes | None = None
         self._checks: dict[str, _Check] = {}  # the last of each
@@ -376,7 +387,8 @@ class Engines:
             self._give_up(engine, error)
             return
         others = self._others(engine)
-        if not others or engine.losses.count >= self._config.cluster.max_restarts:
+        is_too_often = engine.losses.count >= self._config.cluster.max_restarts
+        if not others or (is_too_often and engine.external is None):  # an owner may take as long as he likes
             raise error
         if engine.actor is not None:
             engine.actor.kill()
@@ -431,6 +443,14 @@ class Engines:
         return self._router
 
     def _start(self, engine: ManagedEngine) -> None:
+        if engine.external is not None:
+            told = (self._config, engine.index, str(self._run_dir), self._keys)
+            aside: Options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+            held: Actor[EngineActor] = start_actor(
+                ExternalEngineActor, aside, *told, engine.external, owner_name(self._run_dir)
+            )
+            engine.begin(held, held.ask(EngineActor.start, self._deadline_s))
+            return
         gpus = self._config.cluster.rollout_num_gpus_per_engine if self._config.cluster.device == "cuda" else 0
         options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **engine.place}
         actor = start_actor(EngineActor, options, self._config, engine.index, str(self._run_dir), self._keys)

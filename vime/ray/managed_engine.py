@@ -36,6 +36,7 @@ class ManagedEngine:
     is_routed: bool = False  # the router sends to it
     began: float = field(default_factory=time.monotonic)  # its start
     place: Options = field(default_factory=Options)  # where Ray starts it
+    external: str | None = None  # HOST:PORT of one that somebody else started
     is_new: bool = False  # added to a live run, and has served nothing yet
     losses: Losses = field(init=False)  # since it confirmed a version
     gone: str = ""  # why the run has it no more

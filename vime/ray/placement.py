@@ -142,7 +142,7 @@ def bundles_of(config: Config) -> list[Bundle]:
                 Bundle(what=f"{world} {ranks}", cpus=TRAINER_CPUS * per_node, gpus=per_node if on_cuda else 0)
             )
     if not config.debug.debug_train_only:
-        bundles += [engine_bundle(config, f"engine-{n}") for n in range(cluster.num_engines)]
+        bundles += [engine_bundle(config, f"engine-{n}") for n in range(cluster.num_started_engines)]
     return bundles
 
 
@@ -226,7 +226,7 @@ def _places(config: Config, group: PlacementGroup, order: Callable[[int], int], 
             per_node = num_trainer_ranks(config) // len(numbers)
             worlds.append([at(number) for number in sorted(numbers, key=order) for _ in range(per_node)])
             first += len(numbers)
-    num_engines = 0 if config.debug.debug_train_only else config.cluster.num_engines
+    num_engines = 0 if config.debug.debug_train_only else config.cluster.num_started_engines
     return Places(worlds=worlds, engines=[at(first + index) for index in range(num_engines)], home=home)
 
 

@@ -20,7 +20,7 @@ def flags_of(task: TinyTask, num_rounds: int) -> list[str]:
 
 def change_and_check(training: Training, run: Path, num_rounds: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Add an engine to the only one, drain the first, and then nothing may be drained."""
-    training.wait_for_event("round_trained")
+    training.wait_for_event("round_trained", deadline_s=500)
     assert main(["engines", str(run), "drain", "engine-0"]) == 2
     assert "no other engine serves, and the run could not go on" in capsys.readouterr().err
     assert main(["engines", str(run), "add"]) == 0, capsys.readouterr().err

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from vime.backends.vllm_utils.about import ABOUT_ROUTE, CLAIM_ROUTE, About
 from vime.backends.vllm_utils.access import REFUSED, EngineKeys
 from vime.backends.vllm_utils.routes import (
     REQUESTS_ROUTE,
@@ -118,7 +119,7 @@ class FakeEngine:
     """One engine. The state is owned by one lock; each request runs in a thread of its own.
 
     `token_s`: seconds that each token takes, whatever else runs; 0: none. `requests_at_once`: others wait; None: none
-    does. `keys`: what it asks callers for; None: it lets everyone in.
+    does. `keys`: what it asks callers for; None: it lets everyone in. `argv`: the command line that it tells of.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class FakeEngine:
         token_s: float = 0.0,
         requests_at_once: int | None = None,
         keys: EngineKeys | None = None,
+        argv: Sequence[str] = (),
     ) -> None:
-        self.keys = keys
+        self.keys, self.about = keys, About(argv=argv)
         self.is_stopped = False
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
@@ -200,6 +202,10 @@ class FakeEngine:
             return self.faults.status[route], {"error": f"{route} fails because the test says so"}
         if route == "/inference/v1/generate":
             return self._counted_generate(msgspec.json.decode(body, type=_Generate))
+        if route == ABOUT_ROUTE:
+            return 200, self.about.facts(query.get("reads", [None])[0])
+        if route == CLAIM_ROUTE:
+            return self.about.claimed(body)
         simple: dict[str, dict[str, object]] = {
             "/health": {},
             "/readiness": {},

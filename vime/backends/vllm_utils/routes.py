@@ -3,6 +3,7 @@
     POST /vime/update_weights {"update_info": ..., "version": 7, "pause_mode": "keep"}
     GET  /vime/weights
     GET  /vime/requests
+    /vime/about and /vime/claim: about.py
 
 By vLLM's own routes an update of one bucket is six calls (pause, start, update, finish, version, report), which cost
 more than the weights of a small model. The order is the same here, and each step waits for the one before it.
@@ -19,7 +20,9 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Protocol, TypedDict
+from urllib.parse import parse_qs
 
+from vime.backends.vllm_utils.about import ABOUT_ROUTE, CLAIM_ROUTE, About
 from vime.backends.vllm_utils.access import (
     GENERATE_PREFIXES,
     Application,
@@ -128,6 +131,7 @@ class _Routes:
     def __init__(self, app: Application) -> None:
         self._app = app
         self._num_open = 0
+        self._about = About()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -135,6 +139,13 @@ class _Routes:
         asked = (scope["type"], scope.get("method"), scope.get("path"))
         if asked == ("http", "GET", REQUESTS_ROUTE):
             await send_json(send, 200, {"in_progress": self._num_open})
+            return
+        if asked == ("http", "GET", ABOUT_ROUTE):
+            reads = parse_qs(scope.get("query_string", b"").decode()).get("reads", [None])[0]
+            await send_json(send, 200, self._about.facts(reads))
+            return
+        if asked == ("http", "POST", CLAIM_ROUTE):
+            await send_json(send, *self._about.claimed(await _body(receive)))
             return
         if asked[:2] == ("http", "POST") and scope["path"].startswith(GENERATE_PREFIXES):
             self._num_open += 1
