@@ -397,7 +397,8 @@ class Engines:
         self._checks.pop(engine.name, None)
         self._num_lost += 1
         self._emit(EventKind.ENGINE_LOST, engine=engine.name, error=str(error), start_in_s=start_in_s)
-        self._tell(f"{engine.name} is lost and is started again; {len(others)} of {len(self)} serve. {error}")
+        back = "started again" if engine.external is None else "waited for: its owner starts it"
+        self._tell(f"{engine.name} is lost and is {back}; {len(others)} of {len(self)} serve. {error}")
         if address is not None:
             self._leave_out(address, is_routed=was_routed)
 
