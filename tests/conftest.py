@@ -49,7 +49,7 @@ if str(ROOT) not in sys.path:
 # Fixtures that start engines and a Ray cluster.
 pytest_plugins = [
     f"tests.helpers.{name}"
-    for name in ("engines", "ray_cluster", "training")
+    for name in ("engines", "fleet", "ray_cluster", "training")
     if (ROOT / "tests/helpers" / f"{name}.py").is_file()
 ]
 

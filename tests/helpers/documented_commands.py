@@ -167,6 +167,18 @@ EXECUTED_BY = {
     "::test_producers_are_shown_with_versions_leases_groups_and_refusals": ("vime producers RUN",),
     "tests/e2e/run/test_lost_engines.py"
     "::test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice_and_then_the_router": ("vime engines RUN",),
+    "tests/e2e/run/test_fleet_changes_run.py"
+    "::test_an_engine_is_added_to_a_run_of_scripted_engines_and_another_is_drained": ("vime engines RUN drain ENGINE",),
+    "tests/e2e/run/test_external_engines_run.py"
+    "::test_a_run_on_scripted_engines_of_others_outlives_one_of_them_and_leaves_them_running": (
+        "vime engine --listen HOST:PORT --keys FILE FLAGS OF TRAIN.PY",
+        "python train.py ... --rollout-external-engine-addrs 10.0.0.5:8100 10.0.0.6:8100 "
+        "--rollout-external-engine-keys FILE",
+    ),
+    "tests/unit/cli/test_engines_changes.py::test_the_run_gets_the_request_and_its_answer_is_shown": (
+        "vime engines RUN add",
+        "vime engines RUN add 2",
+    ),
     "tests/contract/gateway/test_external_producers.py"
     "::test_the_python_producer_feeds_a_run_with_the_log_probabilities_of_the_versions_that_it_names": (
         "VIME_TOKEN=... python examples/external/producer.py http://HOST:PORT --model DIR",

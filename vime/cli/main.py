@@ -28,6 +28,7 @@ MODULES = {
     "audit": "queue",
     "queue": "queue",
     "token": "token",
+    "engine": "engine",
     "engines": "engines",
     "producers": "producers",
     "conformance": "conformance",
@@ -54,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from vime.cli.plan import run_plan  # not needed by the others
 
         return run_plan(words[1:])
+    if word == "engine":
+        from vime.cli.engine import run_engine  # not needed by the others
+
+        return run_engine(words[1:])
     parser = argparse.ArgumentParser(prog="vime", description="Train, and look at runs.")
     parser.add_argument("--version", action="version", version=f"vime {version()}")
     commands = parser.add_subparsers(dest="command", required=True)

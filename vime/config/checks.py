@@ -20,6 +20,7 @@ from vime.config.algo_checks import (
     resolve_algo,
 )
 from vime.config.eval_sets import eval_sets
+from vime.config.external_engines import check_external_addresses
 from vime.config.flags import knobs
 from vime.config.graders import is_unscored, lack_of
 from vime.config.hf_config import ModelShape, has_weights, read_model_shape
@@ -63,6 +64,8 @@ def _derive(config: Config, found: Problems) -> Config:
     config = config.replace(device=device, **_resolve_precision(config, on_cuda=on_cuda))
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     num_engines = cluster.rollout_num_engines
+    if num_engines is None and cluster.rollout_external_engine_addrs:
+        num_engines = len(cluster.rollout_external_engine_addrs)
     if num_engines is None:
         gpus = cluster.rollout_num_gpus or cluster.rollout_num_gpus_per_engine
         num_engines = max(1, gpus // cluster.rollout_num_gpus_per_engine) if on_cuda else 1
@@ -432,6 +435,7 @@ def _check_idle(config: Config) -> None:
     """Refuse flags that contradict another one, or that nothing reads yet. `readers.py` has the rest."""
     cluster = config.cluster
     engines, size = cluster.num_engines, cluster.rollout_num_gpus_per_engine
+    check_external_addresses(config)
     if cluster.rollout_num_gpus not in (None, engines * size):
         raise ConfigError(
             f"--rollout-num-gpus {cluster.rollout_num_gpus}: {engines} engine(s) of --rollout-num-gpus-per-engine "

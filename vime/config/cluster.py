@@ -33,6 +33,15 @@ class ClusterConfig:
         "--transferqueue-mode external: every group comes from jobs outside",
         minimum=0,
     )
+    rollout_external_engine_addrs: tuple[str, ...] = flag(
+        (),
+        "HOST:PORT of each engine that somebody else started with `vime engine`, and goes on after the run: they take "
+        "the place of engines of the run; checked before anything starts",
+        nargs="+",
+    )
+    rollout_external_engine_keys: str | None = flag(
+        None, "file of the keys of these engines, which `vime engine` made", path=PathKind.FILE
+    )
     device: str = flag("auto", "device of trainer and engines", choices=("auto", "cuda", "cpu"))
     gpu_memory_gib: float = flag(
         80.0,
@@ -87,7 +96,14 @@ class ClusterConfig:
     @property
     def num_engines(self) -> int:
         """vLLM engines of the run; 0 when only jobs outside generate."""
-        return 1 if self.rollout_num_engines is None else self.rollout_num_engines
+        if self.rollout_num_engines is None:
+            return len(self.rollout_external_engine_addrs) or 1
+        return self.rollout_num_engines
+
+    @property
+    def num_started_engines(self) -> int:
+        """Those that the run itself starts."""
+        return 0 if self.rollout_external_engine_addrs else self.num_engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -288,7 +288,6 @@ MISSING: dict[str, Missing] = {
     "--ref-update-interval": Missing("Remove it: the reference stays as it was loaded."),
     "--keep-old-actor": Missing("Remove it: old log-probabilities are computed before a round's first step."),
     "--ref-ckpt-step": Missing("Remove it; --ref-load names a Hugging Face directory."),
-    "--rollout-external-engine-addrs": Missing("Remove it: Vime starts its engines itself."),
     "--update-weight-mode": Missing("Remove it: every update sends all weights, and checks their hash."),
     "--start-rollout-id": Missing("Remove it: a checkpoint knows its round."),
     "--reset-optimizer-states": Missing("Begin anew from an export (--save-hf) as --hf-checkpoint."),

@@ -48,6 +48,9 @@ class EventKind(StrEnum):
     ENGINE_STARTING = "engine_starting"  # engine: it is started again
     ENGINE_READY = "engine_ready"  # engine: it responds, and gets weights with the next update
     ENGINE_READMITTED = "engine_readmitted"  # engine, version, lost_s
+    ENGINE_ADDED = "engine_added"  # engine: one more, asked for by a user; it starts
+    ENGINE_DRAINING = "engine_draining"  # engine: it gets no new request, asked for by a user
+    ENGINE_STOPPED = "engine_stopped"  # engine, reason: it is not started again
     ROUTER_LOST = "router_lost"  # error, start_in_s
     ROUTER_READY = "router_ready"  # lost_s: it responds again, at its address
     DISAGREEMENT = "disagreement"  # rollout_id, difference, threshold, path

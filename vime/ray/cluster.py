@@ -98,7 +98,7 @@ def demand_of(config: Config) -> Demand:
         cpus += TRAINER_CPUS * ranks
         gpus += ranks if on_cuda else 0
     if not config.debug.debug_train_only:
-        engines = config.cluster.num_engines
+        engines = config.cluster.num_started_engines
         cpus += ENGINE_CPUS * engines
         gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
     if config.queue.has_ledger or config.queue.transferqueue_mode == BUFFER:

@@ -9,12 +9,15 @@ import ray
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.external import ExternalEngine
 from vime.backends.vllm_utils.router import PORT_FREE_S, RouterProcess
 from vime.config.parse import Config
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import keep_collectives_on_interface, listen_host, yield_to_trainers
 from vime.types import EngineAddress
 from vime.utils.device import see_only
+
+ASKED_S = 30.0
 
 
 class ServerActor(Protocol):
@@ -47,8 +50,34 @@ class EngineActor:
         ended, or hangs for `deadline_s`."""
         return self._process.check_health(deadline_s, is_updating=is_updating)
 
+    def num_requests(self) -> int:
+        """Return how many requests for completions it works on."""
+        return self._process.num_requests(ASKED_S)
+
     def stop(self) -> None:
         self._process.stop()
+
+
+class ExternalEngineActor(EngineActor):
+    """Holds an engine that somebody else started, with the contract of `EngineActor`: a start waits until it responds
+    and is what the run needs; a stop leaves it running, paused and free for the next run."""
+
+    def __init__(self, config: Config, index: int, run_dir: str, keys: EngineKeys, place: str, owner: str) -> None:
+        setup_logging(Path(run_dir), f"engine-{index}")
+        self._external = ExternalEngine(config, index=index, place=place, keys=keys, owner=owner)
+
+    def start(self, deadline_s: float) -> EngineAddress:
+        self._external.wait_ready(deadline_s)
+        return self._external.address
+
+    def check(self, deadline_s: float, is_updating: bool) -> str | None:
+        return self._external.check_health(deadline_s, is_updating=is_updating)
+
+    def num_requests(self) -> int:
+        return self._external.num_requests(ASKED_S)
+
+    def stop(self) -> None:
+        self._external.stop()
 
 
 class RouterActor:

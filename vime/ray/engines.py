@@ -7,26 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import ray
 from ray import ObjectRef
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.control import FleetControl
+from vime.backends.vllm_utils.external import KEYS_FLAG, owner_name
 from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
 from vime.config.deadlines import health_deadline_s
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import ENGINE_CPUS
-from vime.ray.engine_actors import EngineActor, RouterActor, ServerActor
+from vime.ray.engine_actors import EngineActor, ExternalEngineActor, RouterActor, ServerActor
 from vime.ray.managed_engine import EngineState, ManagedEngine
 from vime.ray.managed_router import ManagedRouter
 from vime.ray.placement import ANYWHERE, Places
 from vime.ray.waits import wait_for
 from vime.types import (
     ClusterError,
+    ConfigError,
     EngineAddress,
     EngineLostError,
     EngineReport,
@@ -38,6 +40,15 @@ from vime.types import (
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
+
+
+class Changes(Protocol):
+    """What users ask of the engines while the run goes on (changes.py)."""
+
+    def go_on(self) -> None: ...
+    def close(self) -> None: ...
+
+
 Started = TypeVar("Started")
 
 STOP_S, AT_START_STOP_S = 30.0, 3.0
@@ -58,6 +69,12 @@ class _Check:
     is_over: bool = False
 
 
+def keys_of(config: Config) -> EngineKeys:
+    """New keys; those of the engines that somebody else started, where there are some."""
+    path = config.cluster.rollout_external_engine_keys
+    return EngineKeys.make() if path is None else EngineKeys.read(path, flag=KEYS_FLAG)
+
+
 class Engines:
     """The driver's handle: start all, watch all, start again what is lost, stop all. Makes the engines' keys.
 
@@ -75,11 +92,17 @@ class Engines:
         *,
         places: Places = ANYWHERE,
     ) -> None:
-        self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
-        self._events, self._tell, self._places = events, tell, places
+        self._config, self._run_dir, self._keys = config, run_dir, keys_of(config)
+        self._events, self._tell = events, tell
         self._deadline_s, self._health_s = config.cluster.start_timeout_secs, health_deadline_s(config)
         self._router: ManagedRouter | None = None
-        self._engines = [ManagedEngine(index) for index in range(config.cluster.num_engines)]
+        outside = config.cluster.rollout_external_engine_addrs
+        self._engines = [
+            ManagedEngine(n, place=places.of_engine(n), external=outside[n] if outside else None)
+            for n in range(config.cluster.num_engines)
+        ]
+        self._num_ever = len(self._engines)  # each number is given once
+        self.changes: Changes | None = None
         self._checks: dict[str, _Check] = {}  # the last of each
         self._num_updates = 0
         self._updated: list[EngineAddress] = []  # to which the update under way, or the last one, goes
@@ -166,6 +189,8 @@ class Engines:
             raise self._end
         self._check_all(is_updating=is_updating)
         self._go_on_starting()
+        if self.changes is not None:
+            self.changes.go_on()
 
     def tend(self) -> None:
         """As `check`, for a wait that the engines must not end: what ends the run is raised by the next check."""
@@ -191,16 +216,16 @@ class Engines:
         confirmed = {report.engine for report in reports}
         updated = [engine for engine in self._engines if engine.address in self._updated]
         for engine in updated:
-            if engine.name in confirmed:
+            if engine.name in confirmed and engine.state is not EngineState.DRAINING:
                 self._readmit(engine, version)
         for engine in updated:
             if engine.name not in confirmed:
                 self._lose(engine, EngineLostError(f"{engine.name} was lost in the update to version {version}."))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what was lost and came back since the last call. A run of one engine ends with it."""
+        """Return what was lost and came back since the last call. A run that had one engine only ends with it."""
         told: dict[str, float] = {}
-        if len(self) > 1:
+        if self._num_ever > 1:
             told["engines/serving"] = self.num_serving
             told["engines/lost"] = self._num_lost
             told["engines/readmitted"] = self._num_readmitted
@@ -211,6 +236,64 @@ class Engines:
         self._num_lost = self._num_readmitted = self._num_router_lost = 0
         self._longest_away_s = 0.0
         return {name: float(value) for name, value in told.items()}
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update is on its way to the engines: it needs those that it began with."""
+        return self._num_updates % 2 == 1
+
+    def find(self, name: str) -> ManagedEngine:
+        """Return the engine of this name. ConfigError when there is none."""
+        engine = self._named(name)
+        if engine is None:
+            known = ", ".join(each.name for each in self._engines)
+            raise ConfigError(f"{name!r}: this run has no such engine. Expected one of {known}.")
+        return engine
+
+    def add(self, place: Options) -> ManagedEngine:
+        """Start one more engine there. The next update brings it the weights; prompts go to it when it has confirmed
+        them. ConfigError before the first version is served."""
+        if self._serving is None:
+            raise ConfigError("no engine serves a version yet, so one more could not get it. Ask again in a while.")
+        engine = ManagedEngine(self._num_ever, place=place, is_new=True)
+        self._num_ever += 1
+        self._engines.append(engine)
+        self._start(engine)
+        self._emit(EventKind.ENGINE_ADDED, engine=engine.name)
+        return engine
+
+    def drain(self, name: str) -> ManagedEngine:
+        """Let the router send nothing more to this engine. Until `release` it gets updates, for the requests that it
+        has. ConfigError when there is none of this name, it is drained already, or no other serves."""
+        engine = self.find(name)
+        if engine.state is EngineState.DRAINING:
+            raise ConfigError(f"{name} is being drained already. Wait for it (`vime engines RUN`).")
+        if not self._others(engine):
+            raise ConfigError(
+                f"{name} cannot be drained: no other engine serves, and the run could not go on. Expected at least one "
+                "that does. Add one first (`vime engines RUN add`), or wait until another serves."
+            )
+        was_routed, address = engine.is_routed, engine.address
+        engine.state, engine.is_routed = EngineState.DRAINING, False
+        self._emit(EventKind.ENGINE_DRAINING, engine=name)
+        self._tell(f"{name} gets no new requests: it is to be stopped.")
+        if address is not None:
+            self._leave_out(address, is_routed=was_routed)
+        return engine
+
+    def release(self, engine: ManagedEngine, reason: str) -> Actor[EngineActor] | None:
+        """Have this engine no more: nothing asks it, nothing starts it again. Returns its actor, for the caller to
+        stop."""
+        actor, engine.actor, engine.gone = engine.actor, None, reason
+        engine.losses.end()
+        self._engines.remove(engine)
+        self._checks.pop(engine.name, None)
+        self._emit(EventKind.ENGINE_STOPPED, engine=engine.name, reason=reason)
+        return actor
+
+    def _others(self, engine: ManagedEngine) -> list[ManagedEngine]:
+        """Return the other engines that serve."""
+        return [each for each in self._engines if each is not engine and each.state is EngineState.SERVING]
 
     def stop(self, grace_s: float = STOP_S) -> None:
         """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
@@ -232,6 +315,8 @@ class Engines:
                 ray.wait(refs, num_returns=len(refs), timeout=deadline_s)
         for actor in [*routers, *engines]:
             actor.kill()
+        if self.changes is not None:
+            self.changes.close()
 
     def _close_fleet(self) -> None:
         if self._fleet is not None:
@@ -298,8 +383,12 @@ class Engines:
 
         Its processes are ended before anything else: one that hangs would keep its requests until their deadline.
         """
-        others = [each for each in self._engines if each is not engine and each.state is EngineState.SERVING]
-        if not others or engine.losses.count >= self._config.cluster.max_restarts:
+        if engine.is_new or engine.state is EngineState.DRAINING:
+            self._give_up(engine, error)
+            return
+        others = self._others(engine)
+        is_too_often = engine.losses.count >= self._config.cluster.max_restarts
+        if not others or (is_too_often and engine.external is None):  # an owner may take as long as he likes
             raise error
         if engine.actor is not None:
             engine.actor.kill()
@@ -308,7 +397,18 @@ class Engines:
         self._checks.pop(engine.name, None)
         self._num_lost += 1
         self._emit(EventKind.ENGINE_LOST, engine=engine.name, error=str(error), start_in_s=start_in_s)
-        self._tell(f"{engine.name} is lost and is started again; {len(others)} of {len(self)} serve. {error}")
+        back = "started again" if engine.external is None else "waited for: its owner starts it"
+        self._tell(f"{engine.name} is lost and is {back}; {len(others)} of {len(self)} serve. {error}")
+        if address is not None:
+            self._leave_out(address, is_routed=was_routed)
+
+    def _give_up(self, engine: ManagedEngine, error: VimeError) -> None:
+        """Have an engine no more that is lost, and that the run can do without: one that was to be stopped anyway, or
+        that was added and has never served."""
+        was_routed, address = engine.is_routed, engine.address
+        actor = self.release(engine, f"lost: {error}")
+        if actor is not None:
+            actor.kill()
         if address is not None:
             self._leave_out(address, is_routed=was_routed)
 
@@ -344,9 +444,16 @@ class Engines:
         return self._router
 
     def _start(self, engine: ManagedEngine) -> None:
+        if engine.external is not None:
+            told = (self._config, engine.index, str(self._run_dir), self._keys)
+            aside: Options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+            held: Actor[EngineActor] = start_actor(
+                ExternalEngineActor, aside, *told, engine.external, owner_name(self._run_dir)
+            )
+            engine.begin(held, held.ask(EngineActor.start, self._deadline_s))
+            return
         gpus = self._config.cluster.rollout_num_gpus_per_engine if self._config.cluster.device == "cuda" else 0
-        place = self._places.of_engine(engine.index)
-        options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **place}
+        options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **engine.place}
         actor = start_actor(EngineActor, options, self._config, engine.index, str(self._run_dir), self._keys)
         engine.begin(actor, actor.ask(EngineActor.start, self._deadline_s))
 
@@ -357,7 +464,7 @@ class Engines:
             self._look_at_router(router)
         elif router is not None and router.losses.first_at is not None and time.monotonic() >= router.losses.start_at:
             router.begin(self._to_ask(), self._deadline_s)
-        for engine in self._engines:
+        for engine in [*self._engines]:  # one that was added and does not start is taken out
             if engine.state is EngineState.LOST and time.monotonic() >= engine.losses.start_at:
                 self._start(engine)
                 self._emit(EventKind.ENGINE_STARTING, engine=engine.name)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from ray import ObjectRef
 
-from vime.ray.actor import Actor
+from vime.ray.actor import Actor, Options
 from vime.ray.engine_actors import EngineActor
 from vime.ray.losses import Losses
 from vime.types import EngineAddress
@@ -20,6 +20,7 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"  # responds, but confirmed no version yet: it gets the next update, and no prompt before
     SERVING = "serving"
+    DRAINING = "draining"  # gets updates, but no new request: it is to be stopped (changes.py)
     LOST = "lost"  # its processes are ended; it is started again at `losses.start_at`
 
 
@@ -34,7 +35,11 @@ class ManagedEngine:
     address: EngineAddress | None = None  # while it is ready or serves
     is_routed: bool = False  # the router sends to it
     began: float = field(default_factory=time.monotonic)  # its start
+    place: Options = field(default_factory=Options)  # where Ray starts it
+    external: str | None = None  # HOST:PORT of one that somebody else started
+    is_new: bool = False  # added to a live run, and has served nothing yet
     losses: Losses = field(init=False)  # since it confirmed a version
+    gone: str = ""  # why the run has it no more
 
     def __post_init__(self) -> None:
         self.losses = Losses(self.name)
@@ -52,7 +57,7 @@ class ManagedEngine:
 
     def serve(self) -> float | None:
         """Note a confirmed version. Returns for how long nothing was asked of it; None when it was not away."""
-        self.state = EngineState.SERVING
+        self.state, self.is_new = EngineState.SERVING, False
         return self.losses.end()
 
     def lose(self) -> float:

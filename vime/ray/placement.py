@@ -98,6 +98,38 @@ def reserved(config: Config, on_poll: Callable[[], None] = lambda: None) -> Iter
             remove_placement_group(group)
 
 
+class ExtraPlace:
+    """Room for one more engine of a live run: a placement group of its own, also on a local Ray, where an actor that
+    does not fit would wait without an end. `kept`: a place that the run has already."""
+
+    def __init__(self, config: Config, kept: Options | None = None) -> None:
+        self.kept = kept
+        self._bundle, self._ends = engine_bundle(config, "one more engine"), time.monotonic() + PLACE_S
+        self._group = None if kept is not None else placement_group([self._bundle.resources], strategy="PACK")
+
+    def find(self) -> Options | None:
+        """Return where to start it; None: Ray looks for it still. ClusterError when there is no room."""
+        if self._group is None:
+            return self.kept
+        if placement_group_table(self._group)["state"] == "CREATED":
+            return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, 0)}
+        if time.monotonic() > self._ends:
+            raise ClusterError(f"no node has room for {_described(self._bundle)}: {_table(nodes_of_cluster())}")
+        return None
+
+    def give_back(self) -> None:
+        """What runs there is ended by Ray."""
+        if self._group is not None:
+            with contextlib.suppress(Exception):  # Ray has gone, and the group with it
+                remove_placement_group(self._group)
+        self._group = None
+
+
+def engine_bundle(config: Config, what: str) -> Bundle:
+    gpus = config.cluster.rollout_num_gpus_per_engine if config.cluster.device == "cuda" else 0
+    return Bundle(what=what, cpus=ENGINE_CPUS, gpus=gpus)
+
+
 def bundles_of(config: Config) -> list[Bundle]:
     """Return what has to be together: for each world of ranks the ranks of each node, then each engine."""
     cluster, bundles = config.cluster, list[Bundle]()
@@ -110,8 +142,7 @@ def bundles_of(config: Config) -> list[Bundle]:
                 Bundle(what=f"{world} {ranks}", cpus=TRAINER_CPUS * per_node, gpus=per_node if on_cuda else 0)
             )
     if not config.debug.debug_train_only:
-        gpus = cluster.rollout_num_gpus_per_engine if on_cuda else 0
-        bundles += [Bundle(what=f"engine-{n}", cpus=ENGINE_CPUS, gpus=gpus) for n in range(cluster.num_engines)]
+        bundles += [engine_bundle(config, f"engine-{n}") for n in range(cluster.num_started_engines)]
     return bundles
 
 
@@ -195,7 +226,7 @@ def _places(config: Config, group: PlacementGroup, order: Callable[[int], int], 
             per_node = num_trainer_ranks(config) // len(numbers)
             worlds.append([at(number) for number in sorted(numbers, key=order) for _ in range(per_node)])
             first += len(numbers)
-    num_engines = 0 if config.debug.debug_train_only else config.cluster.num_engines
+    num_engines = 0 if config.debug.debug_train_only else config.cluster.num_started_engines
     return Places(worlds=worlds, engines=[at(first + index) for index in range(num_engines)], home=home)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from vime.backends.megatron_utils.architecture import check_implementation, read_architecture
 from vime.backends.megatron_utils.lora_layers import check_adapter
+from vime.backends.vllm_utils.external import check_external
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.command_line import parse_command_line
@@ -78,6 +79,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
         refusals.attempt(check_memory, config)
     refusals.attempt(validate_router_flags, config)
     refusals.attempt(validate_vllm_flags, config)
+    refusals.attempt(check_external, config)
 
 
 def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, program: str = "train.py") -> Config:

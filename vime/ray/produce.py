@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
+from vime.backends.vllm_utils.external import ADDRS_FLAG
 from vime.config.parse import Config, dump
 from vime.config.rollout import LEASED_PROMPTS
 from vime.gateway import messages as m
@@ -130,6 +131,11 @@ def main(address: str, flags: Sequence[str]) -> int:
             if not address.startswith(("http://", "https://")):
                 raise ConfigError(
                     f"{address}: expected http://HOST:PORT or https://HOST:PORT, as RUN/gateway.json says."
+                )
+            if any(flag.startswith(ADDRS_FLAG) for flag in flags):
+                raise ConfigError(
+                    f"{ADDRS_FLAG} with vime produce: a job loads each version into engines that it starts itself. "
+                    "Leave it out; give it to the run, which uses such engines directly."
                 )
             config = read_command_line([*flags, *OF_EVERY_JOB], is_async=False, program="vime produce ADDRESS")
             if config.rollout.partial_rollout:

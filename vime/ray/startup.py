@@ -24,6 +24,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
 from vime.observability.screen import Screen
 from vime.ray.actor import Actor, Options, start_actor
+from vime.ray.changes import FleetChanges
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.checkpoint_damage import doubts
 from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
@@ -135,6 +136,8 @@ def start_components(
                 for doubt in doubts(start.checkpoint, config.model.load):
                     screen.warn(doubt)
                 _restore(parts, start.checkpoint, versions)
+        if engines is not None:
+            engines.changes = FleetChanges(config, run_dir, engines, screen.note)
         watchers = Watchers(screen=screen, interrupts=interrupts, events=events, round_metrics=round_metrics)
         components = Components(config, run_dir, parts, watchers, versions, start)
         stack.callback(components.receipts.close)

@@ -4,145 +4,24 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import httpx
-import psutil
 import pytest
-import ray
 import torch
 
-from tests.helpers.rollout_setup import write_model_directory
-from vime.config.parse import parse
-from vime.observability.events import EventLog, read_events
-from vime.ray.engines import Engines
+from tests.helpers.fleet import has_ended
+from vime.observability.events import read_events
 from vime.ray.publisher import Publisher
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.exchanges import Completion
-from vime.types import KEY_HEADER, EngineLostError, VimeError
+from vime.types import EngineLostError, VimeError
 from vime.weights.plan import TensorMeta
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-SCRIPTED = "vime.backends.vllm_utils.scripted_server"
-HEALTH_S = 15.0  # a scripted engine that imports torch, on a busy core, responds within it
 
-
-class Fleet:
-    """Engines as a run has them, and what a trainer would publish to them."""
-
-    def __init__(self, directory: Path, model: Path, count: int, *flags: str) -> None:
-        self.directory, self.told = directory, list[str]()
-        self.config = parse(
-            [
-                *("--device", "cpu", "--hf-checkpoint", str(model), "--debug-engine-module", SCRIPTED),
-                *("--rollout-num-engines", str(count), "--engine-health-interval-secs", "0.5"),
-                *("--engine-health-timeout-secs", str(HEALTH_S), "--update-weight-transport", "shm", *flags),
-            ]
-        )
-        self.engines = Engines(self.config, directory, EventLog(directory, "driver"), self.told.append)
-        connected = self.engines.wait_ready(ray.get_runtime_context().get_node_id())
-        self.router = f"http://{connected.engine.vllm_router_ip}:{connected.engine.vllm_router_port}"
-        self._publisher: Publisher | None = None
-
-    def publish(self, version: int, during: Callable[[], None] = lambda: None) -> list[str]:
-        """One update, as TrainerActor and Components make it; `during` runs between the choice of engines and the
-        first bucket. Returns the engines that confirmed it."""
-        addresses = self.engines.begin_update()
-        if self._publisher is not None and not self._publisher.reaches(addresses):
-            self._publisher.close()
-            self._publisher = None
-        self._publisher = self._publisher or Publisher(self.config, self.directory, addresses, may_lose=True)
-        tensor = torch.full((4, 4), float(version))
-        during()
-        report = self._publisher.publish(iter([("w", tensor)]), [TensorMeta.of("w", tensor)], version)
-        self.engines.served(version, report.engine_reports)
-        return sorted(each.engine for each in report.engine_reports)
-
-    def server(self, index: int) -> psutil.Process:
-        """The scripted engine itself, below its guard."""
-        url = self.engines._engines[index].address.url
-        port = url.rpartition(":")[2]
-        for process in psutil.process_iter(["cmdline"]):
-            command = process.info["cmdline"] or []
-            if command[1:3] == ["-m", SCRIPTED] and port in command:
-                return process
-        raise AssertionError(f"no scripted engine at {url}")
-
-    def router_server(self) -> psutil.Process:
-        """The router itself, below its guard."""
-        actor_pid = ray.get(self.engines._router.actor.run(lambda _: os.getpid()), timeout=60)
-        for process in psutil.Process(actor_pid).children(recursive=True):
-            if "vllm::router" in " ".join(process.cmdline()):
-                return process
-        raise AssertionError(f"no router below {actor_pid}")
-
-    def check_until(self, is_so: Callable[[], bool], deadline_s: float = 90) -> None:
-        """Do what the driver does while it waits."""
-        ends = time.monotonic() + deadline_s
-        while not is_so():
-            assert time.monotonic() < ends, self.events()
-            self.engines.check()
-            time.sleep(0.05)
-
-    def events(self) -> list[tuple[str, str]]:
-        return [
-            (event.kind, str(event.fields["engine"])) for event in read_events(self.directory) if "engine" in event.kind
-        ]
-
-    def router_events(self) -> list[str]:
-        return [event.kind for event in read_events(self.directory) if "router" in event.kind]
-
-    def routed(self) -> list[str]:
-        """Names of the engines that the router sends to."""
-        urls = httpx.get(f"{self.router}/list_workers").json()["urls"]
-        return [engine.name for engine in self.engines._engines if engine.address and engine.address.url in urls] + [
-            f"unknown {url}" for url in urls if url not in {address.url for address in self.engines.addresses}
-        ]
-
-    def versions(self, num_requests: int) -> set[str]:
-        """The versions on the tokens of so many requests to the router; every one has to succeed."""
-        body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
-        headers = {KEY_HEADER: self.engines.generate_key}
-        found = set()
-        for _ in range(num_requests):
-            response = httpx.post(f"{self.router}/inference/v1/generate", json=body, headers=headers, timeout=60)
-            assert response.status_code == 200, response.text
-            spans = response.json()["choices"][0]["weight_versions"]
-            found |= {span["version"] for span in spans}
-        return found
-
-    def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-        self.engines.stop()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
-    model = write_model_directory(tmp_path / "model")
-    made: list[Fleet] = []
-
-    def started(count: int, *flags: str) -> Fleet:
-        made.append(Fleet(tmp_path / "run", model, count, *flags))
-        return made[-1]
-
-    yield started
-    for fleet in made:
-        fleet.close()
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_a_killed_engine_leaves_the_router_and_is_back_after_the_next_update(start) -> None:
-    fleet = start(2)
+def test_a_killed_engine_leaves_the_router_and_is_back_after_the_next_update(start_fleet) -> None:
+    fleet = start_fleet(2)
     assert fleet.publish(0) == ["engine-0", "engine-1"]
     fleet.server(1).kill()
     fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
@@ -163,8 +42,8 @@ def test_a_killed_engine_leaves_the_router_and_is_back_after_the_next_update(sta
     assert len(fleet.told) == 4  # twice lost, twice back
 
 
-def test_requests_go_on_while_an_engine_is_dead_and_nobody_has_noticed(start) -> None:
-    fleet = start(2)
+def test_requests_go_on_while_an_engine_is_dead_and_nobody_has_noticed(start_fleet) -> None:
+    fleet = start_fleet(2)
     fleet.publish(0)
     fleet.server(0).kill()
     assert fleet.versions(12) == {"0"}
@@ -172,11 +51,11 @@ def test_requests_go_on_while_an_engine_is_dead_and_nobody_has_noticed(start) ->
 
 
 @pytest.mark.parametrize("whose", ["server", "actor"])
-def test_a_stopped_engine_is_lost_at_the_deadline_of_its_health_check(start, whose, monkeypatch) -> None:
+def test_a_stopped_engine_is_lost_at_the_deadline_of_its_health_check(start_fleet, whose, monkeypatch) -> None:
     from vime.ray import engines as engines_module
 
     monkeypatch.setattr(engines_module, "GRACE_S", 1.0)
-    fleet = start(2)
+    fleet = start_fleet(2)
     fleet.publish(0)
     server = fleet.server(1)
     stopped = server if whose == "server" else server.parent().parent()
@@ -187,8 +66,8 @@ def test_a_stopped_engine_is_lost_at_the_deadline_of_its_health_check(start, who
     assert fleet.versions(8) == {"1"}
 
 
-def test_a_killed_actor_is_lost_with_its_engine(start) -> None:
-    fleet = start(2)
+def test_a_killed_actor_is_lost_with_its_engine(start_fleet) -> None:
+    fleet = start_fleet(2)
     fleet.publish(0)
     server = fleet.server(0)
     server.parent().parent().kill()
@@ -197,8 +76,8 @@ def test_a_killed_actor_is_lost_with_its_engine(start) -> None:
     fleet.check_until(lambda: has_ended(server))
 
 
-def test_an_engine_that_dies_in_an_update_does_not_fail_it_for_the_others(start) -> None:
-    fleet = start(3)
+def test_an_engine_that_dies_in_an_update_does_not_fail_it_for_the_others(start_fleet) -> None:
+    fleet = start_fleet(3)
     fleet.publish(0)
     assert fleet.publish(1, during=fleet.server(1).kill) == ["engine-0", "engine-2"]
     assert fleet.routed() == ["engine-0", "engine-2"]
@@ -208,8 +87,8 @@ def test_an_engine_that_dies_in_an_update_does_not_fail_it_for_the_others(start)
     assert fleet.versions(8) == {"2"}
 
 
-def test_an_engine_with_another_version_than_is_served_is_lost(start) -> None:
-    fleet = start(2)
+def test_an_engine_with_another_version_than_is_served_is_lost(start_fleet) -> None:
+    fleet = start_fleet(2)
     fleet.publish(0)
     address = fleet.engines._engines[1].address
     tensor = torch.zeros(2)
@@ -221,8 +100,8 @@ def test_an_engine_with_another_version_than_is_served_is_lost(start) -> None:
     assert "puts version 7 on its tokens, but version 0 is served" in str(lost.fields["error"])
 
 
-def test_the_last_engine_ends_the_run(start) -> None:
-    fleet = start(2)
+def test_the_last_engine_ends_the_run(start_fleet) -> None:
+    fleet = start_fleet(2)
     fleet.publish(0)
     fleet.server(1).kill()
     fleet.check_until(lambda: ("engine_ready", "engine-1") in fleet.events())
@@ -231,8 +110,8 @@ def test_the_last_engine_ends_the_run(start) -> None:
         fleet.check_until(lambda: False)
 
 
-def test_an_engine_that_does_not_come_back_ends_the_run_after_max_restarts_losses(start) -> None:
-    fleet = start(2, "--max-restarts", "1")
+def test_an_engine_that_does_not_come_back_ends_the_run_after_max_restarts_losses(start_fleet) -> None:
+    fleet = start_fleet(2, "--max-restarts", "1")
     fleet.publish(0)
     fleet.server(1).kill()
     fleet.check_until(lambda: ("engine_ready", "engine-1") in fleet.events())
@@ -241,8 +120,8 @@ def test_an_engine_that_does_not_come_back_ends_the_run_after_max_restarts_losse
         fleet.check_until(lambda: False)
 
 
-def test_what_ends_the_run_waits_while_the_trainers_train(start) -> None:
-    fleet = start(1)
+def test_what_ends_the_run_waits_while_the_trainers_train(start_fleet) -> None:
+    fleet = start_fleet(1)
     fleet.publish(0)
     fleet.server(0).kill()
     ends = time.monotonic() + 60
@@ -253,8 +132,8 @@ def test_what_ends_the_run_waits_while_the_trainers_train(start) -> None:
         fleet.engines.check()
 
 
-def test_a_killed_router_is_back_at_its_address_and_a_request_in_progress_is_sent_again(start) -> None:
-    fleet = start(2)
+def test_a_killed_router_is_back_at_its_address_and_a_request_in_progress_is_sent_again(start_fleet) -> None:
+    fleet = start_fleet(2)
     fleet.publish(0)
 
     async def ask() -> list[Completion]:
@@ -279,11 +158,11 @@ def test_a_killed_router_is_back_at_its_address_and_a_request_in_progress_is_sen
 
 
 @pytest.mark.parametrize("whose", ["server", "actor"])
-def test_a_stopped_router_is_lost_at_the_deadline_of_its_health_check(start, whose, monkeypatch) -> None:
+def test_a_stopped_router_is_lost_at_the_deadline_of_its_health_check(start_fleet, whose, monkeypatch) -> None:
     from vime.ray import engines as engines_module
 
     monkeypatch.setattr(engines_module, "GRACE_S", 1.0)
-    fleet = start(1, "--engine-health-timeout-secs", "8")
+    fleet = start_fleet(1, "--engine-health-timeout-secs", "8")
     fleet.publish(0)
     server = fleet.router_server()
     os.kill((server if whose == "server" else server.parent().parent()).pid, signal.SIGSTOP)
@@ -292,8 +171,8 @@ def test_a_stopped_router_is_lost_at_the_deadline_of_its_health_check(start, who
     assert fleet.versions(2) == {"0"}
 
 
-def test_a_version_that_is_served_while_the_router_is_away_is_behind_it_when_it_is_back(start) -> None:
-    fleet = start(2)
+def test_a_version_that_is_served_while_the_router_is_away_is_behind_it_when_it_is_back(start_fleet) -> None:
+    fleet = start_fleet(2)
     fleet.publish(0)
     fleet.server(1).kill()
     fleet.check_until(lambda: ("engine_ready", "engine-1") in fleet.events())
@@ -305,8 +184,8 @@ def test_a_version_that_is_served_while_the_router_is_away_is_behind_it_when_it_
     assert fleet.versions(8) == {"1"}
 
 
-def test_a_router_that_nobody_missed_yet_is_lost_when_it_is_told_of_an_engine(start) -> None:
-    fleet = start(2, "--engine-health-interval-secs", "60")
+def test_a_router_that_nobody_missed_yet_is_lost_when_it_is_told_of_an_engine(start_fleet) -> None:
+    fleet = start_fleet(2, "--engine-health-interval-secs", "60")
     fleet.publish(0)
     fleet.engines.check()
     fleet.router_server().kill()
@@ -316,9 +195,9 @@ def test_a_router_that_nobody_missed_yet_is_lost_when_it_is_told_of_an_engine(st
     assert fleet.routed() == ["engine-0"]
 
 
-def test_an_engine_that_dies_while_the_router_starts_again_does_not_hold_it_up(start) -> None:
+def test_an_engine_that_dies_while_the_router_starts_again_does_not_hold_it_up(start_fleet) -> None:
     """A router waits for each engine that it is started with."""
-    fleet = start(2)
+    fleet = start_fleet(2)
     fleet.publish(0)
     fleet.router_server().kill()
     fleet.check_until(lambda: fleet.router_events() == ["router_lost"])
@@ -331,8 +210,8 @@ def test_an_engine_that_dies_while_the_router_starts_again_does_not_hold_it_up(s
     assert fleet.routed() == ["engine-0", "engine-1"]
 
 
-def test_a_router_that_is_lost_again_and_again_without_a_version_between_ends_the_run(start) -> None:
-    fleet = start(1, "--max-restarts", "1")
+def test_a_router_that_is_lost_again_and_again_without_a_version_between_ends_the_run(start_fleet) -> None:
+    fleet = start_fleet(1, "--max-restarts", "1")
     fleet.publish(0)
     fleet.router_server().kill()
     fleet.check_until(lambda: fleet.router_events() == ["router_lost", "router_ready"])

@@ -63,3 +63,29 @@ def test_of_a_run_that_is_over_the_last_state_is_shown(tmp_path: Path, capsys: p
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines", str(tmp_path / "nothing")]) == 2
     assert "no directory" in capsys.readouterr().err
+
+
+def test_what_users_added_and_drained_is_shown_and_forgotten_when_the_run_starts_its_parts_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = EventLog(run, "driver")
+    confirm(events, 0, "engine-0", "engine-1")
+    events.emit(EventKind.ENGINE_ADDED, engine="engine-2")
+    events.emit(EventKind.ENGINE_DRAINING, engine="engine-1")
+    assert lines(capsys, run)[2:] == [
+        "engine-1 gets no new requests 0:00 0 never",
+        "engine-2 starts, as was asked 0:00 none never",
+    ]
+    confirm(events, 1, "engine-0", "engine-1", "engine-2")  # a draining engine gets updates
+    events.emit(EventKind.ENGINE_DRAINING, engine="engine-0")
+    events.emit(EventKind.ENGINE_STOPPED, engine="engine-0", reason="drained")
+    assert lines(capsys, run)[1:] == [
+        "engine-0 stopped, as was asked 0:00 none never drained",
+        "engine-1 gets no new requests 0:00 1 never",
+        "engine-2 serves 0:00 1 never",
+    ]
+    events.emit(EventKind.RUN_RESTARTED, error="lost", load="x")
+    assert lines(capsys, run)[1:] == [
+        "engine-0 starts with the run 0:00 none never drained",
+        "engine-1 starts with the run 0:00 none never",
+    ]

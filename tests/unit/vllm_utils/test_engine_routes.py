@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from vime.backends.vllm_utils.access import EngineKeys
-from vime.backends.vllm_utils.routes import UPDATE_ROUTE, WEIGHTS_ROUTE, EngineMiddleware
+from vime.backends.vllm_utils.routes import REQUESTS_ROUTE, UPDATE_ROUTE, WEIGHTS_ROUTE, EngineMiddleware
 
+HEADERS = [(b"X-Vime-Key", b"control-key")]
 KEYS = EngineKeys(control="control-key", generate="generate-key")
 
 
@@ -124,3 +125,37 @@ def test_every_other_request_is_vllm_s(ask, method, path):
     engine = NotedEngine()
     assert ask(engine, method, path) == ("vLLM's own", None)
     assert engine.calls == []
+
+
+def test_requests_for_completions_are_counted_until_they_end_also_by_an_error(monkeypatch):
+    for name, value in KEYS.environment().items():
+        monkeypatch.setenv(name, value)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def count(app: EngineMiddleware) -> int:
+        sent.clear()
+        await app({"type": "http", "method": "GET", "path": REQUESTS_ROUTE, "headers": HEADERS}, None, send)
+        return json.loads(sent[1]["body"])["in_progress"]
+
+    async def main() -> list[int]:
+        go_on = asyncio.Event()
+
+        async def vllm(scope: Any, _receive: Any, _send: Any) -> None:
+            await go_on.wait()
+            if scope["path"] == "/v1/completions":
+                raise RuntimeError("no")
+
+        app = EngineMiddleware(vllm)
+        paths = ["/inference/v1/generate", "/v1/completions", "/pause"]
+        scopes = [{"type": "http", "method": "POST", "path": path, "headers": HEADERS} for path in paths]
+        tasks = [asyncio.create_task(app(scope, None, send)) for scope in scopes]
+        await asyncio.sleep(0)
+        counts = [await count(app)]
+        go_on.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [*counts, await count(app)]
+
+    assert asyncio.run(main()) == [2, 0]

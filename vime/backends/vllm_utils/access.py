@@ -16,9 +16,10 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from vime.types import KEY_HEADER
+from vime.types import KEY_HEADER, ConfigError
 
 CONTROL_VARIABLE, GENERATE_VARIABLE = "VIME_ENGINE_CONTROL_KEY", "VIME_ENGINE_GENERATE_KEY"
 OPEN_ROUTES = frozenset({("GET", "/health")})
@@ -45,6 +46,24 @@ class EngineKeys:
         if CONTROL_VARIABLE not in environment:
             return None
         return cls(control=environment[CONTROL_VARIABLE], generate=environment[GENERATE_VARIABLE])
+
+    @classmethod
+    def read(cls, path: str | Path, *, flag: str) -> EngineKeys:
+        """The keys of engines that the run does not start. ConfigError names the flag."""
+        expected = "Expected a file that `vime engine --keys FILE` made, which its owner alone may read."
+        try:
+            with Path(path).open() as file:
+                mode, told = os.fstat(file.fileno()).st_mode, json.load(file)
+            if mode & 0o077:
+                raise ConfigError(f"{flag} {path}: others may read it (mode {mode & 0o777:o}). {expected} Change that.")
+            return cls(control=str(told["control"]), generate=str(told["generate"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{flag} {path}: cannot be read: {error!r}. {expected}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Make the file. FileExistsError when there is one."""
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"control": self.control, "generate": self.generate}, file)
 
     def environment(self) -> dict[str, str]:
         return {CONTROL_VARIABLE: self.control, GENERATE_VARIABLE: self.generate}

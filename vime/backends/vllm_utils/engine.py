@@ -10,7 +10,7 @@ import msgspec
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.launch import engine_command, engine_environment
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
-from vime.backends.vllm_utils.routes import WEIGHTS_ROUTE, HeldWeights
+from vime.backends.vllm_utils.routes import REQUESTS_ROUTE, WEIGHTS_ROUTE, HeldWeights, OpenRequests
 from vime.config.parse import Config
 from vime.types import EngineAddress, EngineError
 from vime.utils.network import LOOPBACK, free_port
@@ -49,6 +49,14 @@ class EngineProcess(ServerProcess):
             return msgspec.json.decode(said, type=HeldWeights)["weight_version"]
         except msgspec.DecodeError as error:
             raise EngineError(f"{self.name} {WEIGHTS_ROUTE}: the response cannot be read: {error}") from error
+
+    def num_requests(self, deadline_s: float) -> int:
+        """Return how many requests for completions are in progress. EngineError as in `check_health`."""
+        said = self.probe(self.url + REQUESTS_ROUTE, deadline_s, self.address.headers)
+        try:
+            return msgspec.json.decode(said, type=OpenRequests)["in_progress"]
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name} {REQUESTS_ROUTE}: the response cannot be read: {error}") from error
 
     @property
     def url(self) -> str:

@@ -22,8 +22,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from vime.backends.vllm_utils.about import ABOUT_ROUTE, CLAIM_ROUTE, About
 from vime.backends.vllm_utils.access import REFUSED, EngineKeys
 from vime.backends.vllm_utils.routes import (
+    REQUESTS_ROUTE,
     UPDATE_ROUTE,
     WEIGHTS_ROUTE,
     BucketResult,
@@ -117,7 +119,7 @@ class FakeEngine:
     """One engine. The state is owned by one lock; each request runs in a thread of its own.
 
     `token_s`: seconds that each token takes, whatever else runs; 0: none. `requests_at_once`: others wait; None: none
-    does. `keys`: what it asks callers for; None: it lets everyone in.
+    does. `keys`: what it asks callers for; None: it lets everyone in. `argv`: the command line that it tells of.
     """
 
     def __init__(
@@ -130,8 +132,9 @@ class FakeEngine:
         token_s: float = 0.0,
         requests_at_once: int | None = None,
         keys: EngineKeys | None = None,
+        argv: Sequence[str] = (),
     ) -> None:
-        self.keys = keys
+        self.keys, self.about = keys, About(argv=argv)
         self.is_stopped = False
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
@@ -147,6 +150,7 @@ class FakeEngine:
         self._is_paused = self._is_frozen = False
         self._num_aborts = 0
         self._num_running = 0
+        self._num_open = 0  # those that run, and those that wait to begin
         self._running: set[str] = set()  # request ids as the engine says them
         self._aborted: set[str] = set()  # those of them that end before their time
         handler = type("Handler", (_Handler,), {"engine": self})
@@ -197,11 +201,16 @@ class FakeEngine:
         if route in self.faults.status:
             return self.faults.status[route], {"error": f"{route} fails because the test says so"}
         if route == "/inference/v1/generate":
-            return self._generate(msgspec.json.decode(body, type=_Generate))
+            return self._counted_generate(msgspec.json.decode(body, type=_Generate))
+        if route == ABOUT_ROUTE:
+            return 200, self.about.facts(query.get("reads", [None])[0])
+        if route == CLAIM_ROUTE:
+            return self.about.claimed(body)
         simple: dict[str, dict[str, object]] = {
             "/health": {},
             "/readiness": {},
             "/get_world_size": {"world_size": 1},
+            REQUESTS_ROUTE: {"in_progress": self._num_open},
             "/is_paused": {"is_paused": self._is_paused},
             "/reset_prefix_cache": {"success": True},
         }
@@ -293,6 +302,15 @@ class FakeEngine:
             self._num_aborts += 1
             self._changed.notify_all()
             self._counted.wait_for(lambda: self._num_running == 0, WAIT_S)
+
+    def _counted_generate(self, asked: _Generate) -> tuple[int, object]:
+        with self._counted:
+            self._num_open += 1
+        try:
+            return self._generate(asked)
+        finally:
+            with self._counted:
+                self._num_open -= 1
 
     def _generate(self, asked: _Generate) -> tuple[int, object]:
         params, prompt = asked.sampling_params, asked.token_ids

@@ -2,6 +2,8 @@
 
     POST /vime/update_weights {"update_info": ..., "version": 7, "pause_mode": "keep"}
     GET  /vime/weights
+    GET  /vime/requests
+    /vime/about and /vime/claim: about.py
 
 By vLLM's own routes an update of one bucket is six calls (pause, start, update, finish, version, report), which cost
 more than the weights of a small model. The order is the same here, and each step waits for the one before it.
@@ -18,8 +20,18 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Protocol, TypedDict
+from urllib.parse import parse_qs
 
-from vime.backends.vllm_utils.access import Application, Message, Receive, RequireKey, Send, send_json
+from vime.backends.vllm_utils.about import ABOUT_ROUTE, CLAIM_ROUTE, About
+from vime.backends.vllm_utils.access import (
+    GENERATE_PREFIXES,
+    Application,
+    Message,
+    Receive,
+    RequireKey,
+    Send,
+    send_json,
+)
 from vime.config.lora import AdapterInfo
 from vime.weights.update_info import UpdateInfo, is_last
 
@@ -27,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 ROOM_POLL_S = 0.02
 MAX_ADAPTERS = 4  # versions that requests in progress use, and the newest
-UPDATE_ROUTE, WEIGHTS_ROUTE = "/vime/update_weights", "/vime/weights"
+UPDATE_ROUTE, WEIGHTS_ROUTE, REQUESTS_ROUTE = "/vime/update_weights", "/vime/weights", "/vime/requests"
 
 
 class WorkerWeights(TypedDict):
@@ -53,6 +65,12 @@ class BucketResult(TypedDict):
 
 class LastBucketResult(BucketResult, HeldWeights):
     """With the last bucket comes what the engine holds now."""
+
+
+class OpenRequests(TypedDict):
+    """How many requests for completions an engine works on, those that wait for an update included."""
+
+    in_progress: int
 
 
 class _Adapter(Protocol):
@@ -112,11 +130,30 @@ class EngineMiddleware(RequireKey):
 class _Routes:
     def __init__(self, app: Application) -> None:
         self._app = app
+        self._num_open = 0
+        self._about = About()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             keep_settings()
         asked = (scope["type"], scope.get("method"), scope.get("path"))
+        if asked == ("http", "GET", REQUESTS_ROUTE):
+            await send_json(send, 200, {"in_progress": self._num_open})
+            return
+        if asked == ("http", "GET", ABOUT_ROUTE):
+            reads = parse_qs(scope.get("query_string", b"").decode()).get("reads", [None])[0]
+            await send_json(send, 200, self._about.facts(reads))
+            return
+        if asked == ("http", "POST", CLAIM_ROUTE):
+            await send_json(send, *self._about.claimed(await _body(receive)))
+            return
+        if asked[:2] == ("http", "POST") and scope["path"].startswith(GENERATE_PREFIXES):
+            self._num_open += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_open -= 1
+            return
         if asked not in (("http", "POST", UPDATE_ROUTE), ("http", "GET", WEIGHTS_ROUTE)):
             await self._app(scope, receive, send)
             return

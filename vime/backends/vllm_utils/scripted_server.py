@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         token_s=token_s,
         requests_at_once=at_once,
         keys=EngineKeys.from_environment(os.environ),
+        argv=sys.argv[1:] if argv is None else argv,
     )
     if os.environ.get(LOADS_FIRST):
         importlib.import_module("vime.weights.transports")
