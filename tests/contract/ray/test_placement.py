@@ -104,6 +104,25 @@ def test_ranks_go_from_node_to_node_and_never_back(found):
     assert set(half["engines"]) <= {f"gpu-{number}" for number in range(4)}
 
 
+def test_engines_that_share_are_on_the_node_of_their_ranks_and_see_exactly_their_gpus(found):
+    """16 GPUs are all there are: each was asked for once."""
+    case = found["shared: 2 x 8 ranks, 4 engines of 4"]
+    [world] = case["worlds"]
+    assert [gpus for _, gpus in world] == [[str(number)] for number in range(8)] * 2
+    nodes = [node for node, _ in world[::8]]
+    assert sorted(nodes) == ["gpu-0", "gpu-1"]
+    halves = [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert case["engines"] == [[node, half] for node in nodes for half in halves]
+    assert case["left"] == 0
+
+
+def test_what_is_missing_for_ranks_and_engines_that_share_is_named_with_both(found):
+    refused = found["one GPU of gpu-0 taken, shared: 2 x 8 ranks"]["refused"]
+    assert refused.startswith("no node has room for trainer ranks "), refused
+    assert "and engine-" in refused
+    assert ", which must be on one node (8 GPU and 8 CPU)" in refused
+
+
 def test_an_unknown_coordinator_is_refused_with_the_nodes_there_are(found):
     refused = found["a coordinator by name"]["refused"]
     assert refused.startswith("--coordinator-node nowhere: the cluster has no such node. Expected one of: ")
