@@ -19,7 +19,7 @@ from vime.config.algo_checks import (
     needs_teacher,
     resolve_algo,
 )
-from vime.config.colocation import check_colocation, resolve_colocation
+from vime.config.colocation import check_colocation, resolve_colocation, transport_in_turns
 from vime.config.eval_sets import eval_sets
 from vime.config.flags import knobs
 from vime.config.graders import is_unscored, lack_of
@@ -195,10 +195,8 @@ def _resolve_agreement(config: Config) -> dict[str, float | str]:
 
 def _resolve_transport(config: Config, device: str) -> str:
     chosen = config.weights.update_weight_transport
-    if chosen == "auto" and config.cluster.colocate and config.cluster.actor_num_nodes == 1:
-        return "shm"  # the engines are on the node of rank 0; NCCL takes no two processes on one GPU
     if chosen == "auto" and config.cluster.colocate:
-        return "gloo"
+        return transport_in_turns(config)
     if chosen == "auto":
         return "nccl" if device == "cuda" else "shm" if config.cluster.ray_address is None else "gloo"
     if chosen == "nccl" and device == "cpu":

@@ -57,6 +57,13 @@ def test_trainers_sleep_and_there_is_an_engine_for_all_their_gpus(started) -> No
     assert started("--device", "cpu", "--actor-num-gpus-per-node", "4").cluster.num_engines == 4
 
 
+def test_one_engine_opens_the_memory_of_the_trainer_on_its_gpu(started) -> None:
+    flags = (*GPUS, "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine")
+    assert started(*flags, "2").weights.update_weight_transport == "ipc"
+    assert started(*flags, "1").weights.update_weight_transport == "shm", "rank 0 sends, and one engine is on its GPU"
+    assert started("--device", "cpu").weights.update_weight_transport == "shm"
+
+
 def test_an_engine_shares_the_next_ranks_of_a_node(started) -> None:
     config = started(
         *GPUS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "5", "--rollout-num-gpus-per-engine", "2"
@@ -89,6 +96,11 @@ def test_weights_are_discarded_only_where_an_update_of_all_of_them_always_follow
         (
             [*GPUS, "--actor-num-gpus-per-node", "2", "--actor-num-nodes", "4", "--rollout-num-gpus-per-engine", "4"],
             "--rollout-num-gpus-per-engine 4: a node has 2 trainer ranks",
+        ),
+        (["--device", "cpu", "--update-weight-transport", "ipc"], "only an engine on the GPU of trainer rank 0"),
+        (
+            [*GPUS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--update-weight-transport", "shm"],
+            "engines are on several nodes, and the memory that they would read is on one",
         ),
         ([*GPUS, "--update-weight-transport", "nccl"], "NCCL takes no two processes on one GPU"),
     ],
