@@ -33,7 +33,7 @@ from vime.ray.round_metrics import RoundMetrics
 from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
-from vime.ray.turns import OFFLOAD_TIME, Turns
+from vime.ray.turns import Turns
 from vime.ray.waits import Result, said_meanwhile, wait_for
 from vime.types import EngineLostError, EngineReport, MismatchError, Version
 from vime.utils.failpoints import Point, failpoint
@@ -99,7 +99,7 @@ class Components:
         )
         self.turns: Turns | None = None
         if config.cluster.colocate and parts.trainers is not None and parts.engines is not None:
-            self.turns = Turns(config, parts.trainers, parts.engines, watchers.round_metrics.timed)
+            self.turns = Turns(config, parts.trainers, parts.engines, watchers.round_metrics)
         self._mismatch = MismatchGuard(
             config,
             run_dir,
@@ -374,7 +374,7 @@ class Components:
         if self.turns is not None:
             self.turns.generate()
         elif self.config.cluster.offload_train and self.parts.trainers is not None:
-            with self.watchers.round_metrics.timed(OFFLOAD_TIME):
+            with self.watchers.round_metrics.timed("perf/offload_time"):
                 self.parts.trainers.sleep()
 
     def _begin_training(self, rollout_id: int) -> None:

@@ -11,31 +11,22 @@ states are in no memory that moves, on either side.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
-
 from vime.backends.vllm_utils.control import KV_CACHE, WEIGHTS
 from vime.config.colocation import sleep_level
 from vime.config.parse import Config
 from vime.ray.engines import Engines
+from vime.ray.round_metrics import RoundMetrics
 from vime.ray.trainers import Trainers
 
 KEEP_WEIGHTS = 1  # vLLM's level
-SLEEP_TIME, WAKE_TIME, OFFLOAD_TIME = "perf/engine_sleep_time", "perf/engine_wake_time", "perf/offload_time"
-
-
-class Timed(Protocol):
-    """`RoundMetrics.timed`: adds what a block takes to the round."""
-
-    def __call__(self, metric: str) -> AbstractContextManager[None]: ...
 
 
 class Turns:
     """Owned by the driver. Trainers that are called out of turn (to save what was trained when a run ends, to score
     rows) make the engines sleep first; those keep their weights then, since no update may follow."""
 
-    def __init__(self, config: Config, trainers: Trainers, engines: Engines, timed: Timed) -> None:
-        self._trainers, self._engines, self._timed = trainers, engines, timed
+    def __init__(self, config: Config, trainers: Trainers, engines: Engines, round_metrics: RoundMetrics) -> None:
+        self._trainers, self._engines, self._round_metrics = trainers, engines, round_metrics
         self._level = sleep_level(config)
         trainers.share_gpus(self._make_room)
 
@@ -45,17 +36,17 @@ class Turns:
 
     def update(self) -> None:
         """Before a weight update: trainers free what it does not need, engines take memory for weights."""
-        with self._timed(OFFLOAD_TIME):
+        with self._round_metrics.timed("perf/offload_time"):
             self._trainers.rest()
-        with self._timed(WAKE_TIME):
+        with self._round_metrics.timed("perf/engine_wake_time"):
             self._engines.wake_up(WEIGHTS)
 
     def generate(self) -> None:
         """Before prompts: the trainers free the GPUs, the engines take the rest of their memory."""
-        with self._timed(OFFLOAD_TIME):
+        with self._round_metrics.timed("perf/offload_time"):
             self._trainers.sleep()
         if self._engines.is_asleep:
-            with self._timed(WAKE_TIME):
+            with self._round_metrics.timed("perf/engine_wake_time"):
                 self._engines.wake_up(WEIGHTS)
                 self._engines.wake_up(KV_CACHE)
 
@@ -64,5 +55,5 @@ class Turns:
 
     def _sleep(self, level: int) -> None:
         if not self._engines.is_asleep:
-            with self._timed(SLEEP_TIME):
+            with self._round_metrics.timed("perf/engine_sleep_time"):
                 self._engines.sleep(level)

@@ -1,9 +1,8 @@
 """In which order trainers and engines take and free the GPUs that they share."""
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any, cast
-
-import pytest
 
 from vime.config.parse import Config
 from vime.ray.turns import Turns
@@ -17,7 +16,6 @@ class World:
     def __init__(self, **flags: Any) -> None:
         self.order: list[str] = []
         self.asleep: list[str] = []  # parts of the engines
-        self.trainers_rest = ""
         self.make_room: Any = None
         world = self
 
@@ -50,7 +48,7 @@ class World:
             Config().replace(colocate=True, **flags),
             cast("Any", Trainers()),
             cast("Any", Engines()),
-            lambda _: contextlib.nullcontext(),
+            cast("Any", SimpleNamespace(timed=lambda _: contextlib.nullcontext())),
         )
 
     def take(self) -> list[str]:
@@ -83,11 +81,3 @@ def test_trainers_that_are_called_out_of_turn_have_the_engines_sleep_first_and_k
     assert world.take() == ["engines sleep 1"]
     world.turns.train()  # they sleep already
     assert world.take() == []
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_turn_that_is_taken_already_changes_nothing(calls: int) -> None:
-    world = World()
-    for _ in range(calls):
-        world.turns.train()
-    assert world.take() == ["engines sleep 2"]
