@@ -85,6 +85,7 @@ class Engines:
         self._config, self._run_dir, self._keys = config, run_dir, EngineKeys.make()
         self._events, self._tell, self._places, self._rank_gpus = events, tell, places, rank_gpus
         self._asleep: tuple[str, ...] = ()  # parts of the engines' memory, in the order in which they wake up
+        self._is_discarded = False  # no engine has weights until an update brings them
         self._is_stopped = False
         self._deadline_s, self._health_s = config.cluster.start_timeout_secs, health_deadline_s(config)
         self._router: ManagedRouter | None = None
@@ -196,7 +197,7 @@ class Engines:
             return
         self._wait_until_started()
         self._on_all(lambda fleet: fleet.sleep(level), "was lost while it was to sleep")
-        self._asleep = (WEIGHTS, KV_CACHE)
+        self._asleep, self._is_discarded = (WEIGHTS, KV_CACHE), level > 1
 
     def wake_up(self, part: str) -> None:
         """Let every engine take memory for WEIGHTS, or KV_CACHE, of which the last lets it take prompts. Does nothing
@@ -205,6 +206,7 @@ class Engines:
             return
         assert part == self._asleep[0], "weights first: an update needs no cache"
         is_last = self._asleep == (part,)
+        assert not (is_last and self._is_discarded), "an update comes before prompts"
         self._on_all(lambda fleet: fleet.wake_up(part, is_last=is_last), "was lost while it was to wake up")
         self._asleep = self._asleep[1:]
 
@@ -249,7 +251,7 @@ class Engines:
         """The engines of these reports have confirmed `version`: prompts go to them. One that was to get the update and
         is not among them is lost."""
         self._num_updates += 1
-        self._serving = version
+        self._serving, self._is_discarded = version, False
         if self._router is not None and self._router.is_up:
             self._router.losses.end()
         confirmed = {report.engine for report in reports}

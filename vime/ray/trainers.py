@@ -273,7 +273,7 @@ class TrainerActor:
         with doing("making room for a weight update"):
             self._worker.rest()
 
-    def gpus(self) -> list[str]:
+    def name_gpus(self) -> list[str]:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def weights_hash(self) -> str:
@@ -460,7 +460,7 @@ class Trainers:
 
     def gpus(self, on_poll: Callable[[], None] | None = None) -> list[list[str]]:
         """Return what Ray gave each rank of the policy, which no model has been built on yet."""
-        return self._policy.begin(TrainerActor.gpus)(
+        return self._policy.begin(TrainerActor.name_gpus)(
             on_poll=on_poll, deadline_s=self._config.cluster.start_timeout_secs
         )
 
