@@ -47,7 +47,7 @@ class Offload:
         ]
         for storage, host in moved:
             host.copy_(_bytes_of(storage), non_blocking=True)
-        _synchronize()
+        _wait_for_copies(moved)
         for storage, _ in moved:
             storage.resize_(0)
         for storage in scratch_storages.values():
@@ -65,7 +65,7 @@ class Offload:
         for storage, num_bytes in self._scratch:
             storage.resize_(num_bytes)
             _bytes_of(storage).zero_()
-        _synchronize()
+        _wait_for_copies(self._kept)
         for storage, host in self._kept:
             if storage.device.type != "cpu":  # there it would only hold memory twice
                 self._free[host.numel()].append(host)
@@ -89,8 +89,9 @@ def _lock_pages(host: Tensor) -> None:
         raise RuntimeError(f"{host.numel()} bytes of host memory cannot be page-locked: CUDA error {int(error)}")
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
+def _wait_for_copies(moved: Iterable[tuple[UntypedStorage, Tensor]]) -> None:
+    """Nothing to wait for on a CPU, where this would make a context on a GPU that the machine happens to have."""
+    if any(storage.device.type == "cuda" for storage, _ in moved):
         torch.cuda.synchronize()
 
 
