@@ -173,10 +173,6 @@ class _IsPaused(msgspec.Struct):
     is_paused: bool
 
 
-class _IsSleeping(msgspec.Struct):
-    is_sleeping: bool
-
-
 class _Woken(msgspec.Struct):
     status: str  # awake, or sleeping while a tag is still asleep
 
@@ -304,9 +300,6 @@ class FleetControl:
                     f"{address.name} /wake_up?tags={tag}: the engine says that it is {each.status}, expected "
                     f"{expected}. See its log in RUN_DIR/logs."
                 )
-
-    def is_sleeping(self) -> list[bool]:
-        return [each.is_sleeping for each in self._http.get("/is_sleeping", _IsSleeping)]
 
     def is_paused(self) -> list[bool]:
         return [each.is_paused for each in self._http.get("/is_paused", _IsPaused)]

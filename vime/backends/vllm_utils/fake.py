@@ -206,7 +206,6 @@ class FakeEngine:
             "/readiness": {},
             "/get_world_size": {"world_size": 1},
             "/is_paused": {"is_paused": self._is_paused},
-            "/is_sleeping": {"is_sleeping": self._is_paused or bool(self._asleep)},
             "/reset_prefix_cache": {"success": True},
         }
         if route in simple:
