@@ -147,7 +147,10 @@ def main() -> None:
         *trainers(1, 4), *engines(4, 2), "--separate-roles", "reference", "--kl-loss-coef", "0.1", "--use-kl-loss"
     )
     found["a coordinator by name"] = world.run(*trainers(1, 4), *engines(1), "--coordinator-node", "nowhere")
-    found["shared: 2 x 8 ranks, 4 engines of 4"] = world.run(*trainers(2, 8), *engines(4, 4), "--colocate", starts=True)
+    with world.taken(gpu_0=4, gpu_1=4):
+        found["shared: 2 x 4 ranks, 4 engines of 2"] = world.run(
+            *trainers(2, 4), *engines(4, 2), "--colocate", starts=True
+        )
     with world.taken(gpu_0=1):
         found["one GPU of gpu-0 taken, shared: 2 x 8 ranks"] = world.run(*trainers(2, 8), *engines(16), "--colocate")
     first = parse([*FLAGS, *trainers(1, 8), *engines(8)])

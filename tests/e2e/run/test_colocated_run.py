@@ -7,6 +7,8 @@ discarded them, and lets prompts wait while anything of it is asleep.
 import itertools
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
 
@@ -51,6 +53,7 @@ def test_two_ranks_and_two_engines_in_turns_train_the_same_bits_as_apart(tiny_ta
     assert steps(shared) == [name for name, _ in itertools.groupby(expected[:-1])]
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_engines_generate_saves_what_trainers_that_sleep_have_learned(
     tiny_task: TinyTask, tmp_path: Path
 ) -> None:
